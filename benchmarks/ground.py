@@ -1,0 +1,101 @@
+"""The common ground of the subjects: one config of cpt, hence one model, text, stream and optimizer."""
+
+import argparse
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transformers
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from measuring import ROOT
+from omegaconf import DictConfig
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import cpt.config  # noqa: F401  (registers the resolvers)
+from cpt.base import Base, base
+from cpt.data import DomainSequence
+from cpt.learner import method, sequence
+from cpt.methods.base import ContinualModule
+from cpt.samples import Stream
+from cpt.sequence import planned
+from cpt.texts import Texts
+
+ALWAYS = [
+    "model=tiny_roberta",
+    "model.vocabulary=8192",
+    "model.mask_rate=0.15",
+    "model.config.hidden_size=256",
+    "model.config.intermediate_size=1024",
+    "model.config.num_hidden_layers=4",
+    "model.base.steps=1",
+    "model.base.batch_size=8",
+    "method=ncl",
+    "order=[sympy]",
+    "logger=csv",
+    "trainer.accelerator=cpu",
+    "trainer.checkpoint_every=1000000000",
+]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What cpt makes of a config, up to the point where it would train."""
+
+    cfg: DictConfig
+    start: Base
+    module: ContinualModule
+    data: DomainSequence
+
+    @property
+    def steps(self) -> int:
+        return self.data.steps(self.data.domain)
+
+    def stream(self) -> Stream:
+        return self.loader().dataset
+
+    def loader(self) -> torch.utils.data.DataLoader:
+        """cpt's training batches without its trainer."""
+        device = SimpleNamespace(root_device=torch.device("cpu"))
+        self.data.trainer = SimpleNamespace(global_rank=0, world_size=1, global_step=0, strategy=device)
+        return self.data.train_dataloader()
+
+    def optimizer(self, model: torch.nn.Module) -> tuple[Optimizer, LambdaLR]:
+        """The optimizer and schedule of the config, as cpt's module makes them."""
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
+        others = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+        optimizer, schedule = instantiate(self.cfg.optim)(groups), instantiate(self.cfg.schedule)
+        return optimizer, LambdaLR(optimizer, lambda step: schedule(step, steps=self.steps))
+
+
+def ground(cache: str, *overrides: str) -> Ground:
+    """Text, model and module, from the cache where they are there already."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", overrides=[*ALWAYS, f"cache_dir={cache}", *overrides])
+    plan = planned(cfg)
+    texts = Texts.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+    start = base(cfg.model, texts, accelerator="cpu")
+    module = method(cfg, start).train()
+    data = sequence(plan, texts, start, module)
+    data.enter(next(iter(data)))
+    return Ground(cfg, start, module, data)
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
+    parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for a quiet machine")
+    parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
+    return parser

@@ -1,0 +1,151 @@
+"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, made once for all
+runs."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt import model as models
+from cpt.budget import Budget
+from cpt.cache import made_once
+from cpt.config import digest
+from cpt.corpus import Corpus
+from cpt.data import Domain, DomainSequence
+from cpt.methods.ncl import NCL
+from cpt.objectives import Objective
+from cpt.schedules import linear
+from cpt.sources import GENERAL
+from cpt.texts import Texts, tokenizer_digest
+from cpt.trainers import Checkpoint, trainer
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+CHECKPOINT_EVERY = 200
+READ_AT_ONCE = 100
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where the sequence starts: the folder or name of a model, its tokenizer and its objective."""
+
+    checkpoint: str
+    tokenizer: PreTrainedTokenizerBase
+    objective_name: str
+    objective: Objective
+    length: int
+
+    def model(self) -> PreTrainedModel:
+        """A fresh copy of the base model."""
+        loaded = models.load(self.checkpoint, self.objective_name)
+        models.check_length(self.length, loaded)
+        return loaded
+
+
+def base(cfg: DictConfig, texts: Texts, *, accelerator: str) -> Base:
+    """The base of a model config, made if it is not in the cache.
+
+    Raises ValueError for a config with neither a checkpoint nor an architecture, or an objective that does
+    not fit."""
+    if cfg.checkpoint is not None:
+        config = models.configuration(cfg.checkpoint)
+        return assembled(cfg, cfg.checkpoint, models.load_tokenizer(cfg.checkpoint), config)
+    if cfg.config is None or cfg.base is None:
+        raise ValueError(
+            f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
+        )
+    tokenizer = models.load_tokenizer(trained_tokenizer(texts.general, cfg.vocabulary, cache=texts.cache))
+    untrained = models.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
+    new = assembled(cfg, "", tokenizer, untrained)
+    decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
+    settings = OmegaConf.to_container(OmegaConf.create(decides))
+    made_of = [FORMAT, texts.general.facts["digest"], tokenizer_digest(tokenizer), settings]
+    folder = made_once(
+        texts.cache / "base" / f"{cfg.name}-{digest(made_of)}",
+        make=lambda partial: pretrain(partial, cfg, new, texts, accelerator=accelerator),
+    )
+    return assembled(cfg, str(folder), tokenizer, untrained)
+
+
+def assembled(cfg: DictConfig, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any) -> Base:
+    name = models.objective_name(cfg.objective, config)
+    return Base(
+        checkpoint, tokenizer, name, models.objective(name, tokenizer, mask_rate=cfg.mask_rate), cfg.length
+    )
+
+
+def trained_tokenizer(general: Corpus, vocabulary: int, *, cache: Path) -> Path:
+    """The folder of a tokenizer learned from the general text."""
+
+    def make(folder: Path) -> None:
+        log.info("learning a vocabulary of %d from the general text", vocabulary)
+        models.train_tokenizer(batches(general), vocabulary=vocabulary).save_pretrained(folder)
+
+    made_of = [FORMAT, general.facts["digest"], vocabulary]
+    return made_once(cache / "tokenizers" / digest(made_of), make=make)
+
+
+def batches(general: Corpus) -> Iterator[list[str]]:
+    documents = general.documents("train")
+    return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
+
+
+def pretrain(folder: Path, cfg: DictConfig, new: Base, texts: Texts, *, accelerator: str) -> None:
+    """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
+    log.info("pre-training the base model %s on the general text: %d steps", cfg.name, cfg.base.steps)
+    model = models.build(
+        OmegaConf.to_container(cfg.config), new.tokenizer, new.objective_name, seed=cfg.base.seed
+    )
+    models.check_length(cfg.length, model)
+    data = general_only(cfg, new, texts)
+    schedule = partial(linear, warmup=cfg.base.warmup)
+    optimizer = instantiate(cfg.base.optim)
+    module = NCL(model=model.train(), masks=(), optimizer=optimizer, schedule=schedule, seed=cfg.base.seed)
+    checkpoint = folder / "base.ckpt"
+    alone: Mapping[str, Any] = {
+        "accelerator": accelerator,
+        "devices": 1,
+        "log_every_n_steps": 10,
+        "gradient_clip_val": cfg.base.gradient_clip_val,
+    }
+    fitting = trainer(
+        alone, label="base", steps=cfg.base.steps, callbacks=[Checkpoint(checkpoint, every=CHECKPOINT_EVERY)]
+    )
+    fitting.fit(
+        module,
+        datamodule=data,
+        ckpt_path=str(checkpoint) if checkpoint.exists() else None,
+        weights_only=True,
+    )
+    module.cpu()
+    model.save_pretrained(folder)
+    new.tokenizer.save_pretrained(folder)
+    checkpoint.unlink(missing_ok=True)
+
+
+def general_only(cfg: DictConfig, new: Base, texts: Texts) -> DomainSequence:
+    """The general text as the only domain."""
+    domain = Domain(GENERAL, 0, (GENERAL,))
+    packed = texts.packed(GENERAL, "train", tokenizer=new.tokenizer, length=cfg.length)
+    budget = Budget(steps=cfg.base.steps, epochs=None, tokens=None, batch_size=cfg.base.batch_size)
+    data = DomainSequence(
+        [domain],
+        train={GENERAL: packed},
+        held_out={},
+        objective=new.objective,
+        budget=budget,
+        seed=cfg.base.seed,
+        accumulate=1,
+        eval_batch_size=cfg.base.batch_size,
+        probe_samples=cfg.base.batch_size,
+        workers=0,
+    )
+    data.enter(domain)
+    return data

@@ -1,0 +1,154 @@
+"""The documents of one domain on disk, without duplicates, split into train, valid and test."""
+
+import hashlib
+import json
+import logging
+import os
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from datasets.arrow_writer import ArrowWriter
+from tqdm import tqdm
+
+from cpt.cache import made_once
+from cpt.config import digest
+from cpt.randomness import key, sample_keys
+from cpt.sources import Source
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # part of every digest: raise it when the files below change
+SPLITS = ("train", "valid", "test")
+DROPPED = -1
+BATCH, CHARACTERS = 1000, 1 << 20  # of documents, what is worked on at once
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A domain's text; `facts` holds its digest and its counts of documents and bytes."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    def documents(self, split: str) -> Dataset:
+        """The documents of a split, memory-mapped, with a column `text`."""
+        chosen = np.flatnonzero(np.load(self.folder / "splits.npy", mmap_mode="r") == SPLITS.index(split))
+        return Dataset.from_file(str(self.folder / "documents.arrow")).select(chosen)
+
+
+def in_batches(documents: Dataset) -> Iterator[list[str]]:
+    """Documents in lists of BATCH, or fewer where they are long: memory does not grow with the text."""
+    batch: list[str] = []
+    size = 0
+    for few in documents.iter(batch_size=16):
+        for text in few["text"]:
+            batch.append(text)
+            size += len(text)
+            if len(batch) == BATCH or size >= CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def corpus(source: Source, name: str, *, cache: Path) -> Corpus:
+    """A domain's text as its source has it now, read once for all runs.
+
+    Raises ValueError for a domain with too few documents to train on and hold some out.
+    """
+    made_of = [FORMAT, source.fingerprint(name), dict(source.held_out)]
+    folder = made_once(
+        cache / "corpora" / f"{name}-{digest(made_of)}",
+        make=lambda partial: write(partial, source.read(name), name=name, held_out=source.held_out),
+    )
+    return Corpus(folder, json.loads((folder / "facts.json").read_text()))
+
+
+def write(
+    folder: Path, documents: Iterable[tuple[str, str]], *, name: str, held_out: Mapping[str, float]
+) -> None:
+    """Writes documents, their splits and the facts about them into a folder."""
+    shown = tqdm(documents, desc=f"reading {name}", unit=" documents", disable=None, leave=False)
+    hashes, given, sizes = stored(folder / "documents.arrow", shown)
+    if not len(hashes):
+        raise ValueError(f"domain {name} has no text: its files are empty")
+    splits = assign(hashes, given, name=name, held_out=held_out)
+    np.save(folder / "splits.npy", splits)
+    facts = describe(hashes, given, splits, sizes)
+    log.info("%s: %s", name, summary(facts))
+    (folder / "facts.json.tmp").write_text(json.dumps(facts))
+    os.replace(folder / "facts.json.tmp", folder / "facts.json")
+
+
+def stored(path: Path, documents: Iterable[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Writes documents to a file; gives the hash, split and bytes of each, which is all that memory holds."""
+    hashes, given, sizes, waiting = array("Q"), array("b"), array("Q"), 0
+    with ArrowWriter(path=str(path), features=Features({"text": Value("large_string")})) as writer:
+        for split, text in documents:
+            raw = text.encode(errors="replace")
+            writer.write({"text": raw.decode()})
+            hashes.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
+            given.append(SPLITS.index(split))
+            sizes.append(len(raw))
+            waiting += len(raw)
+            if waiting >= CHARACTERS:
+                writer.write_examples_on_file()
+                waiting = 0
+        writer.finalize()
+    return np.asarray(hashes, np.uint64), np.asarray(given, np.int8), np.asarray(sizes, np.int64)
+
+
+def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float]) -> np.ndarray:
+    """The split of each document, [documents] int8, DROPPED for copies.
+
+    Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
+    its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
+    documents' own."""
+    order = np.lexsort((np.arange(len(given)), given))
+    _, first = np.unique(hashes[order], return_index=True)
+    splits = np.full(len(given), DROPPED, np.int8)
+    splits[order[first]] = given[order[first]]
+    train = np.flatnonzero(splits == 0)
+    ranked = train[np.argsort(sample_keys(key("split", int(held_out["seed"])), hashes[train]), kind="stable")]
+    taken = 0
+    for split in ("valid", "test"):
+        if not (given == SPLITS.index(split)).any():
+            count = max(1, round(held_out[split] * len(train)))
+            splits[ranked[taken : taken + count]] = SPLITS.index(split)
+            taken += count
+    left = [int((splits == number).sum()) for number in range(len(SPLITS))]
+    if min(left) == 0:
+        found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
+        raise ValueError(
+            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
+            "allowed: at least one for each, all different "
+            "(domains.document=line or paragraph makes more of a .txt file)"
+        )
+    return splits
+
+
+def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
+    """Digest of the text and its splits, documents and bytes per split, and how many copies were left out."""
+    held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
+    content = hashlib.blake2b(hashes.tobytes() + splits.tobytes(), digest_size=8)
+    return {
+        "digest": content.hexdigest(),
+        "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
+        "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
+        "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
+        "held_out_copies": held_out_copies,
+    }
+
+
+def summary(facts: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
+    return (
+        f"{sum(facts['bytes'].values()) / 1e6:.1f} MB, documents: {counts}; "
+        f"left out: {facts['duplicates']} duplicates and "
+        f"{facts['held_out_copies']} valid or test documents that also stand elsewhere"
+    )

@@ -1,0 +1,233 @@
+"""The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
+
+import logging
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from hydra.utils import instantiate
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from cpt import report
+from cpt.base import Base, base
+from cpt.data import Domain, DomainSequence
+from cpt.figures import heatmap
+from cpt.folder import RunFolder, check_archive, replacing
+from cpt.methods.base import ContinualModule
+from cpt.model import configuration
+from cpt.randomness import key
+from cpt.scores import UNITS, Scores
+from cpt.sequence import Plan, is_first_process, objective_value
+from cpt.sources import GENERAL
+from cpt.texts import Texts
+from cpt.tracking import log_result, log_row, tracked
+from cpt.trainers import Checkpoint, trainer
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
+
+
+def fold(plan: Plan, place: RunFolder) -> Scores:
+    """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
+    cfg = plan.cfg
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if cfg.model.checkpoint is not None:
+        configuration(cfg.model.checkpoint)  # a wrong name is told before hours of reading
+    texts = Texts.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+    start = base(cfg.model, texts, accelerator=cfg.trainer.accelerator)
+    module = method(cfg, start)
+    data = sequence(plan, texts, start, module)
+    scores = place.scores() or opened(plan, texts, start, data)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    with tracked(
+        cfg.logger, place.path, group=cfg.name, job=cfg.method.name, tags=cfg.tags, config=config
+    ) as loggers:
+        learner = Learner(cfg, place, module=module, data=data, scores=scores, loggers=loggers)
+        learner.learn()
+        if is_first_process():
+            learner.conclude(start)
+    return scores
+
+
+def method(cfg: DictConfig, start: Base) -> ContinualModule:
+    """The method, with the base model in it; what it draws at random depends on the seed alone."""
+    torch.manual_seed(key(cfg.seed, "method") % 2**63)
+    hyper = {name: value for name, value in cfg.method.items() if name != "name"}
+    masks = instantiate(cfg.mask.masks, _convert_="all")
+    shared = {"model": start.model(), "masks": masks, "optimizer": instantiate(cfg.optim)}
+    return instantiate(hyper, **shared, schedule=instantiate(cfg.schedule), seed=cfg.seed, _convert_="all")
+
+
+def sequence(plan: Plan, texts: Texts, start: Base, module: ContinualModule) -> DomainSequence:
+    """The stages of a method over the domains of a plan."""
+    options = plan.cfg.trainer
+    domains = module.stages(plan.order)
+    learned = [part for domain in domains for part in domain.parts]
+
+    def packed(name: str, split: str) -> Any:
+        return texts.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
+
+    return DomainSequence(
+        domains,
+        train={name: packed(name, "train") for name in learned},
+        held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
+        objective=start.objective,
+        budget=plan.budget,
+        seed=plan.cfg.seed,
+        accumulate=options.accumulate_grad_batches,
+        eval_batch_size=options.eval_batch_size,
+        probe_samples=options.probe_samples,
+        workers=options.workers,
+    )
+
+
+def opened(plan: Plan, texts: Texts, start: Base, data: DomainSequence) -> Scores:
+    """Scores without rows: what is measured, on what."""
+    cfg, held_out, objective = plan.cfg, data.held_out.values(), start.objective
+    per_text = [(text.text_tokens, text.row_lengths) for text in held_out]
+    return Scores(
+        domains=list(data.held_out),
+        tokens=[int(objective.scorable(*sizes).sum()) for sizes in per_text],
+        bytes=[text.bytes for text in held_out],
+        scored=[int(objective.scored(*sizes).sum()) for sizes in per_text],
+        run={
+            "name": cfg.name,
+            "method": cfg.method.name,
+            "mask": cfg.mask.name,
+            "model": cfg.model.name,
+            "order": plan.order,
+            "seed": cfg.seed,
+            "finished": False,
+            "objective": start.objective_name,
+        },
+        texts={name: dict(texts.corpora[name].facts) for name in data.held_out},
+        config_digest=plan.config_digest,
+        versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+    )
+
+
+class Learner:
+    """A run at work: its method, its data and its scores so far."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        place: RunFolder,
+        *,
+        module: ContinualModule,
+        data: DomainSequence,
+        scores: Scores,
+        loggers: Sequence[Logger],
+    ) -> None:
+        self.cfg, self.place, self.module, self.data = cfg, place, module, data
+        self.scores, self.loggers = scores, loggers
+
+    def learn(self) -> None:
+        """Every stage that is not committed yet."""
+        done = len(self.scores.rows)
+        if done == 0:
+            self.commit("base")
+        elif done > 1:
+            self.restore(done - 1)
+        for number, domain in list(enumerate(self.data, start=1))[max(0, done - 1) :]:
+            self.fit(number, domain)
+            self.commit(domain.name)
+
+    def restore(self, number: int) -> None:
+        """The method's state after so many stages."""
+        path = self.place.stage(number)
+        check_archive(path, instead=f"delete {self.place.path} to start again")
+        self.module.load_state_dict(torch.load(path, weights_only=True))
+        log.info("going on after %s", self.scores.rows[-1])
+
+    def fit(self, number: int, domain: Domain) -> None:
+        """Learns one domain, from its checkpoint if it has one."""
+        checkpoint = self.place.checkpoint(number, domain.name)
+        if checkpoint.exists():
+            check_archive(
+                checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
+            )
+            log.info("going on within %s", domain.name)
+        self.data.enter(domain)
+        self.module.activate(domain.index)
+        self.module.train()
+        steps = self.data.steps(domain)
+        fitting = trainer(
+            self.cfg.trainer,
+            label=f"{domain.name} ({number}/{len(self.data)})",
+            loggers=self.loggers,
+            steps=steps,
+            callbacks=[Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every)],
+        )
+        with self.timed(f"learn {domain.name}"):
+            fitting.fit(
+                self.module,
+                datamodule=self.data,
+                ckpt_path=str(checkpoint) if checkpoint.exists() else None,
+                weights_only=True,
+            )
+        if is_first_process():
+            with replacing(self.place.stage(number)) as partial:
+                torch.save(self.module.state_dict(), partial)
+
+    def commit(self, row: str) -> None:
+        """Evaluates, and writes the row: what a restart finds is the run up to here."""
+        with self.timed(f"score {row}"):
+            trainer(self.cfg.trainer, label=f"scoring after {row}").validate(
+                self.module, datamodule=self.data, verbose=False
+            )
+            losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
+        self.scores.append(row, nll=[(nll.sum() / count.sum()).item() for nll, count in losses.values()])
+        perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
+        shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
+        log.info("after %s, perplexity: %s", row, shown)
+        log_row(self.loggers, stage=len(self.scores.rows) - 1, perplexity=perplexity)
+        if is_first_process():
+            number = len(self.scores.rows) - 1
+            arrays = {name: np.stack([nll.cpu(), count.cpu()]) for name, (nll, count) in losses.items()}
+            self.place.save_documents(number, arrays)
+            self.scores.save(self.place.scores_file)
+            self.place.tidy(number, keep=self.cfg.keep_stages)
+
+    def conclude(self, start: Base) -> None:
+        """Intervals, the exported model, the report and the run's summary; then the run is finished."""
+        self.module.backbone(len(self.data) - 1).save_pretrained(self.place.model)
+        start.tokenizer.save_pretrained(self.place.model)
+        rows = self.place.load_documents(len(self.scores.rows))
+        sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
+        self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
+        self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
+        self.scores.run["finished"] = True
+        self.scores.save(self.place.scores_file)
+        report.write(self.place.path)
+        rows = [[row, *losses] for row, losses in zip(self.scores.rows, self.scores.nll, strict=True)]
+        log_result(
+            self.loggers,
+            columns=["after", *self.scores.domains],
+            rows=rows,
+            picture=heatmap(self.scores),
+            summary={
+                f"{name}/{unit}": values[unit]
+                for name, values in self.scores.metrics.items()
+                for unit in UNITS
+            },
+        )
+
+    @contextmanager
+    def timed(self, phase: str) -> Any:
+        """Adds the seconds of a phase to the scores."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self.scores.phases[phase] = self.scores.phases.get(phase, 0.0) + seconds
+        self.scores.seconds += seconds

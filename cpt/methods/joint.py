@@ -1,0 +1,17 @@
+"""JOINT: all domains at once, the upper reference. theta = argmin sum_t L_lm(theta; D_t), started from
+theta_0.
+
+It sees exactly the samples of the sequence, with the same masks, in one shuffle and under one learning-rate
+schedule."""
+
+from collections.abc import Sequence
+
+from cpt.data import Domain
+from cpt.methods.base import ContinualModule
+
+
+class Joint(ContinualModule):
+    """One stage with the text of all domains."""
+
+    def stages(self, order: Sequence[str]) -> list[Domain]:
+        return [Domain("joint", 0, tuple(order))]

@@ -1,0 +1,21 @@
+"""ONE: each domain learned alone, from the base. theta_t = argmin L_lm(theta; D_t), started from theta_0.
+
+Its diagonal is what a domain gives without its predecessors (domain-adaptive pre-training, Gururangan et al.,
+ACL 2020), which intransigence compares with."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cpt.methods.base import ContinualModule, Snapshot
+from cpt.objectives import Batch
+
+
+class One(ContinualModule):
+    """Puts the base's weights back before each domain."""
+
+    def __init__(self, **shared: Any) -> None:
+        super().__init__(**shared)
+        self.base = Snapshot(self.model)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.base.restore(self.model)

@@ -1,0 +1,66 @@
+"""Random numbers as functions of position: the same for any number of workers, ranks and restarts.
+
+A stream is named by a key; its numbers are SplitMix64's (Steele, Lea, Flood, OOPSLA 2014) at the positions
+asked for, so nothing is drawn in sequence and nothing has to be saved."""
+
+import hashlib
+
+import numpy as np
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST, SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+ROUNDS = 10  # with 6, permutations of less than ten items come out unevenly
+
+
+def key(*parts: str | int) -> int:
+    """A 64-bit key of names and numbers."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def words_of(numbers: int | np.ndarray) -> np.ndarray:
+    """Numbers as an array of uint64: arrays wrap around in silence, where NumPy's scalars warn."""
+    return np.atleast_1d(np.asarray(numbers, np.uint64))
+
+
+def mixed(numbers: int | np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser on 64-bit words of any shape."""
+    words = words_of(numbers) + GOLDEN
+    words = (words ^ (words >> np.uint64(30))) * FIRST
+    words = (words ^ (words >> np.uint64(27))) * SECOND
+    return words ^ (words >> np.uint64(31))
+
+
+def sample_keys(stream: int | np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """A key per sample, [B] uint64, from the key of its stream (one, or one per sample) and its number."""
+    return mixed(mixed(stream) ^ (words_of(samples) * GOLDEN))
+
+
+def draws(keys: np.ndarray, length: int, *, stream: int) -> np.ndarray:
+    """Uniform numbers in [0, 1), [B, length] float64: row b depends on keys[b] and `stream` only."""
+    rows = mixed(keys + words_of(stream) * GOLDEN)
+    words = mixed(rows[:, None] ^ (np.arange(length, dtype=np.uint64) * GOLDEN))
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def shuffled(positions: np.ndarray, count: int, *, stream: int | np.ndarray) -> np.ndarray:
+    """The items [B] int64 at `positions` [B] < count of a random permutation of range(count), in O(1) memory.
+
+    `stream` (one key, or one per position) names the permutation. A Feistel network on the next even power of
+    two whose outputs beyond `count` are sent through it again (cycle walking: Black and Rogaway, CT-RSA
+    2002)."""
+    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    keys = np.broadcast_to(words_of(stream), positions.shape)
+    items = feistel(words_of(positions), keys, half)
+    while (outside := items >= np.uint64(count)).any():
+        items[outside] = feistel(items[outside], keys[outside], half)
+    return items.astype(np.int64)
+
+
+def feistel(words: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    """A keyed bijection of the integers below 4 ** half."""
+    low = (np.uint64(1) << half) - np.uint64(1)
+    left, right = words >> half, words & low
+    for turn in mixed(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
+        left, right = right, left ^ (mixed(right ^ turn) & low)
+    return (left << half) | right

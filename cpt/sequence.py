@@ -1,0 +1,86 @@
+"""One run: everything that can be wrong is found first, then the domains are learned one after another."""
+
+import logging
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from cpt import orders
+from cpt.budget import Budget
+from cpt.config import digest, identity
+from cpt.folder import RunFolder
+from cpt.report import table
+from cpt.scores import METRICS, UNITS
+from cpt.sources import Source
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config that has been checked, its text source and the order of its domains."""
+
+    cfg: DictConfig
+    source: Source
+    budget: Budget
+    order: list[str]
+    config_digest: str
+
+
+def run(cfg: DictConfig, *, folder: Path) -> float | None:
+    """Learns the sequence of a config in a run folder, or goes on with it; gives the objective, for sweepers.
+
+    Raises ValueError for a config that cannot be run, or that is not the folder's.
+    """
+    plan = planned(cfg)
+    place = RunFolder(folder)
+    if not is_first_process():
+        logging.getLogger("cpt").setLevel(logging.WARNING)
+        return learned(plan, place)
+    place.claim(cfg)
+    with place.locked():
+        return learned(plan, place)
+
+
+def learned(plan: Plan, place: RunFolder) -> float | None:
+    scores = place.scores()
+    if scores is None or not scores.run["finished"]:
+        from cpt.learner import fold  # torch and lightning: seconds that a wrong config need not wait for
+
+        scores = fold(plan, place)
+    else:
+        log.info("%s is finished already", place.path)
+    log.info("\n%s\n%s", table(scores), place.path / "report.html")
+    return scores.objective
+
+
+def planned(cfg: DictConfig) -> Plan:
+    """The plan of a config; raises ValueError for what is wrong with it."""
+    made_of = identity(cfg)
+    objective_value({}, cfg.objective)
+    options = {name: cfg.trainer[name] for name in ("steps", "epochs", "tokens", "batch_size")}
+    source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
+    order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)
+    return Plan(cfg, source, Budget(**options), order, digest(made_of))
+
+
+def objective_value(metrics: dict[str, dict], objective: str) -> float | None:
+    """What a sweeper minimises: METRIC.UNIT; None where the run has no such metric."""
+    metric, _, unit = objective.partition(".")
+    if metric not in METRICS or unit not in UNITS:
+        raise ValueError(
+            f"objective={objective}; allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}"
+        )
+    value = metrics.get(metric, {}).get(unit)
+    return value if value is None or math.isfinite(value) else None
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that writes, before any process group exists to ask."""
+    return all(
+        os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")
+    )

@@ -1,0 +1,138 @@
+"""Curves while a run goes on: metrics.csv in the run folder, and Weights & Biases."""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from cpt.config import digest
+
+
+class LongCSV(Logger):
+    """metrics.csv with the columns step, name, value. Lines are only ever added: Lightning's own CSVLogger
+    deletes the file of a run that is resumed. Of two lines with one step and name, the later one counts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The config stands in config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([("step", "name", "value")] if new else [])
+            writer.writerows((step, name, value) for name, value in metrics.items() if name != "epoch")
+
+
+@contextmanager
+def tracked(
+    options: Mapping[str, Any],
+    folder: Path,
+    *,
+    group: str,
+    job: str,
+    tags: Sequence[str],
+    config: Mapping[str, Any],
+) -> Iterator[list[Logger]]:
+    """The loggers of one run; its W&B run ends with it, as finished or as failed."""
+    loggers: list[Logger] = [LongCSV(folder / "metrics.csv")] if options["csv"] else []
+    if not options["wandb"]:
+        yield loggers
+        return
+    tracker = wandb_logger(options, folder, group=group, job=job, tags=tags, config=config)
+    failed = True
+    try:
+        yield [*loggers, tracker]
+        failed = False
+    finally:
+        finish(tracker, failed=failed)
+
+
+def wandb_logger(
+    options: Mapping[str, Any],
+    folder: Path,
+    *,
+    group: str,
+    job: str,
+    tags: Sequence[str],
+    config: Mapping[str, Any],
+) -> WandbLogger:
+    """One W&B run per run folder: the same folder is the same run, also after a restart."""
+    import wandb
+
+    if options["mode"] not in ("online", "offline", "disabled"):
+        raise ValueError(f"logger.mode={options['mode']}; allowed: online, offline, disabled")
+    return WandbLogger(
+        id=digest([group, folder.name]),
+        name=folder.name,
+        save_dir=str(folder),
+        project=options["project"],
+        entity=options["entity"],
+        group=group,
+        job_type=job,
+        tags=list(tags),
+        config=dict(config),
+        mode=options["mode"],
+        resume="allow" if options["mode"] == "online" else None,
+        reinit="create_new",
+        settings=wandb.Settings(silent=True, console="off"),
+    )
+
+
+@rank_zero_only
+def finish(tracker: WandbLogger, *, failed: bool) -> None:
+    tracker.experiment.finish(exit_code=int(failed))
+
+
+@rank_zero_only
+def log_row(loggers: Sequence[Logger], *, stage: int, perplexity: Mapping[str, float]) -> None:
+    """One row of the matrix: `ppl/<domain>` over `stage`."""
+    row = {f"ppl/{name}": value for name, value in perplexity.items()}
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            run = logger.experiment
+            run.define_metric("stage")
+            run.define_metric("ppl/*", step_metric="stage")
+            run.log({"stage": stage, **row})
+        else:
+            logger.log_metrics(row, step=stage)
+
+
+@rank_zero_only
+def log_result(
+    loggers: Sequence[Logger],
+    *,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    picture: bytes,
+    summary: Mapping[str, float],
+) -> None:
+    """The matrix as a table and an image, and the metrics as the run's summary."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            import wandb
+            from PIL import Image
+
+            table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+            logger.experiment.log(
+                {"matrix": table, "matrix_image": wandb.Image(Image.open(BytesIO(picture)))}
+            )
+            logger.experiment.summary.update(dict(summary))

@@ -1,0 +1,128 @@
+"""Lightning's Trainer as cpt uses it: one per stage, resumable at every optimizer step, with a progress
+bar."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from tqdm import tqdm
+
+# Ours; everything else in the trainer group is lightning.Trainer's.
+OURS = (
+    "steps",
+    "epochs",
+    "tokens",
+    "batch_size",
+    "eval_batch_size",
+    "probe_samples",
+    "checkpoint_every",
+    "workers",
+)
+
+
+class Checkpoint(Callback):
+    """Saves the trainer's state every `every` optimizer steps, to one file that is always whole."""
+
+    def __init__(self, path: Path, *, every: int) -> None:
+        if every < 1:
+            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps")
+        self.path, self.every, self.saved = path, every, 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step % self.every == 0 and step != self.saved:
+            self.saved = step
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        # Not Lightning's ModelCheckpoint: it moves the file in from the system's temporary folder, which is a
+        # copy
+        # wherever that is another disk, and a kill during a copy leaves half a checkpoint.
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        trainer.save_checkpoint(partial)
+        if trainer.is_global_zero:
+            os.replace(partial, self.path)
+
+
+class Bar(Callback):
+    """One bar per phase, named after it, with the time left; in a log file, a line every few seconds."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.bar = label, tqdm(disable=True)
+
+    def open(self, trainer: Trainer, *, total: int, done: int) -> None:
+        interval = 0.2 if sys.stderr.isatty() else 10.0
+        hidden = not trainer.is_global_zero
+        self.bar = tqdm(
+            desc=self.label,
+            total=total,
+            initial=done,
+            disable=hidden,
+            leave=False,
+            mininterval=interval,
+            maxinterval=60,
+        )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.open(trainer, total=trainer.max_steps, done=trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        for name, value in trainer.progress_bar_metrics.items():
+            self.bar.set_postfix({name.split("/")[1]: f"{value:.3f}"}, refresh=False)
+        self.bar.update(trainer.global_step - self.bar.n)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.open(trainer, total=sum(trainer.num_val_batches), done=0)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.bar.close()
+
+
+def quiet() -> None:
+    """Lightning's notices and adverts, and a warning that it causes itself on torch 2.13."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Ours is resumable: its sampler begins at the step that the trainer is at.
+    for message in (
+        ".*dataloader is not resumable.*",
+        ".*LeafSpec.*",
+        ".*does not have many workers.*",
+        ".*The anonymous setting.*",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def trainer(
+    options: Mapping[str, Any],
+    *,
+    label: str,
+    loggers: Sequence[Logger] = (),
+    steps: int = 1,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """A Trainer for one phase, `steps` optimizer steps or an evaluation."""
+    quiet()
+    theirs = {name: value for name, value in options.items() if name not in OURS}
+    return Trainer(
+        max_steps=steps,
+        max_epochs=-1,
+        limit_val_batches=1.0 if not callbacks else 0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        logger=list(loggers) or False,
+        callbacks=[Bar(label), *callbacks],
+        **theirs,
+    )

@@ -1,0 +1,25 @@
+"""Learns a sequence of text domains: `python run.py method=ncl order=1`; `python run.py --help` lists the
+choices."""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+import cpt.launcher  # noqa: F401  (registers the sweep launcher)
+from cpt.config import readable
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float | None:
+    from cpt.sequence import run
+
+    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        return run(cfg, folder=Path(HydraConfig.get().runtime.output_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

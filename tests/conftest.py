@@ -1,0 +1,108 @@
+"""What the tests share: small texts, a small model, and runs in this process."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+import cpt.config  # noqa: F401  (registers the resolvers)
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+VOCABULARIES = {
+    "general": "the house stands near a river and people walk along its quiet old streets every morning",
+    "law": "the court finds that a party to this contract must pay damages under section four of the act",
+    "food": "we ordered fresh pasta with basil and the waiter brought warm bread and a sweet lemon dessert",
+    "space": "a telescope measures faint light from distant galaxies whose dust hides young massive stars",
+}
+SMALL = [
+    "model.length=16",
+    "model.vocabulary=300",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=48",
+    "model.config.num_hidden_layers=2",
+    "model.config.num_attention_heads=2",
+    "model.base.steps=6",
+    "model.base.batch_size=8",
+    "trainer.steps=6",
+    "trainer.batch_size=8",
+    "trainer.eval_batch_size=16",
+    "trainer.probe_samples=16",
+    "trainer.checkpoint_every=2",
+    "trainer.log_every_n_steps=2",
+    "logger=none",
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def sentences(words: str, *, count: int, seed: int) -> list[str]:
+    """Different made-up documents over a few words."""
+    draw = random.Random(seed)
+    return [
+        " ".join(draw.choices(words.split(), k=draw.randint(8, 30))) + f" {number}."
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="session")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three domains and general text, a .txt file each, a document per line."""
+    root = tmp_path_factory.mktemp("corpora")
+    for seed, (name, words) in enumerate(VOCABULARIES.items()):
+        (root / name).mkdir()
+        (root / name / "all.txt").write_text("\n".join(sentences(words, count=120, seed=seed)) + "\n")
+    return root
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def composed() -> Iterator[Callable[..., DictConfig]]:
+    """The config of run.py with overrides."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield lambda *overrides: compose("config", overrides=list(overrides))
+
+
+@pytest.fixture
+def small(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
+    """The config of a run that takes a second: the small texts, a small model, a few steps."""
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+    return lambda *overrides: composed(*places, *SMALL, *overrides)
+
+
+@pytest.fixture
+def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
+    """The same with a causal model."""
+    places = ["model=tiny_gpt2", "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+    own = [name for name in SMALL if not name.startswith("model.config.")]
+    sizes = ["model.config.n_embd=32", "model.config.n_head=2"]
+    return lambda *overrides: composed(*places, *own, *sizes, *overrides)
+
+
+@pytest.fixture
+def start() -> Callable[[DictConfig, Path], Any]:
+    """Runs a config in a folder, in this process."""
+
+    def run(cfg: DictConfig, folder: Path) -> Any:
+        from cpt.sequence import run as run_config
+
+        return run_config(cfg, folder=folder)
+
+    return run

@@ -1,0 +1,192 @@
+"""Masks, the normalisation of the loss, and that neither depends on how a batch is cut up."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cpt import learner
+from cpt.base import base
+from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask, Snapshot
+from cpt.samples import Stream
+from cpt.sequence import planned
+from cpt.texts import Texts
+
+
+class Half(GradientMask):
+    """A factor on the upper half of the rows of every matrix."""
+
+    def __init__(self, *, acts_on: str, factor: float, model: nn.Module) -> None:
+        super().__init__(acts_on=acts_on)
+        self.factor, self.model = factor, [model]
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        for parameter in self.model[0].parameters():
+            if parameter.ndim == 2:
+                factor = torch.ones(len(parameter), 1)
+                factor[: len(parameter) // 2] = self.factor
+                yield parameter, factor
+
+
+@pytest.fixture
+def fitted(small):
+    """Fits the first domain under masks and config overrides; gives the module and each parameter's
+    displacement."""
+
+    def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
+        plan = planned(small("order=[law,food]", *overrides))
+        texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+        module = learner.method(plan.cfg, base(plan.cfg.model, texts, accelerator="cpu"))
+        module.masks.extend(
+            Half(acts_on=acts_on, factor=factor, model=module.model) for acts_on, factor in masks
+        )
+        data = learner.sequence(plan, texts, base(plan.cfg.model, texts, accelerator="cpu"), module)
+        data.enter(data.domains[0])
+        old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
+        learner.trainer(plan.cfg.trainer, label="", steps=steps).fit(module, datamodule=data)
+        return module, {name: value.detach() - old[name] for name, value in module.model.named_parameters()}
+
+    return fit
+
+
+def matrices(moved: dict[str, Tensor]) -> list[Tensor]:
+    return [value for value in moved.values() if value.ndim == 2]
+
+
+def test_an_update_mask_scales_the_step_of_adam(fitted):
+    _, whole = fitted("optim.weight_decay=0.3")
+    _, masked = fitted("optim.weight_decay=0.3", masks=(("update", 0.1),))
+    for free, tenth in zip(matrices(whole), matrices(masked), strict=True):
+        half = len(free) // 2
+        torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
+        assert torch.equal(tenth[half:], free[half:])
+        assert free[:half].abs().sum() > 0
+
+
+def test_a_gradient_mask_is_divided_out_by_adam(fitted):
+    """The finding that `acts_on` exists for: Adam's first step is lr times the sign, whatever the factor."""
+    _, whole = fitted("optim.eps=1e-12", "trainer.gradient_clip_val=null")
+    _, masked = fitted("optim.eps=1e-12", "trainer.gradient_clip_val=null", masks=(("gradient", 0.1),))
+    moved = [
+        (tenth[: len(free) // 2].norm() / free[: len(free) // 2].norm()).item()
+        for free, tenth in zip(matrices(whole), matrices(masked), strict=True)
+    ]
+    assert min(moved) > 0.9
+
+
+def test_factor_zero_keeps_the_bits_under_weight_decay(fitted):
+    _, moved = fitted("optim.weight_decay=0.3", masks=(("update", 0.0),), steps=3)
+    for value in matrices(moved):
+        half = len(value) // 2
+        assert (value[:half] == 0).all()
+        assert (value[half:] != 0).any()
+
+
+@pytest.mark.parametrize("acts_on", ["update", "gradient"])
+def test_factor_one_is_no_mask_bit_for_bit(acts_on, fitted):
+    module, _ = fitted(steps=4)
+    masked, _ = fitted(masks=((acts_on, 1.0),), steps=4)
+    for one, other in zip(module.model.parameters(), masked.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_masks_multiply_in_any_order(fitted):
+    _, both = fitted(masks=(("update", 0.5), ("update", 0.2)))
+    _, turned = fitted(masks=(("update", 0.2), ("update", 0.5)))
+    _, product = fitted(masks=(("update", 0.1),))
+    for one, other, tenth in zip(matrices(both), matrices(turned), matrices(product), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(one, tenth, rtol=1e-3, atol=1e-7)
+
+
+def test_a_mask_says_what_it_acts_on():
+    with pytest.raises(ValueError, match="acts_on=weights; allowed: gradient, update"):
+        GradientMask(acts_on="weights")
+
+
+def gradient(module: ContinualModule, batches: list[dict[str, Tensor]]) -> Tensor:
+    """The gradient of the mean of the batches' losses, as Lightning accumulates it."""
+    module.zero_grad()
+    for batch in batches:
+        (sum(module.losses(batch).values()) / len(batches)).backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("config", ["small", "small_gpt2"])
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
+    plan = planned(request.getfixturevalue(config)("order=[law]"))
+    texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+    start = base(plan.cfg.model, texts, accelerator="cpu")
+    module = learner.method(plan.cfg, start).double()
+    data = learner.sequence(plan, texts, start, module)
+    rows = len(data.train["law"])
+    stream = partial(
+        Stream, {"law": data.train["law"]}, objective=data.objective, seed=0, batch_size=8, steps=[2 * rows]
+    )
+    number = rows // 8  # the step that holds the short last row
+    whole = gradient(module, [stream(accumulate=1, rank=0, world=1)[number]])
+    for accumulate, world in ((2, 1), (1, 2), (2, 4), (8, 1)):
+        parts = [
+            stream(accumulate=accumulate, rank=rank, world=world)[number * accumulate + part]
+            for rank in range(world)
+            for part in range(accumulate)
+        ]
+        torch.testing.assert_close(gradient(module, parts), whole, rtol=1e-6, atol=1e-10)
+
+
+def test_the_loss_is_the_mean_over_the_scored_tokens(fitted):
+    module, _ = fitted()
+    data = module.trainer.datamodule
+    batch = next(iter(data.train_dataloader()))
+    module.eval()
+    logits = module.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    torch.testing.assert_close(module.losses(batch)["lm"], expected)
+
+
+def test_losses_are_summed_by_document():
+    metric = DocumentNLL(3)
+    metric.update(torch.tensor([1.0, 2.0, 4.0]), torch.ones(3), torch.tensor([0, 2, 2]))
+    metric.update(torch.tensor([8.0]), torch.ones(1), torch.tensor([0]))
+    nll, count = metric.compute()
+    assert nll.tolist() == [9.0, 0.0, 6.0]
+    assert count.tolist() == [2.0, 0.0, 2.0]
+
+
+def test_the_score_is_that_of_the_whole_text(fitted):
+    """Corpus loss: not a mean of batch means, and the same for any batch size."""
+    module, _ = fitted()
+    data = module.trainer.datamodule
+    rows = []
+    for size in (3, 64):
+        data.eval_batch_size = size
+        learner.trainer({"accelerator": "cpu", "devices": 1}, label="").validate(
+            module, datamodule=data, verbose=False
+        )
+        rows.append([(nll.sum() / count.sum()).item() for nll, count in module.row()])
+    assert rows[0] == pytest.approx(rows[1], rel=1e-5)
+    assert len(rows[0]) == 3
+    total, scored = 0.0, 0
+    for batch in data.val_dataloader():
+        if int(batch["column"]) == 0:
+            total += module.nll(batch, 0)[0].sum().item()
+            scored += len(batch["positions"])
+    assert rows[1][0] == pytest.approx(total / scored, rel=1e-5)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(fitted):
+    with pytest.raises(ValueError, match=r"the lm loss is (nan|inf) at step \d+ of law; a lower rate"):
+        fitted("optim.lr=1e30", "trainer.gradient_clip_val=null", steps=6)
+
+
+def test_a_snapshot_gives_the_weights_back():
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    snapshot = Snapshot(model)
+    nn.init.zeros_(model.weight)
+    snapshot.restore(model)
+    assert torch.equal(model.weight, before)
+    assert not snapshot.state_dict()

@@ -1,0 +1,234 @@
+"""Every method keeps the same promises; a new YAML in conf/method is tested without a word here."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from lightning.pytorch.callbacks import Callback
+
+from cpt import learner
+from cpt.base import base
+from cpt.methods.base import ContinualModule
+from cpt.sequence import planned
+from cpt.texts import Texts
+
+METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
+LEARNING = [name for name in METHODS if name != "none"]
+ORDER = "order=[law,food]"
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL within this process: nothing of ours catches it."""
+
+
+class Killer(Callback):
+    """Dies when a stage has made so many steps, or when its fit has ended."""
+
+    def __init__(self, *, step: int, domain: str | None = None) -> None:
+        self.step, self.domain = step, domain
+
+    def on_train_batch_end(self, trainer, *args):
+        here = trainer.datamodule.domain.name
+        if trainer.global_step == self.step and self.domain in (None, here):
+            raise KilledError
+
+
+def bits(folder: Path) -> str:
+    """A hash of everything that a run knows at its end."""
+    stages = sorted((folder / "stages").glob("*.pt"))
+    state = torch.load(stages[-1], weights_only=True) if stages else {}
+    scores = json.loads((folder / "scores.json").read_text())
+    hashed = hashlib.sha256(json.dumps([scores["nll"], scores["metrics"]]).encode())
+    for name, value in sorted(state.items()):
+        hashed.update(name.encode() + value.numpy().tobytes())
+    return hashed.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folders of uninterrupted runs, one per method."""
+    return {}
+
+
+@pytest.fixture
+def uninterrupted(whole, small, start, tmp_path_factory):
+    def run(method: str) -> Path:
+        if method not in whole:
+            whole[method] = tmp_path_factory.mktemp(method)
+            start(small(f"method={method}", ORDER), whole[method])
+        return whole[method]
+
+    return run
+
+
+@pytest.fixture
+def killing(monkeypatch):
+    """Makes the next trainers die as a callback says."""
+    trainer = learner.trainer
+
+    def by(killer: Callback | None) -> None:
+        def deadly(options, *, callbacks=(), **others):
+            extra = [killer] if callbacks and killer else []
+            return trainer(options, callbacks=[*callbacks, *extra], **others)
+
+        monkeypatch.setattr(learner, "trainer", deadly)
+
+    return by
+
+
+@pytest.fixture
+def module(small):
+    """A method's module and its data, as a run makes them."""
+
+    def build(*overrides: str):
+        plan = planned(small(ORDER, *overrides))
+        texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+        begin = base(plan.cfg.model, texts, accelerator="cpu")
+        made = learner.method(plan.cfg, begin)
+        return made, learner.sequence(plan, texts, begin, made), plan
+
+    return build
+
+
+def test_there_are_methods():
+    assert {"ncl", "one", "joint", "none"} <= set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_domains_are_learned(method, uninterrupted):
+    scores = json.loads((uninterrupted(method) / "scores.json").read_text())
+    assert scores["run"]["finished"]
+    assert scores["domains"] == ["law", "food", "general"]
+    assert all(isinstance(loss, float) and 0 < loss < 20 for row in scores["nll"] for loss in row)
+    if method in LEARNING:
+        assert scores["nll"][-1] != scores["nll"][0]
+
+
+@pytest.mark.parametrize("method", LEARNING)
+def test_every_loss_term_is_finite_and_moves_something(method, module):
+    made, data, plan = module(f"method={method}")
+    seen: dict[str, list[float]] = {}
+    losses = made.losses
+
+    def listened(batch):
+        terms = losses(batch)
+        for name, value in terms.items():
+            seen.setdefault(name, []).append(value.item())
+        return terms
+
+    made.losses = listened
+    for domain in data:
+        before = {name: value.clone() for name, value in made.state_dict().items()}
+        data.enter(domain)
+        made.activate(domain.index)
+        learner.trainer(plan.cfg.trainer, label="", steps=3).fit(made, datamodule=data)
+        assert any(not torch.equal(before[name], value) for name, value in made.state_dict().items())
+    assert "lm" in seen
+    assert all(torch.tensor(values).isfinite().all() for values in seen.values())
+
+
+@pytest.mark.parametrize("method", LEARNING)
+@pytest.mark.parametrize(
+    "step", [1, 3, 6], ids=["before a checkpoint", "within a domain", "after its last step"]
+)
+def test_killed_and_started_again_it_ends_with_the_same_bits(
+    method, step, uninterrupted, killing, small, start, tmp_path
+):
+    last = "joint" if method == "joint" else "food"
+    killing(Killer(step=step, domain=last))
+    with pytest.raises(KilledError):
+        start(small(f"method={method}", ORDER), tmp_path)
+    killing(None)
+    start(small(f"method={method}", ORDER), tmp_path)
+    assert bits(tmp_path) == bits(uninterrupted(method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "moment", ["save_documents", "tidy"], ids=["before each commit", "after each commit"]
+)
+def test_killed_between_domains_it_ends_with_the_same_bits(
+    method, moment, uninterrupted, monkeypatch, small, start, tmp_path
+):
+    rows = json.loads((uninterrupted(method) / "scores.json").read_text())["rows"]
+    for number in range(len(rows)):
+        with monkeypatch.context() as patched:
+            patched.setattr(learner.RunFolder, moment, dying(getattr(learner.RunFolder, moment), at=number))
+            with pytest.raises(KilledError):
+                start(small(f"method={method}", ORDER), tmp_path)
+    start(small(f"method={method}", ORDER), tmp_path)
+    assert json.loads((tmp_path / "scores.json").read_text())["rows"] == rows
+    assert bits(tmp_path) == bits(uninterrupted(method))
+
+
+def dying(commit, *, at: int):
+    """A step of a commit that is carried out and then kills, for one row."""
+
+    def step(folder, row, *args, **kwargs):
+        commit(folder, row, *args, **kwargs)
+        if row == at:
+            raise KilledError
+
+    return step
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_probes_and_evaluation_leave_no_trace(method, module):
+    made, data, plan = module(f"method={method}")
+    trainer = learner.trainer(plan.cfg.trainer, label="")
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    modes = [each.training for each in made.modules()]
+    hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules())
+    trainer.validate(made, datamodule=data, verbose=False)
+    first = [(nll.clone(), count.clone()) for nll, count in made.row()]
+    learner.trainer(plan.cfg.trainer, label="").validate(made, datamodule=data, verbose=False)
+    for (nll, count), (again, counted) in zip(first, made.row(), strict=True):
+        assert torch.equal(nll, again) and torch.equal(count, counted)
+    after = made.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert modes == [each.training for each in made.modules()]
+    assert all(parameter.grad is None for parameter in made.parameters())
+    assert hooks == sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_state_goes_around(method, module):
+    made, data, _ = module(f"method={method}")
+    with torch.no_grad():
+        for value in made.state_dict().values():
+            value.add_(1) if value.is_floating_point() else value
+    other, *_ = module(f"method={method}")
+    other.load_state_dict(made.state_dict())
+    for name, value in made.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_switching_domains_is_idempotent(method, module):
+    made, data, _ = module(f"method={method}")
+    for domain in data:
+        made.activate(domain.index)
+        once = {name: (value.clone(), value.requires_grad) for name, value in made.named_parameters()}
+        made.activate(domain.index)
+        for name, value in made.named_parameters():
+            assert torch.equal(value, once[name][0]) and value.requires_grad == once[name][1]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("cpt/methods/*.py")), ids=lambda path: path.stem)
+def test_only_the_base_class_touches_lightning(path):
+    if path.stem not in ("base", "__init__"):
+        text = path.read_text()
+        assert (ROOT / "conf" / "method" / path.name).with_suffix(".yaml").exists()
+        assert (
+            "def on_" not in text
+            and "_step(" not in text.replace("after_step(", "")
+            and "lightning" not in text
+        )
+
+
+def test_methods_derive_from_the_base_class_alone(module):
+    for method in METHODS:
+        assert type(module(f"method={method}")[0]).__bases__ == (ContinualModule,)

@@ -1,0 +1,139 @@
+"""Two processes on one machine (gloo): the same samples, masks and weights as one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL
+
+ORDER = "order=[law,food]"
+DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
+# Lightning starts the second process with this script's own command line, so the callback is in both.
+SCRIPT = """
+import hashlib, json, os, sys
+sys.path.insert(0, {root!r})
+import torch
+from lightning.pytorch.callbacks import Callback
+from cpt import learner, samples
+
+out = {out!r}
+made = samples.Stream.__getitem__
+
+def noted(stream, number):
+    batch = made(stream, number)
+    with open(f"{{out}}/batches-{{stream.rank}}.jsonl", "a") as file:
+        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], batch["labels"])]
+        file.write(json.dumps([list(stream.names), number, rows]) + "\\n")
+    return batch
+
+class Hashes(Callback):
+    def on_fit_end(self, trainer, module):
+        state = b"".join(value.numpy().tobytes() for value in module.state_dict().values())
+        with open(f"{{out}}/hashes-{{trainer.global_rank}}.txt", "a") as file:
+            file.write(hashlib.sha256(state).hexdigest() + "\\n")
+
+class Death(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == {death} and trainer.datamodule.domain.name == "food":
+            trainer.strategy.barrier()
+            os._exit(9)
+
+samples.Stream.__getitem__ = noted
+trainer = learner.trainer
+def watched(options, *, callbacks=(), **others):
+    return trainer(options, callbacks=[*callbacks, Hashes(), Death()] if callbacks else (), **others)
+learner.trainer = watched
+sys.argv[0] = __file__
+import hydra, run
+hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.main.__wrapped__)()
+"""
+
+
+def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, death: int = -1) -> int:
+    """A run watched from within; gives its exit code."""
+    out.mkdir(parents=True)
+    script = folder / f"{out.name}.py"
+    names = {"root": str(ROOT), "out": str(out), "death": death, "conf": str(ROOT / "conf")}
+    script.write_text(SCRIPT.format(**names))
+    places = [
+        "domains=texts",
+        f"domains.root={corpora}",
+        f"cache_dir={cache}",
+        ORDER,
+        f"hydra.run.dir={folder / 'run'}",
+    ]
+    ended = subprocess.run(
+        [sys.executable, str(script), *places, *SMALL, *overrides],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    (out / "log").write_text(ended.stdout + ended.stderr)
+    return ended.returncode
+
+
+def batches(out: Path, rank: int) -> list:
+    """The domains' training batches of one process, in their order."""
+    lines = (out / f"batches-{rank}.jsonl").read_text().splitlines()
+    return [batch for batch in map(json.loads, lines) if batch[0] != ["general"]]
+
+
+def scores(folder: Path) -> dict:
+    return json.loads((folder / "run" / "scores.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one(corpora, cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    assert run(folder, folder / "out", corpora=corpora, cache=cache) == 0, (
+        folder / "out" / "log"
+    ).read_text()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(corpora, cache, tmp_path_factory, one):
+    folder = tmp_path_factory.mktemp("two")
+    assert run(folder, folder / "out", *DDP, corpora=corpora, cache=cache) == 0, (
+        folder / "out" / "log"
+    ).read_text()
+    return folder
+
+
+def test_two_processes_see_the_samples_and_masks_of_one(one, two):
+    whole = batches(one / "out", 0)
+    parts = list(zip(batches(two / "out", 0), batches(two / "out", 1), strict=True))
+    assert len(whole) == 12
+    for (names, number, rows), ((_, first, mine), (_, second, theirs)) in zip(whole, parts, strict=True):
+        assert number == first == second
+        assert len(mine) == len(theirs) == len(rows) // 2
+        assert sorted(mine + theirs) == sorted(rows), names
+
+
+def test_the_processes_agree_before_validation(two):
+    first, second = ((two / "out" / f"hashes-{rank}.txt").read_text().splitlines() for rank in (0, 1))
+    assert len(first) == 2
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_two_processes_score_as_one(one, two):
+    alone, together = scores(one), scores(two)
+    assert together["rows"] == alone["rows"]
+    for row, expected in zip(together["nll"], alone["nll"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+    assert together["scored"] == alone["scored"]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp_path):
+    """Killed with two processes within a domain, it goes on with one, and with the same order of samples."""
+    assert run(tmp_path, tmp_path / "first", *DDP, corpora=corpora, cache=cache, death=4) != 0
+    assert scores(tmp_path)["rows"] == ["base", "law"]
+    assert run(tmp_path, tmp_path / "second", corpora=corpora, cache=cache) == 0
+    went_on = batches(tmp_path / "second", 0)
+    assert [number for _, number, _ in went_on] == [4, 5]
+    assert went_on == [batch for batch in batches(one / "out", 0) if batch[0] == ["food"]][4:]
+    for row, expected in zip(scores(tmp_path)["nll"], scores(one)["nll"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
