@@ -3,7 +3,7 @@
 import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -43,11 +43,18 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     transformers.utils.logging.disable_progress_bar()
     if cfg.model.checkpoint is not None:
         configuration(cfg.model.checkpoint)  # a wrong name is told before hours of reading
-    texts = Texts.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    start = base(cfg.model, texts, accelerator=cfg.trainer.accelerator)
-    module = method(cfg, start)
-    data = sequence(plan, texts, start, module)
+    phases: dict[str, float] = {}
+    with timed(phases, "read the texts"):
+        texts = Texts.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+    with timed(phases, "make the base"):
+        start = base(cfg.model, texts, accelerator=cfg.trainer.accelerator)
+        module = method(cfg, start)
+    with timed(phases, "tokenise"):
+        data = sequence(plan, texts, start, module)
     scores = place.scores() or opened(plan, texts, start, data)
+    scores.phases = {
+        name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
+    }
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
         cfg.logger, place.path, group=cfg.name, job=cfg.method.name, tags=cfg.tags, config=config
@@ -63,9 +70,15 @@ def method(cfg: DictConfig, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
     torch.manual_seed(key(cfg.seed, "method") % 2**63)
     hyper = {name: value for name, value in cfg.method.items() if name != "name"}
-    masks = instantiate(cfg.mask.masks, _convert_="all")
-    shared = {"model": start.model(), "masks": masks, "optimizer": instantiate(cfg.optim)}
-    return instantiate(hyper, **shared, schedule=instantiate(cfg.schedule), seed=cfg.seed, _convert_="all")
+    # Partial: Hydra would copy a model that is handed through its config.
+    build = instantiate({**hyper, "_partial_": True}, _convert_="all")
+    return build(
+        model=start.model(),
+        masks=instantiate(cfg.mask.masks, _convert_="all"),
+        optimizer=instantiate(cfg.optim),
+        schedule=instantiate(cfg.schedule),
+        seed=cfg.seed,
+    )
 
 
 def sequence(plan: Plan, texts: Texts, start: Base, module: ContinualModule) -> DomainSequence:
@@ -169,7 +182,7 @@ class Learner:
             steps=steps,
             callbacks=[Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every)],
         )
-        with self.timed(f"learn {domain.name}"):
+        with timed(self.scores.phases, f"learn {domain.name}"):
             fitting.fit(
                 self.module,
                 datamodule=self.data,
@@ -182,7 +195,7 @@ class Learner:
 
     def commit(self, row: str) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
-        with self.timed(f"score {row}"):
+        with timed(self.scores.phases, f"score {row}"):
             trainer(self.cfg.trainer, label=f"scoring after {row}").validate(
                 self.module, datamodule=self.data, verbose=False
             )
@@ -196,8 +209,12 @@ class Learner:
             number = len(self.scores.rows) - 1
             arrays = {name: np.stack([nll.cpu(), count.cpu()]) for name, (nll, count) in losses.items()}
             self.place.save_documents(number, arrays)
-            self.scores.save(self.place.scores_file)
+            self.save()
             self.place.tidy(number, keep=self.cfg.keep_stages)
+
+    def save(self) -> None:
+        self.scores.seconds = sum(self.scores.phases.values())
+        self.scores.save(self.place.scores_file)
 
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
@@ -208,7 +225,7 @@ class Learner:
         self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
         self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
         self.scores.run["finished"] = True
-        self.scores.save(self.place.scores_file)
+        self.save()
         report.write(self.place.path)
         rows = [[row, *losses] for row, losses in zip(self.scores.rows, self.scores.nll, strict=True)]
         log_result(
@@ -223,11 +240,10 @@ class Learner:
             },
         )
 
-    @contextmanager
-    def timed(self, phase: str) -> Any:
-        """Adds the seconds of a phase to the scores."""
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        self.scores.phases[phase] = self.scores.phases.get(phase, 0.0) + seconds
-        self.scores.seconds += seconds
+
+@contextmanager
+def timed(phases: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the seconds of a phase to the others."""
+    began = time.perf_counter()
+    yield
+    phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - began

@@ -56,7 +56,7 @@ def write(folder: Path) -> Path:
     stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
-    blocks = [_summary(scores), _metrics(scores), matrix, stages, _texts(scores), _seconds(scores), settings]
+    blocks = [_summary(scores), matrix, stages, _metrics(scores), _texts(scores), _seconds(scores), settings]
     return _written(blocks, title=f"{scores.run['name']}: {_method(scores)}", stem=Path(folder) / "report")
 
 

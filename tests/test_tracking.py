@@ -14,7 +14,7 @@ ORDER = "order=[law,food]"
 
 
 def records(folder):
-    """The records of the offline W&B files below a folder: a 7-byte header, then LevelDB log blocks of 32 KiB."""
+    """The records of offline W&B files below a folder: a 7-byte header, then LevelDB log blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for path in sorted(folder.rglob("run-*.wandb")):
@@ -27,7 +27,7 @@ def records(folder):
             whole += data[at + 7 : at + 7 + length]
             at += 7 + length
             if kind in (1, 4):
-                record, whole = Record(), whole
+                record = Record()
                 record.ParseFromString(whole)
                 whole = b""
                 yield path, record
@@ -56,7 +56,8 @@ import cpt.config
 from cpt.sequence import run
 with initialize_config_dir({str(ROOT / "conf")!r}, version_base="1.3"):
     for seed in (0, 1):
-        run(compose("config", overrides={quick!r} + [f"seed={{seed}}"]), folder=pathlib.Path({str(folder)!r}) / f"s{{seed}}")
+        cfg = compose("config", overrides={quick!r} + [f"seed={{seed}}"])
+        run(cfg, folder=pathlib.Path({str(folder)!r}) / f"s{{seed}}")
     cfg = compose("config", overrides={quick!r} + ["optim.lr=1e30", "trainer.gradient_clip_val=null"])
     try:
         run(cfg, folder=pathlib.Path({str(folder)!r}) / "failing")
