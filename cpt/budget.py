@@ -35,3 +35,13 @@ class Budget:
             return int(self.steps)
         samples = self.epochs * len(text) if self.epochs is not None else self.tokens / length
         return max(1, math.ceil(samples / self.batch_size))
+
+
+def share(batch_size: int, *, accumulate: int, world: int) -> int:
+    """Samples of a global batch that a process takes at once; ValueError if it cannot be shared out."""
+    if accumulate < 1 or batch_size % (accumulate * world):
+        raise ValueError(
+            f"trainer.batch_size={batch_size} is not a multiple of "
+            f"trainer.accumulate_grad_batches={accumulate} times {world} processes"
+        )
+    return batch_size // (accumulate * world)

@@ -98,6 +98,8 @@ def readable(*, errors_only: bool) -> Iterator[None]:
     (HYDRA_FULL_ERROR=1)."""
     try:
         yield
+    except KeyboardInterrupt:
+        sys.exit("cpt: interrupted; the same command goes on from here")
     except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
         if not errors_only:
             raise

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from cpt.budget import share
 from cpt.objectives import Batch, Objective
 from cpt.packing import Packed
 from cpt.randomness import key, sample_keys, shuffled
@@ -32,13 +33,9 @@ class Stream(Dataset):
         rank: int,
         world: int,
     ) -> None:
-        if batch_size % (accumulate * world):
-            raise ValueError(
-                f"trainer.batch_size={batch_size} is not a multiple of "
-                f"trainer.accumulate_grad_batches={accumulate} times {world} processes"
-            )
         self.names, self.texts, self.objective, self.seed = list(texts), list(texts.values()), objective, seed
         self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
+        self.size = share(batch_size, accumulate=accumulate, world=world)
         self.ends = np.cumsum([count * batch_size for count in steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
 
@@ -51,8 +48,8 @@ class Stream(Dataset):
         step, part = divmod(number, self.accumulate)
         whole = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         parts, rows, keys = self.locate(whole)
-        size = self.batch_size // (self.accumulate * self.world)
-        mine = slice((part * self.world + self.rank) * size, (part * self.world + self.rank + 1) * size)
+        first = (part * self.world + self.rank) * self.size
+        mine = slice(first, first + self.size)
         batch = assembled(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
         return batch

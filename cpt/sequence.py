@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from cpt import orders
-from cpt.budget import Budget
+from cpt.budget import Budget, share
 from cpt.config import digest, identity
 from cpt.folder import RunFolder
 from cpt.report import table
@@ -63,6 +63,8 @@ def planned(cfg: DictConfig) -> Plan:
     made_of = identity(cfg)
     objective_value({}, cfg.objective)
     options = {name: cfg.trainer[name] for name in ("steps", "epochs", "tokens", "batch_size")}
+    processes = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
+    share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
     source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
     order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)
     return Plan(cfg, source, Budget(**options), order, digest(made_of))

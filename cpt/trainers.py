@@ -12,6 +12,7 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
 
 # Ours; everything else in the trainer group is lightning.Trainer's.
@@ -113,16 +114,19 @@ def trainer(
     """A Trainer for one phase, `steps` optimizer steps or an evaluation."""
     quiet()
     theirs = {name: value for name, value in options.items() if name not in OURS}
-    return Trainer(
-        max_steps=steps,
-        max_epochs=-1,
-        limit_val_batches=1.0 if not callbacks else 0,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        logger=list(loggers) or False,
-        callbacks=[Bar(label), *callbacks],
-        **theirs,
-    )
+    try:
+        return Trainer(
+            max_steps=steps,
+            max_epochs=-1,
+            limit_val_batches=1.0 if not callbacks else 0,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            logger=list(loggers) or False,
+            callbacks=[Bar(label), *callbacks],
+            **theirs,
+        )
+    except (MisconfigurationException, TypeError) as error:
+        raise ValueError(f"trainer: {error}") from error

@@ -64,6 +64,28 @@ def test_every_optimizer_instantiates(choice, composed):
     assert (weight < 1).all()
 
 
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "strategy"])
+def test_every_strategy_makes_a_trainer(choice, composed):
+    from cpt.trainers import trainer
+
+    made = trainer(composed(f"strategy={choice}", "trainer.accelerator=cpu").trainer, label="")
+    assert made.world_size == {"single": 1}.get(choice, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.precision=8", "Precision 8 is invalid. Allowed"),
+        ("+trainer.colour=blue", "trainer: .*'colour'"),
+    ],
+)
+def test_a_trainer_that_cannot_be_made(override, told, composed):
+    from cpt.trainers import trainer
+
+    with pytest.raises(ValueError, match=told):
+        trainer(composed(override, "trainer.accelerator=cpu").trainer, label="")
+
+
 def test_a_run_folder_is_named_by_its_choices():
     assert choices([], "ncl", 0, 0) == "ncl_order-0_seed-0"
     overrides = [
@@ -132,6 +154,7 @@ def test_the_reason_of_a_failed_instantiation_is_the_cause():
             "trainer.epochs=2",
             "trainer.steps=250 trainer.epochs=2, trainer.batch_size=32; allowed: exactly one of",
         ),
+        ("trainer.accumulate_grad_batches=5", "trainer.batch_size=32 is not a multiple of"),
         ("domains.held_out.test=0", "shares above 0 and below 0.5"),
     ],
 )

@@ -68,6 +68,25 @@ def test_a_sequence_is_its_domains(texts):
     assert sequence(texts, domains=[JOINT]).places == {"a": 0, "b": 1, "c": 2}
 
 
+def test_samples_and_masks_stay_what_they_were_in_earlier_versions(texts):
+    """A run that goes on, and one that is compared with an older one, meets the same masks."""
+    made = sequence(texts)
+    loaders = [made.train_dataloader(), made.val_dataloader(), made.probe()]
+    first = [next(iter(loader)) for loader in loaders]
+    assert [batch["positions"].tolist()[:6] for batch in first] == [
+        [2, 7, 14, 15, 20, 21],
+        [1, 3, 8, 15, 20, 23],
+        [2, 3, 13, 15, 18, 22],
+    ]
+    ids = [torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"]) for batch in first]
+    inside = texts["a"].ids(np.arange(SIZES["a"])).tolist()
+    assert [[inside.index(row) for row in each.tolist()] for each in ids] == [
+        [14, 7, 5, 12],
+        [0, 1, 2, 3],
+        [4, 17, 6, 12],
+    ]
+
+
 def test_training_is_on_the_current_domain(texts):
     made = sequence(texts)
     for domain in DOMAINS:
@@ -212,6 +231,7 @@ def test_a_causal_sequence(texts):
         ({"tokens": 1e9}, 31_250_000),
         ({"epochs": 1, "batch_size": 23}, 1),
         ({"epochs": 1, "batch_size": 22}, 2),
+        ({"epochs": 1, "batch_size": 1}, 23),
     ],
 )
 def test_a_budget_in_steps(texts, given, expected):

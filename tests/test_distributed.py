@@ -137,3 +137,24 @@ def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp
     assert went_on == [batch for batch in batches(one / "out", 0) if batch[0] == ["food"]][4:]
     for row, expected in zip(scores(tmp_path)["nll"], scores(one)["nll"], strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cache, tmp_path):
+    """With `-m` on their command line, the second processes would run the sweep themselves and cross."""
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER, "hydra.launcher.jobs=1"]
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), "-m", *places, *SMALL, *DDP, "seed=0,1"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    swept = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("scores.json"))]
+    assert [each["run"]["seed"] for each in swept] == [0, 1]
+    for seed, each in enumerate(swept):
+        start(small(ORDER, f"seed={seed}"), tmp_path / f"alone-{seed}")
+        alone = json.loads((tmp_path / f"alone-{seed}" / "scores.json").read_text())
+        for row, expected in zip(each["nll"], alone["nll"], strict=True):
+            assert row == pytest.approx(expected, rel=1e-5)
+    assert swept[0]["nll"][1] != swept[1]["nll"][1]

@@ -200,7 +200,7 @@ def test_going_on_gives_what_was_left(texts):
     assert list(From(12, 12)) == []
 
 
-@pytest.mark.parametrize("accumulate, world", [(5, 1), (1, 5), (4, 2)])
+@pytest.mark.parametrize("accumulate, world", [(5, 1), (1, 5), (4, 2), (0, 1)])
 def test_a_batch_that_cannot_be_shared_out(texts, accumulate, world):
     with pytest.raises(ValueError) as error:
         stream(texts, [1, 1, 1], accumulate=accumulate, world=world)

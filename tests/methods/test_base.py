@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cpt import learner
 from cpt.base import base
 from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask, Snapshot
+from cpt.methods.ncl import NCL
 from cpt.samples import Stream
 from cpt.sequence import planned
 from cpt.texts import Texts
@@ -75,6 +76,72 @@ def test_a_gradient_mask_is_divided_out_by_adam(fitted):
         for free, tenth in zip(matrices(whole), matrices(masked), strict=True)
     ]
     assert min(moved) > 0.9
+
+
+def test_a_gradient_mask_scales_the_step_of_sgd(fitted):
+    plain = ["optim=sgd", "optim.lr=0.1", "trainer.gradient_clip_val=null"]
+    _, whole = fitted(*plain)
+    _, masked = fitted(*plain, masks=(("gradient", 0.1),))
+    for free, tenth in zip(matrices(whole), matrices(masked), strict=True):
+        half = len(free) // 2
+        torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
+        assert torch.equal(tenth[half:], free[half:])
+        assert free[:half].abs().sum() > 0
+
+
+def test_gradients_are_masked_before_they_are_clipped(fitted):
+    """Masked to nothing on half of the rows, the rest is clipped by its own norm."""
+    plain = ["optim=sgd", "optim.lr=1", "schedule.warmup=0"]
+    _, moved = fitted(*plain, "trainer.gradient_clip_val=1e-3", masks=(("gradient", 0.0),))
+    assert sum(value.square().sum() for value in moved.values()).sqrt().item() == pytest.approx(
+        1e-3, rel=1e-3
+    )
+
+
+def test_decay_reaches_matrices_only(fitted):
+    module, _ = fitted()
+    decay = {
+        id(parameter): group["weight_decay"]
+        for group in module.trainer.optimizers[0].param_groups
+        for parameter in group["params"]
+    }
+    assert {decay[id(p)] for p in module.model.parameters() if p.ndim >= 2} == {0.01}
+    assert {decay[id(p)] for p in module.model.parameters() if p.ndim < 2} == {0.0}
+    assert len(decay) == len(list(module.model.parameters()))
+
+
+def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path, monkeypatch):
+    calls = []
+
+    def noted(name):
+        original = getattr(NCL, name)
+
+        def hook(module, *args):
+            probe = args[0] if name in ("before_domain", "after_domain") else ()
+            state = "eval" if not module.training else "train"
+            calls.append(
+                (name, state, *[len(batch["input_ids"]) for batch in probe], *args[:1][: name == "activate"])
+            )
+            return original(module, *args)
+
+        return hook
+
+    for name in ("activate", "before_domain", "after_step", "after_domain"):
+        monkeypatch.setattr(NCL, name, noted(name), raising=False)
+    start(small("order=[law,food]", "trainer.steps=2", "trainer.probe_samples=20"), tmp_path)
+    learned = [("before_domain", "train", 16, 4), ("after_step", "train"), ("after_step", "train")]
+    ended = ("after_domain", "eval", 16, 4)
+    assert calls == [call for number in (0, 1) for call in (("activate", "train", number), *learned, ended)]
+
+
+def test_an_evaluation_knows_whose_text_it_scores(small, start, tmp_path, monkeypatch):
+    seen = []
+    nll = NCL.nll
+    monkeypatch.setattr(
+        NCL, "nll", lambda module, batch, domain: (seen.append(domain), nll(module, batch, domain))[1]
+    )
+    start(small("order=[law,food]", "trainer.steps=1"), tmp_path / "ncl")
+    assert list(dict.fromkeys(seen)) == [0, 1, -1]
 
 
 def test_factor_zero_keeps_the_bits_under_weight_decay(fitted):

@@ -18,6 +18,7 @@ from cpt.texts import Texts
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
 LEARNING = [name for name in METHODS if name != "none"]
 ORDER = "order=[law,food]"
+DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
 
 
 class KilledError(BaseException):
@@ -58,7 +59,7 @@ def uninterrupted(whole, small, start, tmp_path_factory):
     def run(method: str) -> Path:
         if method not in whole:
             whole[method] = tmp_path_factory.mktemp(method)
-            start(small(f"method={method}", ORDER), whole[method])
+            start(small(f"method={method}", ORDER, *DROPOUT), whole[method])
         return whole[method]
 
     return run
@@ -84,7 +85,7 @@ def module(small):
     """A method's module and its data, as a run makes them."""
 
     def build(*overrides: str):
-        plan = planned(small(ORDER, *overrides))
+        plan = planned(small(ORDER, *DROPOUT, *overrides))
         texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
         begin = base(plan.cfg.model, texts, accelerator="cpu")
         made = learner.method(plan.cfg, begin)
@@ -140,9 +141,9 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     last = "joint" if method == "joint" else "food"
     killing(Killer(step=step, domain=last))
     with pytest.raises(KilledError):
-        start(small(f"method={method}", ORDER), tmp_path)
+        start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
     killing(None)
-    start(small(f"method={method}", ORDER), tmp_path)
+    start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
     assert bits(tmp_path) == bits(uninterrupted(method))
 
 
@@ -158,8 +159,8 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
         with monkeypatch.context() as patched:
             patched.setattr(learner.RunFolder, moment, dying(getattr(learner.RunFolder, moment), at=number))
             with pytest.raises(KilledError):
-                start(small(f"method={method}", ORDER), tmp_path)
-    start(small(f"method={method}", ORDER), tmp_path)
+                start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
+    start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["rows"] == rows
     assert bits(tmp_path) == bits(uninterrupted(method))
 
