@@ -13,7 +13,8 @@ import pytest
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from cpt.launcher import ProcessLauncher, devices, shares, visible_gpus
+from cpt.launcher import ProcessLauncher
+from cpt.machine import devices, shares, visible_gpus
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -290,7 +291,7 @@ def machine(monkeypatch, tmp_path):
         tool.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: X (UUID: GPU-{i})'\n" for i in range(gpus)))
         tool.chmod(0o755)
 
-    monkeypatch.setattr("cpt.launcher.cores", lambda: 8)
+    monkeypatch.setattr("cpt.machine.cores", lambda: 8)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
