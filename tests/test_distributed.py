@@ -141,9 +141,18 @@ def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp
 
 def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cache, tmp_path):
     """With `-m` on their command line, the second processes would run the sweep themselves and cross."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER, "hydra.launcher.jobs=1"]
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), "-m", *places, *SMALL, *DDP, "seed=0,1"],
+        [
+            sys.executable,
+            str(ROOT / "run.py"),
+            "-m",
+            *places,
+            *SMALL,
+            *DDP,
+            "seed=0,1",
+            "hydra.launcher.jobs=1",
+        ],
         capture_output=True,
         text=True,
         timeout=240,

@@ -9,6 +9,7 @@ from conftest import SHARED
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from cpt.folder import check_archive
 from cpt.sequence import objective_value
 
 ORDER = "order=[law,food]"
@@ -124,6 +125,16 @@ def test_a_truncated_file_is_named_and_nothing_is_lost(where, small, start, tmp_
         assert scores_of(tmp_path)["run"]["finished"]
 
 
+def test_a_flipped_bit_is_found(done, tmp_path):
+    (whole,) = (done / "stages").iterdir()
+    data = bytearray(whole.read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(data)
+    check_archive(whole, instead="never")
+    with pytest.raises(ValueError, match=r"flipped.pt is truncated or damaged \(.*\); do this"):
+        check_archive(tmp_path / "flipped.pt", instead="do this")
+
+
 def broken_at_second_save(save):
     """torch.save for the state after the first domain; the end for that after the second."""
     calls = []
@@ -177,6 +188,11 @@ def test_a_checkpoint_that_is_not_there(small, start, tmp_path):
 def test_a_sample_longer_than_the_model(small, start, tmp_path):
     with pytest.raises(ValueError, match="model.length=600; allowed: 2 to 512, the positions"):
         start(small(ORDER, "model.length=600"), tmp_path)
+
+
+def test_a_sample_longer_than_a_given_checkpoint(done, small, start, tmp_path):
+    with pytest.raises(ValueError, match="model.length=600; allowed: 2 to 512, the positions"):
+        start(small(ORDER, f"model.checkpoint={done / 'model'}", "model.length=600"), tmp_path)
 
 
 @pytest.mark.parametrize(
