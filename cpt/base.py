@@ -16,13 +16,13 @@ from cpt import model as models
 from cpt.budget import Budget
 from cpt.cache import made_once
 from cpt.config import digest
+from cpt.corpora import Corpora, tokenizer_digest
 from cpt.corpus import Corpus
 from cpt.data import Domain, DomainSequence
 from cpt.methods.ncl import NCL
 from cpt.objectives import Objective
 from cpt.schedules import linear
 from cpt.sources import GENERAL
-from cpt.texts import Texts, tokenizer_digest
 from cpt.trainers import Checkpoint, trainer
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Base:
         return loaded
 
 
-def base(cfg: DictConfig, texts: Texts, *, accelerator: str) -> Base:
+def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
     """The base of a model config, made if it is not in the cache.
 
     Raises ValueError for a config with neither a checkpoint nor an architecture, or an objective that does
@@ -61,15 +61,15 @@ def base(cfg: DictConfig, texts: Texts, *, accelerator: str) -> Base:
         raise ValueError(
             f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
         )
-    tokenizer = models.load_tokenizer(trained_tokenizer(texts.general, cfg.vocabulary, cache=texts.cache))
+    tokenizer = models.load_tokenizer(trained_tokenizer(corpora.general, cfg.vocabulary, cache=corpora.cache))
     untrained = models.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
     new = assembled(cfg, "", tokenizer, untrained)
     decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
     settings = OmegaConf.to_container(OmegaConf.create(decides))
-    made_of = [FORMAT, texts.general.facts["digest"], tokenizer_digest(tokenizer), settings]
+    made_of = [FORMAT, corpora.general.facts["digest"], tokenizer_digest(tokenizer), settings]
     folder = made_once(
-        texts.cache / "base" / f"{cfg.name}-{digest(made_of)}",
-        make=lambda partial: pretrain(partial, cfg, new, texts, accelerator=accelerator),
+        corpora.cache / "base" / f"{cfg.name}-{digest(made_of)}",
+        make=lambda partial: pretrain(partial, cfg, new, corpora, accelerator=accelerator),
     )
     return assembled(cfg, str(folder), tokenizer, untrained)
 
@@ -97,14 +97,14 @@ def batches(general: Corpus) -> Iterator[list[str]]:
     return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
 
 
-def pretrain(folder: Path, cfg: DictConfig, new: Base, texts: Texts, *, accelerator: str) -> None:
+def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, accelerator: str) -> None:
     """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
     log.info("pre-training the base model %s on the general text: %d steps", cfg.name, cfg.base.steps)
     model = models.build(
         OmegaConf.to_container(cfg.config), new.tokenizer, new.objective_name, seed=cfg.base.seed
     )
     models.check_length(cfg.length, model)
-    data = general_only(cfg, new, texts)
+    data = general_only(cfg, new, corpora)
     schedule = partial(linear, warmup=cfg.base.warmup)
     optimizer = instantiate(cfg.base.optim)
     module = NCL(model=model.train(), masks=(), optimizer=optimizer, schedule=schedule, seed=cfg.base.seed)
@@ -130,10 +130,10 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, texts: Texts, *, accelera
     checkpoint.unlink(missing_ok=True)
 
 
-def general_only(cfg: DictConfig, new: Base, texts: Texts) -> DomainSequence:
+def general_only(cfg: DictConfig, new: Base, corpora: Corpora) -> DomainSequence:
     """The general text as the only domain."""
     domain = Domain(GENERAL, 0, (GENERAL,))
-    packed = texts.packed(GENERAL, "train", tokenizer=new.tokenizer, length=cfg.length)
+    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=cfg.length)
     budget = Budget(steps=cfg.base.steps, epochs=None, tokens=None, batch_size=cfg.base.batch_size)
     data = DomainSequence(
         [domain],

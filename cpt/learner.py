@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt import report
 from cpt.base import Base, base
+from cpt.corpora import Corpora
 from cpt.data import Domain, DomainSequence
 from cpt.figures import heatmap
 from cpt.folder import RunFolder, check_archive, replacing
@@ -27,7 +28,6 @@ from cpt.randomness import key
 from cpt.scores import UNITS, Scores
 from cpt.sequence import Plan, is_first_process, objective_value
 from cpt.sources import GENERAL
-from cpt.texts import Texts
 from cpt.tracking import log_result, log_row, tracked
 from cpt.trainers import Checkpoint, trainer
 
@@ -45,13 +45,13 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
         configuration(cfg.model.checkpoint)  # a wrong name is told before hours of reading
     phases: dict[str, float] = {}
     with timed(phases, "read the texts"):
-        texts = Texts.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+        corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     with timed(phases, "make the base"):
-        start = base(cfg.model, texts, accelerator=cfg.trainer.accelerator)
+        start = base(cfg.model, corpora, accelerator=cfg.trainer.accelerator)
         module = method(cfg, start)
     with timed(phases, "tokenise"):
-        data = sequence(plan, texts, start, module)
-    scores = place.scores() or opened(plan, texts, start, data)
+        data = sequence(plan, corpora, start, module)
+    scores = place.scores() or opened(plan, corpora, start, data)
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
     }
@@ -81,14 +81,14 @@ def method(cfg: DictConfig, start: Base) -> ContinualModule:
     )
 
 
-def sequence(plan: Plan, texts: Texts, start: Base, module: ContinualModule) -> DomainSequence:
+def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
     """The stages of a method over the domains of a plan."""
     options = plan.cfg.trainer
     domains = module.stages(plan.order)
     learned = [part for domain in domains for part in domain.parts]
 
     def packed(name: str, split: str) -> Any:
-        return texts.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
+        return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
 
     return DomainSequence(
         domains,
@@ -104,7 +104,7 @@ def sequence(plan: Plan, texts: Texts, start: Base, module: ContinualModule) -> 
     )
 
 
-def opened(plan: Plan, texts: Texts, start: Base, data: DomainSequence) -> Scores:
+def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     cfg, held_out, objective = plan.cfg, data.held_out.values(), start.objective
     per_text = [(text.text_tokens, text.row_lengths) for text in held_out]
@@ -123,7 +123,7 @@ def opened(plan: Plan, texts: Texts, start: Base, data: DomainSequence) -> Score
             "finished": False,
             "objective": start.objective_name,
         },
-        texts={name: dict(texts.corpora[name].facts) for name in data.held_out},
+        texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
         config_digest=plan.config_digest,
         versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     )

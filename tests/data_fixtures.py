@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 from cpt import corpus, packing
+from cpt.corpora import tokenizer_digest
 from cpt.model import train_tokenizer
 from cpt.packing import COLUMNS, Packed
-from cpt.texts import tokenizer_digest
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
 SHARED = {"orders": None, "held_out": HELD_OUT, "score_on": "test"}

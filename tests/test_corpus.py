@@ -10,8 +10,8 @@ import pytest
 from data_fixtures import HELD_OUT, prose, written
 
 from cpt import corpus
+from cpt.corpora import Corpora
 from cpt.corpus import Corpus, in_batches
-from cpt.texts import Texts
 
 SPLITS = ("train", "valid", "test")
 
@@ -240,8 +240,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 
 def test_the_texts_of_a_run(tmp_path):
     source = Given(as_train(prose(20)))
-    texts = Texts.read(source, ["b", "a"], cache=tmp_path)
-    assert list(texts.corpora) == ["b", "a", "general"]
-    assert texts.general is texts.corpora["general"]
-    assert all(isinstance(each, Corpus) for each in texts.corpora.values())
-    assert len({each.folder for each in texts.corpora.values()}) == 3
+    texts = Corpora.read(source, ["b", "a"], cache=tmp_path)
+    assert list(texts.by_name) == ["b", "a", "general"]
+    assert texts.general is texts.by_name["general"]
+    assert all(isinstance(each, Corpus) for each in texts.by_name.values())
+    assert len({each.folder for each in texts.by_name.values()}) == 3

@@ -90,6 +90,7 @@ def test_labels_are_the_ids_and_all_else_is_untouched():
     flat = [number for number, label in enumerate(labels.ravel().tolist()) if label != UNSCORED]
     assert batch["positions"].tolist() == flat
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+    assert torch.nn.CrossEntropyLoss().ignore_index == UNSCORED
 
 
 def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():

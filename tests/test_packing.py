@@ -12,8 +12,8 @@ import pytest
 from data_fixtures import HELD_OUT, pack, prose, rows_by_hand, written
 
 from cpt import corpus, packing
+from cpt.corpora import Corpora, tokenizer_digest
 from cpt.packing import padding_id, terminator
-from cpt.texts import Texts, tokenizer_digest
 
 # What stands before and after a document's own tokens.
 STYLES = {
@@ -164,7 +164,7 @@ def test_a_text_is_tokenised_once(tmp_path, tokenizers):
             return self.tokenizer(*texts, **options)
 
     tokenizer = Counted(tokenizers["framed"])
-    texts = Texts({"a": written(tmp_path, prose(20)), "b": written(tmp_path, prose(9), name="b")}, tmp_path)
+    texts = Corpora({"a": written(tmp_path, prose(20)), "b": written(tmp_path, prose(9), name="b")}, tmp_path)
     texts.packed("a", "train", tokenizer=tokenizer, length=16)
     calls = tokenizer.calls
     first = texts.packed("a", "train", tokenizer=tokenizer, length=16)

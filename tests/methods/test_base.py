@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from cpt import learner
 from cpt.base import base
+from cpt.corpora import Corpora
 from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask, Snapshot
 from cpt.methods.ncl import NCL
 from cpt.samples import Stream
 from cpt.sequence import planned
-from cpt.texts import Texts
 
 
 class Half(GradientMask):
@@ -39,7 +39,7 @@ def fitted(small):
 
     def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
         plan = planned(small("order=[law,food]", *overrides))
-        texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
         module = learner.method(plan.cfg, base(plan.cfg.model, texts, accelerator="cpu"))
         module.masks.extend(
             Half(acts_on=acts_on, factor=factor, model=module.model) for acts_on, factor in masks
@@ -185,7 +185,7 @@ def gradient(module: ContinualModule, batches: list[dict[str, Tensor]]) -> Tenso
 @pytest.mark.parametrize("config", ["small", "small_gpt2"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
     plan = planned(request.getfixturevalue(config)("order=[law]"))
-    texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+    texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
     start = base(plan.cfg.model, texts, accelerator="cpu")
     module = learner.method(plan.cfg, start).double()
     data = learner.sequence(plan, texts, start, module)

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import Callback
 
 from cpt import learner
 from cpt.base import base
+from cpt.corpora import Corpora
 from cpt.methods.base import ContinualModule
 from cpt.sequence import planned
-from cpt.texts import Texts
 
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
 LEARNING = [name for name in METHODS if name != "none"]
@@ -86,7 +86,7 @@ def module(small):
 
     def build(*overrides: str):
         plan = planned(small(ORDER, *DROPOUT, *overrides))
-        texts = Texts.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
         begin = base(plan.cfg.model, texts, accelerator="cpu")
         made = learner.method(plan.cfg, begin)
         return made, learner.sequence(plan, texts, begin, made), plan

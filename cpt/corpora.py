@@ -14,24 +14,24 @@ from cpt.sources import GENERAL, Source
 
 
 @dataclass(frozen=True)
-class Texts:
+class Corpora:
     """The corpora of a run by name: the domains in their order, then the general text."""
 
-    corpora: dict[str, Corpus]
+    by_name: dict[str, Corpus]
     cache: Path
 
     @classmethod
-    def read(cls, source: Source, order: Sequence[str], *, cache: Path) -> "Texts":
+    def read(cls, source: Source, order: Sequence[str], *, cache: Path) -> "Corpora":
         return cls({name: corpus(source, name, cache=cache) for name in (*order, GENERAL)}, cache)
 
     @property
     def general(self) -> Corpus:
-        return self.corpora[GENERAL]
+        return self.by_name[GENERAL]
 
     def packed(self, name: str, split: str, *, tokenizer: PreTrainedTokenizerBase, length: int) -> Packed:
         """A split of one text in rows of `length` tokens."""
         return packed(
-            self.corpora[name],
+            self.by_name[name],
             split,
             tokenizer=tokenizer,
             length=length,
