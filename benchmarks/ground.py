@@ -4,26 +4,27 @@ import argparse
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
+from hydra.utils import get_object
 from measuring import ROOT
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import cpt.config  # noqa: F401  (registers the resolvers)
 from cpt.base import Base, base
+from cpt.corpora import Corpora
 from cpt.data import DomainSequence
 from cpt.learner import method, sequence
 from cpt.methods.base import ContinualModule
 from cpt.samples import Stream
 from cpt.sequence import planned
-from cpt.texts import Texts
 
 ALWAYS = [
     "model=tiny_roberta",
@@ -65,12 +66,20 @@ class Ground:
         return self.data.train_dataloader()
 
     def optimizer(self, model: torch.nn.Module) -> tuple[Optimizer, LambdaLR]:
-        """The optimizer and schedule of the config, as cpt's module makes them."""
+        """The optimizer and schedule of the config, as one would write them without Hydra: what its partials
+        check at every call is cpt's cost."""
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         others = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        optimizer, schedule = instantiate(self.cfg.optim)(groups), instantiate(self.cfg.schedule)
-        return optimizer, LambdaLR(optimizer, lambda step: schedule(step, steps=self.steps))
+        optimizer, steps = plain(self.cfg.optim)(groups), self.steps
+        schedule = plain(self.cfg.schedule)
+        return optimizer, LambdaLR(optimizer, lambda step: schedule(step, steps=steps))
+
+
+def plain(cfg: DictConfig) -> partial:
+    """A Python partial for a config of Hydra."""
+    values = OmegaConf.to_container(cfg, resolve=True)
+    return partial(get_object(values["_target_"]), **{k: v for k, v in values.items() if k[0] != "_"})
 
 
 def ground(cache: str, *overrides: str) -> Ground:
@@ -80,7 +89,7 @@ def ground(cache: str, *overrides: str) -> Ground:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=[*ALWAYS, f"cache_dir={cache}", *overrides])
     plan = planned(cfg)
-    texts = Texts.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+    texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = base(cfg.model, texts, accelerator="cpu")
     module = method(cfg, start).train()
     data = sequence(plan, texts, start, module)

@@ -1,7 +1,7 @@
 """Seconds from the start of `fit` to the first batch, at the start of a long domain and far into it.
 
-The checkpoints are real: one is saved after step 1, and its counters are then moved on. That this gives what
-training would have given is checked against a checkpoint saved after step 3, and the first batch after each
+The checkpoints are real: one is saved after step 2, and its counters are then moved on. That this gives what
+training would have given is checked against a checkpoint saved after step 4, and the first batch after each
 resume against the batch of that number. The Hugging Face Trainer does the same at a smaller scale."""
 
 import json
@@ -21,13 +21,14 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallba
 from cpt.trainers import Checkpoint, trainer
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
-CHECKED = 3  # a step that is trained to, not only moved to
+SAVED = 2  # the earliest step at which every counter is above 0
+CHECKED = 4  # a step that is trained to, not only moved to
 HF_CHECKPOINT = "checkpoint-1"
 TARGET_S = 2.0
 
 
-class Reached(Exception):
-    """The first batch of a resumed fit is there."""
+class Reached(Exception):  # noqa: N818  (it is no error)
+    """A fit has come as far as it should."""
 
 
 class FirstBatch(Callback):
@@ -80,13 +81,13 @@ def checkpoint(place: Ground, folder: Path, *, step: int) -> Path:
 
 
 def moved(path: Path, *, step: int) -> Path:
-    """A copy of the checkpoint of step 1 whose counters say `step`."""
+    """A copy of the first checkpoint whose counters say `step`."""
     state = torch.load(path, weights_only=True)
-    forward(state["loops"]["fit_loop"], by=step - 1)
+    forward(state["loops"]["fit_loop"], by=step - SAVED)
     state["global_step"] = step
     for scheduler in state["lr_schedulers"]:
-        scheduler["last_epoch"] += step - 1
-        scheduler["_step_count"] += step - 1
+        scheduler["last_epoch"] += step - SAVED
+        scheduler["_step_count"] += step - SAVED
     torch.save(state, path.with_name(f"{step}-moved.ckpt"))
     return path.with_name(f"{step}-moved.ckpt")
 
@@ -127,9 +128,9 @@ def resumed_at(place: Ground, path: Path | None, *, step: int) -> float:
 
 def ours(place: Ground, folder: Path, *, repeats: int, patience: float) -> dict[str, Any]:
     """Seconds by place in the domain, in turns; `fresh` starts without a checkpoint."""
-    first = checkpoint(place, folder, step=1)
+    first = checkpoint(place, folder, step=SAVED)
     check_moved(place, first)
-    steps = {f"{share:.0%}": max(1, round(share * place.steps)) for share in PLACES}
+    steps = {f"{share:.0%}": max(SAVED, round(share * place.steps)) for share in PLACES}
     starts = {name: (moved(first, step=step), step) for name, step in steps.items()} | {"fresh": (None, 0)}
     seconds: dict[str, list[float]] = {name: [] for name in starts}
     for number in range(repeats + 1):  # the first round is not counted

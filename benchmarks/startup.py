@@ -56,9 +56,7 @@ def main() -> None:
     times = rounds(chosen.repeats, chosen.patience)
     seconds = summary(times)
     for name, each in seconds.items():
-        print(
-            f"{name:8} {each['wall']['median']:.2f} s [{each['wall']['least']:.2f}, {each['wall']['most']:.2f}]"
-        )
+        print("{:8}{median:.2f} s [{least:.2f}, {most:.2f}]".format(name, **each["wall"]))
     slowest = max(statistics.median(start["wall"] for start in starts) for starts in times.values())
     print(f"target: {TARGET_S} s, {'met' if slowest <= TARGET_S else 'missed'}")
     results = {"options": {"repeats": chosen.repeats}, "target_s": TARGET_S, "seconds": seconds, "all": times}

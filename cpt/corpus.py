@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
-from tqdm import tqdm
 
 from cpt.cache import made_once
 from cpt.config import digest
@@ -73,8 +72,7 @@ def write(
     folder: Path, documents: Iterable[tuple[str, str]], *, name: str, held_out: Mapping[str, float]
 ) -> None:
     """Writes documents, their splits and the facts about them into a folder."""
-    shown = tqdm(documents, desc=f"reading {name}", unit=" documents", disable=None, leave=False)
-    hashes, given, sizes = stored(folder / "documents.arrow", shown)
+    hashes, given, sizes = stored(folder / "documents.arrow", documents)
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
     splits = assign(hashes, given, name=name, held_out=held_out)
@@ -148,7 +146,7 @@ def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: n
 def summary(facts: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
     return (
-        f"{sum(facts['bytes'].values()) / 1e6:.1f} MB, documents: {counts}; "
+        f"{sum(facts['bytes'].values()) / 1e6:.2f} MB, documents: {counts}; "
         f"left out: {facts['duplicates']} duplicates and "
         f"{facts['held_out_copies']} valid or test documents that also stand elsewhere"
     )

@@ -47,6 +47,15 @@ def files_of(folder: Path) -> list[Path]:
     )
 
 
+def text_size(path: Path) -> int:
+    """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB."""
+    if path.suffix != ".gz":
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-min(4, path.stat().st_size), 2)
+        return int.from_bytes(file.read(), "little")
+
+
 def split_of(path: Path, folder: Path) -> str:
     """The split that a file's name or a folder it is in says (test.txt, train-00000-of-00002.parquet, dev/a);
     train where they say nothing."""

@@ -165,12 +165,9 @@ def rows_of(tokens: np.ndarray, *, length: int, specials: np.ndarray) -> pa.Tabl
     """Ids and documents [2, tokens] as rows, of which only the last may be short."""
     ends = np.append(np.arange(0, tokens.shape[1], length), tokens.shape[1]).astype(np.int32)
     text = np.concatenate([[0], np.cumsum(~np.isin(tokens[0], specials), dtype=np.int32)])
-    columns = {
-        "ids": pa.ListArray.from_arrays(ends, tokens[0]),
-        "documents": pa.ListArray.from_arrays(ends, tokens[1]),
-        "text_tokens": np.diff(text[ends]),
-    }
-    return pa.table(columns, schema=COLUMNS.arrow_schema)
+    columns = {"ids": tokens[0], "documents": tokens[1]}
+    lists = {name: pa.ListArray.from_arrays(ends, values) for name, values in columns.items()}
+    return pa.table({**lists, "text_tokens": np.diff(text[ends])})
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tqdm import tqdm
 
 from cpt import docstrings
 from cpt.files import (
@@ -18,6 +20,7 @@ from cpt.files import (
     files_of,
     split_of,
     stamps,
+    text_size,
     texts_of,
     unit_of,
 )
@@ -110,9 +113,13 @@ class Texts(Source):
             return
         files = files_of(folder)
         unit = unit_of(files) if self.document == "auto" else self.document
-        for path in files:
-            split = split_of(path, folder)
-            yield from ((split, text) for text in documents_of(path, column=self.column, unit=unit))
+        with bar(name, total=sum(map(text_size, files)), unit="B") as progress:
+            for path, end in zip(files, accumulate(map(text_size, files)), strict=True):
+                split = split_of(path, folder)
+                for text in documents_of(path, column=self.column, unit=unit):
+                    progress.update(len(text))
+                    yield split, text
+                progress.update(end - progress.n)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder(name)
@@ -183,7 +190,9 @@ class Hub(Source):
             )
         for split, name in chosen.items():
             rows = load_dataset(path, config, split=name, streaming=self.streaming)
-            yield split, ((f"{path} ({name})", row) for row in rows)
+            total = None if self.streaming else len(rows)
+            shown = bar(f"{path} ({name})", total=total, unit=" rows", iterable=rows)
+            yield split, ((f"{path} ({name})", row) for row in shown)
 
     def fingerprint(self, name: str) -> Any:
         entry = self.entry(name)
@@ -204,6 +213,11 @@ def check_entry(name: str, entry: Mapping[str, Any]) -> None:
             f"domains.catalogue.{name}={dict(entry)}; allowed: path, and optionally name and splits, "
             "like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, test: test}}"
         )
+
+
+def bar(name: str, **options: Any) -> tqdm:
+    """The progress of reading a text, with the time left where its size is known."""
+    return tqdm(desc=f"reading {name}", unit_scale=True, disable=None, leave=False, **options)
 
 
 def installed(packages: Sequence[str]) -> Iterator[tuple[str, str]]:

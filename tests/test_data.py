@@ -70,20 +70,22 @@ def test_a_sequence_is_its_domains(texts):
 
 def test_samples_and_masks_stay_what_they_were_in_earlier_versions(texts):
     """A run that goes on, and one that is compared with an older one, meets the same masks."""
-    made = sequence(texts)
-    loaders = [made.train_dataloader(), made.val_dataloader(), made.probe()]
+    made, joint = sequence(texts), sequence(texts, domains=[JOINT])
+    loaders = [made.train_dataloader(), made.val_dataloader(), made.probe(), joint.train_dataloader()]
     first = [next(iter(loader)) for loader in loaders]
     assert [batch["positions"].tolist()[:6] for batch in first] == [
         [2, 7, 14, 15, 20, 21],
         [1, 3, 8, 15, 20, 23],
         [2, 3, 13, 15, 18, 22],
+        [0, 5, 8, 13, 17, 23],
     ]
     ids = [torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"]) for batch in first]
-    inside = texts["a"].ids(np.arange(SIZES["a"])).tolist()
+    inside = [row for name in "abc" for row in texts[name].ids(np.arange(SIZES[name])).tolist()]
     assert [[inside.index(row) for row in each.tolist()] for each in ids] == [
         [14, 7, 5, 12],
         [0, 1, 2, 3],
         [4, 17, 6, 12],
+        [10, 39, 25, 37],
     ]
 
 
