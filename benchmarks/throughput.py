@@ -1,8 +1,10 @@
 """Training tokens/s of cpt (NCL, masked language model) against the Hugging Face Trainer and bare PyTorch.
 
 Every subject is a process of its own that waits between chunks of steps, so that the subjects take turns on
-the same cores: A B C D, B C D A, ... All have the same weights, rows, optimizer, schedule and clipping; a
-first, untimed pass without dropout on identical batches shows that they do the same work."""
+the same cores: A B C D, B C D A, ... The whole cast is started anew several times, because a process keeps
+the luck of its memory layout (a percent or two) to its end. All have the same weights, rows, optimizer,
+schedule and clipping; a first, untimed pass without dropout on identical batches shows that they do the same
+work."""
 
 import argparse
 import multiprocessing
@@ -86,7 +88,8 @@ def enter(context: Any, name: str, course: Course, log: Path) -> Actor:
 
 
 def played(course: Course, *, patience: float) -> dict[str, Any]:
-    """All rounds: chunks and per-step losses and scored tokens of every subject, and the load average."""
+    """All rounds of one cast: chunks and per-step losses and scored tokens of every subject, and the load
+    average."""
     chunks: dict[str, list[dict[str, float]]] = {name: [] for name in SUBJECTS}
     load = []
     with actors(course) as cast:
@@ -100,6 +103,13 @@ def played(course: Course, *, patience: float) -> dict[str, Any]:
             actor.pipe.send("go")
         steps = {name: actor.report() for name, actor in cast.items()}
     return {"chunks": chunks, "steps": steps, "load": load}
+
+
+def joined(casts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rounds of all casts one after another; losses and scored tokens of the first, as all are alike."""
+    chunks = {name: [chunk for cast in casts for chunk in cast["chunks"][name]] for name in SUBJECTS}
+    load = [each for cast in casts for each in cast["load"]]
+    return {"chunks": chunks, "steps": casts[0]["steps"], "load": load}
 
 
 def equality(steps: dict[str, Any]) -> dict[str, Any]:
@@ -144,12 +154,21 @@ def timed(chunks: dict[str, list[dict[str, float]]], rounds: list[int], *, token
     }
 
 
+def medians(chunks: dict[str, list[dict[str, float]]], start: int, rounds: int) -> dict[str, float]:
+    """Median ratios of one cast's rounds."""
+    wall = {name: [chunk["wall"] for chunk in each[start : start + rounds]] for name, each in chunks.items()}
+    return {name: paired(wall["cpt"], each)["median"] for name, each in wall.items() if name != "cpt"}
+
+
 def summary(run: dict[str, Any], course: Course) -> dict[str, Any]:
     """The figures of the undisturbed rounds and of all, losses and scored tokens."""
     tokens, chunks = course.chunk * course.batch * course.length, run["chunks"]
     return {
         **timed(chunks, undisturbed(chunks), tokens=tokens),
-        "of_all_rounds": timed(chunks, list(range(course.rounds)), tokens=tokens),
+        "of_all_rounds": timed(chunks, list(range(len(run["load"]))), tokens=tokens),
+        "by_cast": [
+            medians(chunks, start, course.rounds) for start in range(0, len(run["load"]), course.rounds)
+        ],
         "scored_tokens": {name: sum(steps["scored"]) for name, steps in run["steps"].items()},
         "mean_loss": {name: statistics.mean(steps["losses"]) for name, steps in run["steps"].items()},
         "load": run["load"],
@@ -167,14 +186,16 @@ def shown(results: dict[str, Any]) -> str:
         lines.append(f"equal work, {name}: {apart}")
     used, load = len(results["rounds"]), spread(results["load"])
     lines.append(f"of {used} of {len(results['load'])} rounds; load average {load}")
+    lines += [f"cast {number}: {each}" for number, each in enumerate(results["by_cast"], start=1)]
     lines.append(f"cores that others used meanwhile {results['foreign_cores']}")
     return "\n".join(lines)
 
 
 def options() -> argparse.Namespace:
     parser = arguments("Training tokens/s of cpt, the Hugging Face Trainer and bare PyTorch loops.")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps per chunk")
-    parser.add_argument("--repeats", type=int, default=15, help="chunks per subject")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per chunk")
+    parser.add_argument("--repeats", type=int, default=8, help="chunks per subject and cast")
+    parser.add_argument("--casts", type=int, default=3, help="times that all subjects are started anew")
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--check-steps", type=int, default=25, help="steps of the equal-work check")
@@ -185,13 +206,14 @@ def options() -> argparse.Namespace:
 def main() -> None:
     chosen = options()
     os.environ["OMP_NUM_THREADS"] = str(chosen.threads)
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for all subjects what run.py sets for cpt
     shared = {name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "fused")}
     course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, equal=False)
     check = Course(**shared, rounds=1, chunk=chosen.check_steps, equal=True)
     for each in (course, check):
         each.ground()  # fills the cache
     equal = equality(played(check, patience=0.0)["steps"])
-    run = played(course, patience=chosen.patience)
+    run = joined([played(course, patience=chosen.patience) for _ in range(chosen.casts)])
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     results = {"options": settings, "equal_work": equal, **summary(run, course), "chunks": run["chunks"]}
     print(shown(results))

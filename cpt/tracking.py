@@ -80,10 +80,14 @@ def wandb_logger(
 
     if options["mode"] not in ("online", "offline", "disabled"):
         raise ValueError(f"logger.mode={options['mode']}; allowed: online, offline, disabled")
-    return WandbLogger(
+    if rank_zero_only.rank != 0:
+        return WandbLogger(save_dir=str(folder))
+    # The run is made here: Lightning would hand on an option that W&B warns of, and join a run that is still
+    # open.
+    run = wandb.init(
         id=digest([group, folder.name]),
         name=folder.name,
-        save_dir=str(folder),
+        dir=str(folder),
         project=options["project"],
         entity=options["entity"],
         group=group,
@@ -95,6 +99,9 @@ def wandb_logger(
         reinit="create_new",
         settings=wandb.Settings(silent=True, console="off"),
     )
+    run.define_metric("trainer/global_step")
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return WandbLogger(experiment=run)
 
 
 @rank_zero_only

@@ -98,7 +98,7 @@ def quiet() -> None:
         ".*dataloader is not resumable.*",
         ".*LeafSpec.*",
         ".*does not have many workers.*",
-        ".*The anonymous setting.*",
+        ".*smaller than the logging interval.*",
     ):
         warnings.filterwarnings("ignore", message=message)
 

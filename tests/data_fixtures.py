@@ -44,8 +44,8 @@ def restyled(template: str, **tokens: str) -> PreTrainedTokenizerFast:
 
 
 def bare() -> PreTrainedTokenizerFast:
-    """As GPT-2: nothing around a document, no padding token."""
-    return restyled("$A", eos_token="</s>")
+    """As GPT-2: nothing around a document, no padding token; a separator that must not come too."""
+    return restyled("$A", eos_token="</s>", sep_token="<s>")
 
 
 def opened() -> PreTrainedTokenizerFast:
