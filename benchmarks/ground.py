@@ -23,8 +23,8 @@ from cpt.corpora import Corpora
 from cpt.data import DomainSequence
 from cpt.learner import method, sequence
 from cpt.methods.base import ContinualModule
+from cpt.plan import planned
 from cpt.samples import Stream
-from cpt.sequence import planned
 
 ALWAYS = [
     "model=tiny_roberta",

@@ -24,9 +24,9 @@ from cpt.figures import heatmap
 from cpt.folder import RunFolder, check_archive, replacing
 from cpt.methods.base import ContinualModule
 from cpt.model import configuration
+from cpt.plan import Plan, is_first_process, objective_value
 from cpt.randomness import key
 from cpt.scores import UNITS, Scores
-from cpt.sequence import Plan, is_first_process, objective_value
 from cpt.sources import GENERAL
 from cpt.tracking import log_result, log_row, tracked
 from cpt.trainers import Checkpoint, trainer

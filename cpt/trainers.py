@@ -27,6 +27,14 @@ OURS = (
     "workers",
 )
 
+NOISE = (
+    ".*LeafSpec.*",  # Lightning's own, on torch 2.13
+    ".*dataloader is not resumable.*",  # it is: its sampler begins at the trainer's step
+    ".*does not have many workers.*",  # on two cores one process is right
+    ".*smaller than the logging interval.*",  # of short runs
+    ".*was called before the ``update``.*",  # a process may have no batch of a short text
+)
+
 
 class Checkpoint(Callback):
     """Saves the trainer's state every `every` optimizer steps, to one file that is always whole."""
@@ -90,16 +98,10 @@ class Bar(Callback):
 
 
 def quiet() -> None:
-    """Lightning's notices and adverts, and a warning that it causes itself on torch 2.13."""
+    """Holds back Lightning's notices and adverts, and the warnings in NOISE."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Ours is resumable: its sampler begins at the step that the trainer is at.
-    for message in (
-        ".*dataloader is not resumable.*",
-        ".*LeafSpec.*",
-        ".*does not have many workers.*",
-        ".*smaller than the logging interval.*",
-    ):
+    for message in NOISE:
         warnings.filterwarnings("ignore", message=message)
 
 

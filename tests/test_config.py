@@ -8,7 +8,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from cpt.config import LONGEST, choices, differences, identity, readable, reason
-from cpt.sequence import planned
+from cpt.plan import planned
 
 GROUPS = sorted(path.parent.name for path in ROOT.glob("conf/*/*.yaml"))
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))

@@ -10,7 +10,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from cpt.folder import check_archive
-from cpt.sequence import objective_value
+from cpt.plan import objective_value
 
 ORDER = "order=[law,food]"
 

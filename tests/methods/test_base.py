@@ -13,8 +13,8 @@ from cpt.base import base
 from cpt.corpora import Corpora
 from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask, Snapshot
 from cpt.methods.ncl import NCL
+from cpt.plan import planned
 from cpt.samples import Stream
-from cpt.sequence import planned
 
 
 class Half(GradientMask):

@@ -13,7 +13,7 @@ from cpt import learner
 from cpt.base import base
 from cpt.corpora import Corpora
 from cpt.methods.base import ContinualModule
-from cpt.sequence import planned
+from cpt.plan import planned
 
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
 LEARNING = [name for name in METHODS if name != "none"]

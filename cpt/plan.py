@@ -1,0 +1,55 @@
+"""A config checked: everything that can be wrong with it is found here, before torch is imported."""
+
+import math
+import os
+from dataclasses import dataclass
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from cpt import orders
+from cpt.budget import Budget, share
+from cpt.config import digest, identity
+from cpt.scores import METRICS, UNITS
+from cpt.sources import Source
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A config that has been checked, its text source and the order of its domains."""
+
+    cfg: DictConfig
+    source: Source
+    budget: Budget
+    order: list[str]
+    config_digest: str
+
+
+def planned(cfg: DictConfig) -> Plan:
+    """The plan of a config; raises ValueError for what is wrong with it."""
+    made_of = identity(cfg)
+    objective_value({}, cfg.objective)
+    options = {name: cfg.trainer[name] for name in ("steps", "epochs", "tokens", "batch_size")}
+    processes = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
+    share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
+    source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
+    order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)
+    return Plan(cfg, source, Budget(**options), order, digest(made_of))
+
+
+def objective_value(metrics: dict[str, dict], objective: str) -> float | None:
+    """What a sweeper minimises: METRIC.UNIT; None where the run has no such metric."""
+    metric, _, unit = objective.partition(".")
+    if metric not in METRICS or unit not in UNITS:
+        raise ValueError(
+            f"objective={objective}; allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}"
+        )
+    value = metrics.get(metric, {}).get(unit)
+    return value if value is None or math.isfinite(value) else None
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that writes, before any process group exists to ask."""
+    return all(
+        os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")
+    )
