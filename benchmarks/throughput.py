@@ -1,8 +1,8 @@
 """Training tokens/s of cpt (NCL, masked language model) against the Hugging Face Trainer and bare PyTorch.
 
 Every subject is a process of its own that waits between chunks of steps, so that the subjects take turns on
-the same cores: A B C D, B C D A, ... The whole cast is started anew several times, because a process keeps
-the luck of its memory layout (a percent or two) to its end. All have the same weights, rows, optimizer,
+the same cores: A B C D, B C D A, ... The whole cast is started anew several times, because ratios drift
+by a percent or two within and between runs. All have the same weights, rows, optimizer,
 schedule and clipping; a first, untimed pass without dropout on identical batches shows that they do the same
 work."""
 

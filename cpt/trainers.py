@@ -93,7 +93,10 @@ class Bar(Callback):
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.bar.update()
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+    def on_exception(self, *args: Any) -> None:
         self.bar.close()
 
 
