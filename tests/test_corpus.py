@@ -182,7 +182,7 @@ def test_the_digest_is_that_of_the_text_and_its_splits(tmp_path):
         documents,
         documents[::-1],
         documents[1:],
-        [*documents[2:], ("valid", documents[0][1]), documents[1]],
+        [("valid", documents[0][1]), *documents[1:]],
         [("train", documents[0][1] + " "), *documents[1:]],
     ]
     digests = [made(tmp_path / "first", case).facts["digest"] for case in cases]
@@ -205,12 +205,13 @@ def test_a_killed_reader_leaves_nothing_wrong(tmp_path):
 
 
 def test_batches_are_all_documents_and_bounded(tmp_path, monkeypatch):
-    texts = prose(300, words=(1, 60))
+    texts = [*prose(300, words=(1, 60)), "x" * 900, "the last"]
     documents = written(tmp_path, texts).documents("train")
     monkeypatch.setattr(corpus, "BATCH", 7)
     monkeypatch.setattr(corpus, "CHARACTERS", 900)
     batches = list(in_batches(documents))
     assert sum(batches, []) == texts
+    assert batches[-1] == ["the last"]
     assert max(len(batch) for batch in batches) == 7
     assert max(sum(map(len, batch[:-1])) for batch in batches) < 900
     assert all(len(batch) == 7 or sum(map(len, batch)) >= 900 for batch in batches[:-1])

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from cpt import docstrings
+from cpt.files import text_size
 from cpt.sources import GENERAL, Hub, InstalledDocs, Texts
 
 ROOT = Path(__file__).parent.parent
@@ -175,6 +176,15 @@ def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
         put(tmp_path / "a" / hidden, "hidden\n")
     put(tmp_path / "a" / "readme.md", "not text\n")
     assert [text for _, text in read(tmp_path)] == names
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path, name):
+    for content in ("", "One.\n" * 5000):
+        put(tmp_path / name, content)
+        assert text_size(tmp_path / name) == len(content)
+    (tmp_path / name).write_bytes(b"")
+    assert text_size(tmp_path / name) == 0
 
 
 def test_text_is_streamed(tmp_path):
@@ -408,6 +418,9 @@ def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
     for streaming in (False, True):
         with pytest.raises(ValueError, match=r"domains.catalogue.news, path=.*news: .*utf-8"):
             list(hub({"path": str(dataset)}, streaming=streaming).read("news"))
+    (dataset / "train.jsonl").write_bytes(b'{"id": 1, "text"')
+    with pytest.raises(ValueError, match=r"domains.catalogue.news, path=.*news: .*JSON"):
+        list(hub({"path": str(dataset)}, streaming=False).read("news"))
     (dataset / "README.md").write_text(
         "---\nconfigs:\n- config_name: x\n  data_files:\n  - split: all\n    path: test.jsonl\n---\n"
     )
