@@ -79,7 +79,7 @@ WRITERS = {
     "a.jsonl.gz": lambda path, *what: put(path, in_lines(*what)),
     "lines.json": lambda path, *what: put(path, "\ufeff" + in_lines(*what)),
     "array.json": lambda path, found, column: put(
-        path, json.dumps([{column: each} for each in found], indent=1)
+        path, " " + json.dumps([{column: each} for each in found], indent=1)
     ),
     "a.csv": put_csv,
     "a.csv.gz": put_csv,
@@ -134,6 +134,13 @@ def test_auto_takes_the_line_where_no_blank_line_separates(tmp_path, caplog):
     assert "2 .txt files, a document is a line" in caplog.text
 
 
+def test_auto_looks_at_the_first_lines_only(tmp_path):
+    put(tmp_path / "a" / "a.txt", "x\n" * 10_000 + "\ny\n")
+    assert len(read(tmp_path)) == 10_001
+    put(tmp_path / "a" / "a.txt", "x\n" * 9_998 + "\ny\n")
+    assert len(read(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("count, expected", [(19, 38), (20, 20)])
 def test_auto_takes_the_file_where_there_are_many(tmp_path, count, expected):
     for number in range(count):
@@ -175,6 +182,7 @@ def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
     for hidden in (".b.txt", "._a.txt", ".cache/c.txt"):
         put(tmp_path / "a" / hidden, "hidden\n")
     put(tmp_path / "a" / "readme.md", "not text\n")
+    (tmp_path / "a" / "folder.txt").mkdir()
     assert [text for _, text in read(tmp_path)] == names
 
 
@@ -210,6 +218,7 @@ BROKEN = {
     "no.csv": ("id,body\n1,b\n", "no.csv, line 2 has no column 'text'; it has id, body (domains.column)"),
     "number.jsonl": ('{"text": 5}\n', "number.jsonl, line 1: column 'text' is not text: 5"),
     "list.jsonl": ('["b"]\n', "list.jsonl, value 1 has no column 'text'; it has 'b'"),
+    "later.jsonl": ('{"text": "b"}\n["c"]\n', "later.jsonl, line 2 has no column 'text'; it has ['c']"),
     "value.jsonl": ('{"text": "b"}\n3\n', "value.jsonl, line 2 has no column 'text'; it has 3"),
     "half.jsonl": ('{"text": "b"}\n{"text"\n', "half.jsonl, line 2 is not JSON: Expecting ':'"),
     "half.json": ('[{"text": "b"},\n', "half.json, line 1 is not JSON: "),
@@ -231,13 +240,19 @@ def test_a_broken_file_is_named_on_one_line(tmp_path, name):
 
 
 def test_broken_compression_and_parquet(tmp_path):
-    (tmp_path / "a").mkdir()
-    cut, plain = tmp_path / "a" / "cut.jsonl.gz", tmp_path / "a" / "plain.jsonl.gz"
-    for path, content in ((cut, gzip.compress(os.urandom(9999))[:-900]), (plain, b'{"text": "b"}\n')):
+    whole = gzip.compress("".join(f'{{"text": "{number * 7919}"}}\n' for number in range(3000)).encode())
+    broken = {
+        whole[:-900]: "Compressed file ended",
+        whole[:10] + b"\xff" * 99 + whole[109:]: "Error -3 while decompressing",
+        b'{"text": "b"}\n': "Not a gzipped file",
+    }
+    path = tmp_path / "a" / "a.jsonl.gz"
+    path.parent.mkdir()
+    for content, reason in broken.items():
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{path.name} (cannot be read|is not UTF-8): "):
+        with pytest.raises(ValueError, match=f"a.jsonl.gz cannot be read: {reason}"):
             read(tmp_path)
-        path.unlink()
+    path.unlink()
     raw = pa.array([b"caf\xe9"]).view(pa.string())
     pq.write_table(pa.table({"text": raw}), tmp_path / "a" / "latin.parquet")
     with pytest.raises(ValueError, match=r"latin.parquet is not UTF-8: "):
@@ -321,9 +336,11 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path):
     path.write_text("Longer.\n")
     os.utime(path, ns=(1, 1))
     seen |= {fingerprint()}
+    path = path.rename(path.with_name("test.txt"))
+    seen |= {fingerprint()}
     put(tmp_path / "a" / "b.txt", "Two.\n")
     seen |= {fingerprint()}
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def test_installed_docs_are_the_prose_of_packages(tmp_path, monkeypatch):
