@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1  # part of every digest: raise it when the files below change
 SPLITS = ("train", "valid", "test")
 DROPPED = -1
-BATCH, CHARACTERS = 1000, 1 << 20  # of documents, what is worked on at once
+BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
 
 
 @dataclass(frozen=True)
