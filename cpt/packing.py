@@ -121,8 +121,8 @@ def tokenised(
     """The ids of each document, batch by batch, with the tokenizer's own special tokens around them.
 
     Special tokens that are spelled out in the text stay text (not with unigram tokenizers, which know no such
-    switch). A tokenizer that ends no document gets its
-    end-of-sequence token there; otherwise a causal model could not tell where one ends.
+    switch). A tokenizer that ends no document gets its end-of-sequence token there; otherwise a causal model
+    could not tell where one ends.
     """
     ending = terminator(tokenizer)
     for texts in in_batches(documents):
