@@ -19,8 +19,10 @@ from cpt.config import digest
 from cpt.corpora import Corpora, tokenizer_digest
 from cpt.corpus import Corpus
 from cpt.data import Domain, DomainSequence
+from cpt.freezing import Freeze
 from cpt.methods.ncl import NCL
 from cpt.objectives import Objective
+from cpt.replay import NOTHING
 from cpt.schedules import linear
 from cpt.sources import GENERAL
 from cpt.trainers import Checkpoint, trainer
@@ -107,7 +109,17 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
     data = general_only(cfg, new, corpora)
     schedule = partial(linear, warmup=cfg.base.warmup)
     optimizer = instantiate(cfg.base.optim)
-    module = NCL(model=model.train(), masks=(), optimizer=optimizer, schedule=schedule, seed=cfg.base.seed)
+    module = NCL(
+        model=model.train(),
+        objective=new.objective,
+        length=cfg.length,
+        masks=(),
+        replay=NOTHING,
+        freeze=Freeze(),
+        optimizer=optimizer,
+        schedule=schedule,
+        seed=cfg.base.seed,
+    )
     checkpoint = folder / "base.ckpt"
     alone: Mapping[str, Any] = {
         "accelerator": accelerator,

@@ -22,6 +22,7 @@ from cpt.corpora import Corpora
 from cpt.data import Domain, DomainSequence
 from cpt.figures import heatmap
 from cpt.folder import RunFolder, check_archive, replacing
+from cpt.freezing import Freeze
 from cpt.methods.base import ContinualModule
 from cpt.model import configuration
 from cpt.plan import Plan, is_first_process, objective_value
@@ -69,16 +70,31 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
 def method(cfg: DictConfig, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
     torch.manual_seed(key(cfg.seed, "method") % 2**63)
-    hyper = {name: value for name, value in cfg.method.items() if name != "name"}
+    mask = made(cfg.mask)
     # Partial: Hydra would copy a model that is handed through its config.
-    build = instantiate({**hyper, "_partial_": True}, _convert_="all")
-    return build(
+    return made(cfg.method, _partial_=True)(
         model=start.model(),
-        masks=instantiate(cfg.mask.masks, _convert_="all"),
+        objective=start.objective,
+        length=start.length,
+        masks=[] if mask is None else [mask],
+        replay=made(cfg.replay),
+        freeze=Freeze(**cfg.freeze),
         optimizer=instantiate(cfg.optim),
         schedule=instantiate(cfg.schedule),
         seed=cfg.seed,
     )
+
+
+def made(options: DictConfig, **extra: Any) -> Any:
+    """What a choice of a config group stands for; its name, and those of choices within it, are not given to
+    it."""
+    named = OmegaConf.to_container(options, resolve=True)
+    return instantiate({**nameless(named), **extra}, _convert_="all") if named["_target_"] else None
+
+
+def nameless(options: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: nameless(value) if isinstance(value, dict) else value for key, value in options.items()}
+    return {key: value for key, value in inner.items() if key != "name"}
 
 
 def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -128,23 +129,44 @@ def check_length(length: int, model: PreTrainedModel) -> None:
         )
 
 
-def logits_at(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Logits [K, V] at the K scored positions of a batch.
+def outputs_at(
+    model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
+    them; with other `weights` by parameter name, those of the model with these.
 
-    The body's output is cut down to these positions before the model's own head sees it: a hook for the one
-    call, so that the head is computed nowhere else and the model stays as its authors wrote it."""
+    The body's output is cut down to the scored positions before the model's own head sees it: a hook for the
+    one call, so that the head is computed nowhere else and the model stays as its authors wrote it."""
+    hidden: list[Tensor] = []
 
     def cut(module: nn.Module, inputs: Any, output: Any) -> Any:
-        hidden = output.last_hidden_state
-        output.last_hidden_state = hidden.flatten(0, 1).index_select(0, batch["positions"])[None]
+        hidden.append(output.last_hidden_state)
+        output.last_hidden_state = hidden[0].flatten(0, 1).index_select(0, batch["positions"])[None]
         return output
 
     handle = body(model).register_forward_hook(cut)
     try:
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-        return model(**inputs, **uncached(model)).logits[0]
+        inputs = {**sequences(batch), **uncached(model)}
+        output = model(**inputs) if weights is None else functional_call(model, dict(weights), kwargs=inputs)
+        return output.logits[0], hidden[0]
     finally:
         handle.remove()
+
+
+def logits_at(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    """Logits [K, V] at the K scored positions of a batch."""
+    return outputs_at(model, batch, weights=weights)[0]
+
+
+def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The last hidden states [B, T, D] of a batch; the head is not computed."""
+    inner = body(model)
+    return inner(**sequences(batch), **uncached(inner)).last_hidden_state
+
+
+def sequences(batch: Batch) -> dict[str, Tensor]:
+    """What of a batch a model takes."""
+    return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
 
 
 def body(model: PreTrainedModel) -> nn.Module:

@@ -35,6 +35,10 @@ class Objective(ABC):
     def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Tokens per row, [B], that the objective may score: what bits per byte are counted over."""
 
+    @abstractmethod
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        """The ids [B, T] of a batch as the text has them."""
+
     def batch(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> Batch:
         """`input_ids` and `labels` [B, T] (-100: not scored), `positions` [K] of the scored ones in the
         flattened batch, and `attention_mask` [B, T] only where a row is padded."""
@@ -71,6 +75,9 @@ class Masked(Objective):
     def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return text_tokens
 
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        return torch.where(batch["labels"] == UNSCORED, batch["input_ids"], batch["labels"])
+
     def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         text = present & ~np.isin(ids, self.special)
         lottery = np.where(text, draws(keys, ids.shape[1], stream=0), 2.0)
@@ -93,6 +100,9 @@ class Causal(Objective):
 
     def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return lengths
+
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        return batch["input_ids"]
 
     def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         following = np.full_like(ids, UNSCORED)

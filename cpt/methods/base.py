@@ -5,6 +5,8 @@ constructor."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from lightning import LightningModule
@@ -16,32 +18,96 @@ from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from cpt.data import Domain
+from cpt.freezing import Freeze
 from cpt.model import logits_at
-from cpt.objectives import Batch
+from cpt.objectives import Batch, Objective
 from cpt.randomness import key
+from cpt.replay import Replay
 
 log = logging.getLogger(__name__)
+
+ACTS_ON = ("gradient", "update", "frozen")
 
 
 class GradientMask(nn.Module):
     """Scales what a step does to each weight. Masks multiply, so their order is free.
 
     `acts_on` is `gradient` (the gradient is scaled before clipping and the optimizer; Adam divides most of a
-    constant factor out again) or `update` (the step itself is: p <- p_old + factor (p_new - p_old), weight
-    decay included)."""
+    constant factor out again), `update` (the step itself is: p <- p_old + factor (p_new - p_old), weight
+    decay included) or `frozen` (as `update`, and the optimizer's moments as well; its count of steps is one
+    for all rows of a parameter)."""
 
     def __init__(self, *, acts_on: str) -> None:
         super().__init__()
-        if acts_on not in ("gradient", "update"):
-            raise ValueError(f"acts_on={acts_on}; allowed: gradient, update")
+        if acts_on not in ACTS_ON:
+            raise ValueError(f"acts_on={acts_on}; allowed: {', '.join(ACTS_ON)}")
         self.acts_on = acts_on
+        self.recording = False  # whether the forward passes under way are those of the training loss
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, model: PreTrainedModel) -> None:
         """Hooks on the model, for masks that need activations; called once."""
+
+    def activate(self, domain: int) -> None:
+        """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Parameters with their factors, broadcastable to them; asked for once per optimizer step."""
         return iter(())
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What there is to look at after a domain, by name: importances, how often a row was chosen."""
+        return {}
+
+
+@contextmanager
+def recording(masks: Iterable[GradientMask]) -> Iterator[None]:
+    """While it lasts, forward passes are those of the training loss."""
+    for mask in masks:
+        mask.recording = True
+    try:
+        yield
+    finally:
+        for mask in masks:
+            mask.recording = False
+
+
+@dataclass(frozen=True)
+class Before:
+    """A parameter before the optimizer's step, and the optimizer's state of it where that is masked too."""
+
+    parameter: nn.Parameter
+    factor: Tensor
+    old: Tensor
+    state: dict[str, Tensor] | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, factor: Tensor, optimizer: Optimizer | None) -> "Before":
+        state = None
+        if optimizer is not None:
+            state = {name: value.clone() for name, value in moments(parameter, optimizer).items()}
+        return cls(parameter, factor, parameter.detach().clone(), state)
+
+    @torch.no_grad()
+    def scale(self, optimizer: Optimizer) -> None:
+        """Leaves of the step what the factor says."""
+        # lerp is exact at both ends: factor 1 leaves the step's bits and factor 0 the old ones.
+        factor = self.factor.to(self.old)
+        self.parameter.copy_(torch.lerp(self.old, self.parameter, factor))
+        if self.state is not None:
+            for name, value in moments(self.parameter, optimizer).items():
+                value.copy_(
+                    torch.lerp(self.state.get(name, torch.zeros_like(value)), value, factor.to(value))
+                )
+
+
+def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state that has an entry for every weight of a parameter; none before the first step."""
+    state = optimizer.state.get(parameter, {})
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
+    }
 
 
 class DocumentNLL(Metric):
@@ -73,16 +139,21 @@ class ContinualModule(LightningModule):
         self,
         *,
         model: PreTrainedModel,
+        objective: Objective,
+        length: int,
         masks: Sequence[GradientMask],
+        replay: Replay | None,
+        freeze: Freeze,
         optimizer: Callable[..., Optimizer],
         schedule: Callable[..., float],
         seed: int,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.masks = nn.ModuleList(masks)
+        self.model, self.objective, self.length = model, objective, length
+        self.masks, self.replay = nn.ModuleList(masks), replay
+        self.frozen = freeze.parameters(model)
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
-        self.pending: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self.pending: list[Before] = []
         self.evaluation: list[DocumentNLL] = []
         for mask in self.masks:
             mask.watch(model)
@@ -92,7 +163,10 @@ class ContinualModule(LightningModule):
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]
 
     def activate(self, domain: int) -> None:
-        """Switches experts, adapters, requires_grad for a domain; sees no data; idempotent."""
+        """Switches experts, adapters, requires_grad for a domain; sees no data; idempotent. Here: freezes
+        what the config says."""
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         """Work before a domain's first step; not repeated when the domain is resumed."""
@@ -127,6 +201,8 @@ class ContinualModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
+        for mask in self.masks:
+            mask.activate(self.trainer.datamodule.domain.index)
         if self.trainer.global_step == 0:
             self.before_domain(self.trainer.datamodule.probe())
             self.zero_grad()
@@ -136,7 +212,8 @@ class ContinualModule(LightningModule):
         torch.manual_seed(key(self.seed, name, batch_idx, self.global_rank) % 2**63)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        terms = self.losses(batch)
+        with recording(self.masks):
+            terms = self.losses(batch)
         if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
             self.record(terms)
         return sum(terms.values())
@@ -156,19 +233,21 @@ class ContinualModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         for mask in self.masks:
             for parameter, factor in mask.factors():
-                if mask.acts_on == "update":
-                    self.pending.append((parameter, factor, parameter.detach().clone()))
-                elif parameter.grad is not None:
+                if parameter.grad is None:
+                    continue
+                if mask.acts_on == "gradient":
                     parameter.grad.mul_(factor)
+                else:
+                    self.pending.append(
+                        Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)
+                    )
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        with torch.no_grad():
-            for parameter, factor, old in self.pending:
-                # lerp is exact at both ends: factor 1 leaves the step's bits and factor 0 the old ones.
-                parameter.copy_(torch.lerp(old, parameter, factor.to(old)))
+        for before in self.pending:
+            before.scale(optimizer)
         self.pending.clear()
 
     def on_train_batch_end(self, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
@@ -202,21 +281,10 @@ class ContinualModule(LightningModule):
 
 def token_nll(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Negative log-likelihood (nats) of the labels at the scored positions, [K]."""
+    return nll_of(logits_at(model, batch), batch)
+
+
+def nll_of(logits: Tensor, batch: Batch) -> Tensor:
+    """The same from logits [K, V] at the scored positions."""
     labels = batch["labels"].flatten().index_select(0, batch["positions"])
-    return functional.cross_entropy(logits_at(model, batch).float(), labels, reduction="none")
-
-
-class Snapshot(nn.Module):
-    """A copy of a model's parameters that goes where the model goes. Not saved: it is what construction
-    gave."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for number, parameter in enumerate(model.parameters()):
-            self.register_buffer(str(number), parameter.detach().clone(), persistent=False)
-
-    @torch.no_grad()
-    def restore(self, model: nn.Module) -> None:
-        """Puts the copy back, in place."""
-        for parameter, copy in zip(model.parameters(), self.buffers(), strict=True):
-            parameter.copy_(copy)
+    return functional.cross_entropy(logits.float(), labels, reduction="none")

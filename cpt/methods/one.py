@@ -6,7 +6,8 @@ ACL 2020), which intransigence compares with."""
 from collections.abc import Iterable
 from typing import Any
 
-from cpt.methods.base import ContinualModule, Snapshot
+from cpt.anchors import Snapshot
+from cpt.methods.base import ContinualModule
 from cpt.objectives import Batch
 
 
@@ -15,7 +16,7 @@ class One(ContinualModule):
 
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
-        self.base = Snapshot(self.model)
+        self.base = Snapshot(self.model, persistent=False)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.base.restore(self.model)

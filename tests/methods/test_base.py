@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from cpt import learner
+from cpt.anchors import Snapshot
 from cpt.base import base
 from cpt.corpora import Corpora
-from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask, Snapshot
+from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask
 from cpt.methods.ncl import NCL
 from cpt.plan import planned
 from cpt.samples import Stream
@@ -170,7 +171,7 @@ def test_masks_multiply_in_any_order(fitted):
 
 
 def test_a_mask_says_what_it_acts_on():
-    with pytest.raises(ValueError, match="acts_on=weights; allowed: gradient, update"):
+    with pytest.raises(ValueError, match="acts_on=weights; allowed: gradient, update, frozen"):
         GradientMask(acts_on="weights")
 
 
@@ -252,7 +253,7 @@ def test_a_loss_that_is_no_number_ends_the_run(fitted):
 def test_a_snapshot_gives_the_weights_back():
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    snapshot = Snapshot(model)
+    snapshot = Snapshot(model, persistent=False)
     nn.init.zeros_(model.weight)
     snapshot.restore(model)
     assert torch.equal(model.weight, before)
