@@ -4,9 +4,7 @@ Only this file touches Lightning's hooks. A method overrides the small hooks bel
 constructor."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from lightning import LightningModule
@@ -19,95 +17,13 @@ from transformers import PreTrainedModel
 
 from cpt.data import Domain
 from cpt.freezing import Freeze
+from cpt.masks import Before, GradientMask, recording
 from cpt.model import logits_at
 from cpt.objectives import Batch, Objective
 from cpt.randomness import key
 from cpt.replay import Replay
 
 log = logging.getLogger(__name__)
-
-ACTS_ON = ("gradient", "update", "frozen")
-
-
-class GradientMask(nn.Module):
-    """Scales what a step does to each weight. Masks multiply, so their order is free.
-
-    `acts_on` is `gradient` (the gradient is scaled before clipping and the optimizer; Adam divides most of a
-    constant factor out again), `update` (the step itself is: p <- p_old + factor (p_new - p_old), weight
-    decay included) or `frozen` (as `update`, and the optimizer's moments as well; its count of steps is one
-    for all rows of a parameter)."""
-
-    def __init__(self, *, acts_on: str) -> None:
-        super().__init__()
-        if acts_on not in ACTS_ON:
-            raise ValueError(f"acts_on={acts_on}; allowed: {', '.join(ACTS_ON)}")
-        self.acts_on = acts_on
-        self.recording = False  # whether the forward passes under way are those of the training loss
-
-    def watch(self, model: PreTrainedModel) -> None:
-        """Hooks on the model, for masks that need activations; called once."""
-
-    def activate(self, domain: int) -> None:
-        """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""
-
-    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Parameters with their factors, broadcastable to them; asked for once per optimizer step."""
-        return iter(())
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """What there is to look at after a domain, by name: importances, how often a row was chosen."""
-        return {}
-
-
-@contextmanager
-def recording(masks: Iterable[GradientMask]) -> Iterator[None]:
-    """While it lasts, forward passes are those of the training loss."""
-    for mask in masks:
-        mask.recording = True
-    try:
-        yield
-    finally:
-        for mask in masks:
-            mask.recording = False
-
-
-@dataclass(frozen=True)
-class Before:
-    """A parameter before the optimizer's step, and the optimizer's state of it where that is masked too."""
-
-    parameter: nn.Parameter
-    factor: Tensor
-    old: Tensor
-    state: dict[str, Tensor] | None
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, factor: Tensor, optimizer: Optimizer | None) -> "Before":
-        state = None
-        if optimizer is not None:
-            state = {name: value.clone() for name, value in moments(parameter, optimizer).items()}
-        return cls(parameter, factor, parameter.detach().clone(), state)
-
-    @torch.no_grad()
-    def scale(self, optimizer: Optimizer) -> None:
-        """Leaves of the step what the factor says."""
-        # lerp is exact at both ends: factor 1 leaves the step's bits and factor 0 the old ones.
-        factor = self.factor.to(self.old)
-        self.parameter.copy_(torch.lerp(self.old, self.parameter, factor))
-        if self.state is not None:
-            for name, value in moments(self.parameter, optimizer).items():
-                value.copy_(
-                    torch.lerp(self.state.get(name, torch.zeros_like(value)), value, factor.to(value))
-                )
-
-
-def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state that has an entry for every weight of a parameter; none before the first step."""
-    state = optimizer.state.get(parameter, {})
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
-    }
 
 
 class DocumentNLL(Metric):
@@ -179,6 +95,9 @@ class ContinualModule(LightningModule):
     def after_step(self, batch: Batch) -> None:
         """Work after a batch has been learned from."""
 
+    def after_update(self) -> None:
+        """Work after an optimizer step, masks applied: once, however many parts its batch came in."""
+
     def after_domain(self, probe: Iterable[Batch]) -> None:
         """Work after a domain's last step, in eval mode and with gradients cleared before and after."""
 
@@ -204,12 +123,17 @@ class ContinualModule(LightningModule):
         for mask in self.masks:
             mask.activate(self.trainer.datamodule.domain.index)
         if self.trainer.global_step == 0:
+            self.seeded("before")
             self.before_domain(self.trainer.datamodule.probe())
             self.zero_grad()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.seeded(batch_idx)
+
+    def seeded(self, moment: int | str) -> None:
+        """Makes what is drawn from now on a function of seed, domain, moment and process."""
         name = self.trainer.datamodule.domain.name
-        torch.manual_seed(key(self.seed, name, batch_idx, self.global_rank) % 2**63)
+        torch.manual_seed(key(self.seed, name, moment, self.global_rank) % 2**63)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with recording(self.masks):
@@ -249,6 +173,7 @@ class ContinualModule(LightningModule):
         for before in self.pending:
             before.scale(optimizer)
         self.pending.clear()
+        self.after_update()
 
     def on_train_batch_end(self, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
         self.after_step(batch)
@@ -258,6 +183,7 @@ class ContinualModule(LightningModule):
         modes = [(module, module.training) for module in self.modules()]
         self.eval()
         self.zero_grad()
+        self.seeded("after")
         self.after_domain(self.trainer.datamodule.probe())
         self.zero_grad()
         for module, training in modes:

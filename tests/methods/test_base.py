@@ -12,7 +12,8 @@ from cpt import learner
 from cpt.anchors import Snapshot
 from cpt.base import base
 from cpt.corpora import Corpora
-from cpt.methods.base import ContinualModule, DocumentNLL, GradientMask
+from cpt.masks import GradientMask
+from cpt.methods.base import ContinualModule, DocumentNLL
 from cpt.methods.ncl import NCL
 from cpt.plan import planned
 from cpt.samples import Stream

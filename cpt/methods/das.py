@@ -1,0 +1,63 @@
+"""DAS, continual DAP-training of language models with soft-masking (Ke et al., ICLR 2023).
+
+The importance of each unit for what the model knows protects it (eq. 5), and a contrast keeps what is new
+apart from what was known (eq. 6):
+
+    I_lu     = 1/N sum_n |dL(x_n)/dg_lu|           L: KL of two dropout passes before the first domain, then
+    I^(<=t)  = max(I^(t), I^(<=t-1))               after each domain its language-model loss (eq. 2-4)
+    step_l  <- (1 - I_l^(<=t-1)) * step_l
+    L        = L_lm + lambda L_con
+
+The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
+Adam. cpt.importance and cpt.contrast hold the formulas."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cpt.contrast import Contrast
+from cpt.importance import Proxy, SoftMask, domain_losses
+from cpt.methods.base import ContinualModule, nll_of
+from cpt.model import outputs_at
+from cpt.objectives import Batch
+
+
+class DAS(ContinualModule):
+    """Protects the units that matter to general knowledge and to the domains so far."""
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[str],
+        acts_on: str,
+        normalise: str,
+        general: str | None,
+        proxy_dropout: float | None,
+        domains: bool,
+        contrast: float,
+        temperature: float,
+        **shared: Any,
+    ) -> None:
+        super().__init__(**shared)
+        self.soft = SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise)
+        self.masks.append(self.soft)
+        self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
+        self.domains, self.contrast, self.first = domains, Contrast(contrast, temperature), True
+
+    def activate(self, domain: int) -> None:
+        super().activate(domain)
+        self.first = domain == 0
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.first:
+            self.soft.raise_to(self.proxy.measure(self.soft, probe))
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        logits, hidden = outputs_at(self.model, batch)
+        lm = nll_of(logits, batch).sum() * batch["weight"]
+        return {"lm": lm, **self.contrast.term(self.model, batch, hidden=hidden, soft=self.soft)}
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domains:
+            self.soft.raise_to(self.soft.measure(self.model, probe, domain_losses))

@@ -1,0 +1,53 @@
+"""DGA, adapting a language model while preserving its general knowledge (Ke et al., EMNLP 2022).
+
+Each domain is learned alone, from the base; the attention heads that matter to the base's general knowledge,
+measured on the domain's own text, are protected, and a contrast keeps the domain apart from it:
+
+    I_h    = 1/N sum_n |dKL(f1(x_n) || f2(x_n))/dg_h|       f1, f2: two dropout passes of the base
+    step_h <- (1 - I_h) * step_h,    L = L_lm + lambda L_con
+
+The formulas are those of DAS (cpt.importance, cpt.contrast)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cpt.anchors import Snapshot
+from cpt.contrast import Contrast
+from cpt.importance import Proxy, SoftMask
+from cpt.methods.base import ContinualModule, nll_of
+from cpt.model import outputs_at
+from cpt.objectives import Batch
+
+
+class DGA(ContinualModule):
+    """Protects the heads that matter to general knowledge, for each domain anew."""
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[str],
+        acts_on: str,
+        normalise: str,
+        general: str,
+        proxy_dropout: float | None,
+        contrast: float,
+        temperature: float,
+        **shared: Any,
+    ) -> None:
+        super().__init__(**shared)
+        self.base = Snapshot(self.model, persistent=False)
+        self.soft = SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise)
+        self.masks.append(self.soft)
+        self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
+        self.contrast = Contrast(contrast, temperature)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.base.restore(self.model)
+        self.soft.set(self.proxy.measure(self.soft, probe))
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        logits, hidden = outputs_at(self.model, batch)
+        lm = nll_of(logits, batch).sum() * batch["weight"]
+        return {"lm": lm, **self.contrast.term(self.model, batch, hidden=hidden, soft=self.soft)}

@@ -1,0 +1,192 @@
+"""DAS and DGA as runs: what they protect, when they measure, and their neutral strength."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpt import importance, learner
+from cpt.base import base
+from cpt.corpora import Corpora
+from cpt.plan import planned
+
+ORDER = "order=[law,food]"
+ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
+NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]
+KINDS = "method.units=[heads,neurons,outputs,tokens]"
+
+
+@pytest.fixture
+def made(small):
+    """A method's module, its data and the config's trainer."""
+
+    def build(*overrides: str):
+        plan = planned(small(ORDER, *overrides))
+        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+        start = base(plan.cfg.model, texts, accelerator="cpu")
+        module = learner.method(plan.cfg, start)
+        return module, learner.sequence(plan, texts, start, module), plan.cfg.trainer
+
+    return build
+
+
+def fit(module, data, options, *, place: int = 0, steps: int = 3) -> None:
+    domain = data.domains[place]
+    data.enter(domain)
+    module.activate(domain.index)
+    learner.trainer(options, label="", steps=steps).fit(module, datamodule=data)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+@pytest.mark.parametrize("extra", [[], [KINDS, "method.acts_on=gradient"], ["method.acts_on=frozen"]])
+def test_neutral_das_is_ncl_bit_for_bit(extra, small, start, tmp_path):
+    start(small(ORDER, *ROBERTA), tmp_path / "ncl")
+    start(small(ORDER, *ROBERTA, *NEUTRAL, *extra), tmp_path / "das")
+    ncl, das = weights(tmp_path / "ncl"), weights(tmp_path / "das")
+    assert ncl.keys() == das.keys() and all(torch.equal(ncl[name], das[name]) for name in ncl)
+
+
+@pytest.mark.parametrize("acts_on", ["update", "frozen"])
+def test_a_fully_important_head_does_not_move(acts_on, made):
+    """Rows of its query, key and value and columns of the output, under AdamW with decay; all else moves.
+    Masked along the input, as in the released code, rows of other heads would stand still."""
+    module, data, options = made(*ROBERTA, *NEUTRAL, f"method.acts_on={acts_on}", "optim.weight_decay=0.3")
+    module.soft.gates()["roberta.encoder.layer.0.attention.heads"][1] = 1
+    attention = module.model.roberta.encoder.layer[0].attention
+    maps = [attention.self.query, attention.self.key, attention.self.value]
+    before = [each.weight.detach().clone() for each in maps] + [
+        attention.output.dense.weight.detach().T.clone()
+    ]
+    fit(module, data, options)
+    after = [each.weight for each in maps] + [attention.output.dense.weight.T]
+    for old, new in zip(before, after, strict=True):
+        still = (old == new).all(1)
+        assert still[16:].all() and not still[:16].any()
+    assert not torch.equal(attention.output.dense.bias, torch.zeros(32))
+
+
+@pytest.mark.parametrize(("acts_on", "low", "high"), [("update", 0.09, 0.11), ("gradient", 0.7, 1.3)])
+def test_importance_scales_the_step_and_not_just_the_gradient(acts_on, low, high, made):
+    """Importance 0.9 on half of the neurons: with AdamW a tenth of the displacement, where steps are
+    scaled; scaled gradients are divided out again."""
+    overrides = [*ROBERTA, *NEUTRAL, f"method.acts_on={acts_on}", "method.units=[neurons]"]
+    overrides += ["optim.eps=1e-12", "trainer.gradient_clip_val=null"]
+    moved = []
+    for value in (0.0, 0.9):
+        module, data, options = made(*overrides)
+        up = module.model.roberta.encoder.layer[0].intermediate.dense.weight
+        before = up.detach().clone()
+        module.soft.gates()["roberta.encoder.layer.0.neurons"][:24] = value
+        fit(module, data, options, steps=1)
+        moved.append((up - before).abs())
+    ratio = moved[1][:24].sum() / moved[0][:24].sum()
+    assert low < ratio < high
+    assert torch.equal(moved[1][24:], moved[0][24:])
+
+
+def test_when_importances_are_measured(made, monkeypatch):
+    """General knowledge once, before anything is learned, in train mode; each domain after it, in eval
+    mode; both over the probe; and importances only rise."""
+    module, data, options = made(*ROBERTA, "method=das", "trainer.probe_samples=20")
+    calls, gradients = [], importance.gate_gradients
+
+    def noted(model, groups, batch, losses, *, passes):
+        kind = "general" if passes == 2 else "domain"
+        calls.append((kind, model.training, len(batch["input_ids"])))
+        return gradients(model, groups, batch, losses, passes=passes)
+
+    monkeypatch.setattr(importance, "gate_gradients", noted)
+    levels = [module.soft.importance.clone()]
+    for place in (0, 1):
+        fit(module, data, options, place=place)
+        levels.append(module.soft.importance.clone())
+    general = [("general", True, 16), ("general", True, 4)]
+    domain = [("domain", False, 16), ("domain", False, 4)]
+    assert calls == [*general, *domain, *domain]
+    assert all((new >= old).all() for old, new in zip(levels, levels[1:], strict=False))
+    assert not torch.equal(levels[1], levels[2])
+
+
+def test_dga_protects_heads_and_begins_each_domain_at_the_base(made, monkeypatch):
+    module, data, options = made(*ROBERTA, "method=dga", "method.contrast=0")
+    assert {group.kind for group in module.soft.groups} == {"heads"}
+    start = [parameter.detach().clone() for parameter in module.model.parameters()]
+    begun, proxy = [], type(module.proxy).measure
+
+    def noted(self, soft, probe):
+        begun.append([parameter.detach().clone() for parameter in module.model.parameters()])
+        return proxy(self, soft, probe)
+
+    monkeypatch.setattr(type(module.proxy), "measure", noted)
+    levels = []
+    for place in (0, 1):
+        fit(module, data, options, place=place)
+        levels.append(module.soft.importance.clone())
+    assert (
+        all(torch.equal(a, b) for each in begun for a, b in zip(start, each, strict=True)) and len(begun) == 2
+    )
+    assert not torch.equal(*levels) and not (levels[1] >= levels[0]).all()
+
+
+def test_without_its_contrast_dga_moves_what_it_does_not_protect_as_one_does(made):
+    """At the first step, before the protected heads differ: the feed-forward weights."""
+    moved = {}
+    for method in (["method=one"], ["method=dga", "method.contrast=0"]):
+        module, data, options = made(*ROBERTA, *method)
+        fit(module, data, options, steps=1)
+        moved[method[0]] = module.model.roberta.encoder.layer[0].output.dense.weight.detach().clone()
+    assert torch.equal(*moved.values())
+
+
+def test_das_and_migu_multiply(made):
+    module, data, options = made(*ROBERTA, *NEUTRAL, "mask=migu", "mask.acts_on=update", "mask.threshold=0.5")
+    module.soft.importance.fill_(0.4)
+    seen = {}
+    for mask in module.masks:
+        plain = mask.factors
+
+        def noted(mask=mask, plain=plain):
+            for parameter, factor in plain():
+                seen.setdefault(id(parameter), []).append(factor.expand_as(parameter).clone())
+                yield parameter, factor
+
+        mask.factors = noted
+    free, fresh, _ = made(*ROBERTA)
+    fit(free, fresh, options, steps=1)
+    begin, *_ = made(*ROBERTA)
+    fit(module, data, options, steps=1)
+    pairs = zip(begin.model.parameters(), free.model.parameters(), module.model.parameters(), strict=True)
+    checked = 0
+    for old, whole, part in pairs:
+        factors = seen.get(id(part), [])
+        product = torch.stack(factors).prod(0) if factors else torch.ones_like(part)
+        torch.testing.assert_close(part - old, product * (whole - old), rtol=1e-3, atol=1e-7)
+        checked += len(factors) > 1
+    assert checked >= 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["method.units=[head]"], "head"),
+        (["method.acts_on=weights"], "acts_on=weights; allowed: gradient, update, frozen"),
+        (
+            [
+                "method.proxy_dropout=null",
+                "model.config.hidden_dropout_prob=0",
+                "model.config.attention_probs_dropout_prob=0",
+            ],
+            "would not differ",
+        ),
+        (["method.contrast=-1"], "contrast=-1; allowed: 0 or more"),
+        (["method.normalise=z"], "normalise=z; allowed"),
+    ],
+)
+@pytest.mark.parametrize("method", ["das", "dga"])
+def test_wrong_values_are_refused(method, overrides, message, made):
+    with pytest.raises(Exception, match=message):
+        made("model=tiny_roberta", f"method={method}", *overrides)

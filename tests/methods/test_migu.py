@@ -1,0 +1,404 @@
+"""MIGU: which rows are chosen, what happens to them, and what is measured when."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHARED
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from cpt import learner
+from cpt.base import base
+from cpt.blocks import projections
+from cpt.corpora import Corpora
+from cpt.masks import recording
+from cpt.methods.migu import MagnitudeMask, kept, largest, magnitudes
+from cpt.plan import planned
+
+ORDER = "order=[law,food]"
+GOLDEN = SHARED / "golden" / "migu_linear.npz"
+NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+VALUES = {
+    "threshold": 0.7,
+    "importance": "output",
+    "acts_on": "gradient",
+    "only": None,
+    "biases": False,
+    "head": False,
+    "tied": False,
+    "skip_first_domain": False,
+    "seed": 0,
+}
+
+
+def watching(model: nn.Module, **values) -> MagnitudeMask:
+    mask = MagnitudeMask(**{**VALUES, **values})
+    mask.watch(model)
+    return mask
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=60, n_positions=20, **NO_DROPOUT)
+    )
+
+
+@pytest.fixture
+def made(small):
+    """A method's module, its data and the config's trainer."""
+
+    def build(*overrides: str):
+        plan = planned(small(ORDER, *overrides))
+        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+        start = base(plan.cfg.model, texts, accelerator="cpu")
+        module = learner.method(plan.cfg, start)
+        return module, learner.sequence(plan, texts, start, module), plan.cfg.trainer
+
+    return build
+
+
+def fit(module, data, options, *, place: int = 0, steps: int = 3, accumulate: int = 1) -> None:
+    data.enter(data.domains[place])
+    data.accumulate = accumulate
+    module.activate(place)
+    options = {**options, "accumulate_grad_batches": accumulate}
+    learner.trainer(options, label="", steps=steps).fit(module, datamodule=data)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
+@pytest.mark.parametrize("threshold", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("case", ["plain", "two_calls"])
+def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
+    arrays = {name: torch.from_numpy(np.asarray(value)) for name, value in np.load(GOLDEN).items()}
+    inputs = [arrays["x0"]] if case == "plain" else [arrays["x0"], arrays["x1"]]
+    found = sum(magnitudes(x @ arrays["weight"].T + arrays["bias"], None) for x in inputs)
+    torch.testing.assert_close(found, arrays[f"{case}_magnitude"], rtol=1e-4, atol=1e-6)
+    mask = largest(found, [torch.arange(10)[None]], threshold)
+    assert torch.equal(mask, arrays[f"{case}_T{threshold}_mask"])
+    masked = arrays[f"{case}_grad_w"] * mask[:, None]
+    torch.testing.assert_close(masked, arrays[f"{case}_T{threshold}_grad_w"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
+def test_of_equal_rows_no_more_than_the_share_is_chosen():
+    """The released code compares with a quantile: all that are equal to it pass."""
+    magnitude = torch.from_numpy(np.load(GOLDEN)["ties_magnitude"])
+    for threshold in (0.5, 0.7, 0.9):
+        assert largest(magnitude, [torch.arange(10)[None]], threshold).sum() == kept(threshold, 10)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "width", "rows"),
+    [(0.7, 1024, 308), (0.7, 768, 231), (0.7, 8, 3), (0.1, 8, 8), (0.29, 100, 71), (0.0, 5, 5), (0.99, 5, 1)],
+)
+def test_the_number_of_rows_is_the_papers(threshold, width, rows):
+    assert kept(threshold, width) == rows
+
+
+def chosen_by_loops(
+    captured: dict[str, list[torch.Tensor]], segments, threshold: float
+) -> dict[str, list[int]]:
+    """Mean |h| by token and row, and the largest rows of each segment."""
+    rows = {}
+    for name, outputs in captured.items():
+        sums = [0.0] * outputs[0].shape[-1]
+        for output in outputs:
+            for token in output.reshape(-1, len(sums)).tolist():
+                sums = [total + abs(value) for total, value in zip(sums, token, strict=True)]
+        rows[name] = []
+        for segment in segments[name]:
+            best = sorted(segment.tolist(), key=lambda row: -sums[row])
+            rows[name] += best[: len(segment) - math.floor(threshold * len(segment))]
+    return rows
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_the_rows_are_those_with_the_largest_outputs(family):
+    """Brute force, with Conv1D weights and fused projections ranked in segments, interleaved ones too."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+    neox = GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=60, max_position_embeddings=20))
+    model = {"gpt2": gpt2(), "gpt_neox": neox}[family]
+    captured, names = {}, {each.module: each.name for each in projections(model)}
+    for each in projections(model):
+        keep = captured.setdefault(each.name, [])
+        each.module.register_forward_hook(
+            lambda m, a, output, keep=keep: keep.append(output.detach().clone())
+        )
+    mask = watching(model)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        with recording([mask]):
+            ids = torch.randint(0, 60, (3, 9), generator=draw)
+            model(input_ids=ids, labels=ids).loss.backward()
+    segments = {each.name: each.segments for each in projections(model)}
+    expected = chosen_by_loops(captured, segments, 0.7)
+    weight_of = {id(module.weight): name for module, name in names.items()}
+    found = {}
+    for parameter, factor in mask.factors():
+        flat = factor.flatten()
+        assert factor.shape == ((len(flat), 1) if family == "gpt_neox" else (1, len(flat)))
+        found[weight_of[id(parameter)]] = flat.nonzero().flatten().tolist()
+    assert {name: sorted(rows) for name, rows in expected.items()} == found
+    assert len(found) == 8
+
+
+def test_what_is_not_the_training_loss_is_not_measured():
+    """No evaluation, no pass without gradients, no part of the model on its own, nothing recomputed."""
+    model, ids = gpt2(), torch.arange(9)[None]
+    mask = watching(model)
+    model(input_ids=ids)
+    with recording([mask]), torch.no_grad():
+        model(input_ids=ids)
+    with recording([mask]):
+        model.transformer(input_ids=ids)
+    assert not mask.sums.any()
+    with recording([mask]):
+        model(input_ids=ids)
+    once = mask.sums.clone()
+    assert once.all()
+    model.activation_checkpointing_enable()
+    mask.sums.zero_()
+    with recording([mask]):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    torch.testing.assert_close(mask.sums, once)
+
+
+def test_an_exception_within_the_model_ends_the_measurement():
+    model = gpt2()
+    mask = watching(model)
+    with recording([mask]), pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[99]]))
+    assert not mask.inside
+
+
+def test_padding_is_not_measured():
+    model, ids = gpt2().eval(), torch.arange(5, 14)[None]
+    padded = torch.cat([ids, torch.ones(1, 4, dtype=torch.long)], dim=1)
+    present = torch.tensor([[1] * 9 + [0] * 4])
+    mask = watching(model)
+    with recording([mask]):
+        model(input_ids=ids)
+        plain = mask.sums.clone()
+        mask.sums.zero_()
+        model(input_ids=padded, attention_mask=present)
+    torch.testing.assert_close(mask.sums, plain)
+
+
+def test_accumulated_parts_count_as_one_batch(made):
+    chosen = []
+    for accumulate in (1, 4):
+        module, data, options = made("method=migu")
+        fit(module, data, options, steps=1, accumulate=accumulate)
+        chosen.append(module.masks[0].chosen.clone())
+    assert torch.equal(*chosen) and chosen[0].max() == 1
+
+
+def test_masked_rows_get_no_gradient_and_the_others_all_of_it(made, monkeypatch):
+    """Also the canary: the share of masked rows is the threshold's, in every map and at every step; heads,
+    embeddings, norms and biases are not touched; and masking comes before clipping."""
+    module, data, options = made("model=tiny_roberta", "method=migu", "trainer.gradient_clip_val=1e-3")
+    before, after, hook = [], [], type(module).on_before_optimizer_step
+
+    def noted(self, optimizer):
+        before.append({name: value.grad.clone() for name, value in self.model.named_parameters()})
+        hook(self, optimizer)
+        after.append({name: value.grad.clone() for name, value in self.model.named_parameters()})
+
+    monkeypatch.setattr(type(module), "on_before_optimizer_step", noted)
+    norms, make = [], module.make_optimizer
+
+    def listening(groups):
+        made = make(groups)
+        made.register_step_post_hook(
+            lambda *_: norms.append(
+                sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None).sqrt()
+            )
+        )
+        return made
+
+    module.make_optimizer = listening
+    fit(module, data, options)
+    covered = {f"{each.name}.weight" for each in projections(module.model)}
+    assert len(before) == 3 and len(covered) == 12
+    for plain, masked in zip(before, after, strict=True):
+        for name, gradient in plain.items():
+            if name not in covered:
+                assert torch.equal(masked[name], gradient)
+                continue
+            zero = (masked[name] == 0).all(1)
+            assert zero.sum() == math.floor(0.7 * len(zero))
+            assert torch.equal(masked[name][~zero], gradient[~zero])
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("acts_on", ["gradient", "update", "frozen"])
+def test_what_masked_rows_do_under_adam(acts_on, made, monkeypatch):
+    """The lower half of all rows is masked from the second step on. Scaled gradients: momentum and decay go
+    on moving a row. Scaled updates: it keeps its bits. Frozen: its moments do as well."""
+    module, data, options = made("method=migu", f"method.mask.acts_on={acts_on}", "optim.weight_decay=0.3")
+    weight = module.masks[0].maps[0].module.weight
+    upper, lower = slice(None, len(weight) // 2), slice(len(weight) // 2, None)
+    levels = []
+
+    def halved(scores, segments, threshold):
+        state = module.trainer.optimizers[0].state.get(weight, {})
+        levels.append(
+            [weight.detach().clone()] + [state[name].clone() for name in ("exp_avg", "exp_avg_sq") if state]
+        )
+        mask = torch.ones(len(scores))
+        if len(levels) > 1:
+            mask[: len(weight)][lower] = 0
+        return mask
+
+    monkeypatch.setattr("cpt.methods.migu.largest", halved)
+    fit(module, data, options, steps=3)
+    one, two = levels[1:]
+    kept = [torch.equal(before[lower], after[lower]) for before, after in zip(one, two, strict=True)]
+    assert kept == [acts_on != "gradient", acts_on == "frozen", acts_on == "frozen"]
+    assert not any(torch.equal(before[upper], after[upper]) for before, after in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [[], ["method.mask.acts_on=update"], ["method.mask.acts_on=frozen"], ["method.mask.importance=random"]],
+)
+def test_threshold_zero_is_ncl_bit_for_bit(extra, small, start, tmp_path):
+    start(small(ORDER), tmp_path / "ncl")
+    start(small(ORDER, "method=migu", "method.mask.threshold=0", *extra), tmp_path / "migu")
+    ncl, migu = weights(tmp_path / "ncl"), weights(tmp_path / "migu")
+    assert ncl.keys() == migu.keys() and all(torch.equal(ncl[name], migu[name]) for name in ncl)
+
+
+def test_as_a_method_and_as_a_mask_it_is_the_same(small, start, tmp_path):
+    start(small(ORDER, "method=migu"), tmp_path / "method")
+    start(small(ORDER, "mask=migu"), tmp_path / "mask")
+    start(small(ORDER, "method=migu", "mask=migu"), tmp_path / "both")
+    one = weights(tmp_path / "method")
+    for other in ("mask", "both"):
+        found = weights(tmp_path / other)
+        assert all(torch.equal(one[name], found[name]) for name in one)
+
+
+def test_the_first_domain_can_be_left_out(small, start, tmp_path):
+    """As the released code does: bit for bit NCL until the second domain."""
+    skip = ["method=migu", "method.mask.skip_first_domain=true", "keep_stages=true"]
+    start(small(ORDER, "keep_stages=true"), tmp_path / "ncl")
+    start(small(ORDER, *skip), tmp_path / "migu")
+    for stage, same in (("001", True), ("002", False)):
+        one, other = (
+            torch.load(tmp_path / each / "stages" / f"{stage}.pt", weights_only=True)
+            for each in ("ncl", "migu")
+        )
+        assert all(torch.equal(value, other[name]) for name, value in one.items()) == same
+
+
+def test_other_importances(made):
+    """The controls rank rows by the L1 norm of gradient or weight, or draw them anew at each step."""
+    model = gpt2()
+    ids = torch.arange(9)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    down = model.transformer.h[0].mlp.c_proj
+    for importance, values in (("weight", down.weight), ("gradient", down.weight.grad)):
+        mask = watching(model, importance=importance, only="h.0.mlp.c_proj")
+        ((_, factor),) = mask.factors()
+        best = sorted(range(32), key=lambda row: -values[:, row].abs().sum().item())[: kept(0.7, 32)]
+        assert factor.flatten().nonzero().flatten().tolist() == sorted(best)
+    mask = watching(model, importance="random")
+    draws = [torch.cat([factor.flatten() for _, factor in mask.factors()]) for _ in range(400)]
+    assert not torch.equal(draws[0], draws[1])
+    again = watching(model, importance="random")
+    assert torch.equal(torch.cat([factor.flatten() for _, factor in again.factors()]), draws[0])
+    frequency = mask.chosen / mask.steps
+    assert frequency.min() > 0.15 and frequency.max() < 0.5
+
+
+def test_biases_and_heads_only_when_asked():
+    model = gpt2()
+    plain = {id(p) for p, _ in watching(model).factors()}
+    assert plain == {id(each.module.weight) for each in projections(model)}
+    with_biases = {id(p) for p, _ in watching(model, biases=True).factors()}
+    assert with_biases == plain | {id(each.module.bias) for each in projections(model)}
+    assert {id(p) for p, _ in watching(model, head=True).factors()} == plain
+    tied = {id(p) for p, _ in watching(model, head=True, tied=True).factors()}
+    assert tied == plain | {id(model.lm_head.weight)}
+    untied = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=60, tie_word_embeddings=False)
+    )
+    assert id(untied.lm_head.weight) in {id(p) for p, _ in watching(untied, head=True).factors()}
+
+
+def test_frozen_weights_are_left_alone(made):
+    module, data, options = made("method=migu", "freeze.layers=1", "freeze.embeddings=true")
+    before = {name: value.detach().clone() for name, value in module.model.named_parameters()}
+    fit(module, data, options)
+    frozen = [name for name, value in module.model.named_parameters() if not value.requires_grad]
+    assert any("layers.0" in name for name in frozen) and any("embeddings" in name for name in frozen)
+    for name, value in module.model.named_parameters():
+        assert torch.equal(value, before[name]) == (name in frozen)
+
+
+def test_state_is_small():
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    with torch.device("meta"):
+        mask = watching(RobertaForMaskedLM(RobertaConfig()))
+    state = sum(value.numel() * value.element_size() for value in mask.state_dict().values())
+    assert mask.chosen.numel() == 82_944
+    assert state <= 2**20
+    assert set(mask.state_dict()) == {"chosen", "steps"}
+
+
+def test_how_often_rows_are_chosen_is_told():
+    model = gpt2()
+    mask = watching(model)
+    for _ in range(5):
+        with recording([mask]):
+            model(input_ids=torch.arange(9)[None])
+        list(mask.factors())
+    told = mask.diagnostics()
+    assert set(told) == {f"chosen/{each.name}" for each in projections(model)}
+    for values in told.values():
+        assert values.sum().item() == pytest.approx(5 * sum_of_kept(len(values)) / 5, abs=1e-4)
+
+
+def sum_of_kept(width: int) -> int:
+    return 3 * kept(0.7, 32) if width == 96 else kept(0.7, width)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"threshold": 1.0}, "threshold=1.0; allowed: from 0 to below 1"),
+        ({"threshold": -0.1}, "threshold=-0.1; allowed"),
+        ({"importance": "loss"}, "importance=loss; allowed: output, gradient, weight, random"),
+        ({"acts_on": "rows"}, "acts_on=rows; allowed: gradient, update, frozen"),
+        ({"only": "no such map"}, "only=no such map leaves nothing to mask; allowed: a regular expression"),
+    ],
+)
+def test_wrong_values_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        watching(gpt2(), **values)
+
+
+def test_sums_are_those_of_the_whole_batch_of_all_processes():
+    """What the processes add up to is what one process would have measured."""
+    model, ids = gpt2(), torch.randint(0, 60, (4, 9), generator=torch.Generator().manual_seed(0))
+    mask = watching(model.eval())
+    with recording([mask]):
+        model(input_ids=ids)
+    whole = mask.sums.clone()
+    mask.sums.zero_()
+    with recording([mask]):
+        model(input_ids=ids[:2])
+        model(input_ids=ids[2:])
+    torch.testing.assert_close(mask.sums, whole)

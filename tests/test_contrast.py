@@ -1,0 +1,139 @@
+"""The contrastive loss against loops and the authors' numbers, and what the released code got wrong."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHARED
+from test_importance import batch_of, needs_golden, roberta
+
+from cpt.contrast import Contrast, contrastive, pooled
+from cpt.importance import SoftMask
+
+
+def by_loops(anchors, positives, negatives, temperature):
+    """The formula, one pair after another."""
+
+    def similarity(a, b):
+        a, b = a.tolist(), b.tolist()
+        dot = sum(x * y for x, y in zip(a, b, strict=True))
+        return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b)) / temperature
+
+    total = 0.0
+    for n, anchor in enumerate(anchors):
+        below = sum(math.exp(similarity(anchor, other)) for other in [*positives, *negatives])
+        total -= math.log(math.exp(similarity(anchor, positives[n])) / below)
+    return total / len(anchors)
+
+
+def vectors(count: int, *, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, 6, dtype=torch.float64, generator=draw) for _ in range(3))
+
+
+@needs_golden
+@pytest.mark.parametrize("size", ["b8", "b5"])
+def test_value_and_gradients_are_those_of_the_authors_code(size):
+    """Their second argument is the anchor."""
+    arrays = np.load(SHARED / "golden" / "contrast.npz")
+    z1, z2, z3 = (torch.from_numpy(arrays[f"{size}_z{number}"]).requires_grad_() for number in (1, 2, 3))
+    loss = contrastive(z2, z1, z3, temperature=0.05)
+    theirs = torch.from_numpy(np.asarray(arrays[f"{size}_loss3"]))
+    torch.testing.assert_close(loss, theirs, rtol=1e-4, atol=1e-6)
+    for ours, name in zip(torch.autograd.grad(loss, [z1, z2, z3]), ("dz1", "dz2", "dz3"), strict=True):
+        theirs = torch.from_numpy(arrays[f"{size}_loss3_{name}"])
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_the_loss_is_the_formula(temperature):
+    three = vectors(5)
+    expected = by_loops(*three, temperature)
+    assert contrastive(*three, temperature=temperature).item() == pytest.approx(expected, rel=1e-9)
+    assert contrastive(*(4 * each for each in three), temperature=temperature).item() == pytest.approx(
+        expected
+    )
+
+
+def test_swapping_samples_leaves_the_loss():
+    three, order = vectors(5), torch.tensor([3, 1, 4, 0, 2])
+    swapped = contrastive(*(each[order] for each in three), temperature=0.1)
+    torch.testing.assert_close(swapped, contrastive(*three, temperature=0.1))
+
+
+def test_a_samples_positive_is_its_own_second_pass():
+    """The released code pairs neighbours: two different texts."""
+    anchors, _, negatives = vectors(6)
+    right = contrastive(anchors, anchors, negatives, temperature=0.05)
+    neighbours = anchors.view(3, 2, 6).flip(1).reshape(6, 6)
+    assert right < 0.05 < 2 < contrastive(anchors, neighbours, negatives, temperature=0.05)
+
+
+def test_negatives_push():
+    anchors, positives, negatives = vectors(4)
+    far = contrastive(anchors, positives, -anchors, temperature=0.1)
+    near = contrastive(anchors, positives, anchors, temperature=0.1)
+    assert near > far + 1
+
+
+def test_padding_is_left_out_of_the_mean():
+    hidden = torch.arange(12.0).view(1, 4, 3)
+    assert torch.equal(pooled(hidden, None), hidden.mean(1))
+    assert torch.equal(pooled(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+
+
+def test_the_term_contrasts_the_three_passes():
+    """By hand: whole model, second dropout pass, pass with every unit times its importance; the head of the
+    language model is not run."""
+    model, batch = roberta(rate=0.3), batch_of(4)
+    soft = SoftMask(model, kinds=["heads", "neurons", "outputs"], acts_on="update", normalise="rank")
+    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    mask, headed = batch["attention_mask"][..., None], []
+    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
+
+    def mean(hidden):
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+    torch.manual_seed(5)
+    hidden = model.roberta(**inputs).last_hidden_state
+    term = Contrast(2.0, 0.5).term(model, batch, hidden=hidden, soft=soft)
+    torch.manual_seed(5)
+    passes = [mean(model.roberta(**inputs).last_hidden_state) for _ in range(2)]
+    gates, hooks = soft.gates(), []
+    for number, layer in enumerate(model.roberta.encoder.layer):
+        heads, neurons, outputs = (gates[group.name] for group in soft.groups[3 * number : 3 * number + 3])
+
+        def scale(module, inputs, heads=heads):
+            return (inputs[0] * heads.repeat_interleave(8),)
+
+        hooks += [
+            layer.attention.output.dense.register_forward_pre_hook(scale),
+            layer.output.dense.register_forward_pre_hook(lambda m, x, g=neurons: (x[0] * g,)),
+            layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g),
+        ]
+    passes.append(mean(model.roberta(**inputs).last_hidden_state))
+    expected = 2 * by_loops(*passes, 0.5)
+    assert term["contrast"].item() == pytest.approx(expected, rel=1e-4)
+    assert not headed
+    assert Contrast(0.0, 0.5).term(model, batch, hidden=hidden, soft=soft) == {}
+
+
+def test_gradients_reach_all_three_passes():
+    model, batch = roberta(rate=0.1), batch_of(3)
+    soft = SoftMask(model, kinds=["outputs"], acts_on="update", normalise="rank")
+    soft.set(torch.rand(len(soft.importance)))
+    hidden = torch.randn(3, 12, 32, requires_grad=True)
+    Contrast(1.0, 0.1).term(model, batch, hidden=hidden, soft=soft)["contrast"].backward()
+    assert hidden.grad.abs().sum() > 0
+    assert model.roberta.encoder.layer[0].output.dense.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [((-1.0, 0.1), "contrast=-1.0; allowed: 0 or more"), ((1.0, 0.0), "temperature=0.0; allowed: above 0")],
+)
+def test_a_wrong_contrast_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Contrast(*values)
