@@ -4,35 +4,29 @@ A subject is a function of a course (what is trained on what, how long) and a be
 step)."""
 
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ground import Ground, ground
+from lightning.pytorch.callbacks import Callback
+from stage import Beat, Rhythm
 
-WARMUP = 5
+from cpt.data import Domain
+from cpt.tracking import tracked
+from cpt.trainers import Checkpoint, trainer
 
 
 @dataclass(frozen=True)
-class Course:
-    """What the subjects run: `rounds` chunks of `chunk` steps after the warm-up. `equal` means identical
-    batches and no dropout."""
+class Course(Rhythm):
+    """What the subjects run. `equal` means identical batches and no dropout."""
 
     cache: str
-    threads: int
     batch: int
     length: int
     fused: bool
-    rounds: int
-    chunk: int
     equal: bool
-
-    @property
-    def steps(self) -> int:
-        return WARMUP + self.rounds * self.chunk
 
     def ground(self) -> Ground:
         dropout = 0.0 if self.equal else 0.1
@@ -47,53 +41,36 @@ class Course:
         )
 
 
-class Beat:
-    """Called after every step of a subject; between chunks it reports the chunk's time and waits for the
-    next turn."""
+class Pulse(Callback):
+    """A beat after every batch of cpt's training."""
 
-    def __init__(self, pipe: Connection, course: Course) -> None:
-        self.pipe, self.course = pipe, course
-        self.losses: list[Any] = []
-        self.scored: list[int] = []
-        self.wall = self.cpu = 0.0
+    def __init__(self, beat: Beat) -> None:
+        self.beat = beat
 
-    def __call__(self, loss: Any, scored: int) -> None:
-        self.losses.append(loss.detach())
-        self.scored.append(scored)
-        since = len(self.losses) - WARMUP
-        if since >= 0 and since % self.course.chunk == 0:
-            self.pause()
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int) -> None:
+        self.beat(outputs["loss"], len(batch["positions"]))
 
-    def pause(self) -> None:
-        self.pipe.send({"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu})
-        self.pipe.recv()
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
 
-    def conclude(self) -> None:
-        self.pipe.send({"losses": [loss.item() for loss in self.losses], "scored": self.scored})
+def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = ()) -> None:
+    """Learns a domain as `python run.py` does, with its bar, checkpoint callback and curves."""
+    options = place.cfg.trainer
+    place.data.enter(domain)
+    place.module.activate(domain.index)
+    place.module.train()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every)
+        with tracked(place.cfg.logger, folder, group="bench", job="bench", tags=[], config={}) as loggers:
+            fitting = trainer(
+                options, label=domain.name, loggers=loggers, steps=steps, callbacks=[last, *callbacks]
+            )
+            fitting.fit(place.module, datamodule=place.data)
 
 
 def cpt(course: Course, beat: Beat) -> None:
-    """The training of `python run.py method=ncl`, with its bar, checkpoint callback and curves."""
-    from lightning.pytorch.callbacks import Callback
-
-    from cpt.tracking import tracked
-    from cpt.trainers import Checkpoint, trainer
-
-    class Pulse(Callback):
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, outputs: Any, batch: Any, number: int
-        ) -> None:
-            beat(outputs["loss"], len(batch["positions"]))
-
-    place, folder = course.ground(), Path(tempfile.mkdtemp())
-    options, domain = place.cfg.trainer, place.data.domain
-    last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every)
-    with tracked(place.cfg.logger, folder, group="bench", job="ncl", tags=[], config={}) as loggers:
-        fitting = trainer(
-            options, label=domain.name, loggers=loggers, steps=place.steps, callbacks=[last, Pulse()]
-        )
-        fitting.fit(place.module, datamodule=place.data)
+    """The training of `python run.py method=ncl`."""
+    place = course.ground()
+    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
 
 
 def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> None:

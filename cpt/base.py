@@ -153,6 +153,7 @@ def general_only(cfg: DictConfig, new: Base, corpora: Corpora) -> DomainSequence
         held_out={},
         objective=new.objective,
         budget=budget,
+        replay=NOTHING,
         seed=cfg.base.seed,
         accumulate=1,
         eval_batch_size=cfg.base.batch_size,

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -17,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 EXECUTION = (
     "name",
     "tags",
+    "variant",
     "logger",
     "cache_dir",
     "objective",
@@ -30,6 +33,8 @@ EXECUTION = (
     "trainer.log_every_n_steps",
     "trainer.workers",
 )
+# What a run has a name for; what else it was given tells it from others in a comparison.
+NAMED = ("method", "mask", "replay", "domains", "model", "order", "seed", "experiment")
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 LONGEST = 100
 
@@ -108,10 +113,35 @@ def readable(*, errors_only: bool) -> Iterator[None]:
         os._exit(1) if "LOCAL_RANK" in os.environ else sys.exit(1)
 
 
+def made(options: DictConfig, **extra: Any) -> Any:
+    """What a choice of a config group stands for; its name, and those of choices within it, are not given to
+    it."""
+    named = OmegaConf.to_container(options, resolve=True)
+    return instantiate({**nameless(named), **extra}, _convert_="all") if named["_target_"] else None
+
+
+def nameless(options: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: nameless(value) if isinstance(value, dict) else value for key, value in options.items()}
+    return {key: value for key, value in inner.items() if key != "name"}
+
+
 def built_or_given(checkpoint: str | None, built: Any, given: Any) -> Any:
     """A value for models built here, another for given checkpoints."""
     return built if checkpoint is None else given
 
 
+def variant() -> str:
+    """What was chosen on the command line beyond what a run has a name for; empty outside of a Hydra job."""
+    if not HydraConfig.initialized():
+        return ""
+    pairs = (override.lstrip("+~").partition("=") for override in HydraConfig.get().overrides.task)
+    return "; ".join(
+        f"{key.removeprefix('method.')}={value}"
+        for key, _, value in pairs
+        if key not in NAMED and not executes(key) and not key.startswith("hydra.")
+    )
+
+
 OmegaConf.register_new_resolver("built_or_given", built_or_given, replace=True)
 OmegaConf.register_new_resolver("choices", choices, replace=True)
+OmegaConf.register_new_resolver("variant", variant, replace=True)

@@ -12,7 +12,9 @@ from cpt.budget import Budget
 from cpt.objectives import Objective
 from cpt.packing import Packed
 from cpt.randomness import key, shuffled
+from cpt.replay import Pool, Replay
 from cpt.samples import From, Share, Stream, Subset
+from cpt.sources import GENERAL
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,10 @@ class DomainSequence(LightningDataModule):
     """The domains in the order they are learned; `enter` chooses what the loaders give.
 
     `train` and `held_out` are the packed texts by name: those of the domains, in the order of the matrix's
-    columns, and that of `general`, if there is one, last."""
+    columns, and that of `general`, if there is one, last. `replay` says how much earlier text stands among a
+    domain's samples: that of the stages before it, and the general text.
+
+    Raises ValueError for sizes below 1 and for replay that cannot be had."""
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class DomainSequence(LightningDataModule):
         held_out: Mapping[str, Packed],
         objective: Objective,
         budget: Budget,
+        replay: Replay,
         seed: int,
         accumulate: int,
         eval_batch_size: int,
@@ -52,7 +58,9 @@ class DomainSequence(LightningDataModule):
         self.domains, self.train, self.held_out = tuple(domains), train, held_out
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
-        self.domain: Domain | None = None
+        self.replay, self.domain = replay, None
+        most = max((len(self.past(domain)) for domain in self.domains), default=0)
+        replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
         self.places = {
             part: place for domain in self.domains for place, part in enumerate(domain.parts, domain.index)
         }
@@ -75,6 +83,17 @@ class DomainSequence(LightningDataModule):
         texts = [self.train[part] for part in domain.parts]
         return [self.budget.steps_for(text, length=text.length) for text in texts]
 
+    def past(self, domain: Domain) -> list[str]:
+        """The texts that were learned before a domain, each once."""
+        before = self.domains[: self.domains.index(domain)]
+        return list(dict.fromkeys(part for each in before for part in each.parts))
+
+    def earlier(self, domain: Domain) -> list[Pool]:
+        """What a domain's batches replay."""
+        past = {name: self.train[name] for name in self.past(domain)}
+        general = {GENERAL: self.train[GENERAL]} if self.replay.general else {}
+        return self.replay.pools(past, general, stage=domain.name, seed=self.seed)
+
     def train_dataloader(self) -> DataLoader:
         """The current domain from the trainer's step on; resuming costs the same anywhere."""
         stream = Stream(
@@ -86,6 +105,7 @@ class DomainSequence(LightningDataModule):
             accumulate=self.accumulate,
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
+            earlier=self.earlier(self.domain),
         )
         return self.loader(stream, From(self.trainer.global_step * self.accumulate, len(stream)))
 

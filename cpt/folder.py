@@ -72,6 +72,13 @@ class RunFolder:
         with replacing(self.documents(row)) as partial, partial.open("wb") as file:
             np.savez(file, **losses)
 
+    def save_diagnostics(self, row: int, values: dict[str, np.ndarray]) -> None:
+        """What a method lets one look at after a stage: importances, how often a row was chosen."""
+        if values:
+            path = self.path / "diagnostics" / f"{row:03d}.npz"
+            with replacing(path) as partial, partial.open("wb") as file:
+                np.savez(file, **values)
+
     def load_documents(self, rows: int) -> list[dict[str, np.ndarray]]:
         loaded = []
         for row in range(rows):

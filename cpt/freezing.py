@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
+from cpt.blocks import blocks
+
 
 @dataclass(frozen=True)
 class Freeze:
@@ -18,8 +20,6 @@ class Freeze:
         """The parameters that stay as they are."""
         if not self.embeddings and self.layers == 0:
             return []
-        from cpt.blocks import blocks
-
         found = blocks(model)
         if not 0 <= self.layers <= len(found):
             raise ValueError(f"freeze.layers={self.layers}; allowed: 0 to {len(found)}, the model's blocks")

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt import report
 from cpt.base import Base, base
+from cpt.config import made
 from cpt.corpora import Corpora
 from cpt.data import Domain, DomainSequence
 from cpt.figures import heatmap
@@ -27,6 +28,7 @@ from cpt.methods.base import ContinualModule
 from cpt.model import configuration
 from cpt.plan import Plan, is_first_process, objective_value
 from cpt.randomness import key
+from cpt.replay import NOTHING
 from cpt.scores import UNITS, Scores
 from cpt.sources import GENERAL
 from cpt.tracking import log_result, log_row, tracked
@@ -85,23 +87,12 @@ def method(cfg: DictConfig, start: Base) -> ContinualModule:
     )
 
 
-def made(options: DictConfig, **extra: Any) -> Any:
-    """What a choice of a config group stands for; its name, and those of choices within it, are not given to
-    it."""
-    named = OmegaConf.to_container(options, resolve=True)
-    return instantiate({**nameless(named), **extra}, _convert_="all") if named["_target_"] else None
-
-
-def nameless(options: dict[str, Any]) -> dict[str, Any]:
-    inner = {key: nameless(value) if isinstance(value, dict) else value for key, value in options.items()}
-    return {key: value for key, value in inner.items() if key != "name"}
-
-
 def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
     """The stages of a method over the domains of a plan."""
     options = plan.cfg.trainer
     domains = module.stages(plan.order)
-    learned = [part for domain in domains for part in domain.parts]
+    replay = module.replay or NOTHING
+    learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
 
     def packed(name: str, split: str) -> Any:
         return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
@@ -112,6 +103,7 @@ def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule)
         held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
         objective=start.objective,
         budget=plan.budget,
+        replay=replay,
         seed=plan.cfg.seed,
         accumulate=options.accumulate_grad_batches,
         eval_batch_size=options.eval_batch_size,
@@ -133,6 +125,8 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
             "name": cfg.name,
             "method": cfg.method.name,
             "mask": cfg.mask.name,
+            "replay": cfg.replay.name,
+            "variant": cfg.variant,
             "model": cfg.model.name,
             "order": plan.order,
             "seed": cfg.seed,
@@ -205,9 +199,10 @@ class Learner:
                 ckpt_path=str(checkpoint) if checkpoint.exists() else None,
                 weights_only=True,
             )
+        state = self.module.state_dict()  # by every process: a method may bring its shards together
         if is_first_process():
             with replacing(self.place.stage(number)) as partial:
-                torch.save(self.module.state_dict(), partial)
+                torch.save(state, partial)
 
     def commit(self, row: str) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
@@ -220,11 +215,13 @@ class Learner:
         perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
         shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
         log.info("after %s, perplexity: %s", row, shown)
-        log_row(self.loggers, stage=len(self.scores.rows) - 1, perplexity=perplexity)
+        looked_at = {name: values.cpu().numpy() for name, values in self.module.diagnostics().items()}
+        log_row(self.loggers, stage=len(self.scores.rows) - 1, perplexity=perplexity, distributions=looked_at)
         if is_first_process():
             number = len(self.scores.rows) - 1
             arrays = {name: np.stack([nll.cpu(), count.cpu()]) for name, (nll, count) in losses.items()}
             self.place.save_documents(number, arrays)
+            self.place.save_diagnostics(number, looked_at)
             self.save()
             self.place.tidy(number, keep=self.cfg.keep_stages)
 

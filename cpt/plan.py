@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from cpt import orders
 from cpt.budget import Budget, share
-from cpt.config import digest, identity
+from cpt.config import digest, identity, made
 from cpt.scores import METRICS, UNITS
 from cpt.sources import Source
 
@@ -31,6 +31,7 @@ def planned(cfg: DictConfig) -> Plan:
     objective_value({}, cfg.objective)
     options = {name: cfg.trainer[name] for name in ("steps", "epochs", "tokens", "batch_size")}
     processes = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
+    made(cfg.replay)
     share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
     source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
     order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)

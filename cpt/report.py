@@ -17,6 +17,7 @@ import jinja2
 
 from cpt import figures
 from cpt.figures import FEW, decimals, perplexity, shortened
+from cpt.labels import label, shared_values
 from cpt.scores import GENERAL, METRICS, UNITS, Scores, described, intransigence
 
 COLUMNS = ("group", "n", "LC (perplexity)", "CPT", "FG", "general drift", "intransigence", "seconds")
@@ -57,7 +58,7 @@ def write(folder: Path) -> Path:
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_summary(scores), matrix, stages, _metrics(scores), _texts(scores), _seconds(scores), settings]
-    return _written(blocks, title=f"{scores.run['name']}: {_method(scores)}", stem=Path(folder) / "report")
+    return _written(blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report")
 
 
 def table(scores: Scores) -> str:
@@ -71,7 +72,7 @@ def table(scores: Scores) -> str:
     shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
     metrics = Block(head=["", *UNITS], cells=[[name, *_in_units(scores.metrics[name])] for name in shown])
     texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
-    title = f"{_method(scores)}, seed {scores.run['seed']}, {_state(scores)}; {texts}"
+    title = f"{label(scores.run)}, seed {scores.run['seed']}, {_state(scores)}; {texts}"
     return "\n\n".join([title, _plain(losses), _plain(metrics)])
 
 
@@ -89,7 +90,7 @@ def _matrix(scores: Scores) -> list[list[str]]:
 def _summary(scores: Scores) -> Block:
     run = scores.run
     cells = [
-        ["method", _method(scores)],
+        ["method", label(scores.run)],
         ["model", f"{run['model']} ({run['objective']})"],
         ["order", _few(run["order"])],
         ["seed", str(run["seed"])],
@@ -97,11 +98,6 @@ def _summary(scores: Scores) -> Block:
         ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
     ]
     return Block(head=["run", run["name"]], cells=cells, words=2)
-
-
-def _method(scores: Scores) -> str:
-    method, mask = scores.run["method"], scores.run["mask"]
-    return method if mask == "none" else f"{method} + {mask}"
 
 
 def _few(names: Sequence[str], *, between: str = " → ") -> str:
@@ -167,7 +163,7 @@ def compared(runs: Mapping[Path, Scores], *, damaged: Sequence[str]) -> list[Blo
         if run["finished"]:
             alike[run["objective"], *sorted(set(scores.domains) - {GENERAL})].append(scores)
         else:
-            unfinished.append([str(path), _method(scores), str(run["seed"]), _state(scores)])
+            unfinished.append([str(path), label(scores.run), str(run["seed"]), _state(scores)])
     return [
         *(_comparison(each, title=f"{key[0]}: {_few(key[1:], between=', ')}") for key, each in alike.items()),
         Block(title="Unfinished runs", head=("folder", "method", "seed", "state"), cells=unfinished, words=4),
@@ -187,13 +183,13 @@ def _comparison(runs: Sequence[Scores], *, title: str) -> Block:
 
 
 def _groups(runs: Sequence[Scores]) -> dict[str, list[Scores]]:
-    """The runs by a name that says the method, the mask and, where they differ, the model and the order."""
+    """The runs by what was chosen: the method and what is laid over it, model and order where they differ."""
     models, orders = ([*dict.fromkeys(str(s.run[key]) for s in runs)] for key in ("model", "order"))
-    groups = defaultdict(list)
+    shared, groups = shared_values(scores.run for scores in runs), defaultdict(list)
     for scores in sorted(runs, key=lambda scores: _values([scores], "LC")[0] or float("inf")):
         model = [scores.run["model"]] if len(models) > 1 else []
         order = [f"order {orders.index(str(scores.run['order'])) + 1}"] if len(orders) > 1 else []
-        groups[", ".join([_method(scores), *model, *order])].append(scores)
+        groups[", ".join([label(scores.run, shared=shared), *model, *order])].append(scores)
     return groups
 
 
@@ -223,8 +219,9 @@ def _values(group: Sequence[Scores], metric: str, *, unit: str = "nats") -> list
 
 def _against_one(scores: Scores, *, runs: Sequence[Scores]) -> float | None:
     """Intransigence, against the run of `one` with this model and order, and this seed if there is one."""
-    sought, diagonal = ["one", scores.run["model"], scores.run["order"]], scores.diagonal
-    alone = [other for other in runs if [other.run[key] for key in ("method", "model", "order")] == sought]
+    sought = scores.run | {"method": "one", "replay": "none"}
+    keys, diagonal = ("method", "replay", "model", "order"), scores.diagonal
+    alone = [other for other in runs if all(other.run[key] == sought[key] for key in keys)]
     if not diagonal or not alone or scores in alone:
         return None
     one = min(alone, key=lambda other: other.run["seed"] != scores.run["seed"]).diagonal

@@ -11,6 +11,7 @@ from cpt.budget import share
 from cpt.objectives import Batch, Objective
 from cpt.packing import Packed
 from cpt.randomness import key, sample_keys, shuffled
+from cpt.replay import Pool
 
 
 class Stream(Dataset):
@@ -18,8 +19,9 @@ class Stream(Dataset):
 
     Position p of the domain's stream holds row `p mod rows` of the shuffle of epoch `p div rows`. A domain of
     several parts holds the positions of all its parts in one shuffle, so it gives exactly the samples that
-    they would give one after another. Step s takes the positions [s * batch_size, (s + 1) * batch_size) and
-    shares them out among the processes and their accumulated parts."""
+    they would give one after another. Step s goes on where step s - 1 ended, by `batch_size` positions less
+    what is displaced by draws from earlier text, and shares its samples out among the processes and their
+    accumulated parts."""
 
     def __init__(
         self,
@@ -32,31 +34,51 @@ class Stream(Dataset):
         accumulate: int,
         rank: int,
         world: int,
+        earlier: Sequence[Pool] = (),
     ) -> None:
-        self.names, self.texts, self.objective, self.seed = list(texts), list(texts.values()), objective, seed
+        share(batch_size, accumulate=accumulate, world=world)
+        self.names, self.objective, self.seed, self.earlier = list(texts), objective, seed, tuple(earlier)
+        self.texts = [*texts.values(), *(text for pool in earlier for text in pool.texts.values())]
         self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
-        self.size = share(batch_size, accumulate=accumulate, world=world)
-        self.ends = np.cumsum([count * batch_size for count in steps])
+        self.steps, self.ends = sum(steps), np.cumsum([self.new(count) for count in steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
 
     def __len__(self) -> int:
-        return int(self.ends[-1]) // self.batch_size * self.accumulate
+        return self.steps * self.accumulate
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number` of this process. `weight` is what each scored token's loss is multiplied by, so that
         the mean over processes and accumulated parts is the mean over the scored tokens of the whole step."""
         step, part = divmod(number, self.accumulate)
-        whole = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        parts, rows, keys = self.locate(whole)
-        first = (part * self.world + self.rank) * self.size
-        mine = slice(first, first + self.size)
+        parts, rows, keys = self.samples(step)
+        piece = part * self.world + self.rank
+        mine = slice(*(len(rows) * each // (self.accumulate * self.world) for each in (piece, piece + 1)))
         batch = assembled(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
         return batch
 
+    def new(self, steps: int) -> int:
+        """How many positions of the stream so many steps take."""
+        samples = steps * self.batch_size
+        return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
+
+    def samples(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Part, row and key of the samples of a step, each [B]; parts after its own are those of the earlier
+        pools. What is drawn from them stands in random places, so that each process has its mixture."""
+        found, first = [self.locate(np.arange(self.new(step), self.new(step + 1)))], len(self.names)
+        for pool in self.earlier:
+            begin, end = (pool.count(each * self.batch_size) for each in (step, step + 1))
+            parts, rows, keys = pool.locate(np.arange(begin, end))
+            found.append((parts + first, rows, keys))
+            first += len(pool.texts)
+        new, drawn = len(found[0][0]), sum(len(parts) for parts, *_ in found[1:])
+        stream = sample_keys(key(self.seed, "places", *self.names), np.array([step]))
+        order = amid(new, shuffled(np.arange(drawn), new + drawn, stream=stream))
+        return tuple(np.concatenate(each)[order] for each in zip(*found, strict=True))
+
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Part, row and key of the samples at positions of the stream, each [B]."""
-        if len(self.texts) > 1:
+        if len(self.names) > 1:
             positions = shuffled(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
         parts = np.searchsorted(self.ends, positions, side="right")
         rows, keys = np.empty_like(positions), np.empty(len(positions), np.uint64)
@@ -75,6 +97,14 @@ class Stream(Dataset):
             text, chosen = self.texts[part], rows[parts == part]
             count += int(self.objective.scored(text.text_tokens[chosen], text.row_lengths[chosen]).sum())
         return count
+
+
+def amid(new: int, places: np.ndarray) -> np.ndarray:
+    """The order in which what follows `new` items comes to stand at `places` among them."""
+    order = np.full(new + len(places), -1)
+    order[places] = np.arange(new, len(order))
+    order[order < 0] = np.arange(new)
+    return order
 
 
 class Subset(Dataset):

@@ -25,7 +25,7 @@ Arrays = Sequence[np.ndarray]
 VERSION = 1
 GENERAL = "general"
 UNITS = ("nats", "perplexity", "bits_per_byte")
-RUN_KEYS = ("name", "method", "mask", "model", "order", "seed", "finished", "objective")
+RUN_KEYS = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished", "objective")
 BUDGET = 1 << 22  # numbers that the bootstrap holds in one array
 
 

@@ -7,6 +7,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -110,17 +111,29 @@ def finish(tracker: WandbLogger, *, failed: bool) -> None:
 
 
 @rank_zero_only
-def log_row(loggers: Sequence[Logger], *, stage: int, perplexity: Mapping[str, float]) -> None:
-    """One row of the matrix: `ppl/<domain>` over `stage`."""
+def log_row(
+    loggers: Sequence[Logger],
+    *,
+    stage: int,
+    perplexity: Mapping[str, float],
+    distributions: Mapping[str, np.ndarray],
+) -> None:
+    """One row of the matrix, `ppl/<domain>` over `stage`, and on W&B histograms of the distributions."""
     row = {f"ppl/{name}": value for name, value in perplexity.items()}
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             run = logger.experiment
             run.define_metric("stage")
             run.define_metric("ppl/*", step_metric="stage")
-            run.log({"stage": stage, **row})
+            run.log({"stage": stage, **row, **histograms(distributions)})
         else:
             logger.log_metrics(row, step=stage)
+
+
+def histograms(distributions: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    import wandb
+
+    return {f"units/{name}": wandb.Histogram(values) for name, values in distributions.items()}
 
 
 @rank_zero_only

@@ -19,6 +19,7 @@ def test_the_groups_are_those_of_the_house():
         "model",
         "method",
         "mask",
+        "replay",
         "domains",
         "optim",
         "schedule",
@@ -39,7 +40,7 @@ def test_every_model_names_itself(choice, composed):
     assert composed(f"model={choice}").model.name == choice
 
 
-@pytest.mark.parametrize("group", ["method", "mask", "domains"])
+@pytest.mark.parametrize("group", ["method", "mask", "replay", "domains"])
 def test_every_choice_is_called_as_its_file(group, composed):
     names = [name for each, name in CHOICES if each == group]
     assert [composed(f"{group}={name}")[group].name for name in names] == names

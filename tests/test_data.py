@@ -11,6 +11,7 @@ from data_fixtures import fake_trainer, rows_by_hand
 from cpt.budget import Budget
 from cpt.data import Domain, DomainSequence
 from cpt.objectives import Causal, Masked
+from cpt.replay import NOTHING
 
 SIZES = {"a": 23, "b": 7, "c": 40, "general": 9}
 DOMAINS = [Domain("a", 0, ("a",)), Domain("b", 1, ("b",)), Domain("c", 2, ("c",))]
@@ -40,6 +41,7 @@ def sequence(texts, *, domains=DOMAINS, enter=0, trainer=None, **changes):
         "held_out": texts,
         "objective": MASKED,
         "budget": budget(steps=6),
+        "replay": NOTHING,
         "seed": 0,
         "accumulate": 1,
         "eval_batch_size": 4,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, SMALL
 
 ORDER = "order=[law,food]"
@@ -137,6 +138,35 @@ def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp
     assert went_on == [batch for batch in batches(one / "out", 0) if batch[0] == ["food"]][4:]
     for row, expected in zip(scores(tmp_path)["nll"], scores(one)["nll"], strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["method=das", "mask=migu", "method.general=null", "trainer.probe_samples=40"],
+        ["method=ewc", "method.estimator=per_sample", "trainer.probe_samples=40"],
+    ],
+    ids=["das + migu", "ewc"],
+)
+def test_statistics_are_those_of_all_processes(method, corpora, cache, tmp_path):
+    """Importances, Fisher, magnitudes, candidates of the contrast: of the whole batch and probe."""
+    ran = {}
+    for name, strategy in (("one", []), ("two", DDP)):
+        folder = tmp_path / name
+        folder.mkdir()
+        code = run(folder, folder / "out", *strategy, *method, corpora=corpora, cache=cache)
+        assert code == 0, (folder / "out" / "log").read_text()
+        ran[name] = folder
+    first, second = ((ran["two"] / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    for row, expected in zip(scores(ran["two"])["nll"], scores(ran["one"])["nll"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+    states = [torch.load(folder / "run" / "stages" / "002.pt", weights_only=True) for folder in ran.values()]
+    for name, value in states[0].items():
+        if not name.startswith("model."):
+            torch.testing.assert_close(
+                states[1][name], value, rtol=2e-2, atol=1e-3 * value.abs().max().item()
+            )
 
 
 def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cache, tmp_path):

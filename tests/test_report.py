@@ -31,7 +31,7 @@ def made(*, nll=NLL, domains=DOMAINS, rows=None, digest="d", **given):
         tokens=[1000 + place for place in range(size)],
         bytes=[4000 + place for place in range(size)],
         scored=[150 + place for place in range(size)],
-        run=run | {"finished": True, "objective": "masked"} | given,
+        run=run | {"replay": "none", "variant": "", "finished": True, "objective": "masked"} | given,
         texts={name: {"digest": f"{digest}-{name}", "documents": 7} for name in domains},
         config_digest="0123abcd",
         versions={"python": "3.11", "torch": "2.13"},
@@ -280,9 +280,12 @@ def test_runs_are_grouped_by_all_but_their_seed(tmp_path, capsys):
     ]
     save(tmp_path / "a" / "ewc", nll=shifted(-0.2), method="ewc")
     save(tmp_path / "b" / "deep" / "masked", nll=shifted(0.5), method="ewc", mask="migu")
+    save(tmp_path / "b" / "mixed", nll=shifted(0.6), replay="past")
+    save(tmp_path / "b" / "both", nll=shifted(0.7), mask="migu", replay="past")
     assert report.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     rows = rows_of(capsys.readouterr().out, "masked: networkx, pandas, sympy")
-    assert list(rows)[:3] == ["ewc", "ncl", "ewc + migu"]
+    labels = ["ewc", "ncl", "ewc + migu", "ncl + replay past", "ncl + migu + replay past"]
+    assert list(rows)[:5] == labels
     lc = [scores.metrics["LC"]["perplexity"] for scores in kept]
     fg = [scores.metrics["FG"]["nats"] for scores in kept]
     assert rows["ncl"][:2] == ["3", f"{np.mean(lc):.2f} ± {np.std(lc, ddof=1):.2f}"]
@@ -340,6 +343,7 @@ def test_intransigence_against_one_of_the_same_seed(tmp_path, capsys):
         save(tmp_path / f"ncl-{seed}", nll=alone + seed / 20, seed=seed)
     save(tmp_path / "other", model="other")
     save(tmp_path / "joint", nll=[NLL[0], NLL[3]], rows=["base", "joint"], method="joint")
+    save(tmp_path / "a-mixed", nll=alone - 0.9, method="one", replay="general")  # not learned alone
     assert report.main([str(tmp_path)]) == 0
     output = capsys.readouterr().out
     rows = rows_of(output, "masked: ")

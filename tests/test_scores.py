@@ -32,7 +32,7 @@ BY_HAND = {
 }
 # fmt: on
 RUN = {"name": "t", "method": "ncl", "mask": "none", "model": "tiny", "order": ["a", "b", "c"], "seed": 0}
-RUN |= {"finished": True, "objective": "causal"}
+RUN |= {"replay": "none", "variant": "", "finished": True, "objective": "causal"}
 
 
 def layout(*, rows=("base", "a", "b", "c"), domains=("a", "b", "c", "general")):

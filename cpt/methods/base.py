@@ -111,6 +111,10 @@ class ContinualModule(LightningModule):
         """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of."""
         return self.model
 
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What there is to look at after a domain, by name; kept in the run folder."""
+        return {name: values for mask in self.masks for name, values in mask.diagnostics().items()}
+
     def configure_optimizers(self) -> dict:
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
         others = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]

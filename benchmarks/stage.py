@@ -1,0 +1,175 @@
+"""Subjects that take turns on the same cores: each is a process of its own that waits between chunks of
+steps, A B C D, B C D A, ...
+
+A subject is a function of a beat, which it calls after every step; what it returns is part of its report."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
+
+WARMUP = 5
+FEWEST_ROUNDS = 7
+
+Chunks = Mapping[str, list[dict[str, float]]]  # of every subject, round by round
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """`rounds` chunks of `chunk` steps after the warm-up."""
+
+    threads: int
+    rounds: int
+    chunk: int
+
+    @property
+    def steps(self) -> int:
+        return WARMUP + self.rounds * self.chunk
+
+
+class Beat:
+    """Called after every step of a subject; between chunks it reports the chunk's time and waits for the
+    next turn."""
+
+    def __init__(self, pipe: Connection, rhythm: Rhythm) -> None:
+        self.pipe, self.rhythm = pipe, rhythm
+        self.losses: list[Any] = []
+        self.scored: list[int] = []
+        self.wall = self.cpu = 0.0
+
+    def __call__(self, loss: Any, scored: int) -> None:
+        self.losses.append(loss.detach())
+        self.scored.append(scored)
+        since = len(self.losses) - WARMUP
+        if since >= 0 and since % self.rhythm.chunk == 0:
+            self.pause()
+
+    def pause(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.pipe.send({"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu})
+        self.pipe.recv()
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def conclude(self, facts: Mapping[str, Any]) -> None:
+        self.pipe.send({**facts, "losses": [loss.item() for loss in self.losses], "scored": self.scored})
+
+
+Subject = Callable[[Beat], Mapping[str, Any] | None]
+
+
+def act(subject: Subject, rhythm: Rhythm, pipe: Connection, log: str) -> None:
+    """One subject's process; what it prints goes to a file."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(rhythm.threads)
+    beat = Beat(pipe, rhythm)
+    beat.conclude(subject(beat) or {})
+
+
+@dataclass(frozen=True)
+class Actor:
+    """A subject's process as the parent sees it."""
+
+    name: str
+    process: BaseProcess
+    pipe: Connection
+    log: Path
+
+    def report(self) -> dict[str, Any]:
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name} ended early:\n{self.log.read_text()[-3000:]}") from None
+
+    def turn(self) -> dict[str, float]:
+        """One chunk: its seconds, and the cores that processes other than the subject used meanwhile."""
+        before = busy()
+        self.pipe.send("go")
+        chunk = self.report()
+        return {**chunk, "foreign_cores": max(0.0, (busy() - before - chunk["cpu"]) / chunk["wall"])}
+
+
+@contextmanager
+def actors(subjects: Mapping[str, Subject], rhythm: Rhythm) -> Iterator[dict[str, Actor]]:
+    """All subjects, warmed up and waiting for their first turn."""
+    with tempfile.TemporaryDirectory() as logs:
+        cast = {
+            name: enter(name, subject, rhythm, Path(logs) / str(number))
+            for number, (name, subject) in enumerate(subjects.items())
+        }
+        try:
+            for actor in cast.values():
+                actor.report()
+            yield cast
+        finally:
+            for actor in cast.values():
+                actor.process.terminate()
+                actor.process.join()
+
+
+def enter(name: str, subject: Subject, rhythm: Rhythm, log: Path) -> Actor:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    log.touch()
+    process = context.Process(target=act, args=(subject, rhythm, theirs, str(log)), daemon=True)
+    process.start()
+    theirs.close()
+    return Actor(name, process, ours, log)
+
+
+def played(subjects: Mapping[str, Subject], rhythm: Rhythm, *, patience: float) -> dict[str, Any]:
+    """All rounds of one cast: chunks and report of every subject, and the load average. A report has the
+    loss and the scored tokens of each step, and what the subject returned."""
+    chunks: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+    load = []
+    with actors(subjects, rhythm) as cast:
+        for number in range(rhythm.rounds):
+            patience -= wait_until_quiet(patience)
+            load.append(os.getloadavg()[0])
+            for name in rotated(list(cast), number):
+                chunks[name].append(cast[name].turn())
+            print(f"round {number + 1}/{rhythm.rounds}", file=sys.stderr)
+        for actor in cast.values():
+            actor.pipe.send("go")
+        reports = {name: actor.report() for name, actor in cast.items()}
+    return {"chunks": chunks, "reports": reports, "load": load}
+
+
+def joined(casts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rounds of all casts one after another; reports of the first, as all are alike."""
+    chunks = {
+        name: [chunk for cast in casts for chunk in cast["chunks"][name]] for name in casts[0]["chunks"]
+    }
+    load = [each for cast in casts for each in cast["load"]]
+    return {"chunks": chunks, "reports": casts[0]["reports"], "load": load}
+
+
+def undisturbed(chunks: Chunks) -> list[int]:
+    """The rounds in which other processes left the machine alone; all rounds if those are too few."""
+    rounds = list(range(len(next(iter(chunks.values())))))
+    quiet = [n for n in rounds if max(each[n]["foreign_cores"] for each in chunks.values()) <= QUIET_CORES]
+    return quiet if len(quiet) >= FEWEST_ROUNDS else rounds
+
+
+def times(chunks: Chunks, rounds: list[int], kind: str) -> dict[str, list[float]]:
+    """One figure of every subject's chunks in some of the rounds: `wall`, `cpu` or `foreign_cores`."""
+    return {name: [each[number][kind] for number in rounds] for name, each in chunks.items()}
+
+
+def prepare(threads: int) -> None:
+    """What the processes of all subjects inherit."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for all subjects what run.py sets for cpt

@@ -1,0 +1,104 @@
+"""DER++: dark experience replay (Buzzega et al., NeurIPS 2020, equation 6, sections 3 and 4).
+
+L = l(f(x), y) + alpha * ||h(x') - z'||^2 + beta * l(f(x''), y''), with x' and x'' two independent draws from
+a reservoir of the whole stream, z' the model's outputs on x' when it was learned. No domain is asked for.
+
+Here l is the language model's loss, and h, at the scored positions, the last hidden states (as ContinualLM
+has it, Ke et al., ICLR 2023) or the logits (the paper's). ||.||^2 is the mean over the drawn samples' scored
+positions and the features, so alpha depends on no size; the second l is the mean over its draw's scored
+tokens.
+
+ContinualLM's released code differs: it cannot run (three attributes are missing), uses one draw for both
+terms, fills its buffer after a domain, on one process, and cuts stored outputs to integers when it loads
+them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from cpt.memory import PRECISIONS, Reservoir, bytes_per_sample, capacity
+from cpt.methods.base import ContinualModule, nll_of
+from cpt.model import outputs_at
+from cpt.objectives import Batch
+from cpt.options import choice, number
+
+MATCHED = ("hidden", "logits")
+
+
+@torch.no_grad()
+def widths(model: PreTrainedModel) -> dict[str, int]:
+    """Features at a position of what can be matched, by its name: asked of the model, since not every
+    configuration says."""
+    two = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "positions": torch.zeros(1, dtype=torch.long)}
+    with torch.random.fork_rng(devices=[]):
+        logits, hidden = outputs_at(model, two)
+    return {"hidden": hidden.shape[-1], "logits": logits.shape[-1]}
+
+
+class DERPP(ContinualModule):
+    """Replays a reservoir: outputs of some of its samples are held, the labels of others learned again."""
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        memory: int | None,
+        memory_bytes: int | None,
+        draw: int | None,
+        matched: str,
+        precision: str,
+        **shared: Any,
+    ) -> None:
+        super().__init__(**shared)
+        self.alpha = number("alpha", alpha, allowed="0 or more")
+        self.beta = number("beta", beta, allowed="0 or more")
+        self.matched = choice("matched", matched, allowed=MATCHED)
+        if draw is not None and (draw < 1 or draw != int(draw)):
+            raise ValueError(f"method.draw={draw}; allowed: null or a whole number from 1 on")
+        self.draw = draw
+        full = np.array([self.length])
+        slot = {
+            "length": self.length,
+            "scored": int(self.objective.scored(full, full)[0]),
+            "width": widths(self.model)[matched],
+            "precision": choice("precision", precision, allowed=tuple(PRECISIONS)),
+        }
+        samples = capacity(memory=memory, memory_bytes=memory_bytes, sample_bytes=bytes_per_sample(**slot))
+        self.memory = Reservoir(samples=samples, **slot, seed=self.seed)
+        # DistributedDataParallel would send the first process's shard to all.
+        self._ddp_params_and_buffers_to_ignore = [f"memory.{name}" for name, _ in self.memory.named_buffers()]
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        logits, hidden = outputs_at(self.model, batch)
+        lm = nll_of(logits, batch).sum() * batch["weight"]
+        match, replay = self.replayed(self.draw or max(1, len(hidden) // 2))
+        # Not in after_step: a checkpoint is written before that hook and would lack the batch.
+        self.memory.add(batch, logits if self.matched == "logits" else at(hidden, batch["positions"]))
+        return {"lm": lm, "derpp_match": self.alpha * match, "derpp_replay": self.beta * replay}
+
+    def replayed(self, count: int) -> tuple[Tensor, Tensor]:
+        """Squared error of the outputs on one draw of `count` samples and loss on another, both means; 0
+        from an empty memory."""
+        matching, replaying = (self.memory.draw(count, purpose=name) for name in ("match", "replay"))
+        if not len(matching):
+            return torch.zeros(2, device=self.device).unbind()
+        stored = self.memory.outputs_of(matching).float()
+        both = self.memory.batch(torch.cat([matching, replaying]))
+        before, after = both["positions"].tensor_split([len(stored)])
+        if self.matched == "hidden":  # the head is not needed where hidden states are matched
+            logits, hidden = outputs_at(self.model, both | {"positions": after})
+            present = at(hidden, before)
+        else:
+            present, logits = outputs_at(self.model, both)[0].tensor_split([len(stored)])
+        nll = nll_of(logits, both | {"positions": after})
+        return functional.mse_loss(present.float(), stored), nll.mean()
+
+
+def at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Hidden states [K, D] at positions [K] of the flattened batch, of those [B, T, D] everywhere."""
+    return hidden.flatten(0, 1).index_select(0, positions)

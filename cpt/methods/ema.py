@@ -1,0 +1,33 @@
+"""EMA: the model becomes the moving average of its own path (Polyak and Juditsky, 1992; as a model of its own
+Tarvainen and Valpola, NeurIPS 2017, eq. 1).
+
+    theta_ema <- alpha theta_ema + (1 - alpha) theta    after every optimizer step of a domain
+
+It starts each domain at the model, and at the domain's end the model is the average: what has moved the
+weights only for a while has less of a part in it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cpt.anchors import Snapshot
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import number
+
+
+class EMA(ContinualModule):
+    """Averages the weights over a domain's steps."""
+
+    def __init__(self, *, decay: float, **shared: Any) -> None:
+        super().__init__(**shared)
+        self.decay = number("decay", decay, allowed="0 or more and below 1")
+        self.average = Snapshot(self.model, persistent=True)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.average.take(self.model)
+
+    def after_update(self) -> None:
+        self.average.take(self.model, share=1 - self.decay)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.average.restore(self.model)

@@ -1,0 +1,119 @@
+"""EWC, elastic weight consolidation (Kirkpatrick et al., PNAS 2017, eq. 3), and online EWC (Schwarz et al.,
+ICML 2018).
+
+    L(theta) = L_lm(theta) + lambda/2 sum_i F_i (theta_i - theta*_i)^2
+    F_i      = E_x [ (dL_lm(x)/dtheta_i)^2 ]    at theta*, the model at the end of the previous domain
+
+After each domain its Fisher F_new is merged into that of the t domains before it, so that there is one
+penalty however many domains there are:
+
+    mean:  F <- (t F + F_new) / (t + 1)         decay:  F <- gamma F + F_new
+
+The released code (ContinualLM) squares a loss with its own penalty in it and with dropout on; here the
+gradient is that of the language-model loss alone, in eval mode, and in 32 bits whatever the precision."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from cpt.anchors import PerParameter, Snapshot, pull
+from cpt.methods.base import ContinualModule, nll_of
+from cpt.model import logits_at
+from cpt.objectives import UNSCORED, Batch
+from cpt.options import choice, number
+
+ESTIMATORS = ("per_sample", "batch")
+MERGES = ("mean", "decay")
+
+
+def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) -> list[Tensor]:
+    """The diagonal Fisher, a tensor per parameter, from the samples of all processes; 0 where a parameter is
+    not trained.
+
+    `per_sample` is the mean of the samples' squared gradients; `batch` the mean over batches of B g^2, with g
+    the gradient of a batch's mean loss, which is as large where the mean gradient is near 0."""
+    weights = {name: precise(parameter) for name, parameter in model.named_parameters()}
+    sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    count = next(iter(sums.values())).new_zeros(())
+    for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
+        batch = {name: value.to(count.device) for name, value in batch.items()}
+        for part in samples(batch) if estimator == "per_sample" else scored([batch]):
+            loss = nll_of(logits_at(model, part, weights=weights), part).mean()
+            gradients = gradients_of(loss, [weights[name] for name in trained])
+            torch._foreach_addcmul_(
+                [sums[name] for name in trained], gradients, gradients, value=len(part["input_ids"])
+            )
+            count += 1
+    summed([*sums.values(), count])
+    return [each / count.clamp_min(1) for each in sums.values()]
+
+
+def precise(parameter: nn.Parameter) -> Tensor:
+    """A parameter's values in at least 32 bits, a leaf apart from it."""
+    values = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32))
+    return values.requires_grad_(parameter.requires_grad)
+
+
+def samples(batch: Batch) -> Iterator[Batch]:
+    """The scored samples of a batch, a batch of one each."""
+    names = [name for name in ("input_ids", "labels", "attention_mask") if name in batch]
+    for row in range(len(batch["input_ids"])):
+        one = {name: batch[name][row : row + 1] for name in names}
+        places = (one["labels"].flatten() != UNSCORED).nonzero().flatten()
+        yield from scored([one | {"positions": places}])
+
+
+def scored(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches with something to predict."""
+    return (batch for batch in batches if len(batch["positions"]))
+
+
+def gradients_of(loss: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """The gradient with respect to each weight; 0 for what the loss does not depend on."""
+    return list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
+
+
+def summed(tensors: Iterable[Tensor]) -> None:
+    """Sums tensors over the processes, in place."""
+    if distributed.is_initialized():
+        for tensor in tensors:
+            distributed.all_reduce(tensor)
+
+
+def merged(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
+    """The Fisher of so many domains and that of one more."""
+    return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
+
+
+class EWC(ContinualModule):
+    """Pulls each weight back to where the previous domain left it, by its Fisher."""
+
+    def __init__(self, *, strength: float, estimator: str, merge: str, gamma: float, **shared: Any) -> None:
+        super().__init__(**shared)
+        self.strength = number("strength", strength, allowed="0 or more")
+        self.estimator = choice("estimator", estimator, allowed=ESTIMATORS)
+        self.merge = choice("merge", merge, allowed=MERGES)
+        self.gamma = number("gamma", gamma, allowed="0 to 1")
+        self.anchor = Snapshot(self.model, persistent=True)
+        self.fisher = PerParameter((torch.zeros_like(p) for p in self.model.parameters()), persistent=True)
+        self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return super().losses(batch) | {"ewc": self.penalty()}
+
+    def penalty(self) -> Tensor:
+        """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
+        return self.strength * pull(self.model.parameters(), self.anchor.buffers(), self.fisher.buffers())
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        with torch.autocast(self.device.type, enabled=False):
+            found = fisher(self.model, probe, estimator=self.estimator)
+        for old, new in zip(self.fisher.buffers(), found, strict=True):
+            old.copy_(merged(old, new, domains=self.domains, merge=self.merge, gamma=self.gamma))
+        self.domains += 1
+        self.anchor.take(self.model)

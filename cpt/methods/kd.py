@@ -1,0 +1,61 @@
+"""KD, learning without forgetting (Li and Hoiem, TPAMI 2017; ECCV 2016) by distillation (Hinton et al., 2015,
+section 2.1).
+
+    L = L_lm + lambda T^2 KL(softmax(z'/T) || softmax(z/T)),    mean over the scored positions
+
+z are the model's logits over the vocabulary, or its last hidden states over the features, and z' those of the
+teacher: the model at the end of the previous domain, at first the base. Both see the same corrupted batch, so
+that the student's pass is that of the language-model loss. The released code (ContinualLM) takes two more
+passes over the uncorrupted text, the softmax of hidden states over the positions of a sequence, and the KL of
+the student from the teacher, T = 1."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional
+
+from cpt.anchors import Snapshot
+from cpt.methods.base import ContinualModule, nll_of
+from cpt.model import outputs_at
+from cpt.objectives import Batch
+from cpt.options import choice, number
+
+DISTILLED = ("logits", "hidden")
+
+
+def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F]."""
+    ours, theirs = ((each.float() / temperature).log_softmax(-1) for each in (student, teacher))
+    return temperature**2 * functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+
+
+def chosen(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> Tensor:
+    """What is distilled of logits [K, V] and hidden states [B, T, D]: [K, V] or, of the scored positions,
+    [K, D]."""
+    logits, hidden = outputs
+    return logits if distilled == "logits" else hidden.flatten(0, 1).index_select(0, batch["positions"])
+
+
+class KD(ContinualModule):
+    """Keeps the predictions near those of the model before the domain."""
+
+    def __init__(self, *, strength: float, temperature: float, distilled: str, **shared: Any) -> None:
+        super().__init__(**shared)
+        self.strength = number("strength", strength, allowed="0 or more")
+        self.temperature = number("temperature", temperature, allowed="above 0")
+        self.distilled = choice("distilled", distilled, allowed=DISTILLED)
+        self.teacher = Snapshot(self.model, persistent=True)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.teacher.take(self.model)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        outputs = outputs_at(self.model, batch)
+        taught = self.teacher.outputs_at(self.model, batch)
+        student, teacher = (chosen(each, batch, distilled=self.distilled) for each in (outputs, taught))
+        apart = distillation(student, teacher, temperature=self.temperature)
+        return {
+            "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
+            "kd": self.strength * apart.sum() * batch["weight"],
+        }

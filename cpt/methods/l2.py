@@ -1,0 +1,39 @@
+"""L2: EWC with every weight equally important, its reference (Kirkpatrick et al., PNAS 2017, fig. 2); towards
+the base it is L2-SP (Li et al., ICML 2018, eq. 2).
+
+    L(theta) = L_lm(theta) + lambda/2 ||theta - theta*||^2
+
+theta* is the model at the end of the previous domain, or the base."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from cpt.anchors import Snapshot, pull
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import choice, number
+
+TOWARDS = ("previous", "base")
+
+
+class L2(ContinualModule):
+    """Pulls all weights back to where they were."""
+
+    def __init__(self, *, strength: float, towards: str, **shared: Any) -> None:
+        super().__init__(**shared)
+        self.strength = number("strength", strength, allowed="0 or more")
+        self.moves = choice("towards", towards, allowed=TOWARDS) == "previous"
+        self.anchor = Snapshot(self.model, persistent=self.moves)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.moves:
+            self.anchor.take(self.model)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return super().losses(batch) | {"l2": self.penalty()}
+
+    def penalty(self) -> Tensor:
+        """lambda/2 ||theta - theta*||^2 over the trained parameters."""
+        return self.strength * pull(self.model.parameters(), self.anchor.buffers())

@@ -1,0 +1,24 @@
+"""REPLAY: plain further pre-training on a mixture of each domain with the text of those before it.
+
+theta_t = argmin (1 - r) L_lm(theta; D_t) + r L_lm(theta; D_1, ..., D_{t-1}), started from theta_{t-1}, with r
+the share of a batch (Ibrahim et al., TMLR 2024, arXiv 2403.08763). It is `ncl` with the same `replay`, bit
+for bit."""
+
+from typing import Any
+
+from cpt.methods.base import ContinualModule
+from cpt.replay import NOTHING, Replay
+
+
+class ExperienceReplay(ContinualModule):
+    """Has a mixture of its own.
+
+    Raises ValueError if another one is laid over it."""
+
+    def __init__(self, *, mixture: Replay, **shared: Any) -> None:
+        super().__init__(**shared)
+        if self.replay not in (None, NOTHING):
+            raise ValueError(
+                "method=replay has a mixture of its own; allowed: replay=none, with changes to method.mixture"
+            )
+        self.replay = mixture

@@ -1,0 +1,29 @@
+"""WISE_FT, weight-space ensembles (Wortsman et al., CVPR 2022, eq. 1) from domain to domain.
+
+    theta_t <- (1 - p) theta_t + p theta_{t-1}    at the end of each domain
+
+The paper does it once, with the zero-shot model as theta_{t-1} and alpha = 1 - p; its recommended alpha is
+0.5."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from cpt.anchors import Snapshot
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import number
+
+
+class WiSEFT(ContinualModule):
+    """Mixes the weights before a domain with those after it."""
+
+    def __init__(self, *, previous: float, **shared: Any) -> None:
+        super().__init__(**shared)
+        self.share = number("previous", previous, allowed="0 to 1")
+        self.previous = Snapshot(self.model, persistent=True)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.previous.take(self.model)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.previous.restore(self.model, share=self.share)

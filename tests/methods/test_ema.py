@@ -1,0 +1,106 @@
+"""EMA: the recurrence over optimizer steps, and what a domain ends and begins with."""
+
+import pytest
+import torch
+from making import (
+    DROPOUT,
+    ORDER,
+    Watch,
+    close,
+    learned,
+    made,
+    parameter_bytes,
+    same,
+    state_beside_the_model,
+)
+
+
+@pytest.fixture
+def ema(small):
+    return lambda *overrides: made(small("method=ema", ORDER, *overrides))
+
+
+def copies(module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.model.named_parameters()}
+
+
+def averaged(start, path, *, decay: float) -> dict[str, torch.Tensor]:
+    """The recurrence in double precision."""
+    average = {name: value.double() for name, value in start.items()}
+    for weights in path:
+        average = {name: decay * average[name] + (1 - decay) * weights[name].double() for name in average}
+    return average
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_the_average_is_that_of_the_optimizer_steps(accumulate, ema):
+    """A batch in several parts is one step of it, and the second domain begins at the first one's average."""
+    work = ema("method.decay=0.6", f"trainer.accumulate_grad_batches={accumulate}")
+    for number in (0, 1):
+        start, watch = work.weights(), Watch(copies)
+        work.learn(number, watch)
+        assert len(watch.seen) == 6 * accumulate
+        path = list(dict(watch.seen[accumulate - 1 :: accumulate]).values())
+        assert len(path) == 6
+        close(work.weights(), averaged(start, path, decay=0.6), rtol=1e-4, atol=1e-6)
+        assert not same(work.weights(), path[-1])
+
+
+def test_a_domain_starts_at_the_model_that_it_finds(ema):
+    work, watch = ema("method.decay=0.6"), Watch(copies)
+    for parameter in work.module.model.parameters():
+        parameter.data.add_(0.1)
+    start = work.weights()
+    work.learn(0, watch)
+    close(work.weights(), averaged(start, dict(watch.seen).values(), decay=0.6), rtol=1e-4, atol=1e-6)
+
+
+def test_a_checkpoint_holds_the_average_of_its_step(ema):
+    work = ema("method.decay=0.6")
+    start, path = work.weights(), Watch(copies)
+    kept = Watch(lambda module: {k: v.clone() for k, v in module.average.named(module.model).items()})
+    work.learn(0, path, kept)
+    for step, average in kept.seen:
+        close(average, averaged(start, [weights for _, weights in path.seen[:step]], decay=0.6), atol=1e-6)
+
+
+def test_masks_count_before_the_average(ema):
+    """What a mask leaves of a step is what is averaged."""
+    from test_base import Half
+
+    work = ema("method.decay=0.6")
+    work.module.masks.append(Half(acts_on="update", factor=0.0, model=work.module.model))
+    before = work.weights()
+    work.learn(0)
+    for name, value in work.weights().items():
+        if value.ndim == 2:
+            assert torch.equal(value[: len(value) // 2], before[name][: len(value) // 2]), name
+            assert not torch.equal(value[len(value) // 2 :], before[name][len(value) // 2 :]), name
+
+
+def test_decay_zero_is_ncl_bit_for_bit(small, start, tmp_path):
+    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
+    for decay in (0, 0.5):
+        cfg = small("method=ema", f"method.decay={decay}", ORDER, *DROPOUT)
+        assert same(learned(start, cfg, tmp_path / str(decay)), ncl) == (decay == 0)
+
+
+def test_the_state_is_one_copy(ema):
+    work = ema()
+    assert state_beside_the_model(work.module) == parameter_bytes(work.module)
+
+
+def test_frozen_embeddings_stay(ema):
+    work = ema("freeze.embeddings=true", "method.decay=0.3")
+    before = work.weights()
+    work.learn(0)
+    frozen = {id(p) for p in work.module.frozen}
+    names = [name for name, p in work.module.model.named_parameters() if id(p) in frozen]
+    assert names and all(torch.equal(work.weights()[name], before[name]) for name in names)
+    assert not same(work.weights(), before)
+
+
+@pytest.mark.parametrize("decay", ["1", "-0.1", "1.5", "nan", "slow", "null"])
+def test_a_wrong_decay_is_told(decay, ema):
+    with pytest.raises(ValueError, match=r"^method\.decay=\S+; allowed: 0 or more and below 1$"):
+        ema(f"method.decay={decay}")

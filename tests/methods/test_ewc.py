@@ -1,0 +1,349 @@
+"""EWC: the Fisher against slow loops and closed forms; merging; the penalty."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SMALL
+from making import DROPOUT, ORDER, close, learned, made, named, parameter_bytes, same, state_beside_the_model
+from torch import distributed
+from torch.nn import functional
+
+from cpt.methods.ewc import fisher, merged
+
+
+@pytest.fixture
+def ewc(small):
+    return lambda *overrides: made(small("method=ewc", ORDER, *overrides))
+
+
+@pytest.fixture
+def learnt(ewc):
+    """After a domain, with the weights of it and its probe."""
+    work = ewc()
+    work.learn(0)
+    work.module.eval()
+    return work
+
+
+def fisher_of(work) -> dict[str, torch.Tensor]:
+    return named(work.module.model, work.module.fisher.buffers())
+
+
+def moved(model, scale: float = 0.05) -> None:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(scale * torch.randn_like(parameter))
+
+
+def whole_model_loss(model, batch) -> torch.Tensor:
+    """The mean loss (nats) over the scored tokens, of the model as it is, at every position."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    logits = model(**inputs).logits.flatten(0, 1)
+    return functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
+
+
+def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
+    """By backward(), sample by sample or batch by batch, in double precision."""
+    model = model.double().eval()
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    count = 0
+    for batch in batches:
+        tensors = {name: batch[name] for name in ("input_ids", "labels", "attention_mask") if name in batch}
+        rows = len(batch["input_ids"])
+        size = 1 if estimator == "per_sample" else rows
+        for at in range(0, rows, size):
+            model.zero_grad()
+            whole_model_loss(model, {name: t[at : at + size] for name, t in tensors.items()}).backward()
+            count += 1
+            for name, p in model.named_parameters():
+                sums[name] += 0 if p.grad is None else size * p.grad**2
+    model.zero_grad()
+    return {name: value / count for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("estimator", ["per_sample", "batch"])
+@pytest.mark.parametrize("config", ["small", "small_gpt2"])
+def test_the_fisher_is_the_slow_loop(estimator, config, request):
+    work = made(
+        request.getfixturevalue(config)("method=ewc", ORDER, "trainer.steps=1", "trainer.probe_samples=20")
+    )
+    work.learn(0)
+    model, probe = work.module.model.eval(), work.probe()
+    assert [len(batch["input_ids"]) for batch in probe] == [16, 4]
+    found = named(model, fisher(model, probe, estimator=estimator))
+    expected = slow_fisher(model, probe, estimator=estimator)
+    for name, value in expected.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(
+            found[name].double(), value, rtol=1e-3, atol=1e-5 * scale + 1e-14, msg=name
+        )
+
+
+def test_the_fisher_of_an_output_bias_has_a_closed_form(learnt):
+    """dL/db = mean_k (softmax(z_k) - e_{y_k}) for each sample; F is the mean of its squares."""
+    model, [batch] = learnt.module.model, learnt.probe()
+    name = next(name for name, p in model.named_parameters() if p.shape == (model.config.vocab_size,))
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits.double()
+    expected = torch.zeros(model.config.vocab_size, dtype=torch.float64)
+    for scores, labels in zip(logits, batch["labels"], strict=True):
+        off = [
+            s.softmax(0) - functional.one_hot(y, len(s))
+            for s, y in zip(scores, labels, strict=True)
+            if y >= 0
+        ]
+        expected += torch.stack(off).mean(0).square() / len(logits)
+    found = named(model, fisher(model, [batch], estimator="per_sample"))[name]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-9)
+
+
+def test_a_domain_ends_with_its_fisher_and_its_anchor(ewc):
+    """In eval mode: with dropout in training, the Fisher is that without."""
+    work = ewc(*DROPOUT)
+    base = work.weights()
+    assert same(work.module.anchor.named(work.module.model), base)
+    assert all((value == 0).all() for value in fisher_of(work).values())
+    work.learn(0)
+    assert same(work.module.anchor.named(work.module.model), work.weights())
+    assert not same(work.weights(), base)
+    model = work.module.model
+    still = named(model, fisher(model.eval(), work.probe(), estimator="per_sample"))
+    assert same(fisher_of(work), still)
+    assert not same(named(model, fisher(model.train(), work.probe(), estimator="per_sample")), still)
+    assert work.module.domains == 1
+
+
+def test_the_penalty_does_not_leak_into_the_fisher(learnt):
+    """With a penalty a million times the loss, the Fisher is the same."""
+    moved(learnt.module.model)
+    expected = named(learnt.module.model, fisher(learnt.module.model, learnt.probe(), estimator="per_sample"))
+    before = fisher_of(learnt)
+    learnt.module.strength = 1e9
+    assert learnt.module.penalty() > 1e3
+    learnt.module.after_domain(learnt.probe())
+    close(
+        fisher_of(learnt),
+        {n: (before[n].double() + expected[n].double()) / 2 for n in before},
+        rtol=1e-4,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("precision", ["scaled", "autocast", "half"])
+def test_the_fisher_is_that_of_the_loss_in_32_bits(precision, learnt):
+    """Neither what a token's loss is multiplied by, nor autocast, nor weights in 16 bits make it another."""
+    model, probe = learnt.module.model, learnt.probe()
+    if precision == "half":
+        model.bfloat16().float()
+    expected = named(model, fisher(model, probe, estimator="per_sample"))
+    if precision == "scaled":
+        found = fisher(
+            model, [batch | {"weight": batch["weight"] * 65536} for batch in probe], estimator="per_sample"
+        )
+        assert same(named(model, found), expected)
+    if precision == "autocast":
+        learnt.module.domains.zero_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            learnt.module.after_domain(probe)
+        assert same(fisher_of(learnt), expected)
+    if precision == "half":
+        found = fisher(model.bfloat16(), probe, estimator="per_sample")
+        assert all(value.dtype == torch.float32 for value in found)
+        assert same(named(model, found), expected)
+
+
+def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
+    model, [batch] = learnt.module.model, learnt.probe()
+    rows = batch["labels"].clone()
+    rows[3] = -100
+    fewer = batch | {"labels": rows, "positions": (rows.flatten() != -100).nonzero().flatten()}
+    kept = [row for row in range(len(rows)) if row != 3]
+    rest = {name: batch[name][kept] for name in ("input_ids", "labels", "attention_mask") if name in batch}
+    rest["positions"] = (rest["labels"].flatten() != -100).nonzero().flatten()
+    close(
+        named(model, fisher(model, [fewer], estimator="per_sample")),
+        named(model, fisher(model, [rest], estimator="per_sample")),
+        rtol=1e-4,
+        atol=1e-12,
+    )
+
+
+def test_without_samples_there_is_no_fisher(learnt):
+    assert all((each == 0).all() for each in fisher(learnt.module.model, [], estimator="batch"))
+
+
+def test_it_leaves_no_gradients(learnt):
+    fisher(learnt.module.model, learnt.probe(), estimator="per_sample")
+    assert all(parameter.grad is None for parameter in learnt.module.model.parameters())
+    assert not any(each.requires_grad for each in learnt.module.fisher.buffers())
+
+
+@pytest.mark.parametrize(("merge", "factor"), [("mean", 1.0), ("decay", 1.6)])
+def test_two_identical_domains(merge, factor, ewc):
+    work = ewc(f"method.merge={merge}", "method.gamma=0.6")
+    work.learn(0)
+    once = fisher_of(work)
+    work.module.eval().after_domain(work.probe())
+    close(fisher_of(work), {name: factor * value.double() for name, value in once.items()}, rtol=1e-5, atol=0)
+    assert work.module.domains == 2
+
+
+def test_the_mean_counts_each_domain_once():
+    found = torch.zeros(())
+    for number, new in enumerate([2.0, 4.0, 9.0]):
+        found = merged(found, torch.tensor(new), domains=torch.tensor(number), merge="mean", gamma=0.5)
+    assert found.item() == pytest.approx(5.0)
+    decayed = torch.zeros(())
+    for number, new in enumerate([2.0, 4.0, 9.0]):
+        decayed = merged(decayed, torch.tensor(new), domains=torch.tensor(number), merge="decay", gamma=0.5)
+    assert decayed.item() == pytest.approx(0.25 * 2 + 0.5 * 4 + 9)
+
+
+def test_at_the_anchor_nothing_pulls(learnt):
+    penalty = learnt.module.penalty()
+    assert penalty.item() == 0
+    penalty.backward()
+    assert all((parameter.grad == 0).all() for parameter in learnt.module.model.parameters())
+
+
+def test_away_from_the_anchor_the_fisher_pulls(learnt):
+    """The gradient at theta* + delta is strength F delta."""
+    module, anchors = learnt.module, learnt.weights()
+    moved(module.model)
+    penalty = module.penalty()
+    expected = 0.0
+    penalty.backward()
+    for name, parameter in module.model.named_parameters():
+        delta, weight = parameter.detach().double() - anchors[name].double(), fisher_of(learnt)[name].double()
+        expected += module.strength / 2 * (weight * delta**2).sum().item()
+        torch.testing.assert_close(
+            parameter.grad.double(), module.strength * weight * delta, rtol=1e-4, atol=1e-9
+        )
+    assert penalty.item() == pytest.approx(expected, rel=1e-4)
+    assert expected > 0
+
+
+def test_a_huge_strength_holds_what_matters_and_nothing_else(ewc):
+    work = ewc("method.strength=1e6", "trainer.gradient_clip_val=null", "trainer.steps=40")
+    for each in work.module.fisher.buffers():
+        each[: len(each) // 2] = 1
+    before = work.weights()
+    work.learn(0)
+    far = [
+        [
+            (value - before[name])[part].abs().mean().item()
+            for part in (slice(len(value) // 2), slice(len(value) // 2, None))
+        ]
+        for name, value in work.weights().items()
+        if value.ndim == 2 and "layers" in name
+    ]
+    assert far and all(held < 0.2 * free for held, free in far)
+
+
+def test_the_penalty_acts_from_the_second_domain_on(ewc, small):
+    """The first is that of ncl, bit for bit; the second ends nearer to the first."""
+    work, plain = (
+        ewc("method.strength=1e5", "trainer.gradient_clip_val=null"),
+        made(small("method=ncl", ORDER, "trainer.gradient_clip_val=null")),
+    )
+    between = []
+    for each in (work, plain):
+        each.learn(0)
+        between.append(each.weights())
+        each.learn(1)
+    assert same(*between)
+    far = [
+        sum((value - between[0][name]).square().sum().item() for name, value in each.weights().items())
+        for each in (work, plain)
+    ]
+    assert far[0] < 0.8 * far[1]
+
+
+def test_strength_zero_is_ncl_bit_for_bit(small, start, tmp_path):
+    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
+    for strength, equal in ((0, True), (5000, False)):
+        cfg = small("method=ewc", f"method.strength={strength}", ORDER, *DROPOUT)
+        assert same(learned(start, cfg, tmp_path / str(strength)), ncl) == equal
+
+
+def test_the_state_is_two_copies(ewc):
+    work = ewc()
+    assert (
+        state_beside_the_model(work.module) == 2 * parameter_bytes(work.module) + work.module.domains.nbytes
+    )
+
+
+def test_frozen_embeddings_have_no_fisher(ewc):
+    work = ewc("freeze.embeddings=true")
+    before = work.weights()
+    for number in (0, 1):
+        work.learn(number)
+    frozen = {id(p) for p in work.module.frozen}
+    names = {name for name, p in work.module.model.named_parameters() if id(p) in frozen}
+    assert names
+    for name, value in fisher_of(work).items():
+        assert (value == 0).all() if name in names else (value > 0).any(), name
+    assert all(torch.equal(work.weights()[name], before[name]) == (name in names) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
+        ("estimator=exact", "method.estimator=exact; allowed: per_sample, batch"),
+        ("merge=sum", "method.merge=sum; allowed: mean, decay"),
+        ("gamma=1.5", "method.gamma=1.5; allowed: 0 to 1"),
+        ("gamma=-0.1", "method.gamma=-0.1; allowed: 0 to 1"),
+    ],
+)
+def test_a_wrong_option_is_told(override, message, ewc):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        ewc(f"method.{override}")
+
+
+@pytest.mark.parametrize("shares", [(2, 0), (1, 1), (0, 2)])
+def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
+    """Also where one of them has nothing of the probe."""
+    model, [batch] = learnt.module.model, learnt.probe()
+    learnt.data.eval_batch_size = 9
+    probe, sent = learnt.probe(), []
+    expected = named(model, fisher(model, [batch], estimator="per_sample"))
+    assert [len(each["input_ids"]) for each in probe] == [9, 7]
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor: sent.append(tensor.clone()))
+    fisher(model, probe[: shares[0]], estimator="per_sample")
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))
+    found = named(model, fisher(model, probe[shares[0] :], estimator="per_sample"))
+    close(found, expected, rtol=1e-3, atol=1e-9)
+
+
+def test_two_processes_learn_as_one(corpora, cache, small, start, tmp_path):
+    """One of them has 16 samples of the probe, the other 8."""
+    options = [ORDER, "method=ewc", "trainer.probe_samples=24"]
+    start(small(*options), tmp_path / "one")
+    places = [
+        "domains=texts",
+        f"domains.root={corpora}",
+        f"cache_dir={cache}",
+        f"hydra.run.dir={tmp_path / 'two'}",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "run.py"),
+        *places,
+        *SMALL,
+        *options,
+        "strategy=ddp",
+        "trainer.accelerator=cpu",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    one, two = (
+        torch.load(sorted((tmp_path / name / "stages").glob("*.pt"))[-1], weights_only=True)
+        for name in ("one", "two")
+    )
+    assert one["domains"] == two["domains"] == 2
+    for name in one:
+        scale = one[name].abs().max().item()
+        torch.testing.assert_close(one[name], two[name], rtol=1e-2, atol=1e-4 * scale + 1e-9, msg=name)

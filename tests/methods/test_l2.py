@@ -1,0 +1,106 @@
+"""L2: the pull, its anchors, and what it keeps."""
+
+import pytest
+import torch
+from making import DROPOUT, ORDER, close, learned, made, parameter_bytes, same, state_beside_the_model
+
+
+@pytest.fixture
+def l2(small):
+    return lambda *overrides: made(small("method=l2", ORDER, *overrides))
+
+
+def slow(module, anchors) -> float:
+    """lambda/2 ||theta - theta*||^2, parameter by parameter in double precision."""
+    pairs = zip(module.model.parameters(), anchors.values(), strict=True)
+    return module.strength / 2 * sum(((p.detach().double() - a.double()) ** 2).sum().item() for p, a in pairs)
+
+
+def test_the_penalty_is_the_squared_distance(l2):
+    work = l2("method.strength=0.3")
+    anchors = work.weights()
+    assert work.module.penalty().item() == 0
+    torch.manual_seed(0)
+    for parameter in work.module.model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    penalty = work.module.penalty()
+    assert penalty.item() == pytest.approx(slow(work.module, anchors), rel=1e-5)
+    penalty.backward()
+    for (name, parameter), anchor in zip(work.module.model.named_parameters(), anchors.values(), strict=True):
+        torch.testing.assert_close(parameter.grad, 0.3 * (parameter.detach() - anchor), msg=name)
+
+
+def test_the_gradient_at_the_anchor_is_zero(l2):
+    work = l2()
+    work.module.penalty().backward()
+    assert all((parameter.grad == 0).all() for parameter in work.module.model.parameters())
+
+
+@pytest.mark.parametrize(("towards", "moves"), [("previous", True), ("base", False)])
+def test_the_anchor_is_the_previous_model_or_the_base(towards, moves, l2):
+    work = l2(f"method.towards={towards}")
+    base = work.weights()
+    work.learn(0)
+    assert same(work.module.anchor.named(work.module.model), base)
+    between = work.weights()
+    work.learn(1)
+    assert same(work.module.anchor.named(work.module.model), between if moves else base)
+    assert not same(between, base)
+    kept = state_beside_the_model(work.module)
+    assert kept == (parameter_bytes(work.module) if moves else 0)
+
+
+def test_a_stronger_pull_stays_nearer(l2):
+    free, held = l2("method.strength=0"), l2("method.strength=1000", "trainer.gradient_clip_val=null")
+    far = []
+    for work in (free, held):
+        before = work.weights()
+        work.learn(0)
+        far.append(sum((value - before[name]).square().sum() for name, value in work.weights().items()))
+    assert far[1] < 0.5 * far[0]
+
+
+def test_strength_zero_is_ncl_bit_for_bit(small, start, tmp_path):
+    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
+    for strength, equal in ((0, True), (1, False)):
+        for towards in ("previous", "base"):
+            cfg = small(
+                "method=l2", f"method.strength={strength}", f"method.towards={towards}", ORDER, *DROPOUT
+            )
+            assert same(learned(start, cfg, tmp_path / f"{strength}{towards}"), ncl) == equal
+
+
+def test_frozen_embeddings_are_neither_moved_nor_pulled(l2):
+    work = l2("freeze.embeddings=true", "method.strength=0.5")
+    before = work.weights()
+    work.learn(0)
+    frozen = {id(parameter) for parameter in work.module.frozen}
+    held = {n: p for n, p in work.module.model.named_parameters() if id(p) in frozen}
+    assert held
+    close(
+        {name: parameter.detach() for name, parameter in held.items()},
+        {n: before[n] for n in held},
+        atol=0,
+        rtol=0,
+    )
+    for parameter in held.values():
+        parameter.data.add_(1)
+    free = {n: p for n, p in work.module.model.named_parameters() if n not in held}
+    expected = (
+        0.5 / 2 * sum((p.detach().double() - before[n].double()).square().sum() for n, p in free.items())
+    )
+    assert work.module.penalty().item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
+        ("strength=nan", "method.strength=nan; allowed: 0 or more"),
+        ("strength=much", "method.strength=much; allowed: 0 or more"),
+        ("towards=next", "method.towards=next; allowed: previous, base"),
+    ],
+)
+def test_a_wrong_option_is_told(override, message, l2):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        l2(f"method.{override}")
