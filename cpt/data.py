@@ -5,16 +5,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.budget import Budget
-from cpt.objectives import Objective
+from cpt.objectives import Batch, Objective
 from cpt.packing import Packed
 from cpt.randomness import key, shuffled
 from cpt.replay import Pool, Replay
 from cpt.samples import From, Share, Stream, Subset
 from cpt.sources import GENERAL
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A loader's batches on a device, as often as they are asked for."""
+
+    loader: DataLoader
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Batch]:
+        return ({name: value.to(self.device) for name, value in batch.items()} for batch in self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
 
 @dataclass(frozen=True)
@@ -115,7 +130,7 @@ class DomainSequence(LightningDataModule):
         rows = {name: np.arange(len(text)) for name, text in self.held_out.items()}
         return self.shared_out(self.held_out, rows, purpose="score")
 
-    def probe(self) -> DataLoader:
+    def probe(self) -> OnDevice:
         """A fixed random subset of the current domain's training text, with fixed masks; the process's share
         of it."""
         texts = {part: self.train[part] for part in self.domain.parts}
@@ -124,7 +139,7 @@ class DomainSequence(LightningDataModule):
             name: shuffled(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
             for name, text in texts.items()
         }
-        return self.shared_out(texts, rows, purpose="probe")
+        return OnDevice(self.shared_out(texts, rows, purpose="probe"), self.trainer.strategy.root_device)
 
     def shared_out(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str

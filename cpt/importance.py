@@ -79,7 +79,6 @@ def importance(
     sums = torch.zeros(sum(group.count for group in groups), device=device)
     count = torch.zeros((), device=device)
     for batch in batches:
-        batch = {name: value.to(device) for name, value in batch.items()}
         sums += gate_gradients(model, groups, batch, losses, passes=passes).abs().sum(0)
         count += len(batch["input_ids"])
     if distributed.is_initialized():

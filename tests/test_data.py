@@ -134,7 +134,7 @@ def test_processes_share_out_the_training_batches(texts):
 @pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "probe"])
 def test_workers_change_nothing(texts, loader):
     alone, helped = (getattr(sequence(texts, domains=[JOINT], workers=n), loader)() for n in (0, 2))
-    assert (alone.num_workers, helped.num_workers) == (0, 2)
+    assert [getattr(each, "loader", each).num_workers for each in (alone, helped)] == [0, 2]
     assert len(alone) > 2
     assert equal(list(alone), list(helped))
 

@@ -92,14 +92,12 @@ class ContinualModule(LightningModule):
         counts."""
         return {"lm": token_nll(self.model, batch).sum() * batch["weight"]}
 
-    def after_step(self, batch: Batch) -> None:
-        """Work after a batch has been learned from."""
-
     def after_update(self) -> None:
         """Work after an optimizer step, masks applied: once, however many parts its batch came in."""
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        """Work after a domain's last step, in eval mode and with gradients cleared before and after."""
+        """Work after a domain's last step, in eval mode and with gradients cleared before and after. The
+        probes are batches on the module's device, the process's share of them; it may be empty."""
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats) and number of predictions at each scored position, both
@@ -179,17 +177,16 @@ class ContinualModule(LightningModule):
         self.pending.clear()
         self.after_update()
 
-    def on_train_batch_end(self, outputs: Tensor, batch: Batch, batch_idx: int) -> None:
-        self.after_step(batch)
-
     def on_fit_end(self) -> None:
         # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
+        # By then Lightning has taken the module off its device.
+        modes, home = [(module, module.training) for module in self.modules()], self.device
+        self.to(self.trainer.strategy.root_device).eval()
         self.zero_grad()
         self.seeded("after")
         self.after_domain(self.trainer.datamodule.probe())
         self.zero_grad()
+        self.to(home)
         for module, training in modes:
             module.training = training
 

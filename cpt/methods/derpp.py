@@ -77,7 +77,6 @@ class DERPP(ContinualModule):
         logits, hidden = outputs_at(self.model, batch)
         lm = nll_of(logits, batch).sum() * batch["weight"]
         match, replay = self.replayed(self.draw or max(1, len(hidden) // 2))
-        # Not in after_step: a checkpoint is written before that hook and would lack the batch.
         self.memory.add(batch, logits if self.matched == "logits" else at(hidden, batch["positions"]))
         return {"lm": lm, "derpp_match": self.alpha * match, "derpp_replay": self.beta * replay}
 

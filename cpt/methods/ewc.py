@@ -41,7 +41,6 @@ def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) ->
     trained = [name for name, weight in weights.items() if weight.requires_grad]
     count = next(iter(sums.values())).new_zeros(())
     for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
-        batch = {name: value.to(count.device) for name, value in batch.items()}
         for part in samples(batch) if estimator == "per_sample" else scored([batch]):
             loss = nll_of(logits_at(model, part, weights=weights), part).mean()
             gradients = gradients_of(loss, [weights[name] for name in trained])

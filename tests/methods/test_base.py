@@ -128,10 +128,10 @@ def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path,
 
         return hook
 
-    for name in ("activate", "before_domain", "after_step", "after_domain"):
+    for name in ("activate", "before_domain", "after_update", "after_domain"):
         monkeypatch.setattr(NCL, name, noted(name), raising=False)
     start(small("order=[law,food]", "trainer.steps=2", "trainer.probe_samples=20"), tmp_path)
-    learned = [("before_domain", "train", 16, 4), ("after_step", "train"), ("after_step", "train")]
+    learned = [("before_domain", "train", 16, 4), ("after_update", "train"), ("after_update", "train")]
     ended = ("after_domain", "eval", 16, 4)
     assert calls == [call for number in (0, 1) for call in (("activate", "train", number), *learned, ended)]
 
