@@ -19,6 +19,7 @@ from cpt.blocks import gated
 from cpt.importance import SoftMask
 from cpt.model import encoded
 from cpt.objectives import Batch
+from cpt.options import number
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
@@ -62,10 +63,8 @@ class Contrast:
     temperature: float
 
     def __post_init__(self) -> None:
-        if self.strength < 0:
-            raise ValueError(f"contrast={self.strength}; allowed: 0 or more")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature}; allowed: above 0")
+        number("contrast", self.strength, allowed="0 or more")
+        number("temperature", self.temperature, allowed="above 0")
 
     def term(
         self, model: PreTrainedModel, batch: Batch, *, hidden: Tensor, soft: SoftMask

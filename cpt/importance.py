@@ -21,6 +21,7 @@ from cpt.masks import GradientMask
 from cpt.methods.base import token_nll
 from cpt.model import outputs_at
 from cpt.objectives import Batch, Objective
+from cpt.options import choice
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 
@@ -134,9 +135,8 @@ class Proxy:
     rate: float | None
 
     def __post_init__(self) -> None:
-        if self.compared not in (*COMPARED, None):
-            raise ValueError(f"general={self.compared}; allowed: {', '.join(COMPARED)}, null")
         if self.compared is not None:
+            choice("general", self.compared, allowed=(*COMPARED, "null"))
             check_dropout(self.model, self.rate)
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -166,9 +166,8 @@ class SoftMask(GradientMask):
 
     def __init__(self, model: PreTrainedModel, *, kinds: Sequence[str], acts_on: str, normalise: str) -> None:
         super().__init__(acts_on=acts_on)
-        if normalise not in NORMALISATIONS:
-            raise ValueError(f"normalise={normalise}; allowed: {', '.join(NORMALISATIONS)}")
-        self.groups, self.normalise = units(model, kinds), normalise
+        self.normalise = choice("normalise", normalise, allowed=tuple(NORMALISATIONS))
+        self.groups = units(model, kinds)
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
         self.known: list[tuple[nn.Parameter, Tensor]] = []

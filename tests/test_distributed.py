@@ -143,7 +143,10 @@ def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp
 @pytest.mark.parametrize(
     "method",
     [
-        ["method=das", "mask=migu", "method.general=null", "trainer.probe_samples=40"],
+        [
+            *("method=das", "mask=migu", "method.general=null", "trainer.probe_samples=40"),
+            "trainer.accumulate_grad_batches=2",
+        ],
         ["method=ewc", "method.estimator=per_sample", "trainer.probe_samples=40"],
     ],
     ids=["das + migu", "ewc"],

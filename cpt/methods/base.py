@@ -74,6 +74,12 @@ class ContinualModule(LightningModule):
         for mask in self.masks:
             mask.watch(model)
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
+        # model, which are equal anyway, and memories that are each process's own.
+        return [name for name, _ in self.named_buffers()]
+
     def stages(self, order: Sequence[str]) -> list[Domain]:
         """What is learned, one stage after another: each domain of the order."""
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]

@@ -70,8 +70,6 @@ class DERPP(ContinualModule):
         }
         samples = capacity(memory=memory, memory_bytes=memory_bytes, sample_bytes=bytes_per_sample(**slot))
         self.memory = Reservoir(samples=samples, **slot, seed=self.seed)
-        # DistributedDataParallel would send the first process's shard to all.
-        self._ddp_params_and_buffers_to_ignore = [f"memory.{name}" for name, _ in self.memory.named_buffers()]
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = outputs_at(self.model, batch)
