@@ -56,7 +56,7 @@ import cpt.config
 from cpt.sequence import run
 with initialize_config_dir({str(ROOT / "conf")!r}, version_base="1.3"):
     for seed in (0, 1):
-        cfg = compose("config", overrides={quick!r} + [f"seed={{seed}}"])
+        cfg = compose("config", overrides={quick!r} + [f"seed={{seed}}"] + ["mask=migu"] * seed)
         run(cfg, folder=pathlib.Path({str(folder)!r}) / f"s{{seed}}")
     cfg = compose("config", overrides={quick!r} + ["optim.lr=1e30", "trainer.gradient_clip_val=null"])
     try:
@@ -116,6 +116,13 @@ def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(tracked):
     content = json.loads(table.read_text())
     assert content["columns"] == ["after", "law", "food", "general"]
     assert [row[0] for row in content["data"]] == ["base", "law", "food"]
+
+
+def test_what_a_mask_lets_one_see_is_logged_as_histograms(tracked):
+    rows = [row for row in history(tracked / "s1") if "stage" in row]
+    named = {key.removesuffix("._type") for row in rows for key in row if key.startswith("units/")}
+    assert any(name.startswith("units/chosen/model.layers.0.attn.Wqkv") for name in named)
+    assert not any(key.startswith("units/") for row in history(tracked / "s0") for key in row)
 
 
 def test_the_summary_has_the_metrics(tracked):

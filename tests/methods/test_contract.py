@@ -147,6 +147,27 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     assert bits(tmp_path) == bits(uninterrupted(method))
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["method=das", "mask=migu"],
+        ["method=ewc", "mask=migu", "mask.acts_on=frozen"],
+        ["method=replay", "mask=migu", "mask.acts_on=update"],
+        ["method=derpp", "replay=general", "freeze.layers=1"],
+    ],
+    ids=lambda choices: " ".join(choices),
+)
+def test_compositions_go_on_with_the_same_bits(choices, killing, small, start, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start(small(*choices, ORDER, *DROPOUT), whole)
+    killing(Killer(step=3, domain="food"))
+    with pytest.raises(KilledError):
+        start(small(*choices, ORDER, *DROPOUT), killed)
+    killing(None)
+    start(small(*choices, ORDER, *DROPOUT), killed)
+    assert bits(killed) == bits(whole)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "moment", ["save_documents", "tidy"], ids=["before each commit", "after each commit"]

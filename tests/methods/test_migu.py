@@ -368,7 +368,22 @@ def test_how_often_rows_are_chosen_is_told():
     told = mask.diagnostics()
     assert set(told) == {f"chosen/{each.name}" for each in projections(model)}
     for values in told.values():
-        assert values.sum().item() == pytest.approx(5 * sum_of_kept(len(values)) / 5, abs=1e-4)
+        assert values.sum().item() == pytest.approx(sum_of_kept(len(values)), abs=1e-4)
+
+
+def test_what_there_is_to_see_is_kept_in_the_run_folder(small, start, tmp_path):
+    """After each stage: importances that rise, and rows chosen as often as the threshold says."""
+    start(small(ORDER, "method=das", "mask=migu"), tmp_path)
+    stages = [dict(np.load(tmp_path / "diagnostics" / f"00{number}.npz")) for number in range(3)]
+    assert all(stages[0].keys() == stage.keys() for stage in stages)
+    importances = [name for name in stages[0] if name.startswith("importance/")]
+    chosen = [name for name in stages[0] if name.startswith("chosen/")]
+    assert len(importances) == 6 and len(chosen) == 8
+    for name in importances:
+        assert not stages[0][name].any()
+        assert (stages[2][name] >= stages[1][name]).all() and stages[1][name].any()
+    for name in chosen:
+        assert stages[2][name].mean() == pytest.approx(0.3, abs=0.03)
 
 
 def sum_of_kept(width: int) -> int:
