@@ -96,8 +96,8 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def units(model: nn.Module, kinds: Sequence[str]) -> list[Units]:
     """The units of the kinds wanted, block by block, tokens last; ValueError for a kind that is not one, and
     for units that can not be told or separated."""
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"kinds={unknown}; allowed: {', '.join(KINDS)}")
+    if not kinds or not set(kinds) <= set(KINDS):
+        raise ValueError(f"units={list(kinds)}; allowed: one or more of {', '.join(KINDS)}")
     found = []
     for name, block in blocks(model):
         if "heads" in kinds:

@@ -536,7 +536,9 @@ def test_an_unknown_fused_layout_is_no_guess(name):
 
 
 def test_unknown_kinds():
-    with pytest.raises(ValueError, match=r"kinds=\['layers'\]; allowed: heads, neurons, outputs, tokens"):
+    with pytest.raises(
+        ValueError, match=r"units=\[.*\]; allowed: one or more of heads, neurons, outputs, tokens"
+    ):
         units(shared_model("roberta"), ["heads", "layers"])
 
 

@@ -40,10 +40,13 @@ class DAS(ContinualModule):
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        self.soft = SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise)
-        self.masks.append(self.soft)
+        self.masks.append(SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise))
         self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
         self.domains, self.contrast, self.first = domains, Contrast(contrast, temperature), True
+
+    @property
+    def soft(self) -> SoftMask:
+        return self.masks[-1]
 
     def activate(self, domain: int) -> None:
         super().activate(domain)

@@ -38,10 +38,13 @@ class DGA(ContinualModule):
     ) -> None:
         super().__init__(**shared)
         self.base = Snapshot(self.model, persistent=False)
-        self.soft = SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise)
-        self.masks.append(self.soft)
+        self.masks.append(SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise))
         self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
         self.contrast = Contrast(contrast, temperature)
+
+    @property
+    def soft(self) -> SoftMask:
+        return self.masks[-1]
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.base.restore(self.model)

@@ -172,7 +172,11 @@ def test_das_and_migu_multiply(made):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["method.units=[head]"], "head"),
+        (
+            ["method.units=[head]"],
+            r"units=\['head'\]; allowed: one or more of heads, neurons, outputs, tokens",
+        ),
+        (["method.units=[]"], r"units=\[\]; allowed: one or more"),
         (["method.acts_on=weights"], "acts_on=weights; allowed: gradient, update, frozen"),
         (
             [
