@@ -80,6 +80,11 @@ def close(
 def learned(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:
     """The model's weights at the end of a run."""
     start(cfg, folder)
+    return weights(folder)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The model's weights at the end of a run that was learned in a folder."""
     state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
     return {name: value for name, value in state.items() if name.startswith("model.")}
 

@@ -59,9 +59,14 @@ def matrices(moved: dict[str, Tensor]) -> list[Tensor]:
     return [value for value in moved.values() if value.ndim == 2]
 
 
-def test_an_update_mask_scales_the_step_of_adam(fitted):
-    _, whole = fitted("optim.weight_decay=0.3")
-    _, masked = fitted("optim.weight_decay=0.3", masks=(("update", 0.1),))
+@pytest.mark.parametrize(
+    "how",
+    ["trainer.precision=32-true", "trainer.precision=bf16-mixed", "trainer.accumulate_grad_batches=4"],
+)
+@pytest.mark.parametrize("acts_on", ["update", "frozen"])
+def test_an_update_mask_scales_the_step_of_adam(acts_on, how, fitted):
+    _, whole = fitted("optim.weight_decay=0.3", how)
+    _, masked = fitted("optim.weight_decay=0.3", how, masks=((acts_on, 0.1),))
     for free, tenth in zip(matrices(whole), matrices(masked), strict=True):
         half = len(free) // 2
         torch.testing.assert_close(tenth[:half], 0.1 * free[:half], rtol=1e-3, atol=1e-7)
@@ -146,15 +151,18 @@ def test_an_evaluation_knows_whose_text_it_scores(small, start, tmp_path, monkey
     assert list(dict.fromkeys(seen)) == [0, 1, -1]
 
 
-def test_factor_zero_keeps_the_bits_under_weight_decay(fitted):
-    _, moved = fitted("optim.weight_decay=0.3", masks=(("update", 0.0),), steps=3)
+@pytest.mark.parametrize("acts_on", ["update", "frozen"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_factor_zero_keeps_the_bits_under_weight_decay(precision, acts_on, fitted):
+    chosen = ["optim.weight_decay=0.3", f"trainer.precision={precision}"]
+    _, moved = fitted(*chosen, masks=((acts_on, 0.0),), steps=3)
     for value in matrices(moved):
         half = len(value) // 2
         assert (value[:half] == 0).all()
         assert (value[half:] != 0).any()
 
 
-@pytest.mark.parametrize("acts_on", ["update", "gradient"])
+@pytest.mark.parametrize("acts_on", ["update", "gradient", "frozen"])
 def test_factor_one_is_no_mask_bit_for_bit(acts_on, fitted):
     module, _ = fitted(steps=4)
     masked, _ = fitted(masks=((acts_on, 1.0),), steps=4)

@@ -4,21 +4,18 @@ import hashlib
 import json
 from pathlib import Path
 
+import making
 import pytest
 import torch
 from conftest import ROOT
 from lightning.pytorch.callbacks import Callback
+from making import DROPOUT, ORDER
 
 from cpt import learner
-from cpt.base import base
-from cpt.corpora import Corpora
 from cpt.methods.base import ContinualModule
-from cpt.plan import planned
 
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
 LEARNING = [name for name in METHODS if name != "none"]
-ORDER = "order=[law,food]"
-DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
 
 
 class KilledError(BaseException):
@@ -85,11 +82,8 @@ def module(small):
     """A method's module and its data, as a run makes them."""
 
     def build(*overrides: str):
-        plan = planned(small(ORDER, *DROPOUT, *overrides))
-        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-        begin = base(plan.cfg.model, texts, accelerator="cpu")
-        made = learner.method(plan.cfg, begin)
-        return made, learner.sequence(plan, texts, begin, made), plan
+        run = making.made(small(ORDER, *DROPOUT, *overrides))
+        return run.module, run.data, run.cfg.trainer
 
     return build
 
@@ -110,7 +104,7 @@ def test_two_domains_are_learned(method, uninterrupted):
 
 @pytest.mark.parametrize("method", LEARNING)
 def test_every_loss_term_is_finite_and_moves_something(method, module):
-    made, data, plan = module(f"method={method}")
+    made, data, options = module(f"method={method}")
     seen: dict[str, list[float]] = {}
     losses = made.losses
 
@@ -125,7 +119,7 @@ def test_every_loss_term_is_finite_and_moves_something(method, module):
         before = {name: value.clone() for name, value in made.state_dict().items()}
         data.enter(domain)
         made.activate(domain.index)
-        learner.trainer(plan.cfg.trainer, label="", steps=3).fit(made, datamodule=data)
+        learner.trainer(options, label="", steps=3).fit(made, datamodule=data)
         assert any(not torch.equal(before[name], value) for name, value in made.state_dict().items())
     assert "lm" in seen
     assert all(torch.tensor(values).isfinite().all() for values in seen.values())
@@ -199,14 +193,14 @@ def dying(commit, *, at: int):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_probes_and_evaluation_leave_no_trace(method, module):
-    made, data, plan = module(f"method={method}")
-    trainer = learner.trainer(plan.cfg.trainer, label="")
+    made, data, options = module(f"method={method}")
+    trainer = learner.trainer(options, label="")
     before = {name: value.clone() for name, value in made.state_dict().items()}
     modes = [each.training for each in made.modules()]
     hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules())
     trainer.validate(made, datamodule=data, verbose=False)
     first = [(nll.clone(), count.clone()) for nll, count in made.row()]
-    learner.trainer(plan.cfg.trainer, label="").validate(made, datamodule=data, verbose=False)
+    learner.trainer(options, label="").validate(made, datamodule=data, verbose=False)
     for (nll, count), (again, counted) in zip(first, made.row(), strict=True):
         assert torch.equal(nll, again) and torch.equal(count, counted)
     after = made.state_dict()

@@ -1,16 +1,12 @@
 """DAS and DGA as runs: what they protect, when they measure, and their neutral strength."""
 
-from pathlib import Path
-
+import making
 import pytest
 import torch
+from making import ORDER, weights
 
 from cpt import importance, learner
-from cpt.base import base
-from cpt.corpora import Corpora
-from cpt.plan import planned
 
-ORDER = "order=[law,food]"
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
 NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]
 KINDS = "method.units=[heads,neurons,outputs,tokens]"
@@ -21,11 +17,8 @@ def made(small):
     """A method's module, its data and the config's trainer."""
 
     def build(*overrides: str):
-        plan = planned(small(ORDER, *overrides))
-        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-        start = base(plan.cfg.model, texts, accelerator="cpu")
-        module = learner.method(plan.cfg, start)
-        return module, learner.sequence(plan, texts, start, module), plan.cfg.trainer
+        run = making.made(small(ORDER, *overrides))
+        return run.module, run.data, run.cfg.trainer
 
     return build
 
@@ -35,11 +28,6 @@ def fit(module, data, options, *, place: int = 0, steps: int = 3) -> None:
     data.enter(domain)
     module.activate(domain.index)
     learner.trainer(options, label="", steps=steps).fit(module, datamodule=data)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
-    return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
 @pytest.mark.parametrize("extra", [[], [KINDS, "method.acts_on=gradient"], ["method.acts_on=frozen"]])
@@ -89,23 +77,30 @@ def test_importance_scales_the_step_and_not_just_the_gradient(acts_on, low, high
 
 
 def test_when_importances_are_measured(made, monkeypatch):
-    """General knowledge once, before anything is learned, in train mode; each domain after it, in eval
-    mode; both over the probe; and importances only rise."""
+    """General knowledge once, before anything is learned, in train mode, on uncorrupted text; each domain
+    after it, in eval mode, on corrupted text; both over the probe; and importances only rise."""
     module, data, options = made(*ROBERTA, "method=das", "trainer.probe_samples=20")
-    calls, gradients = [], importance.gate_gradients
+    calls, gradients, corrupted = [], importance.gate_gradients, []
+    mask_token = data.objective.mask
+    module.model.register_forward_pre_hook(
+        lambda model, args, inputs: corrupted.append((inputs["input_ids"] == mask_token).any().item()),
+        with_kwargs=True,
+    )
 
     def noted(model, groups, batch, losses, *, passes):
         kind = "general" if passes == 2 else "domain"
-        calls.append((kind, model.training, len(batch["input_ids"])))
-        return gradients(model, groups, batch, losses, passes=passes)
+        corrupted.clear()
+        found = gradients(model, groups, batch, losses, passes=passes)
+        calls.append((kind, model.training, len(batch["input_ids"]), *corrupted))
+        return found
 
     monkeypatch.setattr(importance, "gate_gradients", noted)
     levels = [module.soft.importance.clone()]
     for place in (0, 1):
         fit(module, data, options, place=place)
         levels.append(module.soft.importance.clone())
-    general = [("general", True, 16), ("general", True, 4)]
-    domain = [("domain", False, 16), ("domain", False, 4)]
+    general = [("general", True, 16, False), ("general", True, 4, False)]
+    domain = [("domain", False, 16, True), ("domain", False, 4, True)]
     assert calls == [*general, *domain, *domain]
     assert all((new >= old).all() for old, new in zip(levels, levels[1:], strict=False))
     assert not torch.equal(levels[1], levels[2])

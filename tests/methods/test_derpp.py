@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import making
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -11,12 +12,9 @@ from test_distributed import DDP, batches, run
 from torch.nn import functional
 
 from cpt import learner
-from cpt.base import base
-from cpt.corpora import Corpora
 from cpt.memory import bytes_per_sample
 from cpt.methods.derpp import widths
 from cpt.objectives import UNSCORED
-from cpt.plan import planned
 from cpt.samples import Stream
 
 ORDER = "order=[law,food]"
@@ -46,11 +44,8 @@ def either(request):
 
 def made(cfg):
     """A method's module and its data, as a run makes them."""
-    plan = planned(cfg)
-    texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    begin = base(cfg.model, texts, accelerator="cpu")
-    module = learner.method(cfg, begin)
-    return module, learner.sequence(plan, texts, begin, module)
+    run = making.made(cfg)
+    return run.module, run.data
 
 
 def stream(data) -> Stream:

@@ -1,24 +1,21 @@
 """MIGU: which rows are chosen, what happens to them, and what is measured when."""
 
 import math
-from pathlib import Path
 
+import making
 import numpy as np
 import pytest
 import torch
 from conftest import SHARED
+from making import ORDER, weights
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from cpt import learner
-from cpt.base import base
 from cpt.blocks import projections
-from cpt.corpora import Corpora
 from cpt.masks import recording
 from cpt.methods.migu import MagnitudeMask, kept, largest, magnitudes
-from cpt.plan import planned
 
-ORDER = "order=[law,food]"
 GOLDEN = SHARED / "golden" / "migu_linear.npz"
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 VALUES = {
@@ -52,11 +49,8 @@ def made(small):
     """A method's module, its data and the config's trainer."""
 
     def build(*overrides: str):
-        plan = planned(small(ORDER, *overrides))
-        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-        start = base(plan.cfg.model, texts, accelerator="cpu")
-        module = learner.method(plan.cfg, start)
-        return module, learner.sequence(plan, texts, start, module), plan.cfg.trainer
+        run = making.made(small(ORDER, *overrides))
+        return run.module, run.data, run.cfg.trainer
 
     return build
 
@@ -67,11 +61,6 @@ def fit(module, data, options, *, place: int = 0, steps: int = 3, accumulate: in
     module.activate(place)
     options = {**options, "accumulate_grad_batches": accumulate}
     learner.trainer(options, label="", steps=steps).fit(module, datamodule=data)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
-    return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
