@@ -92,7 +92,7 @@ def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> N
 
 def bare(course: Course, beat: Beat) -> None:
     """The loop with cpt's head, which is computed at the scored positions only."""
-    from cpt.methods.base import token_nll
+    from cpt.model import token_nll
 
     loop(course, beat, loss_of=lambda model, batch: token_nll(model, batch).sum() * batch["weight"])
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from cpt.blocks import Units, factors, gated, units
 from cpt.dropout import check_dropout, dropout
 from cpt.masks import GradientMask
-from cpt.methods.base import token_nll
-from cpt.model import outputs_at
+from cpt.model import outputs_at, token_nll
 from cpt.objectives import Batch, Objective
 from cpt.options import choice
 

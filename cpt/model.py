@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -156,6 +157,17 @@ def outputs_at(
 def logits_at(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
     """Logits [K, V] at the K scored positions of a batch."""
     return outputs_at(model, batch, weights=weights)[0]
+
+
+def token_nll(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Negative log-likelihood (nats) of the labels at the scored positions, [K]."""
+    return nll_of(logits_at(model, batch), batch)
+
+
+def nll_of(logits: Tensor, batch: Batch) -> Tensor:
+    """The same from logits [K, V] at the scored positions."""
+    labels = batch["labels"].flatten().index_select(0, batch["positions"])
+    return functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
 def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:

@@ -32,7 +32,7 @@ from cpt.importance import (
     normalised,
     sample_means,
 )
-from cpt.methods.base import token_nll
+from cpt.model import token_nll
 from cpt.objectives import Causal
 
 GOLDEN = SHARED / "golden"

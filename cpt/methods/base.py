@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from cpt.data import Domain
 from cpt.freezing import Freeze
 from cpt.masks import Before, GradientMask, recording
-from cpt.model import logits_at
+from cpt.model import token_nll
 from cpt.objectives import Batch, Objective
 from cpt.randomness import key
 from cpt.replay import Replay
@@ -210,14 +209,3 @@ class ContinualModule(LightningModule):
     def row(self) -> list[tuple[Tensor, Tensor]]:
         """The evaluation just made: for each held-out text nats and scored tokens, each [documents]."""
         return [metric.compute() for metric in self.evaluation]
-
-
-def token_nll(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Negative log-likelihood (nats) of the labels at the scored positions, [K]."""
-    return nll_of(logits_at(model, batch), batch)
-
-
-def nll_of(logits: Tensor, batch: Batch) -> Tensor:
-    """The same from logits [K, V] at the scored positions."""
-    labels = batch["labels"].flatten().index_select(0, batch["positions"])
-    return functional.cross_entropy(logits.float(), labels, reduction="none")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from cpt.contrast import Contrast
 from cpt.importance import Proxy, SoftMask, domain_losses
-from cpt.methods.base import ContinualModule, nll_of
-from cpt.model import outputs_at
+from cpt.methods.base import ContinualModule
+from cpt.model import nll_of, outputs_at
 from cpt.objectives import Batch
 
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.memory import PRECISIONS, Reservoir, bytes_per_sample, capacity
-from cpt.methods.base import ContinualModule, nll_of
-from cpt.model import outputs_at
+from cpt.methods.base import ContinualModule
+from cpt.model import nll_of, outputs_at
 from cpt.objectives import Batch
 from cpt.options import choice, number
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from cpt.anchors import Snapshot
 from cpt.contrast import Contrast
 from cpt.importance import Proxy, SoftMask
-from cpt.methods.base import ContinualModule, nll_of
-from cpt.model import outputs_at
+from cpt.methods.base import ContinualModule
+from cpt.model import nll_of, outputs_at
 from cpt.objectives import Batch
 
 

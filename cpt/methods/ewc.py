@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cpt.anchors import PerParameter, Snapshot, pull
-from cpt.methods.base import ContinualModule, nll_of
-from cpt.model import logits_at
+from cpt.methods.base import ContinualModule
+from cpt.model import logits_at, nll_of
 from cpt.objectives import UNSCORED, Batch
 from cpt.options import choice, number
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt.anchors import Snapshot
-from cpt.methods.base import ContinualModule, nll_of
-from cpt.model import outputs_at
+from cpt.methods.base import ContinualModule
+from cpt.model import nll_of, outputs_at
 from cpt.objectives import Batch
 from cpt.options import choice, number
 
