@@ -103,6 +103,15 @@ def test_two_domains_are_learned(method, uninterrupted):
 
 
 @pytest.mark.parametrize("method", LEARNING)
+def test_a_causal_model_is_learned(method, small_gpt2, start, tmp_path):
+    few = ["trainer.steps=2", "trainer.probe_samples=4", "mask=migu", "replay=general"]
+    start(small_gpt2(f"method={method}", ORDER, *few[: 3 if method == "replay" else 4]), tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
+    assert all(0 < loss < 20 for row in scores["nll"] for loss in row)
+
+
+@pytest.mark.parametrize("method", LEARNING)
 def test_every_loss_term_is_finite_and_moves_something(method, module):
     made, data, options = module(f"method={method}")
     seen: dict[str, list[float]] = {}
