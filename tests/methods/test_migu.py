@@ -162,6 +162,20 @@ def test_what_is_not_the_training_loss_is_not_measured():
     torch.testing.assert_close(mask.sums, once)
 
 
+def test_each_step_chooses_by_its_own_batch_alone():
+    model = gpt2()
+    mask, fresh = watching(model), watching(model)
+    first, second = torch.arange(9)[None], torch.arange(30, 39)[None]
+    with recording([mask]):
+        model(input_ids=first)
+    list(mask.factors())
+    with recording([mask, fresh]):
+        model(input_ids=second)
+    torch.testing.assert_close(mask.sums, fresh.sums, rtol=0, atol=0)
+    for (_, one), (_, other) in zip(mask.factors(), fresh.factors(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_exception_within_the_model_ends_the_measurement():
     model = gpt2()
     mask = watching(model)
