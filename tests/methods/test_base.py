@@ -141,6 +141,27 @@ def test_the_hooks_of_a_method_are_called_in_their_order(small, start, tmp_path,
     assert calls == [call for number in (0, 1) for call in (("activate", "train", number), *learned, ended)]
 
 
+def test_gradients_of_probes_are_not_left_behind(fitted, monkeypatch):
+    def probing(module, probe):
+        for batch in probe:
+            sum(module.losses(batch).values()).backward()
+
+    for hook in ("before_domain", "after_domain"):
+        monkeypatch.setattr(NCL, hook, probing)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            NCL,
+            "training_step",
+            lambda module, batch, number: (
+                gradients.append([p.grad for p in module.parameters()]) or sum(module.losses(batch).values())
+            ),
+        )
+        gradients = []
+        module, _ = fitted(steps=1)
+    assert all(gradient is None for gradient in gradients[0])
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
 def test_an_evaluation_knows_whose_text_it_scores(small, start, tmp_path, monkeypatch):
     seen = []
     nll = NCL.nll

@@ -206,6 +206,24 @@ def test_accumulated_parts_count_as_one_batch(made):
     assert torch.equal(*chosen) and chosen[0].max() == 1
 
 
+def test_in_training_the_rows_are_chosen_by_the_batch_that_is_learned(made, monkeypatch):
+    module, data, options = made("model=tiny_roberta", "method=migu", "method.mask.only=0.intermediate")
+    (each,), outputs, chosen = module.masks[0].maps, [], []
+    each.module.register_forward_hook(lambda m, a, output: outputs.append(output.detach().clone()))
+    factors = type(module.masks[0]).factors
+
+    def noted(self):
+        found = list(factors(self))
+        chosen.append(found[0][1].flatten().nonzero().flatten().tolist())
+        return iter(found)
+
+    monkeypatch.setattr(type(module.masks[0]), "factors", noted)
+    fit(module, data, options, steps=2)
+    for output, rows in zip(outputs, chosen, strict=True):
+        sums = output.flatten(0, -2).abs().sum(0).tolist()
+        assert rows == sorted(sorted(range(len(sums)), key=lambda row: -sums[row])[: kept(0.7, len(sums))])
+
+
 def test_masked_rows_get_no_gradient_and_the_others_all_of_it(made, monkeypatch):
     """Also the canary: the share of masked rows is the threshold's, in every map and at every step; heads,
     embeddings, norms and biases are not touched; and masking comes before clipping."""
