@@ -68,7 +68,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def close(
+def assert_close(
     one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7
 ) -> None:
     """Asserts that two sets of tensors, of any precision, agree."""

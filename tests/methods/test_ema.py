@@ -6,7 +6,7 @@ from making import (
     DROPOUT,
     ORDER,
     Watch,
-    close,
+    assert_close,
     learned,
     made,
     parameter_bytes,
@@ -42,7 +42,7 @@ def test_the_average_is_that_of_the_optimizer_steps(accumulate, ema):
         assert len(watch.seen) == 6 * accumulate
         path = list(dict(watch.seen[accumulate - 1 :: accumulate]).values())
         assert len(path) == 6
-        close(work.weights(), averaged(start, path, decay=0.6), rtol=1e-4, atol=1e-6)
+        assert_close(work.weights(), averaged(start, path, decay=0.6), rtol=1e-4, atol=1e-6)
         assert not same(work.weights(), path[-1])
 
 
@@ -52,7 +52,7 @@ def test_a_domain_starts_at_the_model_that_it_finds(ema):
         parameter.data.add_(0.1)
     start = work.weights()
     work.learn(0, watch)
-    close(work.weights(), averaged(start, dict(watch.seen).values(), decay=0.6), rtol=1e-4, atol=1e-6)
+    assert_close(work.weights(), averaged(start, dict(watch.seen).values(), decay=0.6), rtol=1e-4, atol=1e-6)
 
 
 def test_a_checkpoint_holds_the_average_of_its_step(ema):
@@ -61,7 +61,9 @@ def test_a_checkpoint_holds_the_average_of_its_step(ema):
     kept = Watch(lambda module: {k: v.clone() for k, v in module.average.named(module.model).items()})
     work.learn(0, path, kept)
     for step, average in kept.seen:
-        close(average, averaged(start, [weights for _, weights in path.seen[:step]], decay=0.6), atol=1e-6)
+        assert_close(
+            average, averaged(start, [weights for _, weights in path.seen[:step]], decay=0.6), atol=1e-6
+        )
 
 
 def test_masks_count_before_the_average(ema):

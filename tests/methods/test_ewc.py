@@ -6,7 +6,17 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, SMALL
-from making import DROPOUT, ORDER, close, learned, made, named, parameter_bytes, same, state_beside_the_model
+from making import (
+    DROPOUT,
+    ORDER,
+    assert_close,
+    learned,
+    made,
+    named,
+    parameter_bytes,
+    same,
+    state_beside_the_model,
+)
 from torch import distributed
 from torch.nn import functional
 
@@ -122,7 +132,7 @@ def test_the_penalty_does_not_leak_into_the_fisher(learnt):
     learnt.module.strength = 1e9
     assert learnt.module.penalty() > 1e3
     learnt.module.after_domain(learnt.probe())
-    close(
+    assert_close(
         fisher_of(learnt),
         {n: (before[n].double() + expected[n].double()) / 2 for n in before},
         rtol=1e-4,
@@ -161,7 +171,7 @@ def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
     kept = [row for row in range(len(rows)) if row != 3]
     rest = {name: batch[name][kept] for name in ("input_ids", "labels", "attention_mask") if name in batch}
     rest["positions"] = (rest["labels"].flatten() != -100).nonzero().flatten()
-    close(
+    assert_close(
         named(model, fisher(model, [fewer], estimator="per_sample")),
         named(model, fisher(model, [rest], estimator="per_sample")),
         rtol=1e-4,
@@ -185,7 +195,9 @@ def test_two_identical_domains(merge, factor, ewc):
     work.learn(0)
     once = fisher_of(work)
     work.module.eval().after_domain(work.probe())
-    close(fisher_of(work), {name: factor * value.double() for name, value in once.items()}, rtol=1e-5, atol=0)
+    assert_close(
+        fisher_of(work), {name: factor * value.double() for name, value in once.items()}, rtol=1e-5, atol=0
+    )
     assert work.module.domains == 2
 
 
@@ -315,7 +327,7 @@ def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     fisher(model, probe[: shares[0]], estimator="per_sample")
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))
     found = named(model, fisher(model, probe[shares[0] :], estimator="per_sample"))
-    close(found, expected, rtol=1e-3, atol=1e-9)
+    assert_close(found, expected, rtol=1e-3, atol=1e-9)
 
 
 def test_two_processes_learn_as_one(corpora, cache, small, start, tmp_path):

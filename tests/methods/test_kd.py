@@ -8,7 +8,7 @@ from making import (
     DROPOUT,
     ORDER,
     Watch,
-    close,
+    assert_close,
     learned,
     made,
     parameter_bytes,
@@ -210,7 +210,7 @@ def test_it_goes_with_frozen_embeddings(kd):
     frozen = {id(p) for p in work.module.frozen}
     names = [name for name, p in work.module.model.named_parameters() if id(p) in frozen]
     assert names
-    close({n: work.weights()[n] for n in names}, {n: before[n] for n in names}, rtol=0, atol=0)
+    assert_close({n: work.weights()[n] for n in names}, {n: before[n] for n in names}, rtol=0, atol=0)
     assert not same(work.weights(), before)
 
 

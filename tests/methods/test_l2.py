@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from making import DROPOUT, ORDER, close, learned, made, parameter_bytes, same, state_beside_the_model
+from making import DROPOUT, ORDER, assert_close, learned, made, parameter_bytes, same, state_beside_the_model
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_frozen_embeddings_are_neither_moved_nor_pulled(l2):
     frozen = {id(parameter) for parameter in work.module.frozen}
     held = {n: p for n, p in work.module.model.named_parameters() if id(p) in frozen}
     assert held
-    close(
+    assert_close(
         {name: parameter.detach() for name, parameter in held.items()},
         {n: before[n] for n in held},
         atol=0,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from making import DROPOUT, ORDER, close, learned, made, parameter_bytes, same, state_beside_the_model
+from making import DROPOUT, ORDER, assert_close, learned, made, parameter_bytes, same, state_beside_the_model
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def test_a_domain_ends_between_before_and_after(wise, small):
         plain.learn(number)
         after = plain.weights()
         mixed = {name: 0.7 * after[name].double() + 0.3 * before[name].double() for name in before}
-        close(work.weights(), mixed, rtol=1e-5, atol=1e-7)
+        assert_close(work.weights(), mixed, rtol=1e-5, atol=1e-7)
         assert not same(work.weights(), after)
 
 
