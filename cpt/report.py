@@ -218,10 +218,11 @@ def _values(group: Sequence[Scores], metric: str, *, unit: str = "nats") -> list
 
 
 def _against_one(scores: Scores, *, runs: Sequence[Scores]) -> float | None:
-    """Intransigence, against the run of `one` with this model and order, and this seed if there is one."""
-    sought = scores.run | {"method": "one", "replay": "none"}
-    keys, diagonal = ("method", "replay", "model", "order"), scores.diagonal
-    alone = [other for other in runs if all(other.run[key] == sought[key] for key in keys)]
+    """Intransigence, against the run of `one` alone with this model and order, and this seed if there is
+    one."""
+    plain = {"method": "one", "mask": "none", "replay": "none"}
+    sought, diagonal = {key: scores.run[key] for key in ("model", "order")} | plain, scores.diagonal
+    alone = [other for other in runs if all(other.run[key] == value for key, value in sought.items())]
     if not diagonal or not alone or scores in alone:
         return None
     one = min(alone, key=lambda other: other.run["seed"] != scores.run["seed"]).diagonal

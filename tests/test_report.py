@@ -344,6 +344,7 @@ def test_intransigence_against_one_of_the_same_seed(tmp_path, capsys):
     save(tmp_path / "other", model="other")
     save(tmp_path / "joint", nll=[NLL[0], NLL[3]], rows=["base", "joint"], method="joint")
     save(tmp_path / "a-mixed", nll=alone - 0.9, method="one", replay="general")  # not learned alone
+    save(tmp_path / "a-masked", nll=alone - 0.9, method="one", mask="migu")  # nor this one as it is
     assert report.main([str(tmp_path)]) == 0
     output = capsys.readouterr().out
     rows = rows_of(output, "masked: ")
