@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from cpt.model import outputs_at
+from cpt.model import in_mode, outputs_at
 from cpt.objectives import Batch
 
 
@@ -50,13 +50,8 @@ class Snapshot(PerParameter):
     def outputs_at(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """cpt.model.outputs_at with the copy's weights, in eval mode and without gradients; the model is left
         as it was."""
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        with in_mode(model, training=False):
             return outputs_at(model, batch, weights=self.named(model))
-        finally:
-            for module, training in modes:
-                module.training = training
 
 
 def move(tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float) -> None:

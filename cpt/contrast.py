@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cpt.blocks import gated
 from cpt.importance import SoftMask
-from cpt.model import encoded
+from cpt.model import encoded, nll_of, outputs_at
 from cpt.objectives import Batch
 from cpt.options import number
 
@@ -66,11 +66,18 @@ class Contrast:
         number("contrast", self.strength, allowed="0 or more")
         number("temperature", self.temperature, allowed="above 0")
 
+    def losses(self, model: PreTrainedModel, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
+        """The language-model loss, and the contrast against the importances of the soft mask: the pass of the
+        former is its anchor, so that the head is not computed again."""
+        logits, hidden = outputs_at(model, batch)
+        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
+        return terms | self.term(model, batch, hidden=hidden, soft=soft)
+
     def term(
         self, model: PreTrainedModel, batch: Batch, *, hidden: Tensor, soft: SoftMask
     ) -> dict[str, Tensor]:
-        """The named term, a scalar; none at strength 0. `hidden` [B, T, D] is the pass that the
-        language-model loss has made anyway: the anchor. The head is not computed again."""
+        """The contrastive term, a scalar, of hidden states [B, T, D] and two more passes of the encoder; none
+        at strength 0."""
         if self.strength == 0:
             return {}
         mask = batch.get("attention_mask")

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from cpt.model import in_mode
+
 
 def rates(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
     """Modules, attributes and rates of all dropout in a model. The rate of skipping a whole layer
@@ -21,17 +23,14 @@ def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
     """Train mode while it lasts, with every dropout at `rate` (None: at its own rate); then all is as it
     was."""
     own = rates(model)
-    modes = [(module, module.training) for module in model.modules()]
     try:
         for module, name, before in own:
             setattr(module, name, before if rate is None else rate)
-        model.train()
-        yield
+        with in_mode(model, training=True):
+            yield
     finally:
         for module, name, before in own:
             setattr(module, name, before)
-        for module, training in modes:
-            module.training = training
 
 
 def check_dropout(model: nn.Module, rate: float | None) -> None:

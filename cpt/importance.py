@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cpt.blocks import Units, factors, gated, units
 from cpt.dropout import check_dropout, dropout
 from cpt.masks import GradientMask
-from cpt.model import outputs_at, token_nll
+from cpt.model import divergence, outputs_at, token_nll
 from cpt.objectives import Batch, Objective
 from cpt.options import choice
 
@@ -36,12 +36,6 @@ def sample_means(values: Tensor, batch: Batch) -> Tensor:
 def domain_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
     """Each sample's mean language-model loss (nats) on its corrupted text, [B]."""
     return sample_means(token_nll(model, batch), batch)
-
-
-def divergence(one: Tensor, other: Tensor) -> Tensor:
-    """KL(softmax(one) || softmax(other)) over the last axis, [K] from [K, F]."""
-    one, other = one.float().log_softmax(-1), other.float().log_softmax(-1)
-    return (one.exp() * (one - other)).sum(-1)
 
 
 def general_losses(model: PreTrainedModel, batch: Batch, *, ids: Tensor, compared: str) -> Tensor:

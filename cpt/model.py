@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,28 @@ def nll_of(logits: Tensor, batch: Batch) -> Tensor:
     return functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
+def divergence(one: Tensor, other: Tensor) -> Tensor:
+    """KL(softmax(one) || softmax(other)) over the last axis (nats), [K] from [K, F]."""
+    one, other = one.float().log_softmax(-1), other.float().log_softmax(-1)
+    return (one.exp() * (one - other)).sum(-1)
+
+
 def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The last hidden states [B, T, D] of a batch; the head is not computed."""
     inner = body(model)
     return inner(**sequences(batch), **uncached(inner)).last_hidden_state
+
+
+@contextmanager
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Train or eval mode while it lasts; then every part is in its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.train(training)
+    try:
+        yield
+    finally:
+        for part, before in modes:
+            part.training = before
 
 
 def sequences(batch: Batch) -> dict[str, Tensor]:

@@ -43,22 +43,24 @@ def draws(keys: np.ndarray, length: int, *, stream: int) -> np.ndarray:
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def shuffled(positions: np.ndarray, count: int, *, stream: int | np.ndarray) -> np.ndarray:
+def shuffled(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.ndarray) -> np.ndarray:
     """The items [B] int64 at `positions` [B] < count of a random permutation of range(count), in O(1) memory.
 
-    `stream` (one key, or one per position) names the permutation. A Feistel network on the next even power of
-    two whose outputs beyond `count` are sent through it again (cycle walking: Black and Rogaway, CT-RSA
-    2002)."""
-    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    keys = np.broadcast_to(words_of(stream), positions.shape)
-    items = feistel(words_of(positions), keys, half)
-    while (outside := items >= np.uint64(count)).any():
-        items[outside] = feistel(items[outside], keys[outside], half)
+    `stream` (one key, or one per position) names the permutation; `count` too may be one per position. A
+    Feistel network on the next even power of two whose outputs beyond `count` are sent through it again
+    (cycle walking: Black and Rogaway, CT-RSA 2002)."""
+    bits = np.frexp(np.asarray(count) - 1)[1]  # the bit length of a number below 2 ** 53
+    shape = positions.shape
+    halves = np.broadcast_to(np.maximum(1, (bits + 1) // 2).astype(np.uint64), shape)
+    keys, counts = np.broadcast_to(words_of(stream), shape), np.broadcast_to(words_of(count), shape)
+    items = feistel(words_of(positions), keys, halves)
+    while (outside := items >= counts).any():
+        items[outside] = feistel(items[outside], keys[outside], halves[outside])
     return items.astype(np.int64)
 
 
-def feistel(words: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
-    """A keyed bijection of the integers below 4 ** half."""
+def feistel(words: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
+    """Keyed bijections of the integers below 4 ** half, each [B]."""
     low = (np.uint64(1) << half) - np.uint64(1)
     left, right = words >> half, words & low
     for turn in mixed(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.randomness import feistel, key, sample_keys, shuffled
+from cpt.randomness import key, sample_keys, shuffled
 
 if TYPE_CHECKING:  # a config is checked without torch
     from cpt.packing import Packed
@@ -124,23 +124,12 @@ class Pool:
         parts = shuffled(seats, len(self.texts), stream=sample_keys(self.stream("turns"), turns))
         (memory, order), kept = self.shuffles[:, parts], self.kept[parts]
         epochs, places = np.divmod(turns, kept)
-        items = each_shuffled(places, kept, streams=sample_keys(order, epochs))
-        rows = each_shuffled(items, self.sizes[parts], streams=memory)
+        items = shuffled(places, kept, stream=sample_keys(order, epochs))
+        rows = shuffled(items, self.sizes[parts], stream=memory)
         return parts, rows, sample_keys(self.stream("masks"), draws)
 
     def stream(self, *purpose: str) -> int:
         return key(self.seed, *self.place, *purpose)
-
-
-def each_shuffled(positions: np.ndarray, counts: np.ndarray, *, streams: np.ndarray) -> np.ndarray:
-    """`shuffled` with a count for each position, [B]: texts of all sizes at once."""
-    bits = np.frexp(counts - 1)[1]  # their bit_length
-    halves = np.maximum(1, (bits + 1) // 2).astype(np.uint64)
-    items, outside = positions.astype(np.uint64), np.arange(len(positions))
-    while len(outside):
-        items[outside] = feistel(items[outside], streams[outside], halves[outside])
-        outside = outside[items[outside] >= counts[outside].astype(np.uint64)]
-    return items.astype(np.int64)
 
 
 def exact(share: float) -> Fraction:

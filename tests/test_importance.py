@@ -25,14 +25,13 @@ from cpt.importance import (
     NORMALISATIONS,
     Proxy,
     SoftMask,
-    divergence,
     domain_losses,
     gate_gradients,
     importance,
     normalised,
     sample_means,
 )
-from cpt.model import token_nll
+from cpt.model import divergence, token_nll
 from cpt.objectives import Causal
 
 GOLDEN = SHARED / "golden"

@@ -25,7 +25,7 @@ from cpt.data import Domain, DomainSequence
 from cpt.objectives import Causal
 from cpt.plan import planned
 from cpt.randomness import key, sample_keys, shuffled
-from cpt.replay import NOTHING, Pool, Replay, each_shuffled
+from cpt.replay import NOTHING, Pool, Replay
 from cpt.samples import From, Stream
 
 SIZES = {"a": 23, "b": 7, "c": 40, "now": 31, "general": 9}
@@ -493,8 +493,8 @@ def test_many_shuffles_at_once_are_the_shuffles_of_each():
         shuffled(np.array([position]), int(count), stream=int(name)).item()
         for position, count, name in zip(positions, counts, streams, strict=True)
     ]
-    assert each_shuffled(positions, counts, streams=streams).tolist() == alone
-    assert each_shuffled(np.arange(0), np.arange(0), streams=streams[:0]).tolist() == []
+    assert shuffled(positions, counts, stream=streams).tolist() == alone
+    assert shuffled(np.arange(0), np.arange(0), stream=streams[:0]).tolist() == []
 
 
 GOLDEN = [

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cpt.data import Domain
 from cpt.freezing import Freeze
 from cpt.masks import Before, GradientMask, recording
-from cpt.model import token_nll
+from cpt.model import in_mode, token_nll
 from cpt.objectives import Batch, Objective
 from cpt.randomness import key
 from cpt.replay import Replay
@@ -185,15 +185,14 @@ class ContinualModule(LightningModule):
     def on_fit_end(self) -> None:
         # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.
         # By then Lightning has taken the module off its device.
-        modes, home = [(module, module.training) for module in self.modules()], self.device
-        self.to(self.trainer.strategy.root_device).eval()
-        self.zero_grad()
-        self.seeded("after")
-        self.after_domain(self.trainer.datamodule.probe())
-        self.zero_grad()
+        home = self.device
+        self.to(self.trainer.strategy.root_device)
+        with in_mode(self, training=False):
+            self.zero_grad()
+            self.seeded("after")
+            self.after_domain(self.trainer.datamodule.probe())
+            self.zero_grad()
         self.to(home)
-        for module, training in modes:
-            module.training = training
 
     def on_validation_start(self) -> None:
         texts = self.trainer.datamodule.held_out.values()

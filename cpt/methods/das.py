@@ -19,7 +19,6 @@ from torch import Tensor
 from cpt.contrast import Contrast
 from cpt.importance import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualModule
-from cpt.model import nll_of, outputs_at
 from cpt.objectives import Batch
 
 
@@ -57,9 +56,7 @@ class DAS(ContinualModule):
             self.soft.raise_to(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        logits, hidden = outputs_at(self.model, batch)
-        lm = nll_of(logits, batch).sum() * batch["weight"]
-        return {"lm": lm, **self.contrast.term(self.model, batch, hidden=hidden, soft=self.soft)}
+        return self.contrast.losses(self.model, batch, soft=self.soft)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.domains:

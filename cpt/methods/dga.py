@@ -17,7 +17,6 @@ from cpt.anchors import Snapshot
 from cpt.contrast import Contrast
 from cpt.importance import Proxy, SoftMask
 from cpt.methods.base import ContinualModule
-from cpt.model import nll_of, outputs_at
 from cpt.objectives import Batch
 
 
@@ -51,6 +50,4 @@ class DGA(ContinualModule):
         self.soft.set(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        logits, hidden = outputs_at(self.model, batch)
-        lm = nll_of(logits, batch).sum() * batch["weight"]
-        return {"lm": lm, **self.contrast.term(self.model, batch, hidden=hidden, soft=self.soft)}
+        return self.contrast.losses(self.model, batch, soft=self.soft)

@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from cpt.anchors import Snapshot
 from cpt.methods.base import ContinualModule
-from cpt.model import nll_of, outputs_at
+from cpt.model import divergence, nll_of, outputs_at
 from cpt.objectives import Batch
 from cpt.options import choice, number
 
@@ -26,8 +25,7 @@ DISTILLED = ("logits", "hidden")
 
 def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
     """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the last axis (nats), [K] from [K, F]."""
-    ours, theirs = ((each.float() / temperature).log_softmax(-1) for each in (student, teacher))
-    return temperature**2 * functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+    return temperature**2 * divergence(teacher.float() / temperature, student.float() / temperature)
 
 
 def chosen(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> Tensor:
