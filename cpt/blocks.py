@@ -52,12 +52,14 @@ class Units:
 @dataclass(frozen=True)
 class Projection:
     """A linear map of a block, the weight's axis over output features, and the sets of them that are ranked
-    together: a fused map's Q, K, V or gate, up apart."""
+    together: a fused map's Q, K, V or gate, up apart. Where they are ranked by another module's output than
+    its own, that is `measured`."""
 
     name: str
     module: nn.Module
     axis: int
     segments: tuple[Tensor, ...]
+    measured: nn.Module | None = None
 
     @property
     def outputs(self) -> int:

@@ -1,6 +1,6 @@
 """Masks over gradients and steps: they go with every method, and with each other."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
+
+from cpt.blocks import Projection
 
 ACTS_ON = ("gradient", "update", "frozen")
 
@@ -27,8 +29,9 @@ class GradientMask(nn.Module):
         self.acts_on = acts_on
         self.recording = False  # whether the forward passes under way are those of the training loss
 
-    def watch(self, model: PreTrainedModel) -> None:
-        """Hooks on the model, for masks that need activations; called once."""
+    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+        """Hooks on the model, for masks that need activations; called once. `maps` are the linear maps that
+        are trained, None for all within the blocks."""
 
     def activate(self, domain: int) -> None:
         """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""

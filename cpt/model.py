@@ -160,9 +160,9 @@ def logits_at(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Ten
     return outputs_at(model, batch, weights=weights)[0]
 
 
-def token_nll(model: PreTrainedModel, batch: Batch) -> Tensor:
+def token_nll(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
     """Negative log-likelihood (nats) of the labels at the scored positions, [K]."""
-    return nll_of(logits_at(model, batch), batch)
+    return nll_of(logits_at(model, batch, weights=weights), batch)
 
 
 def nll_of(logits: Tensor, batch: Batch) -> Tensor:

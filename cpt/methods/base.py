@@ -5,6 +5,7 @@ constructor."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 from lightning import LightningModule
@@ -19,6 +20,7 @@ from cpt.freezing import Freeze
 from cpt.masks import Before, GradientMask, recording
 from cpt.model import in_mode, token_nll
 from cpt.objectives import Batch, Objective
+from cpt.parts import Scope
 from cpt.randomness import key
 from cpt.replay import Replay
 
@@ -44,11 +46,20 @@ class DocumentNLL(Metric):
         return self.nll, self.count
 
 
+def beyond(model: PreTrainedModel, scope: Scope) -> list[nn.Parameter]:
+    """The parameters of a model that are not in the scope."""
+    inside = {id(model.get_parameter(name)) for name in scope.names}
+    return [parameter for parameter in model.parameters() if id(parameter) not in inside]
+
+
 class ContinualModule(LightningModule):
     """Learns a sequence of domains by plain further pre-training. A method overrides what it changes.
 
-    All that the method knows is in its `state_dict`: state is a buffer, neutral at construction.
+    All that the method knows is in its `state_dict`: state is a buffer, neutral at construction. `scope` says
+    what of the model the method trains where that is not all of it.
     """
+
+    needs_domain = False  # whether `nll` must be told the domain of a text that has been learned
 
     def __init__(
         self,
@@ -62,16 +73,17 @@ class ContinualModule(LightningModule):
         optimizer: Callable[..., Optimizer],
         schedule: Callable[..., float],
         seed: int,
+        scope: Scope | None = None,
     ) -> None:
         super().__init__()
         self.model, self.objective, self.length = model, objective, length
         self.masks, self.replay = nn.ModuleList(masks), replay
-        self.frozen = freeze.parameters(model)
+        self.frozen = freeze.parameters(model) + (beyond(model, scope) if scope else [])
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
         self.pending: list[Before] = []
         self.evaluation: list[DocumentNLL] = []
         for mask in self.masks:
-            mask.watch(model)
+            mask.watch(model, scope.maps if scope else None)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -110,13 +122,31 @@ class ContinualModule(LightningModule):
         nll = token_nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
-    def backbone(self, domain: int) -> nn.Module:
+    def used(self, domain: int) -> dict[int, float]:
+        """Which parts scored the text of a domain in the last evaluation, by the domains that they belong to
+        (-1: the base), with weights whose sum is 1; nothing where the model is not in parts. Asked by every
+        process."""
+        return {}
+
+    def backbone(self, domain: int) -> PreTrainedModel:
         """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of."""
         return self.model
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        """Writes the model for others to load, after the domains of the order have been learned; gives the
+        Python expression that loads it."""
+        last = self.backbone(len(order) - 1)
+        last.save_pretrained(folder)
+        return f'{type(last).__name__}.from_pretrained("{folder}")'
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What there is to look at after a domain, by name; kept in the run folder."""
         return {name: values for mask in self.masks for name, values in mask.diagnostics().items()}
+
+    @property
+    def progress(self) -> float:
+        """How much of the domain's steps is done: 0 at the first of them, 1 at the last."""
+        return self.trainer.global_step / max(1, self.trainer.max_steps - 1)
 
     def configure_optimizers(self) -> dict:
         matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]

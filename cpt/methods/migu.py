@@ -89,8 +89,8 @@ class MagnitudeMask(GradientMask):
         self.present: Tensor | None = None
         self.inside = False
 
-    def watch(self, model: PreTrainedModel) -> None:
-        covered = [*projections(model), *self.outside(model)]
+    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+        covered = [*(projections(model) if maps is None else maps), *self.outside(model, maps)]
         self.maps = [each for each in covered if self.only.search(each.name)]
         if not self.maps:
             raise ValueError(
@@ -109,11 +109,11 @@ class MagnitudeMask(GradientMask):
         model.register_forward_pre_hook(self.open, with_kwargs=True)
         model.register_forward_hook(self.close, always_call=True)
         for each, place in zip(self.maps, self.places, strict=True):
-            each.module.register_forward_hook(partial(self.record, place))
+            (each.measured or each.module).register_forward_hook(partial(self.record, place))
 
-    def outside(self, model: PreTrainedModel) -> list[Projection]:
-        """The linear maps outside the blocks that are asked for."""
-        if not self.head:
+    def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
+        """The linear maps outside the blocks that are asked for; none where only parts are trained."""
+        if not self.head or maps is not None:
             return []
         within = {each.module for each in projections(model)}
         embedding = model.get_input_embeddings().weight

@@ -33,7 +33,7 @@ VALUES = {
 
 def watching(model: nn.Module, **values) -> MagnitudeMask:
     mask = MagnitudeMask(**{**VALUES, **values})
-    mask.watch(model)
+    mask.watch(model, None)
     return mask
 
 
