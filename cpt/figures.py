@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.scores import GENERAL, Scores
+from cpt.metrics import GENERAL
+from cpt.scores import Scores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,11 @@ def decimals(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4f}"
 
 
+def megabytes(size: float | None) -> str:
+    """Bytes in units of 10^6, in as many digits as one reads."""
+    return "–" if size is None else f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"
+
+
 def heatmap(scores: Scores) -> bytes:
     """The matrix, coloured by the change in nats against the base model; a domain's own row is marked."""
     change = scores.matrix - scores.matrix[:1]
@@ -96,6 +102,25 @@ def stages(scores: Scores) -> bytes:
         _ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
     _direct_labels(axes, ends)
+    return _png(figure)
+
+
+def mixtures(scores: Scores) -> bytes:
+    """The weight of each part in the last model's score of each text."""
+    names = ["base", *scores.learned]
+    weights = np.array([[scores.parts[-1].get(t, {}).get(n, 0.0) for n in names] for t in scores.domains])
+    few = max(weights.shape) <= FEW + 1
+    figure = _figure((3.2 + 0.72 * len(names), 2.0 + 0.42 * len(weights)) if few else (9.5, 8.5))
+    axes = figure.add_subplot()
+    image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="mean weight")
+    _ticks(axes.xaxis, names=names, few=few, rotation=35 if few else 90)
+    _ticks(axes.yaxis, names=scores.domains, few=few, rotation=0)
+    axes.set(xlabel="part of", ylabel="test text")
+    for (row, column), value in np.ndenumerate(weights if few else weights[:0]):
+        axes.text(
+            column, row, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.6 else "black"
+        )
     return _png(figure)
 
 

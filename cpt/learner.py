@@ -20,16 +20,19 @@ from cpt import report
 from cpt.base import Base, base
 from cpt.config import made
 from cpt.corpora import Corpora
+from cpt.costs import own_names, stored_bytes, trained_parameters
 from cpt.data import Domain, DomainSequence
 from cpt.figures import heatmap
 from cpt.folder import RunFolder, check_archive, replacing
 from cpt.freezing import Freeze
 from cpt.methods.base import ContinualModule
+from cpt.metrics import UNITS
 from cpt.model import configuration
+from cpt.parts import BASE
 from cpt.plan import Plan, is_first_process, objective_value
 from cpt.randomness import key
 from cpt.replay import NOTHING
-from cpt.scores import UNITS, Scores
+from cpt.scores import Scores
 from cpt.sources import GENERAL
 from cpt.tracking import log_result, log_row, tracked
 from cpt.trainers import Checkpoint, trainer
@@ -154,6 +157,8 @@ class Learner:
     ) -> None:
         self.cfg, self.place, self.module, self.data = cfg, place, module, data
         self.scores, self.loggers = scores, loggers
+        self.own = own_names(module.model)
+        scores.needs_domain = module.needs_domain
 
     def learn(self) -> None:
         """Every stage that is not committed yet."""
@@ -163,8 +168,8 @@ class Learner:
         elif done > 1:
             self.restore(done - 1)
         for number, domain in list(enumerate(self.data, start=1))[max(0, done - 1) :]:
-            self.fit(number, domain)
-            self.commit(domain.name)
+            costs = self.fit(number, domain)
+            self.commit(domain.name, **costs)
 
     def restore(self, number: int) -> None:
         """The method's state after so many stages."""
@@ -173,8 +178,9 @@ class Learner:
         self.module.load_state_dict(torch.load(path, weights_only=True))
         log.info("going on after %s", self.scores.rows[-1])
 
-    def fit(self, number: int, domain: Domain) -> None:
-        """Learns one domain, from its checkpoint if it has one."""
+    def fit(self, number: int, domain: Domain) -> dict[str, int]:
+        """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
+        take them."""
         checkpoint = self.place.checkpoint(number, domain.name)
         if checkpoint.exists():
             check_archive(
@@ -203,15 +209,17 @@ class Learner:
         if is_first_process():
             with replacing(self.place.stage(number)) as partial:
                 torch.save(state, partial)
+        return {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
 
-    def commit(self, row: str) -> None:
+    def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
         with timed(self.scores.phases, f"score {row}"):
             trainer(self.cfg.trainer, label=f"scoring after {row}").validate(
                 self.module, datamodule=self.data, verbose=False
             )
             losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
-        self.scores.append(row, nll=[(nll.sum() / count.sum()).item() for nll, count in losses.values()])
+        means = [(nll.sum() / count.sum()).item() for nll, count in losses.values()]
+        self.scores.append(row, nll=means, parts=self.parts(), **costs)
         perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
         shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
         log.info("after %s, perplexity: %s", row, shown)
@@ -225,13 +233,21 @@ class Learner:
             self.save()
             self.place.tidy(number, keep=self.cfg.keep_stages)
 
+    def parts(self) -> dict[str, dict[str, float]]:
+        """The parts of the model that scored each text, by name."""
+        places = self.data.places
+        names = {place: name for name, place in places.items()} | {BASE: "base"}
+        used = {text: self.module.used(places.get(text, BASE)) for text in self.scores.domains}
+        return {text: {names[part]: share for part, share in each.items()} for text, each in used.items()}
+
     def save(self) -> None:
         self.scores.seconds = sum(self.scores.phases.values())
         self.scores.save(self.place.scores_file)
 
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
-        self.module.backbone(len(self.data) - 1).save_pretrained(self.place.model)
+        loading = self.module.export(self.place.model, [domain.name for domain in self.data])
+        self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
         rows = self.place.load_documents(len(self.scores.rows))
         sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]

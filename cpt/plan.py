@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from cpt import orders
 from cpt.budget import Budget, share
 from cpt.config import digest, identity, made
-from cpt.scores import METRICS, UNITS
+from cpt.metrics import METRICS, UNITS
 from cpt.sources import Source
 
 

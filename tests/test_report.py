@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from cpt import figures, report
-from cpt.scores import METRICS, Scores, described
+from cpt.metrics import METRICS, described
+from cpt.scores import Scores
 
 NLL = [[5.12, 5.15, 5.2, 4.98], [4.65, 4.8, 5.0, 5.14], [4.89, 3.79, 4.9, 5.2], [4.95, 4.1, 4.0, 5.25]]
 DOMAINS = ["sympy", "networkx", "pandas", "general"]
@@ -122,6 +123,48 @@ def test_a_report_says_what_was_run(tmp_path):
             assert part in text
     assert "a &lt; b" in (tmp_path / "report.html").read_text()
     assert "a < b" in (tmp_path / "report.md").read_text()
+
+
+def with_parts(scores, *, needs_domain=True):
+    """The scores of a run whose model has a part for each domain."""
+    own = {name: {name: 1.0} for name in DOMAINS[:3]}
+    mixed = {"general": {"pandas": 0.6251, "base": 0.2249, "sympy": 0.149, "networkx": 0.001}}
+    scores.parts = [{}, {"sympy": {"sympy": 1.0}, "general": {"base": 1.0}}, {}, own | mixed]
+    scores.trained, scores.stored = [0, 5120, 5120, 5120], [0, 2_000_000, 3_000_000, 4_500_000]
+    scores.needs_domain, scores.loading = needs_domain, 'cpt.exported.load("model", domain="pandas")'
+    return scores
+
+
+def test_a_report_shows_which_part_scored_a_text(tmp_path):
+    markdown, html = written(tmp_path, with_parts(made()))
+    for cells in (Page(html).cells, [cell.strip() for cell in markdown.replace("\n", "|").split("|")]):
+        assert {"pandas 0.63, base 0.22, sympy 0.15", "base", "must be known", "5,120 parameters"} <= set(
+            cells
+        )
+        assert "4.50 MB, 1.25 MB more with each domain" in cells
+        assert 'cpt.exported.load("model", domain="pandas")' in cells
+    assert len(Page(html).loads) == 3
+    assert "Parts of the model" not in written(tmp_path / "plain", made())[0]
+    assert "need not be known" in written(tmp_path / "told", with_parts(made(), needs_domain=False))[0]
+
+
+def test_the_picture_of_parts_takes_many_domains():
+    scores = many()
+    scores.parts = [{} for _ in scores.rows]
+    scores.parts[-1] = {name: {name: 0.5, "base": 0.5} for name in scores.domains[:-1]}
+    assert figures.mixtures(scores).startswith(b"\x89PNG")
+
+
+def test_a_comparison_has_the_costs(tmp_path, capsys):
+    for seed in (0, 1):
+        folder = tmp_path / f"adapter-{seed}"
+        folder.mkdir()
+        with_parts(made(method="adapter", seed=seed)).save(folder / "scores.json")
+    save(tmp_path / "ncl")
+    assert report.main([str(tmp_path)]) == 0
+    rows = rows_of(capsys.readouterr().out, "masked: ")
+    assert rows["adapter"][6:10] == ["5,120 ± 0", "4.50 MB ± 0.00 MB", "1.25 MB ± 0.00 MB", "yes"]
+    assert rows["ncl"][6:10] == ["0", "–", "–", "no"]
 
 
 def test_documents_may_be_counted_by_split(tmp_path):

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from cpt import scores
-from cpt.scores import METRICS, UNITS, Layout, Scores
+from cpt import metrics
+from cpt.metrics import METRICS, UNITS, Layout
+from cpt.scores import Scores
 
 # fmt: off
 NLL = np.array([  # columns a, b, c, general; every metric has a value of its own
@@ -60,7 +61,7 @@ def made(*, nll=NLL, rows=("base", "a", "b", "c"), domains=("a", "b", "c", "gene
 
 
 def test_each_metric_by_hand():
-    measured = scores.metrics(NLL, layout=layout())
+    measured = metrics.metrics(NLL, layout=layout())
     assert measured.keys() == BY_HAND.keys() == METRICS.keys()
     assert {name: float(x) for name, x in measured.items()} == pytest.approx(BY_HAND)
     assert len({round(x, 6) for x in BY_HAND.values()}) == len(BY_HAND)
@@ -68,9 +69,9 @@ def test_each_metric_by_hand():
 
 def test_batched_equals_looped():
     batch = np.random.default_rng(0).uniform(1, 6, size=(5, 2, 4, 4))
-    batched = scores.metrics(batch, layout=layout())
+    batched = metrics.metrics(batch, layout=layout())
     for index in np.ndindex(5, 2):
-        single = scores.metrics(batch[index], layout=layout())
+        single = metrics.metrics(batch[index], layout=layout())
         for name in METRICS:
             assert batched[name].shape == (5, 2)
             assert batched[name][index] == pytest.approx(single[name])
@@ -79,13 +80,13 @@ def test_batched_equals_looped():
 def test_the_diagonal_goes_by_name():
     shuffled = [2, 0, 1, 3]
     columns = [["a", "b", "c", "general"][i] for i in shuffled]
-    measured = scores.metrics(NLL[:, shuffled], layout=layout(domains=columns))
+    measured = metrics.metrics(NLL[:, shuffled], layout=layout(domains=columns))
     assert {name: float(x) for name, x in measured.items()} == pytest.approx(BY_HAND)
     assert made(nll=NLL[:, shuffled], domains=columns).diagonal == {"a": 3.0, "b": 4.0, "c": 5.0}
 
 
 def test_after_two_of_three_stages():
-    measured = scores.metrics(NLL[:3], layout=layout(rows=("base", "a", "b")))
+    measured = metrics.metrics(NLL[:3], layout=layout(rows=("base", "a", "b")))
     expected = {
         "CPT": (3.0 + 4.0) / 2,
         "LC": (3.4 + 4.0 + 6.5) / 3,
@@ -121,21 +122,21 @@ def test_a_metric_without_its_terms_is_absent(rows, columns, present):
 def test_the_best_model_is_sought_among_the_learned_rows_before_the_last():
     nll = np.array([[1.0, 9.0, 9.0], [3.0, 9.0, 9.0], [2.8, 5.0, 9.0], [2.5, 5.5, 6.0]])
     columns = layout(domains=["a", "b", "c"])
-    assert scores.metrics(nll, layout=columns)["FG_max"] == pytest.approx(((2.5 - 2.8) + (5.5 - 5.0)) / 2)
+    assert metrics.metrics(nll, layout=columns)["FG_max"] == pytest.approx(((2.5 - 2.8) + (5.5 - 5.0)) / 2)
 
 
 def test_the_general_column_enters_no_average():
     other = NLL + np.array([0, 0, 0, 1.0]) * np.arange(4)[:, None]
-    before, after = scores.metrics(NLL, layout=layout()), scores.metrics(other, layout=layout())
+    before, after = metrics.metrics(NLL, layout=layout()), metrics.metrics(other, layout=layout())
     assert {name for name in METRICS if before[name] != after[name]} == {"general_drift"}
 
 
 def test_units_by_hand():
-    units = scores.in_units(NLL, layout=layout())
+    units = metrics.in_units(NLL, layout=layout())
     assert units["perplexity"][1, 0] == pytest.approx(np.e**3)
     assert units["bits_per_byte"][1, 0] == pytest.approx(3.0 * 100 / 400 / 0.6931471805599453)
     assert units["bits_per_byte"][2, 1] == pytest.approx(4.0 * 50 / 150 / 0.6931471805599453)
-    measured = scores.values(NLL, layout=layout())
+    measured = metrics.values(NLL, layout=layout())
     assert measured["LC"]["perplexity"] == pytest.approx((np.e**3.9 + np.e**4.3 + np.e**5) / 3)
     assert measured["general_drift"]["bits_per_byte"] == pytest.approx(0.75 * 60 / 180 / np.log(2))
     assert measured["FG_max"]["perplexity"] == pytest.approx(
@@ -144,13 +145,13 @@ def test_units_by_hand():
 
 
 def test_intransigence_by_hand():
-    assert scores.intransigence(np.array([3.0, 4.0, 5.0]), one=np.array([2.5, 4.1, 4.7])) == pytest.approx(
+    assert metrics.intransigence(np.array([3.0, 4.0, 5.0]), one=np.array([2.5, 4.1, 4.7])) == pytest.approx(
         0.7 / 3
     )
 
 
 def test_every_metric_describes_itself():
-    described = {name: scores.described(metric.compute) for name, metric in METRICS.items()}
+    described = {name: metrics.described(metric.compute) for name, metric in METRICS.items()}
     assert described["FG"] == (
         "Forgetting since each domain was learned, > 0 is bad",
         "mean_{j<n} (L[n][j] - L[j][j])",
@@ -173,8 +174,10 @@ def documents(*, generator, size, rows=4, columns=4, spread=1.0):
 
 def test_bootstrap_is_deterministic_and_holds_every_metric():
     sums, counts = documents(generator=np.random.default_rng(1), size=40)
-    first, second = (scores.intervals(sums, counts=counts, layout=layout(), replicates=200) for _ in range(2))
-    other = scores.intervals(sums, counts=counts, layout=layout(), replicates=200, seed=1)
+    first, second = (
+        metrics.intervals(sums, counts=counts, layout=layout(), replicates=200) for _ in range(2)
+    )
+    other = metrics.intervals(sums, counts=counts, layout=layout(), replicates=200, seed=1)
     assert first == second != other
     assert first.keys() == METRICS.keys()
     assert all(low < high for units in first.values() for low, high in units.values())
@@ -182,10 +185,10 @@ def test_bootstrap_is_deterministic_and_holds_every_metric():
 
 def test_chunks_change_nothing(monkeypatch):
     sums, counts = documents(generator=np.random.default_rng(2), size=33)
-    whole = scores.intervals(sums, counts=counts, layout=layout(), replicates=100)
+    whole = metrics.intervals(sums, counts=counts, layout=layout(), replicates=100)
     for budget in (1, 7 * 33, 100 * 33 - 1):
-        monkeypatch.setattr(scores, "BUDGET", budget)
-        parts = scores.intervals(sums, counts=counts, layout=layout(), replicates=100)
+        monkeypatch.setattr(metrics, "BUDGET", budget)
+        parts = metrics.intervals(sums, counts=counts, layout=layout(), replicates=100)
         for name, unit in ((name, unit) for name in METRICS for unit in UNITS):
             assert parts[name][unit] == pytest.approx(whole[name][unit], rel=1e-9)
 
@@ -193,7 +196,7 @@ def test_chunks_change_nothing(monkeypatch):
 def test_an_interval_is_that_of_a_plain_bootstrap():
     sums, counts = documents(generator=np.random.default_rng(3), size=30, columns=1)
     only = Layout(rows=["base", "a", "b", "c"], domains=["a"], tokens=[100], bytes=[400])
-    low, high = scores.intervals(sums, counts=counts, layout=only, replicates=4000)["ZS"]["nats"]
+    low, high = metrics.intervals(sums, counts=counts, layout=only, replicates=4000)["ZS"]["nats"]
     generator = np.random.default_rng(4)
     drawn = generator.integers(30, size=(4000, 30))
     plain = np.percentile(sums[0][0][drawn].sum(1) / counts[0][drawn].sum(1), [2.5, 97.5])
@@ -206,7 +209,7 @@ def test_intervals_cover_the_truth():
     covered = {"LC": 0, "FG": 0, "general_drift": 0}
     for _ in range(150):
         sums, counts = documents(generator=generator, size=50)
-        bounds = scores.intervals(sums, counts=counts, layout=columns, replicates=200)
+        bounds = metrics.intervals(sums, counts=counts, layout=columns, replicates=200)
         for name in covered:
             low, high = bounds[name]["nats"]
             covered[name] += low <= BY_HAND[name] <= high
@@ -215,7 +218,7 @@ def test_intervals_cover_the_truth():
 
 def test_differences_are_paired():
     sums, counts = documents(generator=np.random.default_rng(6), size=100)
-    bounds = scores.intervals(sums, counts=counts, layout=layout(), replicates=300)
+    bounds = metrics.intervals(sums, counts=counts, layout=layout(), replicates=300)
     width = {name: bounds[name]["nats"][1] - bounds[name]["nats"][0] for name in METRICS}
     assert width["FG"] < width["LC"] / 4
     assert width["general_drift"] < width["ZS"] / 4
@@ -228,7 +231,7 @@ def test_many_documents_in_bounded_memory():
     sums = np.random.default_rng(7).normal(3, 1, size=(2, 1_000_000)) * count
     only = Layout(rows=["base", "a"], domains=["a"], tokens=[100], bytes=[400])
     tracemalloc.start()
-    bounds = scores.intervals([sums], counts=[count], layout=only, replicates=8)
+    bounds = metrics.intervals([sums], counts=[count], layout=only, replicates=8)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert bounds["LC"]["nats"] == pytest.approx([3, 3], abs=0.02)
@@ -240,11 +243,11 @@ def test_documents_without_scored_tokens_count_for_nothing():
     padded = [np.append(s, np.zeros((4, 5)), axis=1) for s in sums]
     zeros = [np.append(c, np.zeros(5, int)) for c in counts]
     few = {"replicates": 50, "layout": layout()}
-    assert scores.intervals(padded, counts=zeros, **few) == scores.intervals(sums, counts=counts, **few)
+    assert metrics.intervals(padded, counts=zeros, **few) == metrics.intervals(sums, counts=counts, **few)
     with pytest.raises(ValueError, match="a: none of 20 documents has a scored token"):
-        scores.intervals(sums, counts=[np.zeros(20), *counts[1:]], **few)
+        metrics.intervals(sums, counts=[np.zeros(20), *counts[1:]], **few)
     with pytest.raises(ValueError, match=r"b: nll_sums is \(3, 20\), needed \(4, 20\)"):
-        scores.intervals([sums[0], sums[1][:3], *sums[2:]], counts=counts, **few)
+        metrics.intervals([sums[0], sums[1][:3], *sums[2:]], counts=counts, **few)
 
 
 def test_measure_keeps_the_intervals_by_metric_and_unit():
@@ -281,11 +284,24 @@ def test_the_contract_of_the_file(tmp_path):
     made().save(tmp_path / "scores.json")
     data = json.loads((tmp_path / "scores.json").read_text())
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
-    keys += " config_digest run texts versions"
+    keys += " config_digest run texts versions parts trained stored needs_domain loading"
     assert set(data) == set(keys.split())
-    assert data["version"] == 1
+    assert data["version"] == 2
     assert data["nll"] == NLL.tolist()
     assert set(data["metrics"]["LC"]) == {"nats", "perplexity", "bits_per_byte"}
+
+
+def test_rows_hold_parts_and_costs(tmp_path):
+    scores = made(rows=(), nll=np.empty((0, 4)))
+    scores.append("base", nll=NLL[0], parts={"a": {"base": 1.0}, "general": {}})
+    scores.append("a", nll=NLL[1], parts={"a": {"a": 0.75, "base": 0.25}}, trained=7, stored=100)
+    assert scores.growth is None
+    scores.append("b", nll=NLL[2], trained=7, stored=150)
+    scores.append("c", nll=NLL[3], trained=9, stored=180)
+    scores.save(tmp_path / "scores.json")
+    back = Scores.load(tmp_path / "scores.json")
+    assert back.parts == [{"a": {"base": 1.0}}, {"a": {"a": 0.75, "base": 0.25}}, {}, {}]
+    assert (back.trained, back.stored, back.growth) == ([0, 7, 7, 9], [0, 100, 150, 180], 40.0)
 
 
 def test_what_is_not_finite_is_null_in_the_file(tmp_path):
@@ -326,9 +342,9 @@ def damaged(data, **changes):
         (lambda data: json.dumps(data)[:-20], "Expecting|Unterminated"),
         (lambda data: "", "Expecting value"),
         (lambda data: "\x00\xff", "Expecting value"),
-        (lambda data: "[1, 2]", "version 1"),
-        (lambda data: '{"rows": ["base"]}', "version 1"),
-        (lambda data: damaged(data, version=2), "version 1"),
+        (lambda data: "[1, 2]", "version 2"),
+        (lambda data: '{"rows": ["base"]}', "version 2"),
+        (lambda data: damaged(data, version=1), "version 2"),
         (lambda data: damaged(data, extra=2), "unknown: extra"),
         (
             lambda data: json.dumps({k: v for k, v in data.items() if k != "texts"}),

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers  # noqa: F401  (for an expression that is evaluated)
 from conftest import SHARED
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
@@ -33,7 +34,7 @@ def scores_of(folder):
 
 def test_the_scores_keep_the_contract(done):
     scores = scores_of(done)
-    assert scores["version"] == 1
+    assert scores["version"] == 2
     assert scores["domains"] == ["law", "food", "general"]
     assert scores["rows"] == ["base", "law", "food"]
     assert [len(row) for row in scores["nll"]] == [3, 3, 3]
@@ -61,6 +62,16 @@ def test_the_folder_holds_what_a_reader_looks_for(done):
         assert (done / name).stat().st_size > 0
     assert not (done / "checkpoints").exists()
     assert [path.name for path in sorted((done / "stages").iterdir())] == ["002.pt"]
+
+
+def test_the_scores_say_what_the_method_costs_and_how_its_model_is_loaded(done, monkeypatch):
+    scores = scores_of(done)
+    trained = sum(each.numel() for each in AutoModelForMaskedLM.from_pretrained(done / "model").parameters())
+    assert (scores["trained"], scores["stored"]) == ([0, trained, trained], [0, 0, 0])
+    assert scores["parts"] == [{}, {}, {}] and not scores["needs_domain"]
+    monkeypatch.chdir(done)
+    assert scores["loading"] == 'transformers.ModernBertForMaskedLM.from_pretrained("model")'
+    assert eval(scores["loading"]).config.model_type == "modernbert"
 
 
 def test_the_model_loads_with_plain_transformers(done):

@@ -137,7 +137,7 @@ class ContinualModule(LightningModule):
         Python expression that loads it."""
         last = self.backbone(len(order) - 1)
         last.save_pretrained(folder)
-        return f'{type(last).__name__}.from_pretrained("{folder}")'
+        return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What there is to look at after a domain, by name; kept in the run folder."""

@@ -1,0 +1,28 @@
+"""What a method costs: the parameters it trains, and what it keeps beside the model."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def own_names(model: PreTrainedModel) -> set[str]:
+    """The names in the state_dict of a model as its authors wrote it, without what was attached since."""
+    with torch.device("meta"):
+        return set(type(model)(model.config).state_dict())
+
+
+def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
+    """Bytes of a method's state_dict beyond the model's own weights; what has two names counts once."""
+    # peft moves the weight of a map that it adapts one level down.
+    names = {name: name.removeprefix("model.").replace(".base_layer", "") for name in state}
+    beside = [
+        state[name] for name, plain in names.items() if not (name.startswith("model.") and plain in own)
+    ]
+    return sum({each.data_ptr(): each.nbytes for each in beside if each.nbytes}.values())
+
+
+def trained_parameters(module: nn.Module) -> int:
+    """How many numbers the optimizer moves."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

@@ -1,0 +1,208 @@
+"""Every metric as a pure function of a run's matrix of losses, and their intervals.
+
+L[i][j] is the mean negative log-likelihood (nats per scored token) on test text j after i stages; L[0] is the
+base model. Domains are numbered 1..N in the order of learning, so that L[j][j] is the model that has just
+learned domain j; n is the number of stages so far, N at the end. The general text, g, enters no average.
+
+Yildiz et al. 2024 (arXiv 2402.17400): ZS, CPT, LC, transfer relative to zero-shot. Lopez-Paz and Ranzato 2017
+(GEM, arXiv 1706.08840): BWT_gem, FWT_gem. Chaudhry et al. 2018 (arXiv 1801.10112): FG_max, intransigence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import ge
+from typing import NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+Arrays = Sequence[np.ndarray]
+GENERAL = "general"
+UNITS = ("nats", "perplexity", "bits_per_byte")
+BUDGET = 1 << 22  # numbers that the bootstrap holds in one array
+
+
+def zero_shot(nll: Array, *, domains: int) -> Array:
+    """Loss of the base model: `mean_j L[0][j]`."""
+    return nll[..., 0, :domains].mean(-1)
+
+
+def just_learned(nll: Array, *, domains: int) -> Array:
+    """Loss on each domain just after it was learned: `mean_{j<=n} L[j][j]`."""
+    return _diagonal(nll).mean(-1)
+
+
+def last(nll: Array, *, domains: int) -> Array:
+    """Loss of the last model on all domains: `mean_j L[n][j]`."""
+    return nll[..., -1, :domains].mean(-1)
+
+
+def forgetting(nll: Array, *, domains: int) -> Array:
+    """Forgetting since each domain was learned, > 0 is bad: `mean_{j<n} (L[n][j] - L[j][j])`."""
+    earlier = nll.shape[-2] - 2
+    return (nll[..., -1, :earlier] - _diagonal(nll)[..., :earlier]).mean(-1)
+
+
+def forgetting_from_best(nll: Array, *, domains: int) -> Array:
+    """Forgetting since the best model, > 0 is bad: `mean_{j<n} (L[n][j] - min_{1<=i<=n-1} L[i][j])`.
+
+    i: every learned row but the last, also those before j was learned; not the base (Chaudhry: l in 1..k-1).
+    """
+    earlier = nll.shape[-2] - 2
+    return (nll[..., -1, :earlier] - nll[..., 1:-1, :earlier].min(-2)).mean(-1)
+
+
+def backward_zero_shot(nll: Array, *, domains: int) -> Array:
+    """Backward transfer relative to zero-shot, > 0 is good: `mean_{j<n} (L[0][j] - L[n][j])`."""
+    earlier = nll.shape[-2] - 2
+    return (nll[..., 0, :earlier] - nll[..., -1, :earlier]).mean(-1)
+
+
+def backward_gem(nll: Array, *, domains: int) -> Array:
+    """Backward transfer as GEM defines it, > 0 is good: `mean_{j<n} (L[j][j] - L[n][j]) = -FG`."""
+    return -forgetting(nll, domains=domains)
+
+
+def forward_zero_shot(nll: Array, *, domains: int) -> Array:
+    """Forward transfer, > 0 is good: `mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])`."""
+    stages = min(nll.shape[-2], domains)
+    ahead = np.arange(domains) >= np.arange(1, stages)[:, None]  # [i, j]: domain j comes after stage i
+    gained = nll[..., :1, :domains] - nll[..., 1:stages, :domains]
+    return (np.where(ahead, gained, 0).sum(-1) / ahead.sum(-1)).mean(-1)
+
+
+def forward_gem(nll: Array, *, domains: int) -> Array:
+    """Forward transfer just before learning, > 0 is good: `mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])`."""
+    ahead = np.arange(1, min(nll.shape[-2], domains))  # GEM takes random weights where we take the base model
+    return (nll[..., 0, ahead] - nll[..., ahead, ahead]).mean(-1)
+
+
+def general_drift(nll: Array, *, domains: int) -> Array:
+    """What the run has cost on general text, > 0 is bad: `L[n][g] - L[0][g]`."""
+    return nll[..., -1, domains] - nll[..., 0, domains]
+
+
+def intransigence(diagonal: Array, *, one: Array) -> Array:
+    """Cost against learning each domain alone (method `one`), > 0 is bad: `mean_j (L[j][j] - ONE[j][j])`."""
+    return (np.asarray(diagonal) - np.asarray(one)).mean(-1)
+
+
+def _diagonal(nll: Array) -> Array:
+    """L[j][j] for the stages j = 1..n, as [..., n]."""
+    return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
+
+
+class Metric(NamedTuple):
+    """A function of the matrix, and the least that has to be there for its terms to exist."""
+
+    compute: Callable[..., Array]
+    stages: int = 0
+    domains: int = 1
+    rows: int = 1
+    general: bool = False
+
+
+METRICS: Mapping[str, Metric] = {
+    "ZS": Metric(zero_shot),
+    "CPT": Metric(just_learned, stages=1),
+    "LC": Metric(last),
+    "FG": Metric(forgetting, stages=2),
+    "FG_max": Metric(forgetting_from_best, stages=2),
+    "BWT_zs": Metric(backward_zero_shot, stages=2),
+    "BWT_gem": Metric(backward_gem, stages=2),
+    "FWT_zs": Metric(forward_zero_shot, stages=1, domains=2),
+    "FWT_gem": Metric(forward_gem, stages=1, domains=2),
+    "general_drift": Metric(general_drift, rows=2, general=True),
+}
+
+
+def described(function: Callable[..., Array]) -> tuple[str, str]:
+    """Meaning and formula of a metric, from the first line of its docstring: "meaning: `formula`."."""
+    meaning, _, formula = (function.__doc__ or "").split("\n")[0].partition(": `")
+    return meaning, formula.removesuffix("`.")
+
+
+@dataclass(kw_only=True)
+class Layout:
+    """What the rows and columns of a matrix stand for."""
+
+    rows: list[str] = field(default_factory=list)  # "base", then the stages done
+    domains: list[str]  # columns: d1..dN, then "general" if there is general text
+    tokens: list[int]  # per column, tokens of the test text that the objective may score
+    bytes: list[int]  # per column, UTF-8 bytes of the test text
+
+    @property
+    def learned(self) -> list[str]:
+        """The domains in the order of learning so far; none if a row stands for a mixture of domains."""
+        return self.rows[1:] if set(self.rows[1:]) <= set(self.domains) - {GENERAL} else []
+
+
+def metrics(nll: Array, *, layout: Layout) -> dict[str, Array]:
+    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]."""
+    by_stage = dict.fromkeys([*layout.learned, *layout.domains])  # the general text stays last
+    aligned = nll[..., [layout.domains.index(name) for name in by_stage]]
+    domains = len(set(layout.domains) - {GENERAL})
+    have = (len(layout.learned), domains, len(layout.rows), GENERAL in layout.domains)
+    there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[1:]))}
+    return {name: metric.compute(aligned, domains=domains) for name, metric in there.items()}
+
+
+@np.errstate(over="ignore")
+def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
+    """The matrix in nats, as perplexity exp(nats) and in bits per byte, nats * tokens / bytes / ln 2."""
+    per_byte = np.asarray(layout.tokens, float) / np.asarray(layout.bytes, float) / np.log(2)
+    return dict(zip(UNITS, (nats, np.exp(nats), nats * per_byte), strict=True))
+
+
+@np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
+def values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
+    """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
+    units = {unit: metrics(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
+    return {name: {unit: units[unit][name] for unit in UNITS} for name in units["nats"]}
+
+
+def intervals(
+    nll_sums: Arrays, *, counts: Arrays, layout: Layout, replicates: int = 1000, seed: int = 0
+) -> dict[str, dict[str, list[float]]]:
+    """95 % percentile bootstrap over documents (Efron 1979): {metric: {unit: [low, high]}}.
+
+    Per column, nll_sums is [row, document] (nats), counts [document] (scored tokens). Documents are redrawn
+    within their column, alike for every row: differences are paired. Tokens per byte is taken as known.
+    """
+    samples = _samples(nll_sums, counts=counts, layout=layout)
+    generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
+    chunk = max(1, BUDGET // max(len(layout.rows) * len(samples), *(count.size for _, count in samples)))
+    parts = []
+    for first in range(0, replicates, chunk):
+        size = min(chunk, replicates - first)
+        drawn = [_resampled(*s, generator=g, size=size) for s, g in zip(samples, generators, strict=True)]
+        parts.append(values(np.stack(drawn, -1), layout=layout))
+    return {m: {u: _bounds([part[m][u] for part in parts]) for u in UNITS} for m in parts[0]}
+
+
+@np.errstate(invalid="ignore")
+def _bounds(parts: Arrays) -> list[float]:
+    return np.percentile(np.concatenate(parts), [2.5, 97.5]).tolist()
+
+
+def _samples(nll_sums: Arrays, *, counts: Arrays, layout: Layout) -> list[list[Array]]:
+    """Per column, sums and counts of the documents that have scored tokens; ValueError if there are none."""
+    samples = []
+    for name, sums, count in zip(layout.domains, nll_sums, counts, strict=True):
+        if np.shape(sums) != (len(layout.rows), len(count)):
+            raise ValueError(f"{name}: nll_sums is {np.shape(sums)}, needed {(len(layout.rows), len(count))}")
+        scored = np.asarray(count) > 0
+        if not scored.any():
+            raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
+        samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
+    return samples
+
+
+def _resampled(sums: Array, count: Array, *, generator: np.random.Generator, size: int) -> Array:
+    """Mean loss per token of `size` resamples of a column's documents, as [size, row]."""
+    documents = count.size
+    drawn = generator.integers(documents, size=(size, documents)) + np.arange(size)[:, None] * documents
+    weight = np.bincount(drawn.ravel(), minlength=size * documents).reshape(size, documents).astype(float)
+    return (weight @ sums.T) / (weight @ count)[:, None]
