@@ -21,6 +21,7 @@ from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
 from subjects import Pulse, fit
 
+from cpt.costs import own_names, stored_bytes, trained_parameters
 from cpt.methods.base import ContinualModule
 
 CONF = ROOT / "conf"
@@ -36,6 +37,15 @@ TARGETS = {
     "kd": 1.5,
     "derpp": 2.2,
     "replay": 1.0,
+    "adapter": 0.85,
+    "lora": 0.85,
+    "inclora": 0.85,
+    "olora": 0.85,
+    "demix": 1.0,
+    "hat": 1.15,
+    "hat, adapter": 1.15,
+    "cpt_plugin": 1.2,
+    "prompt": 264 / 164,  # its 100 tokens beside the sample's
 }
 VARIANTS = {
     DENSE: ["method=ncl"],
@@ -45,6 +55,11 @@ VARIANTS = {
     "kd, hidden": ["method=kd", "method.distilled=hidden"],
     "derpp, logits": ["method=derpp", "method.matched=logits"],
     "replay, added": ["method=replay", "method.mixture.adds=true"],
+    "adapter, houlsby": ["method=adapter", "method.placement=houlsby"],
+    "lora + migu": ["method=lora", "mask=migu"],
+    "demix, adapters": ["method=demix", "method.experts=adapter"],
+    "hat, adapter": ["method=hat", "method.form=adapter"],
+    "prompt, 20 tokens": ["method=prompt", "method.tokens=20"],
     "replay, general": ["method=replay", "replay@method.mixture=general"],
 }
 SHAPE = [
@@ -111,12 +126,12 @@ def dense_losses(module: ContinualModule, batch: Mapping[str, torch.Tensor]) -> 
 
 def needs(module: ContinualModule) -> dict[str, int]:
     """Bytes beyond the model that are saved, and that are held; trained parameters; peak bytes on a GPU."""
-    saved, held = extra(module.state_dict()), extra(dict(module.named_buffers()))
+    held = extra(dict(module.named_buffers()))
     on_device = {"peak_device": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
     return {
-        "state": sum(saved.values()),
+        "state": stored_bytes(module.state_dict(), own_names(module.model)),
         "held": sum(held.values()),
-        "trainable": sum(p.numel() for p in module.parameters() if p.requires_grad),
+        "trainable": trained_parameters(module),
         **on_device,
     }
 

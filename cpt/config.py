@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 import os
 import re
 import sys
@@ -33,6 +34,7 @@ EXECUTION = (
     "trainer.log_every_n_steps",
     "trainer.workers",
 )
+FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 # What a run has a name for; what else it was given tells it from others in a comparison.
 NAMED = ("method", "mask", "replay", "domains", "model", "order", "seed", "experiment")
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
@@ -114,15 +116,15 @@ def readable(*, errors_only: bool) -> Iterator[None]:
 
 
 def made(options: DictConfig, **extra: Any) -> Any:
-    """What a choice of a config group stands for; its name, and those of choices within it, are not given to
-    it."""
-    named = OmegaConf.to_container(options, resolve=True)
-    return instantiate({**nameless(named), **extra}, _convert_="all") if named["_target_"] else None
+    """What a choice of a config group stands for; what others read of it, and of choices within it, is not
+    given to it."""
+    told = OmegaConf.to_container(options, resolve=True)
+    return instantiate({**own(told), **extra}, _convert_="all") if told["_target_"] else None
 
 
-def nameless(options: dict[str, Any]) -> dict[str, Any]:
-    inner = {key: nameless(value) if isinstance(value, dict) else value for key, value in options.items()}
-    return {key: value for key, value in inner.items() if key != "name"}
+def own(options: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: own(value) if isinstance(value, dict) else value for key, value in options.items()}
+    return {key: value for key, value in inner.items() if key not in FOR_OTHERS}
 
 
 def built_or_given(checkpoint: str | None, built: Any, given: Any) -> Any:
@@ -142,6 +144,7 @@ def variant() -> str:
     )
 
 
+OmegaConf.register_new_resolver("times", operator.mul, replace=True)
 OmegaConf.register_new_resolver("built_or_given", built_or_given, replace=True)
 OmegaConf.register_new_resolver("choices", choices, replace=True)
 OmegaConf.register_new_resolver("variant", variant, replace=True)

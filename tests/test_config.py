@@ -7,7 +7,7 @@ from conftest import ROOT
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from cpt.config import LONGEST, choices, differences, identity, readable, reason
+from cpt.config import LONGEST, choices, differences, identity, made, readable, reason
 from cpt.plan import planned
 
 GROUPS = sorted(path.parent.name for path in ROOT.glob("conf/*/*.yaml"))
@@ -20,6 +20,7 @@ def test_the_groups_are_those_of_the_house():
         "method",
         "mask",
         "replay",
+        "routing",
         "domains",
         "optim",
         "schedule",
@@ -31,8 +32,10 @@ def test_the_groups_are_those_of_the_house():
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_yaml_composes_and_resolves(group, choice, composed):
-    cfg = composed(f"{group}={choice}", "model.checkpoint=somewhere", "+domains.root=here")
-    assert identity(cfg)
+    chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(
+        group, [f"{group}={choice}"]
+    )
+    assert identity(composed(*chosen, "model.checkpoint=somewhere", "+domains.root=here"))
 
 
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "model"])
@@ -121,6 +124,19 @@ def test_what_carries_a_run_out_does_not_identify_it(composed):
 def test_a_given_checkpoint_is_not_learned_at_the_rate_of_a_tiny_model(composed):
     assert composed().optim.lr == 2e-3
     assert composed("model.checkpoint=somewhere").optim.lr == 1e-4
+
+
+def test_a_method_may_learn_at_a_rate_of_its_own(composed):
+    assert composed("+method.rate=4").optim.lr == composed("optim=sgd", "+method.rate=4").optim.lr == 8e-3
+    assert composed("+method.rate=4", "model.checkpoint=somewhere").optim.lr == 4e-4
+    assert composed("+method.rate=4", "optim.lr=0.5").optim.lr == 0.5
+
+
+def test_what_is_for_others_is_not_given_to_a_choice(composed):
+    cfg = composed("mask=migu", "+mask.rate=3", "+mask.inner={name: a, size: 2}")
+    cfg.mask._target_ = "builtins.dict"
+    options = made(cfg.mask)
+    assert options["inner"] == {"size": 2} and not {"name", "rate"} & set(options)
 
 
 def test_an_error_ends_in_one_line(capsys):
