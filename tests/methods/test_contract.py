@@ -5,12 +5,16 @@ import json
 from pathlib import Path
 
 import making
+import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 from conftest import ROOT
 from lightning.pytorch.callbacks import Callback
 from making import DROPOUT, ORDER
 
+import cpt.exported
 from cpt import learner
 from cpt.methods.base import ContinualModule
 
@@ -100,6 +104,33 @@ def test_two_domains_are_learned(method, uninterrupted):
     assert all(isinstance(loss, float) and 0 < loss < 20 for row in scores["nll"] for loss in row)
     if method in LEARNING:
         assert scores["nll"][-1] != scores["nll"][0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_text_is_scored_by_known_parts(method, uninterrupted):
+    scores = json.loads((uninterrupted(method) / "scores.json").read_text())
+    if any(scores["parts"]):
+        assert all(weights == {"base": 1.0} for weights in scores["parts"][0].values())
+        for row in scores["parts"]:
+            assert set(row) == set(scores["domains"])
+            assert all(sum(weights.values()) == pytest.approx(1, abs=0.01) for weights in row.values())
+            assert {part for weights in row.values() for part in weights} <= {"base", "law", "food"}
+    assert scores["needs_domain"] <= any(scores["parts"])
+
+
+@pytest.mark.parametrize("method", LEARNING)
+def test_the_exported_model_is_that_of_the_last_domain(method, uninterrupted, module, monkeypatch):
+    made, data, _ = module(f"method={method}")
+    folder = uninterrupted(method)
+    made.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
+    monkeypatch.chdir(folder)
+    loading = json.loads((folder / "scores.json").read_text())["loading"]
+    names = {"transformers": transformers, "cpt": cpt, "peft": peft}
+    loaded, wanted = eval(loading, names).eval(), made.backbone(len(data) - 1).eval()
+    batch = next(iter(data.held_out.values())).ids(np.arange(4))
+    ids = torch.as_tensor(batch)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=ids).logits, wanted(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("method", LEARNING)
