@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cpt import figures
-from cpt.figures import decimals, megabytes, perplexity
+from cpt.formatting import decimals, megabytes, perplexity
 from cpt.labels import label, shared_values
 from cpt.metrics import GENERAL, intransigence
 from cpt.pages import Block, few

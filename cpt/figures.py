@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cpt.formatting import perplexity, shortened
 from cpt.metrics import GENERAL
 from cpt.scores import Scores
 
@@ -27,39 +28,10 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
 
 
-def shortened(name: str, *, width: int) -> str:
-    """The name in at most `width` characters, its middle left out: names often differ at their ends."""
-    tail = (width - 1) // 2
-    return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
-
-
-def perplexity(value: float | None) -> str:
-    """A perplexity, or a difference of two, in as many digits as one reads."""
-    if value is None or np.isnan(value):
-        return "nan"
-    size = abs(value)
-    return (
-        f"{value:.{2 if size < 100 else 1}f}"
-        if size < 1000
-        else f"{value:,.0f}"
-        if size < 1e6
-        else f"{value:.1e}"
-    )
-
-
 @np.errstate(over="ignore")
 def perplexities(scores: Scores) -> np.ndarray:
     """The matrix as perplexities, [row, column]."""
     return np.exp(scores.matrix)
-
-
-def decimals(value: float | None) -> str:
-    return "nan" if value is None else f"{value:.4f}"
-
-
-def megabytes(size: float | None) -> str:
-    """Bytes in units of 10^6, in as many digits as one reads."""
-    return "–" if size is None else f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"
 
 
 def heatmap(scores: Scores) -> bytes:

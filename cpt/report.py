@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cpt import figures
 from cpt.comparison import compared, found
-from cpt.figures import decimals, megabytes, perplexity, shortened
+from cpt.formatting import decimals, megabytes, perplexity, shortened
 from cpt.labels import label
 from cpt.metrics import METRICS, UNITS, described
 from cpt.pages import Block, few, plain, written
