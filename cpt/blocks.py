@@ -114,9 +114,17 @@ def units(model: nn.Module, kinds: Sequence[str]) -> list[Units]:
 def projections(model: nn.Module) -> list[Projection]:
     """All linear maps within the blocks, sources before their out."""
     found = []
+    for inner in sublayers(model, ("heads", "neurons")):
+        found += [source for source, _ in inner.sources] + [inner.out]
+    return found
+
+
+def sublayers(model: nn.Module, kinds: Sequence[str]) -> list[Between]:
+    """The attentions (`heads`) and feed-forward networks (`neurons`) that are wanted, block by block."""
+    found = []
     for name, block in blocks(model):
-        for inner in [*attentions(model, name, block), feed_forward(model, name, block)]:
-            found += [source for source, _ in inner.sources] + [inner.out]
+        found += attentions(model, name, block) if "heads" in kinds else []
+        found += [feed_forward(model, name, block)] if "neurons" in kinds else []
     return found
 
 

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from cpt.model import skeleton
 
 
 def own_names(model: PreTrainedModel) -> set[str]:
     """The names in the state_dict of a model as its authors wrote it, without what was attached since."""
-    with torch.device("meta"):
-        return set(type(model)(model.config).state_dict())
+    return set(skeleton(model).state_dict())
 
 
 def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,12 @@ def body(model: PreTrainedModel) -> nn.Module:
         raise ValueError(f"{type(model).__name__} has no body apart from its head")
     inner = getattr(model.base_model, "decoder", None)  # OPT's head takes the decoder within the body
     return inner if inner is not None and not model.config.is_encoder_decoder else model.base_model
+
+
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and configuration, as its authors wrote it and without storage."""
+    with torch.device("meta"):
+        return type(model)(deepcopy(model.config))
 
 
 def uncached(model: PreTrainedModel) -> dict[str, bool]:

@@ -37,8 +37,14 @@ class Bank(nn.Module):
         self.names = tuple(names)
         present = [model.get_parameter(name) for name in self.names]
         self.shapes = [parameter.shape for parameter in present]
+        self.sizes = [parameter.numel() for parameter in present]
         start = present if base is None else [base[name] for name in self.names]
         self.base = PerParameter((each.detach().clone() for each in start), persistent=False)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The types of the parameters, those of the module that the bank is moved with."""
+        return [each.dtype for each in self.base.buffers()]
 
     @property
     def domains(self) -> list[int]:
@@ -55,9 +61,9 @@ class Bank(nn.Module):
         """The part of a domain, or of the BASE, by the names of the model's parameters."""
         if domain == BASE:
             return dict(zip(self.names, self.base.buffers(), strict=True))
-        split = self.get_buffer(str(domain)).split([shape.numel() for shape in self.shapes])
-        parts = zip(self.names, split, self.shapes, strict=True)
-        return {name: values.view(shape) for name, values, shape in parts}
+        split = self.get_buffer(str(domain)).split(self.sizes)
+        parts = zip(self.names, split, self.shapes, self.dtypes, strict=True)
+        return {name: values.view(shape).to(dtype) for name, values, shape, dtype in parts}
 
     @torch.no_grad()
     def put(self, model: nn.Module, domain: int) -> None:
@@ -67,11 +73,9 @@ class Bank(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         # The bank becomes what the state holds: it has more domains than a new one, or fewer than this one.
-        stored = {key.removeprefix(prefix): value for key, value in state_dict.items() if prefix in key}
-        kept = {name: value for name, value in stored.items() if name.isdigit()}
+        stored = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
         like = next(self.base.buffers())
-        for name in [name for name in self._buffers if name not in kept]:
-            del self._buffers[name]
-        for name, value in kept.items():
-            self.register_buffer(name, torch.empty_like(value, device=like.device))
+        self._buffers.clear()
+        for name in filter(str.isdigit, stored):
+            self.register_buffer(name, like.new_empty(sum(self.sizes)))
         super()._load_from_state_dict(state_dict, prefix, *args)

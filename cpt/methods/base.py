@@ -5,6 +5,8 @@ constructor."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,9 +22,10 @@ from cpt.freezing import Freeze
 from cpt.masks import Before, GradientMask, recording
 from cpt.model import in_mode, token_nll
 from cpt.objectives import Batch, Objective
-from cpt.parts import Scope
+from cpt.parts import Bank, Scope
 from cpt.randomness import key
 from cpt.replay import Replay
+from cpt.routing import Router, Routing
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +59,9 @@ class ContinualModule(LightningModule):
     """Learns a sequence of domains by plain further pre-training. A method overrides what it changes.
 
     All that the method knows is in its `state_dict`: state is a buffer, neutral at construction. `scope` says
-    what of the model the method trains where that is not all of it.
+    what of the model the method trains where that is not all of it. A method with a part of the model per
+    domain calls `keep_parts`: what is kept, scored and handed on is then the part that belongs to a domain.
     """
-
-    needs_domain = False  # whether `nll` must be told the domain of a text that has been learned
 
     def __init__(
         self,
@@ -80,10 +82,21 @@ class ContinualModule(LightningModule):
         self.masks, self.replay = nn.ModuleList(masks), replay
         self.frozen = freeze.parameters(model) + (beyond(model, scope) if scope else [])
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
+        self.bank: Bank | None = None
+        self.router: Router | None = None
         self.pending: list[Before] = []
         self.evaluation: list[DocumentNLL] = []
         for mask in self.masks:
             mask.watch(model, scope.maps if scope else None)
+
+    def keep_parts(self, bank: Bank, routing: Routing) -> None:
+        """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
+        self.bank, self.router = bank, Router(bank, routing)
+
+    @property
+    def needs_domain(self) -> bool:
+        """Whether `nll` must be told the domain of a text that has been learned."""
+        return self.router is not None and self.router.needs_domain
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -114,23 +127,31 @@ class ContinualModule(LightningModule):
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         """Work after a domain's last step, in eval mode and with gradients cleared before and after. The
-        probes are batches on the module's device, the process's share of them; it may be empty."""
+        probes are batches on the module's device, the process's share of them; it may be empty. Here: keeps
+        the domain's part, if the model has parts."""
+        if self.bank is not None:
+            self.bank.keep(self.model, self.domain.index)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats) and number of predictions at each scored position, both
         [K], for text of the domain with this place in the order (-1: general text)."""
-        nll = token_nll(self.model, batch)
+        score = token_nll if self.router is None else partial(self.router.nll, domain=domain)
+        nll = score(self.model, batch)
         return nll, torch.ones_like(nll)
 
     def used(self, domain: int) -> dict[int, float]:
         """Which parts scored the text of a domain in the last evaluation, by the domains that they belong to
         (-1: the base), with weights whose sum is 1; nothing where the model is not in parts. Asked by every
         process."""
-        return {}
+        return {} if self.router is None else self.router.used(domain)
 
     def backbone(self, domain: int) -> PreTrainedModel:
         """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of."""
-        return self.model
+        if self.bank is None:
+            return self.model
+        copy = deepcopy(self.model)
+        self.bank.put(copy, domain)
+        return copy
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         """Writes the model for others to load, after the domains of the order have been learned; gives the
@@ -142,6 +163,15 @@ class ContinualModule(LightningModule):
     def diagnostics(self) -> dict[str, Tensor]:
         """What there is to look at after a domain, by name; kept in the run folder."""
         return {name: values for mask in self.masks for name, values in mask.diagnostics().items()}
+
+    @property
+    def domain(self) -> Domain:
+        """The domain that is being learned, or was the last."""
+        return self.trainer.datamodule.domain
+
+    def drawing(self) -> torch.Generator:
+        """For what is drawn before a domain and must be alike in all processes; draws on the CPU."""
+        return torch.Generator().manual_seed(key(self.seed, self.domain.name, "alike") % 2**63)
 
     @property
     def progress(self) -> float:
@@ -158,7 +188,7 @@ class ContinualModule(LightningModule):
 
     def on_train_start(self) -> None:
         for mask in self.masks:
-            mask.activate(self.trainer.datamodule.domain.index)
+            mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
             self.seeded("before")
             self.before_domain(self.trainer.datamodule.probe())
@@ -169,8 +199,7 @@ class ContinualModule(LightningModule):
 
     def seeded(self, moment: int | str) -> None:
         """Makes what is drawn from now on a function of seed, domain, moment and process."""
-        name = self.trainer.datamodule.domain.name
-        torch.manual_seed(key(self.seed, name, moment, self.global_rank) % 2**63)
+        torch.manual_seed(key(self.seed, self.domain.name, moment, self.global_rank) % 2**63)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with recording(self.masks):
@@ -181,7 +210,7 @@ class ContinualModule(LightningModule):
 
     def record(self, terms: dict[str, Tensor]) -> None:
         """Logs each term; a loss that is no number ends the run before it spoils the weights."""
-        name = self.trainer.datamodule.domain.name
+        name = self.domain.name
         for term, value in terms.items():
             if not torch.isfinite(value):
                 raise ValueError(
@@ -225,6 +254,8 @@ class ContinualModule(LightningModule):
         self.to(home)
 
     def on_validation_start(self) -> None:
+        if self.router is not None:
+            self.router.begin()
         texts = self.trainer.datamodule.held_out.values()
         self.evaluation = [DocumentNLL(text.documents).to(self.device) for text in texts]
 

@@ -10,6 +10,7 @@ Nothing is kept from step to step. The rows of fused projections (Q, K, V in one
 released code masks the language-model head too, sums over padding, leaves the first domain out, and keeps
 one row less, as it compares with a quantile."""
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -27,6 +28,7 @@ from cpt.masks import GradientMask
 from cpt.methods.base import ContinualModule
 from cpt.randomness import key
 
+log = logging.getLogger(__name__)
 IMPORTANCES = ("output", "gradient", "weight", "random")
 
 
@@ -92,7 +94,9 @@ class MagnitudeMask(GradientMask):
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         covered = [*(projections(model) if maps is None else maps), *self.outside(model, maps)]
         self.maps = [each for each in covered if self.only.search(each.name)]
-        if not self.maps:
+        if not covered:
+            log.warning("the method trains no linear maps: mask=migu has nothing to mask")
+        elif not self.maps:
             raise ValueError(
                 f"only={self.only.pattern} leaves nothing to mask; allowed: a regular expression that finds "
                 f"some of {covered[0].name} … {covered[-1].name}"
@@ -155,7 +159,7 @@ class MagnitudeMask(GradientMask):
 
     @torch.no_grad()
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        if self.skipping:
+        if self.skipping or not self.maps:
             return
         mask = largest(self.scores(), [self.get_buffer(name) for name in self.ranked], self.threshold)
         self.chosen += mask

@@ -188,6 +188,10 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
         ["method=ewc", "mask=migu", "mask.acts_on=frozen"],
         ["method=replay", "mask=migu", "mask.acts_on=update"],
         ["method=derpp", "replay=general", "freeze.layers=1"],
+        ["method=lora", "mask=migu", "replay=past"],
+        ["method=adapter", "method.per_domain=true", "mask=migu", "mask.acts_on=update"],
+        ["method=demix", "routing@method.routing=posterior", "replay=general"],
+        ["method=hat", "method.form=adapter", "mask=migu"],
     ],
     ids=lambda choices: " ".join(choices),
 )

@@ -1,0 +1,68 @@
+"""Adapters (Houlsby et al., ICML 2019, section 2.1; Pfeiffer et al., EACL 2021).
+
+    h <- h + W_up act(W_down h + b_down) + b_up,    W_down of D / reduction rows
+
+h is the output of a sub-layer's out projection, before dropout and the residual sum: of attention and FFN
+(`houlsby`) or of the FFN alone (`pfeiffer`). All else is frozen, the language-model head too. W_up begins at
+zero, so that the first model is the base; one adapter learns all domains, or each domain has its own. The
+released code (ContinualLM) draws both maps from N(0, 0.02) and trains the head of the masked model along."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cpt import exported
+from cpt.adapters import Bottleneck, attach, checked
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import choice
+from cpt.parts import Bank
+from cpt.routing import Routing
+
+STARTS = ("base", "previous")
+
+
+def fresh(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Makes all adapters of a model new ones."""
+    for part in model.modules():
+        if isinstance(part, Bottleneck):
+            part.reset(generator)
+
+
+class Adapter(ContinualModule):
+    """Trains bottlenecks behind the sub-layers and nothing else: one set of them, or one `per_domain`, new at
+    each domain (`start=base`) or at first the previous domain's."""
+
+    def __init__(
+        self,
+        *,
+        placement: str,
+        reduction: int,
+        activation: str,
+        per_domain: bool,
+        start: str,
+        routing: Routing,
+        model: PreTrainedModel,
+        **shared: Any,
+    ) -> None:
+        choice("start", start, allowed=STARTS)
+        options = checked(placement=placement, reduction=reduction, activation=activation)
+        scope = attach(model, **options)
+        super().__init__(model=model, scope=scope, **shared)
+        self.options, self.names, self.start = options, scope.names, start
+        if per_domain:
+            self.keep_parts(Bank(model, scope.names), routing)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.bank is not None and self.start == "base":
+            fresh(self.model, self.drawing())
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if self.bank is None:
+            parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.names}}
+        else:
+            parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
+        return exported.export(folder, self.model, parts, attach=attach, options=self.options)

@@ -1,0 +1,157 @@
+"""CPT, continual post-training with CL-plugins (Ke et al., EMNLP 2022, section 3).
+
+    y <- y + m2 (W2 (m1 relu(W1 x + b1)) + b2)
+
+x is what an attention or FFN of the frozen model reads, y what its output projection writes; both have a
+plug-in parallel to them. All domains share the plug-ins. m are the gates of a domain, which protect what they
+opened from the next ones, as in HAT (cpt.gates), but without its regulariser. The norms of the blocks are
+each domain's own, from the base's on. So what is computed for a learned domain never changes, bit for bit.
+
+Released (UIC-Liu-Lab/CPT): the plug-in beside the attention is added in front of the output projection, its
+input is added a second time beside the FFN, and a ReLU follows W2, so that the base's function is lost from
+the start; norms are trained, but neither saved nor protected."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt import exported
+from cpt.adapters import Plugin, attach_plugins
+from cpt.blocks import Units, blocks
+from cpt.gates import Gate, Gates, Taken, annealed, attach, bottleneck_units, hard, regulariser
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import choice, number
+from cpt.parts import BASE, Bank
+from cpt.routing import Routing
+
+NORMS = ("per_domain", "frozen")
+
+
+def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """The names of the parameters of the norms within the blocks."""
+    inside = [part for name, block in blocks(model) for part in block.named_modules(prefix=name)]
+    norms = [(name, part) for name, part in inside if "Norm" in type(part).__name__]
+    return tuple(f"{name}.{key}" for name, part in norms for key, _ in part.named_parameters(recurse=False))
+
+
+def gated(model: PreTrainedModel) -> list[Units]:
+    """The neurons and outputs of all plug-ins of a model."""
+    parts = [(name, part) for name, part in model.named_modules() if isinstance(part, Plugin)]
+    return [group for name, part in parts for group in bottleneck_units(name, part.down, part.up)]
+
+
+def closed(gates: Gates) -> dict[str, Tensor]:
+    """Values with which all gates are shut, by the names of the gates' parameters."""
+    return {name: torch.full_like(gate.e, -1) for name, gate in zip(gates.names, gates.parts, strict=True)}
+
+
+def positive(**options: float) -> None:
+    """Raises ValueError for an option that is not above 0."""
+    for name, value in options.items():
+        number(name, value, allowed="above 0")
+
+
+class CPTPlugin(ContinualModule):
+    """Trains gated plug-ins beside attention and FFN, whose weights all domains share.
+
+    The inner sizes are shares of the hidden size. `output_relu` puts a ReLU behind the second map, which can
+    then not begin at zero, so that the first model is not the base."""
+
+    def __init__(
+        self,
+        *,
+        attention: float,
+        ffn: float,
+        output_relu: bool,
+        norms: str,
+        s_max: float,
+        limit: float,
+        sparsity: float,
+        routing: Routing,
+        model: PreTrainedModel,
+        **shared: Any,
+    ) -> None:
+        choice("norms", norms, allowed=NORMS)
+        number("sparsity", sparsity, allowed="0 or more")
+        positive(attention=attention, ffn=ffn, s_max=s_max, limit=limit)
+        options = {"attention": attention, "ffn": ffn, "output_relu": output_relu}
+        scope = attach_plugins(model, **options)
+        gates = attach(model, gated(model), s_max=s_max)
+        own = norms_of(model) if norms == "per_domain" else ()
+        trained = replace(scope, names=scope.names + gates.names + own)
+        super().__init__(model=model, scope=trained, **shared)
+        self.options, self.plugins, self.norms, self.gates = options, scope.names, own, gates
+        self.limit, self.sparsity = limit, sparsity
+        self.masks.append(Taken(gates.groups, acts_on="update"))
+        base = {name: model.get_parameter(name) for name in own} | closed(gates)
+        self.keep_parts(Bank(model, gates.names + own, base=base), routing)
+
+    @property
+    def taken(self) -> Taken:
+        """What the domains so far have opened, and the protection of it."""
+        return self.masks[-1]
+
+    @torch.no_grad()
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.gates.redraw(self.drawing())
+        base = self.bank.weights(BASE)
+        for norm in self.norms:
+            self.model.get_parameter(norm).copy_(base[norm])
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        s = annealed(self.progress, s_max=self.gates.s_max)
+        self.gates.set(s)
+        terms = super().losses(batch)
+        if self.sparsity:
+            terms["sparsity"] = self.sparsity * regulariser(self.gates.soft(s), self.taken.taken)
+        return terms
+
+    def after_update(self) -> None:
+        self.gates.clamp(self.limit)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.taken.raise_to(hard(self.gates.e().detach()))
+        super().after_domain(probe)
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        """A copy of the model with the domain's norms and gates, which stay hard when it is trained."""
+        model = super().backbone(domain)
+        for part in model.modules():
+            if isinstance(part, Gate):
+                part.s = None
+        return model
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        parts = Parts(self, order)
+        return exported.export(folder, self.model, parts, attach=attach_plugins, options=self.options)
+
+    def folded(self, domain: int) -> dict[str, Tensor]:
+        """The domain's plug-ins with its gates folded into their weights, and its norms, by name."""
+        own = self.bank.weights(domain)
+        changed = self.gates.folded(self.gates.hard(own))
+        plugins = {name: self.model.get_parameter(name) for name in self.plugins}
+        weights = {name: changed.get(parameter, parameter).detach() for name, parameter in plugins.items()}
+        return weights | {name: own[name] for name in self.norms}
+
+
+class Parts(Mapping):
+    """What is exported of each domain by its name, made when it is asked for: each is as large as the
+    plug-ins."""
+
+    def __init__(self, module: CPTPlugin, order: Sequence[str]) -> None:
+        self.module, self.places = module, {name: index for index, name in enumerate(order)}
+
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        return self.module.folded(self.places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)

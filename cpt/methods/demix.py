@@ -1,0 +1,119 @@
+"""DEMIX (Gururangan et al., NAACL 2022, sections 3 and 6): an expert for each domain.
+
+    expert_t <- expert_k,    k = argmin_j PPL(D_t | expert_j)    over the experts so far, and the base
+
+then text of domain t trains expert_t and nothing else. An expert is the feed-forward network of every block
+(`ffn`), or an adapter (the baseline of Ke et al., ICLR 2023). What scores a text, the domain's own expert or
+a mixture by posterior, is `routing`. The paper trains the shared trunk and the first experts together from
+scratch; here the trunk is the frozen base, as where the paper adds a domain later (DEMix-DAPT), and the
+base's own feed-forward network stands for the first expert. The paper takes the highest posterior for
+nearest, here it is the lowest perplexity. ContinualLM's version raises an error before it copies an
+expert."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from transformers import PreTrainedModel
+
+from cpt import exported
+from cpt.adapters import attach, checked
+from cpt.blocks import sublayers
+from cpt.methods.base import ContinualModule
+from cpt.model import in_mode, token_nll
+from cpt.objectives import Batch
+from cpt.options import choice
+from cpt.parts import BASE, Bank, Scope
+from cpt.routing import Routing
+
+EXPERTS = ("ffn", "adapter")
+STARTS = ("nearest", "previous", "base")
+RECORD = ("sources", "perplexities")
+
+
+def feed_forwards(model: PreTrainedModel) -> Scope:
+    """The feed-forward network of every block: weights and biases of its linear maps. Raises ValueError where
+    it can not be told."""
+    places = sublayers(model, ("neurons",))
+    maps = [each for place in places for each in (*(source for source, _ in place.sources), place.out)]
+    names = [f"{each.name}.{name}" for each in maps for name, _ in each.module.named_parameters()]
+    return Scope(tuple(names), tuple(maps))
+
+
+class DEMIX(ContinualModule):
+    """Trains an expert per domain, at first a copy of another (`start`: that `nearest` to the domain, the
+    `previous` one, or the `base`).
+
+    `sources` [domains] are the experts that the domains' own began as, by their domains (-1: the base);
+    `perplexities` those of the last domain's probe with each candidate: the base, if it is one, and the
+    experts in the order of their domains."""
+
+    def __init__(
+        self,
+        *,
+        experts: str,
+        start: str,
+        placement: str,
+        reduction: int,
+        activation: str,
+        routing: Routing,
+        model: PreTrainedModel,
+        **shared: Any,
+    ) -> None:
+        adapters = choice("experts", experts, allowed=EXPERTS) == "adapter"
+        start = choice("start", start, allowed=STARTS)
+        options = checked(placement=placement, reduction=reduction, activation=activation)
+        scope = attach(model, **options) if adapters else feed_forwards(model)
+        super().__init__(model=model, scope=scope, **shared)
+        self.start, self.options = start, options if adapters else {}
+        self.keep_parts(Bank(model, scope.names), routing)
+        self.register_buffer("sources", torch.empty(0, dtype=torch.long))
+        self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        candidates = self.candidates()
+        if self.start == "nearest":
+            self.perplexities = self.measure(probe, candidates)
+        ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
+        source = min(ranked, key=lambda pair: pair[0])[1]
+        self.bank.put(self.model, source)
+        earlier = self.sources[: self.domain.index]
+        self.sources = torch.cat([earlier, earlier.new_tensor([source])])
+
+    def candidates(self) -> list[int]:
+        """The parts that a new expert may begin as."""
+        learned = self.bank.domains
+        if self.start == "base" or not learned:
+            return [BASE]
+        base = [BASE] * self.router.routing.base
+        return base + learned if self.start == "nearest" else learned[-1:]
+
+    @torch.no_grad()
+    def measure(self, probe: Iterable[Batch], parts: Sequence[int]) -> Tensor:
+        """The model's perplexity on the probes of all processes with each of the parts, [parts]: a forward
+        pass of the probe each."""
+        sums = torch.zeros(len(parts) + 1, dtype=torch.double, device=self.device)
+        with in_mode(self.model, training=False):
+            for batch in probe:
+                nll = [token_nll(self.model, batch, weights=self.bank.weights(part)).sum() for part in parts]
+                sums += torch.stack([*nll, sums.new_tensor(len(batch["positions"]))])
+        if distributed.is_initialized():
+            distributed.all_reduce(sums)
+        return (sums[:-1] / sums[-1].clamp_min(1)).exp()
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
+        attached = attach if self.options else None
+        return exported.export(folder, self.model, parts, attach=attached, options=self.options)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        record = {f"demix/{name}": getattr(self, name) for name in RECORD}
+        return super().diagnostics() | {name: values for name, values in record.items() if len(values)}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        for name in RECORD:  # as long as what the state holds
+            stored = state_dict.get(prefix + name, getattr(self, name))
+            setattr(self, name, torch.empty_like(stored, device=self.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,56 @@
+"""IncLoRA: a new LoRA pair for each domain, added to the frozen ones of all domains before it; the baseline
+of O-LoRA (Wang et al., Findings of EMNLP 2023).
+
+    h = W x + alpha / r (sum_{k<t} B_k A_k x + B_t A_t x),    of which A_t and B_t are trained
+
+The sum needs no domain at test time. The released code keeps the pairs apart and feeds the dropped-out x to
+the earlier ones too; here these see x itself, so that it makes no difference whether they are kept apart or
+added to W."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from cpt import lora
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import choice
+
+
+class IncLoRA(ContinualModule):
+    """Trains a new pair per domain on top of the earlier ones. These are `stored` in the frozen weights
+    (`merged`: the state does not grow) or beside them (`pairs`: the weights stay the base's)."""
+
+    def __init__(
+        self,
+        *,
+        r: int,
+        alpha: float,
+        dropout: float,
+        targets: str | Sequence[str],
+        embeddings: bool,
+        stored: str,
+        exported: str,
+        model: PreTrainedModel,
+        **shared: Any,
+    ) -> None:
+        choice("stored", stored, allowed=lora.STORED)
+        choice("exported", exported, allowed=lora.EXPORTED)
+        scope = lora.attach(model, r=r, alpha=alpha, dropout=dropout, targets=targets, embeddings=embeddings)
+        super().__init__(model=model, scope=scope, **shared)
+        self.stored, self.exported = stored, exported
+        lora.follow(model)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domain.index > 0:
+            lora.begin(self.model, stored=self.stored, seed=self.drawing().initial_seed())
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        return lora.plain(self.model, merged=True)
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if self.exported == "merged":
+            return super().export(folder, order)
+        return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})

@@ -1,0 +1,123 @@
+"""O-LoRA (Wang et al., Findings of EMNLP 2023): IncLoRA whose new A is orthogonal to the earlier ones.
+
+    L = L_lm + lambda_1 sum over maps, sum_{k<t} L_orth(A_k, A_t) + lambda_2 R
+    L_orth = sum over entries of |A_k A_t^T|      (`l1`, the released code)
+    L_orth = sum over entries of (A_k A_t^T)^2    (`squared`, the paper)
+    R = ||A_t||_F + ||B_t||_F summed over maps, not squared
+
+A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients. The released code loops over
+all pairs of parameters at each step; here the maps of one width are one product."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt import lora
+from cpt.methods.base import ContinualModule
+from cpt.objectives import Batch
+from cpt.options import choice, number
+from cpt.parts import Bank
+
+PENALTIES = ("l1", "squared")
+Group = tuple[list[Tensor], Tensor]  # A of G maps, each [r, d]; the earlier ones, [G, t r, d]
+
+
+def overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
+    """Sum over maps, earlier domains and entries of |A_k A_t^T| or its square, a scalar."""
+    terms = []
+    for new, earlier in groups:
+        products = torch.bmm(earlier, torch.stack(new).transpose(1, 2)).float()
+        terms.append(products.abs().sum() if penalty == "l1" else products.square().sum())
+    return torch.stack(terms).sum()
+
+
+def grouped(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[Group]:
+    """A of all maps and, for each earlier domain, its A of all maps, put together by their width."""
+    widths: dict[int, list[int]] = {}
+    for place, each in enumerate(new):
+        widths.setdefault(each.shape[1], []).append(place)
+    return [
+        ([new[m] for m in maps], torch.stack([torch.cat([domain[m] for domain in earlier]) for m in maps]))
+        for maps in widths.values()
+    ]
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of Frobenius norms, a scalar; its gradient at 0 is 0."""
+    return torch.stack([torch.linalg.vector_norm(each) for each in tensors]).sum()
+
+
+class OLoRA(ContinualModule):
+    """Trains a new pair per domain on top of the earlier ones, in directions of the input that they leave
+    free. `strength` is lambda_1, `norm` lambda_2."""
+
+    def __init__(
+        self,
+        *,
+        r: int,
+        alpha: float,
+        dropout: float,
+        targets: str | Sequence[str],
+        embeddings: bool,
+        stored: str,
+        exported: str,
+        strength: float,
+        penalty: str,
+        norm: float,
+        model: PreTrainedModel,
+        **shared: Any,
+    ) -> None:
+        choice("stored", stored, allowed=lora.STORED)
+        choice("exported", exported, allowed=lora.EXPORTED)
+        number("strength", strength, allowed="0 or more")
+        number("norm", norm, allowed="0 or more")
+        choice("penalty", penalty, allowed=PENALTIES)
+        scope = lora.attach(model, r=r, alpha=alpha, dropout=dropout, targets=targets, embeddings=embeddings)
+        super().__init__(model=model, scope=scope, **shared)
+        self.stored, self.exported = stored, exported
+        self.strength, self.penalty, self.norm = strength, penalty, norm
+        lora.follow(model)
+        self.kept = Bank(model, [name for name in scope.names if ".lora_A." in name or "embedding_A" in name])
+        self.trained = [model.get_parameter(name) for name in scope.names]
+        self.groups: list[Group] | None = None  # made at a domain's first step
+
+    def activate(self, domain: int) -> None:
+        super().activate(domain)
+        self.groups = None
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domain.index > 0:
+            lora.begin(self.model, stored=self.stored, seed=self.drawing().initial_seed())
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        self.kept.keep(self.model, self.domain.index)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        terms = super().losses(batch)
+        if self.strength:
+            terms["orthogonality"] = self.strength * self.overlap(like=terms["lm"])
+        if self.norm:
+            terms["norm"] = self.norm * norms(self.trained)
+        return terms
+
+    def overlap(self, *, like: Tensor) -> Tensor:
+        """L_orth over all maps and earlier domains; 0 in the first domain."""
+        if not self.kept.domains:
+            return torch.zeros_like(like)
+        if self.groups is None:
+            new = [self.model.get_parameter(name) for name in self.kept.names]
+            earlier = [list(self.kept.weights(domain).values()) for domain in self.kept.domains]
+            self.groups = grouped(new, earlier)
+        return overlap(self.groups, penalty=self.penalty)
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        return lora.plain(self.model, merged=True)
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if self.exported == "merged":
+            return super().export(folder, order)
+        return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})

@@ -1,0 +1,400 @@
+"""DEMIX: where an expert begins, what is trained, what rests, what grows, and what others can load."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from making import DROPOUT, made, same
+
+import cpt.exported
+from cpt.data import Domain
+from cpt.methods import demix as method
+from cpt.model import logits_at, token_nll
+from cpt.parts import BASE
+from cpt.samples import Subset
+
+THREE = "order=[law,food,space]"
+DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
+EXPERTS = ["ffn", "adapter"]
+
+
+@pytest.fixture(params=["masked", "causal"])
+def small_of(request, small, small_gpt2):
+    return small if request.param == "masked" else small_gpt2
+
+
+@pytest.fixture
+def demix(small):
+    return lambda *overrides: made(small("method=demix", THREE, *overrides))
+
+
+def enter(module, index: int) -> None:
+    """Stands for the trainer at the beginning of a domain."""
+    domain = Domain(str(index), index, (str(index),))
+    module.trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=domain))
+    module.activate(index)
+
+
+def visit(module, index: int, probe=()) -> None:
+    """Learns a domain with weights drawn in place of steps."""
+    enter(module, index)
+    module.before_domain(probe)
+    torch.manual_seed(index)
+    for name in module.bank.names:
+        parameter = module.model.get_parameter(name)
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    module.after_domain(())
+
+
+def batches(work, name: str, *, rows: int = 20, size: int = 10) -> list:
+    """Training rows of a text, with fixed masks, as a probe has them."""
+    options = {"objective": work.data.objective, "batch_size": size, "purpose": "probe"}
+    made_of = Subset({name: work.data.train[name]}, {name: np.arange(rows)}, **options)
+    return [made_of[number] for number in range(len(made_of))]
+
+
+def slot(work) -> dict[str, torch.Tensor]:
+    weights = work.weights()
+    return {name: weights[name] for name in work.module.bank.names}
+
+
+def trunk(work) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in work.weights().items() if name not in work.module.bank.names}
+
+
+def part(work, domain: int) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in work.module.bank.weights(domain).items()}
+
+
+@torch.no_grad()
+def perplexity(model, probe) -> float:
+    nll = torch.cat([token_nll(model.eval(), batch) for batch in probe])
+    return nll.double().mean().exp().item()
+
+
+class First(Callback):
+    """Notes the expert when a domain's first step is about to be made, and the probe."""
+
+    def __init__(self, work) -> None:
+        self.work = work
+
+    def on_train_batch_start(self, trainer, module, batch, number):
+        if number == 0:
+            self.slot, self.probe = slot(self.work), self.work.probe()
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_an_expert_begins_as_the_nearest(experts, small_of):
+    """Its weights are the source's bit for bit, and so is its perplexity on the probe; whole models that hold
+    one expert each find the same one nearest."""
+    work = made(small_of("method=demix", THREE, f"method.experts={experts}", *DECAY))
+    work.learn(0)
+    work.learn(1)
+    parts = {domain: part(work, domain) for domain in (BASE, 0, 1)}
+    models = [work.module.backbone(domain) for domain in (BASE, 0, 1)]
+    first = First(work)
+    work.learn(2, first)
+    source = int(work.module.sources[2])
+    assert same(first.slot, parts[source])
+    found = work.module.perplexities.tolist()
+    assert found == pytest.approx([perplexity(model, first.probe) for model in models], rel=1e-5)
+    assert found[source + 1] == min(found) and len(set(found)) == 3
+    assert work.module.sources[0] == BASE
+
+
+def test_the_nearest_domain_is_found(small_gpt2):
+    """Experts of three domains; the next domain's text is that of one of them."""
+    options = ["model.base.steps=100", "trainer.steps=30", "optim.lr=0.01"]
+    work = made(small_gpt2("method=demix", THREE, *options))
+    for number in range(3):
+        work.learn(number)
+    enter(work.module, 3)
+    for planted, name in enumerate(("law", "food", "space")):
+        work.module.before_domain(batches(work, name))
+        assert work.module.sources[3] == planted
+        assert same(slot(work), part(work, planted))
+        assert int(work.module.perplexities.argmin()) == planted + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "found", "source"),
+    [
+        ([], [3.0, 2.0, 1.5, 1.5], 1),
+        ([], [1.0, 2.0, 1.5, 1.5], BASE),
+        ([], [1.5, 1.5, 2.0, 1.5], BASE),
+        (["method.routing.base=false"], [2.0, 1.5, 1.5], 1),
+        (["method.start=previous"], None, 2),
+        (["method.start=base"], None, BASE),
+    ],
+    ids=str,
+)
+def test_where_an_expert_begins(options, found, source, demix, monkeypatch):
+    """The first of equals; without the base where it is no part of the mixture."""
+    work = demix(*options)
+    for domain in range(3):
+        visit(work.module, domain)
+    measured = []
+
+    def measure(probe, parts):
+        measured.append(parts)
+        return torch.tensor(found)
+
+    monkeypatch.setattr(work.module, "measure", measure)
+    enter(work.module, 3)
+    work.module.before_domain(())
+    assert int(work.module.sources[-1]) == source and len(work.module.sources) == 4
+    assert same(slot(work), part(work, source))
+    assert measured == ([] if found is None else [[-1, 0, 1, 2][-len(found) :]])
+
+
+def test_the_first_expert_begins_as_the_base(demix):
+    for options in ([], ["method.routing.base=false"], ["method.start=previous"], ["method.start=base"]):
+        work = demix(*options)
+        before = work.weights()
+        enter(work.module, 0)
+        work.module.before_domain(batches(work, "law"))
+        assert same(work.weights(), before)
+        assert work.module.sources.tolist() == [BASE]
+
+
+def test_it_costs_a_pass_over_the_probe_per_candidate(demix):
+    work = demix()
+    probe, passes = batches(work, "law", rows=20, size=5), []
+    work.module.model.base_model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    for domain, candidates in enumerate((1, 2, 3)):
+        passes.clear()
+        visit(work.module, domain, probe)
+        assert passes == [False] * 4 * candidates
+    previous = demix("method.start=previous")
+    previous.module.model.base_model.register_forward_hook(lambda *_: pytest.fail("a pass"))
+    visit(previous.module, 0, probe)
+
+
+def test_the_probe_is_measured_without_dropout_and_without_a_trace(demix):
+    work = demix(*DROPOUT)
+    visit(work.module, 0)
+    probe = batches(work, "law")
+    expected = [perplexity(work.module.backbone(domain), probe) for domain in (BASE, 0)]
+    work.module.train()
+    random, before = torch.get_rng_state(), work.weights()
+    assert work.module.measure(probe, [BASE, 0]).tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(each.training for each in work.module.model.modules())
+    assert same(work.weights(), before)
+    assert all(parameter.grad is None for parameter in work.module.parameters())
+
+
+def test_a_perplexity_is_over_the_tokens_of_all_batches(demix):
+    """Batches of other sizes, and none at all."""
+    work = demix()
+    whole = work.module.measure(batches(work, "law", rows=20, size=20), [BASE])
+    torch.testing.assert_close(work.module.measure(batches(work, "law", rows=20, size=7), [BASE]), whole)
+    assert work.module.measure([], [BASE]).tolist() == [1]
+
+
+def test_processes_agree_on_the_nearest(demix, monkeypatch):
+    """What another process finds on its share counts as much: sums and counts are added, in one call."""
+    work = demix()
+    visit(work.module, 0)
+    shares, sums = batches(work, "food", rows=20, size=10), []
+    expected = work.module.measure(shares, [BASE, 0])
+    monkeypatch.setattr(method.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(method.distributed, "all_reduce", lambda values: sums.append(values.clone()))
+    work.module.measure(shares[1:], [BASE, 0])
+    monkeypatch.setattr(method.distributed, "all_reduce", lambda values: values.add_(sums[0]))
+    torch.testing.assert_close(work.module.measure(shares[:1], [BASE, 0]), expected)
+    assert len(sums) == 1
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_experts_are_isolated(experts, small_of):
+    """Under AdamW with weight decay other experts, trunk and base keep every bit."""
+    work = made(small_of("method=demix", THREE, f"method.experts={experts}", *DECAY))
+    rest, base = trunk(work), part(work, BASE)
+    kept = {}
+    for number in range(3):
+        work.learn(number)
+        kept[number] = slot(work)
+        assert same(trunk(work), rest) and same(part(work, BASE), base)
+        assert all(same(part(work, domain), weights) for domain, weights in kept.items())
+    assert not same(kept[0], kept[1]) and not same(kept[1], kept[2])
+    assert set(rest) | set(base) == set(work.weights())
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [("masked", ("mlp.Wi.", "mlp.Wo.")), ("causal", ("mlp.c_fc.", "mlp.c_proj."))],
+)
+def test_of_the_model_the_feed_forward_network_learns_and_all_of_it(model, wanted, small, small_gpt2):
+    work = made((small if model == "masked" else small_gpt2)("method=demix", THREE, *DECAY))
+    before = work.weights()
+    work.learn(0)
+    changed = {name for name, value in work.weights().items() if not torch.equal(value, before[name])}
+    expected = {name for name in before if any(each in name for each in wanted)}
+    assert changed == expected == set(work.module.bank.names)
+    assert len(expected) == (4 if model == "masked" else 8)
+    assert {name for name, p in work.module.model.named_parameters() if p.requires_grad} == expected
+
+
+def test_an_adapter_expert_leaves_the_model_alone(demix):
+    work = demix("method.experts=adapter", *DECAY)
+    work.learn(0)
+    assert all(".adapter." in name for name in work.module.bank.names)
+    assert work.module.bank.names
+    assert same(trunk(work), demix().weights())
+
+
+def test_each_domain_adds_one_expert_to_the_state(demix):
+    """Twelve of them; and of each, which expert it began as."""
+    work = demix()
+    probe = batches(work, "law", rows=2)
+    expert = sum(value.nbytes for value in part(work, BASE).values())
+    sizes = []
+    for domain in range(12):
+        visit(work.module, domain, probe)
+        state = work.module.state_dict()
+        sizes.append(sum(value.nbytes for value in state.values()))
+        assert state["perplexities"].shape == state["sources"].shape == (domain + 1,)
+    assert [after - before for before, after in zip(sizes, sizes[1:], strict=False)] == [expert + 16] * 11
+    assert work.module.bank.domains == list(range(12))
+
+
+def test_a_run_goes_on_with_the_experts_of_its_state(demix):
+    """In a new module, and in one that is further."""
+    work = demix(*DECAY)
+    work.learn(0)
+    work.learn(1)
+    state = {name: value.clone() for name, value in work.module.state_dict().items()}
+    others = [demix(*DECAY), work]
+    work.learn(2)
+    expected = {name: value.clone() for name, value in work.module.state_dict().items()}
+    for other in others:
+        other.module.load_state_dict(state)
+        assert same(dict(other.module.state_dict()), state)
+        assert other.module.bank.domains == [0, 1] and len(other.module.sources) == 2
+        other.learn(2)
+        assert same(dict(other.module.state_dict()), expected)
+
+
+def test_a_domain_that_is_begun_again_counts_once(demix):
+    work = demix()
+    visit(work.module, 0)
+    enter(work.module, 1)
+    for _ in range(2):
+        work.module.before_domain(batches(work, "law"))
+    assert len(work.module.sources) == 2
+    assert len(work.module.perplexities) == 2
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@torch.no_grad()
+def test_what_is_exported_is_what_was_learned(experts, small_of, tmp_path):
+    work = made(small_of("method=demix", THREE, f"method.experts={experts}"))
+    for domain in range(3):
+        visit(work.module, domain)
+    expression = work.module.export(tmp_path, ["law", "food", "space"])
+    assert expression == f'cpt.exported.load("{tmp_path}", domain="space")'
+    index = json.loads((tmp_path / "parts.json").read_text())
+    options = {"placement": "pfeiffer", "reduction": 16, "activation": "relu"}
+    attached = (None, {}) if experts == "ffn" else ("cpt.adapters.attach", options)
+    assert (index["attach"], index["options"]) == attached
+    [batch] = batches(work, "law", rows=5)
+    work.module.eval()
+    expected = [work.module.nll(batch, domain)[0] for domain in range(3)]
+    for domain, name in enumerate(("law", "food", "space")):
+        assert torch.equal(token_nll(cpt.exported.load(tmp_path, domain=name), batch), expected[domain])
+        assert torch.equal(token_nll(work.module.backbone(domain).eval(), batch), expected[domain])
+    plain = type(work.module.model).from_pretrained(tmp_path).eval()
+    last = work.module.backbone(2 if experts == "ffn" else BASE).eval()
+    assert torch.equal(logits_at(plain, batch), logits_at(last, batch))
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_a_backbone_is_a_copy(experts, demix):
+    work = demix(f"method.experts={experts}")
+    for domain in range(2):
+        visit(work.module, domain)
+    [batch] = batches(work, "law", rows=5)
+    work.module.eval()
+    before, copy = work.weights(), work.module.backbone(0).eval()
+    assert same({name: dict(copy.named_parameters())[name].detach() for name in part(work, 0)}, part(work, 0))
+    for parameter in copy.parameters():
+        parameter.data.add_(1)
+    assert not torch.equal(token_nll(copy, batch), work.module.nll(batch, 0)[0])
+    assert same(work.weights(), before)
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_migu_masks_the_rows_of_experts(experts, demix):
+    """After one step, of each map's d rows d - floor(0.7 d) have changed."""
+    options = ["mask=migu", "mask.acts_on=update", "trainer.steps=1", "optim.lr=0.1"]
+    work = demix(f"method.experts={experts}", *options)
+    before = slot(work)
+    work.learn(0)
+    rows = {}
+    for name, value in slot(work).items():
+        if name.endswith("weight"):
+            changed = (value != before[name]).any(1)
+            halves = 2 if name.endswith("Wi.weight") else 1  # gate and up are ranked apart
+            rows[name] = [(int(each.sum()), len(each)) for each in changed.chunk(halves)]
+    zero = {name for name in rows if name.endswith("adapter.down.weight")}  # no gradient while up is zero
+    assert rows and all(
+        count == size - int(0.7 * size) for name in set(rows) - zero for count, size in rows[name]
+    )
+
+
+@torch.no_grad()
+def test_which_expert_scores_a_text(demix):
+    """Text of a learned domain its own; general text and domains to come the mixture, with the base."""
+    work = demix()
+    assert work.module.needs_domain
+    visit(work.module, 0)
+    visit(work.module, 1)
+    [batch] = batches(work, "law", rows=5)
+    work.module.eval()
+    for domain, parts in ((0, {0}), (1, {1}), (2, {BASE, 0, 1}), (BASE, {BASE, 0, 1})):
+        nll, count = work.module.nll(batch, domain)
+        assert torch.equal(count, torch.ones_like(nll)) and nll.shape == batch["positions"].shape
+        assert set(work.module.used(domain)) == parts
+    assert not demix("routing@method.routing=posterior").module.needs_domain
+
+
+def test_before_anything_is_learned_it_is_the_base(demix):
+    work = demix("routing@method.routing=posterior")
+    [batch] = batches(work, "law", rows=5)
+    with torch.no_grad():
+        expected = token_nll(work.module.eval().model, batch)
+        assert all(torch.equal(work.module.nll(batch, domain)[0], expected) for domain in (BASE, 0))
+
+
+def test_what_was_found_can_be_looked_at(demix):
+    work = demix()
+    assert work.module.diagnostics() == {}
+    probe = batches(work, "law")
+    for domain in range(2):
+        visit(work.module, domain, probe)
+    found = work.module.diagnostics()
+    assert set(found) == {"demix/sources", "demix/perplexities"}
+    assert found["demix/sources"].tolist()[0] == BASE
+    assert torch.equal(found["demix/perplexities"], work.module.measure(probe, [BASE, 0]))
+    previous = demix("method.start=previous")
+    visit(previous.module, 0)
+    assert set(previous.module.diagnostics()) == {"demix/sources"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("experts=lora", "method.experts=lora; allowed: ffn, adapter"),
+        ("start=random", "method.start=random; allowed: nearest, previous, base"),
+        ("placement=behind", "method.placement=behind; allowed: pfeiffer, houlsby"),
+        ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
+        ("routing.prior=none", "method.routing.prior=none; allowed: uniform, updating, cached"),
+    ],
+)
+def test_a_wrong_option_is_told(override, message, demix):
+    with pytest.raises(Exception, match=message):
+        demix(f"method.{override}")

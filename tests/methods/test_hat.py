@@ -1,0 +1,453 @@
+"""HAT: what an earlier domain computes never changes, and what gates take, keep, score with and export."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from making import DROPOUT, Made, Watch, learned, made, same
+from torch import Tensor
+from transformers import AutoModelForMaskedLM
+
+from cpt import exported, learner
+from cpt.methods.hat import overlap
+from cpt.model import logits_at, token_nll
+from cpt.parts import BASE
+
+ORDER = "order=[law,food,space]"
+HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
+FORMS = {
+    "full": [],
+    "adapter": ["method.form=adapter", "method.reduction=4"],
+    "houlsby": ["method.form=adapter", "method.reduction=4", "method.placement=houlsby"],
+}
+SOME = {"heads": ["heads"], "neurons": ["neurons"], "outputs": ["outputs"], "two": ["heads", "outputs"]}
+
+
+@pytest.fixture
+def hat(small):
+    return lambda *overrides: made(small("method=hat", ORDER, *overrides))
+
+
+@pytest.fixture
+def causal(small_gpt2):
+    return lambda *overrides: made(small_gpt2("method=hat", ORDER, *overrides))
+
+
+def some_batch(vocabulary: int) -> dict[str, Tensor]:
+    """Text that no domain has, scored everywhere."""
+    ids = torch.randint(5, vocabulary, (4, 12), generator=torch.Generator().manual_seed(7))
+    return {"input_ids": ids, "labels": ids, "positions": torch.arange(ids.numel())}
+
+
+def function(work: Made, domain: int) -> Tensor:
+    """What the model of a domain computes, logits [48, V]."""
+    module = work.module.eval()
+    batch = some_batch(module.model.config.vocab_size)
+    with torch.no_grad():
+        return logits_at(module.model, batch, weights=module.bank.weights(domain))
+
+
+def plain(model: torch.nn.Module) -> Tensor:
+    """The same of a model as it is."""
+    with torch.no_grad():
+        return logits_at(model.eval(), some_batch(model.config.vocab_size))
+
+
+def hold(work: Made) -> list[Tensor]:
+    """Learns all three domains; what the first one's model, and then the second's, computed when they were
+    learned and at the end."""
+    work.learn(0)
+    first = function(work, 0)
+    work.learn(1)
+    again, second = function(work, 0), function(work, 1)
+    work.learn(2)
+    return [first, again, function(work, 0), second, function(work, 1)]
+
+
+@pytest.mark.parametrize("family", ["masked", "causal"])
+@pytest.mark.parametrize("form", FORMS)
+def test_earlier_domains_compute_the_same_bits(form, family, hat, causal):
+    """With weight decay, momentum and clipping; new domains do learn, and otherwise."""
+    work = (hat if family == "masked" else causal)(*HARSH, *FORMS[form])
+    before = work.weights()
+    first, again, at_last, second, second_at_last = hold(work)
+    assert torch.equal(first, again) and torch.equal(first, at_last)
+    assert torch.equal(second, second_at_last)
+    assert not torch.equal(first, second) and not torch.equal(second, function(work, 2))
+    moved = [n for n, p in work.weights().items() if not torch.equal(p, before[n]) and not n.endswith(".e")]
+    assert moved
+
+
+@pytest.mark.parametrize("kinds", SOME.values(), ids=SOME)
+def test_earlier_domains_hold_whatever_is_gated(kinds, hat):
+    first, again, at_last, second, second_at_last = hold(hat(*HARSH, f"method.units={json.dumps(kinds)}"))
+    assert torch.equal(first, again) and torch.equal(first, at_last) and torch.equal(second, second_at_last)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_masked_gradients_alone_do_not_hold(form, hat):
+    """Weight decay gets around them."""
+    first, again, *_ = hold(hat(*HARSH, *FORMS[form], "method.acts_on=gradient"))
+    assert not torch.equal(first, again)
+
+
+def test_frozen_moments_hold_as_well(hat):
+    first, again, at_last, *_ = hold(hat(*HARSH, "method.acts_on=frozen"))
+    assert torch.equal(first, again) and torch.equal(first, at_last)
+
+
+def test_what_is_shared_and_trained_leaks(hat):
+    first, again, *_ = hold(hat(*HARSH, "method.shared=trained"))
+    assert not torch.equal(first, again)
+
+
+def test_it_goes_with_migu_replay_and_parts_of_a_batch(hat):
+    also = ["mask=migu", "replay=general", "trainer.accumulate_grad_batches=2"]
+    for form in ("full", "adapter"):
+        first, again, at_last, *_ = hold(hat(*HARSH, *FORMS[form], *also, *DROPOUT))
+        assert torch.equal(first, again) and torch.equal(first, at_last)
+
+
+def test_taken_units_do_not_move_and_free_ones_do(hat):
+    work = hat(*HARSH)
+    work.learn(0)
+    module, taken = work.module, work.module.gates.split(work.module.taken.taken)
+    block = module.model.base_model.layers[0]
+    [name] = [n for n in taken if n.endswith("0.neurons")]
+    rows = [n for n in taken if n.endswith("0.outputs")]
+    c_in, c_out = taken[name].bool(), taken[rows[0]].bool()
+    down, head = block.mlp.Wo.weight, taken[next(n for n in taken if n.endswith("heads"))].bool()
+    before, out = down.detach().clone(), block.attn.Wo.weight.detach().clone()
+    work.learn(1)
+    still = before == down
+    kept = c_out[:, None] & c_in[None]
+    assert kept.any() and not kept.all()
+    assert still[kept].all()
+    assert not still[~kept].any()
+    columns = (block.attn.Wo.weight == out).all(0).view(len(head), -1).all(1)
+    assert torch.equal(columns, head)
+
+
+def test_what_no_unit_owns_is_frozen_after_the_first_domain(hat):
+    work = hat()
+    model, table = work.module.model, work.module.model.get_input_embeddings().weight
+    before = table.detach().clone()
+    work.learn(0)
+    after = table.detach().clone()
+    assert not torch.equal(before, after)
+    work.learn(1)
+    assert torch.equal(table, after)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name in trained if ".attn.W" in name or ".mlp.W" in name}
+    assert set(work.module.gates.names) <= trained
+
+
+def test_the_base_of_an_adapter_never_moves(hat):
+    work = hat(*FORMS["houlsby"], *HARSH)
+    before = work.weights()
+    start = function(work, BASE)
+    hold(work)
+    assert torch.equal(function(work, BASE), start)
+    inside = (".adapter.", "_gate.e")
+    after = work.weights()
+    own = [n for n in before if not any(part in n for part in inside)]
+    assert own and all(torch.equal(before[n], after[n]) for n in own)
+    scope = {n for n, p in work.module.model.named_parameters() if p.requires_grad}
+    assert scope == set(before) - set(own)
+    assert not {part.e for part in work.module.gates.parts} & set(work.module.frozen)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_before_anything_is_learned_it_is_the_base(form, hat, small):
+    """Bit for bit, and so are its scores."""
+    base, work = made(small("method=ncl", ORDER)), hat(*FORMS[form])
+    assert torch.equal(function(work, BASE), plain(base.module.model))
+    batch = some_batch(base.module.model.config.vocab_size)
+    nll, count = work.module.nll(batch, 0)
+    assert torch.equal(nll, token_nll(base.module.model, batch).detach())
+    assert torch.equal(count, torch.ones(48))
+    assert work.module.used(0) == {BASE: 1.0}
+
+
+def test_without_gates_it_is_ncl_bit_for_bit(small, start, tmp_path):
+    ncl = learned(start, small("method=ncl", "order=[law,food]", *DROPOUT), tmp_path / "ncl")
+    none = ["method.units=[]", "method.shared=trained"]
+    for name, extra, equal in (("none", none, True), ("hat", [], False)):
+        cfg = small("method=hat", *extra, "order=[law,food]", *DROPOUT)
+        found = learned(start, cfg, tmp_path / name)
+        assert same({n: v for n, v in found.items() if n in ncl}, ncl) == equal
+
+
+def test_without_gates_there_are_no_parts(hat, tmp_path):
+    work = hat("method.units=[]", "method.shared=trained")
+    work.learn(0)
+    module = work.module
+    assert module.needs_domain is False and module.used(0) == {} and module.diagnostics() == {}
+    assert module.backbone(0) is module.model
+    assert "hat" not in terms(work)
+    other = hat("method.units=[]", "method.shared=trained").module
+    other.load_state_dict(module.state_dict())
+    expression = module.export(tmp_path, ["law"])
+    assert torch.equal(plain(load(expression)), plain(module.model))
+
+
+def terms(work: Made, step: int = 2) -> dict[str, Tensor]:
+    """The terms of a loss at one of six steps, outside a trainer."""
+    module = work.module.train()
+    module._trainer = SimpleNamespace(global_step=step, max_steps=6)
+    return module.losses(some_batch(module.model.config.vocab_size) | {"weight": torch.tensor(1 / 48)})
+
+
+def test_s_follows_the_steps_and_the_regulariser_the_gates(hat):
+    work = hat("method.strength=0.5")
+    found, gates = terms(work, step=2), work.module.gates
+    s = 1 / 400 + (400 - 1 / 400) * 2 / 5
+    assert all(part.s == pytest.approx(s) for part in gates.parts)
+    values = (s * gates.e()).sigmoid()
+    assert found["hat"].item() == pytest.approx(0.5 * values.mean().item(), rel=1e-5)
+    work.module.taken.raise_to((gates.e() > 0).float())
+    free = gates.e() <= 0
+    again = terms(work, step=0)["hat"].item()
+    assert again == pytest.approx(0.5 * (gates.e()[free] / 400).sigmoid().mean().item(), rel=1e-5)
+    work.module.taken.raise_to(torch.ones(len(free)))
+    assert terms(work)["hat"].item() == 0
+
+
+def test_the_last_step_is_at_s_max(hat):
+    work, watch = hat(), Watch(lambda module: [part.s for part in module.gates.parts])
+    work.learn(0, watch)
+    seen = [values[0] for _, values in watch.seen]
+    assert all(len(set(values)) == 1 for _, values in watch.seen)
+    assert seen == pytest.approx([1 / 400 + (400 - 1 / 400) * k / 5 for k in range(6)])
+
+
+def test_the_regulariser_makes_domains_take_less(hat):
+    shares = []
+    for strength in (0, 20):
+        work = hat(f"method.strength={strength}", "method.std=0.02", "model.lr=1e-2")
+        work.learn(0)
+        shares.append(work.module.taken.taken.mean().item())
+    assert shares[1] < shares[0] - 0.1
+
+
+def test_gates_are_clamped_after_each_step(hat):
+    work, watch = hat("method.limit=0.3", "model.lr=1e-1"), Watch(lambda module: module.gates.e().detach())
+    work.learn(0, watch)
+    assert all(e.abs().max() <= 0.3 for _, e in watch.seen)
+
+
+def test_every_domain_begins_with_a_draw_of_its_own(hat):
+    """Of its name and the run's seed, the same in each process."""
+    draws = {}
+    for seed in (0, 1):
+        work = hat("method.limit=100", "model.lr=0", f"seed={seed}")
+        for domain in (0, 1):
+            work.learn(domain)
+            draws[seed, domain] = work.module.gates.e().detach()
+    assert len({tuple(e.tolist()) for e in draws.values()}) == 4
+    for e in draws.values():
+        assert abs(e.mean()) < 0.3 and 0.8 < e.std() < 1.2
+    work = hat("model.lr=0", "seed=0")
+    work.module._trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=SimpleNamespace(name="food")))
+    torch.manual_seed(99)
+    work.module.before_domain(())
+    assert torch.equal(work.module.gates.e(), draws[0, 1])
+
+
+def test_the_draws_width_is_an_option(hat):
+    work = hat("method.std=0.02", "model.lr=0")
+    work.learn(0)
+    assert 0.015 < work.module.gates.e().std() < 0.025
+
+
+def test_what_is_taken_only_grows(hat):
+    work, seen = hat(*HARSH), []
+    for domain in range(3):
+        work.learn(domain)
+        own = work.module.opened(domain)
+        assert torch.equal(own, (work.module.gates.e() > 0).float())
+        seen.append((own, work.module.taken.taken.clone()))
+    assert all(set(own.tolist()) == {0, 1} for own, _ in seen)
+    assert torch.equal(seen[0][0], seen[0][1])
+    for (_, before), (own, after) in zip(seen, seen[1:], strict=False):
+        assert torch.equal(after, torch.maximum(before, own))
+        assert after.sum() > before.sum()
+
+
+def test_what_there_is_to_look_at(hat):
+    work = hat()
+    assert not any(name.startswith("overlap") for name in work.module.diagnostics())
+    work.learn(0)
+    work.learn(1)
+    found = work.module.diagnostics()
+    groups = [group.name for group in work.module.gates.groups]
+    assert {n for n in found if n.startswith("taken/")} == {f"taken/{name}" for name in groups}
+    assert {n for n in found if n.startswith("overlap/")} == {
+        "overlap/heads", "overlap/neurons", "overlap/outputs"
+    }  # fmt: skip
+    masks = [work.module.gates.split(work.module.opened(domain)) for domain in (0, 1)]
+    one, two = (torch.cat([m[name] for name in groups if name.endswith("neurons")]) for m in masks)
+    share = (one * two).sum() / one.sum()
+    assert found["overlap/neurons"].shape == (2, 2)
+    assert found["overlap/neurons"][0, 1].item() == pytest.approx(share.item())
+
+
+def test_overlap_by_hand():
+    masks = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    assert overlap(masks).tolist() == [[1, 0.5, 0], [1, 1, 0], [0, 0, 0]]
+
+
+def test_texts_are_scored_with_their_domains_gates(hat):
+    work = hat(*HARSH)
+    work.learn(0)
+    work.learn(1)
+    module, batch = work.module.eval(), some_batch(work.module.model.config.vocab_size)
+    assert module.needs_domain
+    for domain, part in ((0, 0), (1, 1), (2, 1), (BASE, 1)):
+        with torch.no_grad():
+            nll, _ = module.nll(batch, domain)
+            expected = token_nll(module.model, batch, weights=module.bank.weights(part))
+        assert torch.equal(nll, expected)
+        assert module.used(domain) == {part: 1.0}
+    assert not hat("method.routing.learned=posterior").module.needs_domain
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backbone_is_a_copy_that_computes_its_domain(form, hat):
+    work = hat(*HARSH, *FORMS[form])
+    work.learn(0)
+    work.learn(1)
+    before = work.weights()
+    for domain in (0, 1):
+        model, expected = work.module.backbone(domain), function(work, domain)
+        assert torch.equal(plain(model), expected)
+        assert torch.equal(plain(model.train()), expected)
+        model.train()
+        held = {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert set(work.module.gates.names) <= held
+        batch = some_batch(model.config.vocab_size)
+        assert torch.equal(token_nll(model, batch).detach(), token_nll(model.eval(), batch).detach())
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    assert same(work.weights(), before)
+    assert all(p.requires_grad for p in (part.e for part in work.module.gates.parts))
+
+
+def load(expression: str) -> torch.nn.Module:
+    """The model of an export's expression."""
+    if expression.startswith("cpt.exported.load"):
+        import cpt
+
+        return eval(expression, {"cpt": cpt})
+    return AutoModelForMaskedLM.from_pretrained(expression.split("(")[1].strip(')"'))
+
+
+def test_a_whole_model_is_exported_as_a_plain_one(hat, tmp_path):
+    work = hat(*HARSH)
+    work.learn(0)
+    work.learn(1)
+    expression = work.module.export(tmp_path, ["law", "food"])
+    assert "from_pretrained" in expression
+    found = load(expression)
+    assert not any("gate" in name for name in found.state_dict())
+    assert torch.equal(plain(found), function(work, 1))
+
+
+def test_adapters_are_exported_for_each_domain(hat, tmp_path):
+    work = hat(*HARSH, *FORMS["houlsby"])
+    work.learn(0)
+    work.learn(1)
+    expression = work.module.export(tmp_path, ["law", "food"])
+    assert torch.equal(plain(load(expression)), function(work, 1))
+    for domain, name in enumerate(["law", "food"]):
+        found = exported.load(tmp_path, domain=name)
+        assert torch.equal(plain(found), function(work, domain))
+        assert not any("gate" in key for key in found.state_dict())
+
+
+def test_memory_grows_by_the_gates_of_a_domain(hat):
+    work = hat()
+    module, sizes = work.module, []
+    module._trainer = SimpleNamespace(datamodule=SimpleNamespace(domain=SimpleNamespace(name="", index=0)))
+    for domain in range(12):
+        module.trainer.datamodule.domain.index = domain
+        module.trainer.datamodule.domain.name = str(domain)
+        module.before_domain(())
+        module.after_domain(())
+        sizes.append(sum(value.numel() for value in module.state_dict().values()))
+    units = sum(module.gates.sizes)
+    assert {after - before for before, after in zip(sizes, sizes[1:], strict=False)} == {units}
+    assert module.bank.domains == list(range(12))
+
+
+class KilledError(BaseException):
+    """Ends a run where nothing catches it."""
+
+
+class Killer(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3 and trainer.datamodule.domain.name == "space":
+            raise KilledError
+
+
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_it_goes_on_within_the_third_domain(form, small, start, tmp_path, monkeypatch):
+    cfg = small("method=hat", ORDER, *FORMS[form], *DROPOUT)
+    whole = learned(start, cfg, tmp_path / "whole")
+    trainer = learner.trainer
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(
+            learner,
+            "trainer",
+            lambda *args, callbacks=(), **how: trainer(
+                *args, callbacks=[*callbacks, Killer()] if callbacks else (), **how
+            ),
+        )
+        start(cfg, tmp_path / "killed")
+    assert same(learned(start, cfg, tmp_path / "killed"), whole)
+
+
+def test_a_state_with_more_domains_is_taken(hat):
+    work = hat()
+    work.learn(0)
+    work.learn(1)
+    other = hat()
+    other.module.load_state_dict(work.module.state_dict())
+    for domain in (0, 1):
+        assert torch.equal(function(other, domain), function(work, domain))
+    assert torch.equal(other.module.taken.taken, work.module.taken.taken)
+
+
+def test_frozen_layers_still_have_gates(hat):
+    work = hat("freeze.layers=1", *HARSH)
+    before = work.weights()
+    work.learn(0)
+    after = work.weights()
+    first = [n for n in before if n.startswith("model.layers.0.") and not n.endswith(".e")]
+    assert first and all(torch.equal(before[n], after[n]) for n in first)
+    gates = [part.e.requires_grad for part in work.module.gates.parts]
+    assert all(gates) and len(gates) == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("form=half", "method.form=half; allowed: full, adapter"),
+        ("shared=some", "method.shared=some; allowed: frozen, trained"),
+        ("units=[tokens]", r"method.units=\['tokens'\]; allowed: some of heads, neurons, outputs, or \[\]"),
+        ("units=[]", "method.shared=frozen leaves nothing to train without units; allowed: trained"),
+        ("acts_on=never", "acts_on=never; allowed: gradient, update, frozen"),
+        ("s_max=0", "method.s_max=0; allowed: above 0"),
+        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
+        ("limit=0", "method.limit=0; allowed: above 0"),
+        ("std=0", "method.std=0; allowed: above 0"),
+        ("placement=top", "method.placement=top; allowed: pfeiffer, houlsby"),
+        ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
+        ("activation=tan", "method.activation=tan; allowed: relu, gelu, silu"),
+    ],
+)
+def test_a_wrong_option_is_told(override, message, hat):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        hat(f"method.{override}")

@@ -1,0 +1,203 @@
+"""O-LoRA: the penalty against loops over pairs and maps, and what it moves."""
+
+import pytest
+import torch
+from making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
+
+from cpt import lora
+from cpt.methods.olora import grouped, norms, overlap
+from cpt.samples import Stream
+
+THREE = "order=[law,food,space]"
+STRONG = "optim.lr=0.05"
+
+
+@pytest.fixture
+def build(small):
+    return lambda *overrides: made(small("method=olora", THREE, STRONG, *overrides))
+
+
+@pytest.fixture
+def maps():
+    """A of five maps of two widths, rank 3, and those of four earlier domains."""
+    torch.manual_seed(0)
+    widths = (8, 6, 8, 8, 6)
+    new = [torch.randn(3, width, dtype=torch.float64, requires_grad=True) for width in widths]
+    earlier = [[torch.randn(3, w, dtype=torch.float64, requires_grad=True) for w in widths] for _ in range(4)]
+    return new, earlier
+
+
+def batch_of(work):
+    """A training batch of the first domain."""
+    options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
+    text = {"law": work.data.train["law"]}
+    return Stream(text, objective=work.data.objective, accumulate=1, **options)[0]
+
+
+def slow(new, earlier, *, power: int) -> float:
+    """sum over maps, domains and entries of |row of A_k . row of A_t|^power, product by product."""
+    found = 0.0
+    for domain in earlier:
+        for old, a in zip(domain, new, strict=True):
+            for row in a.tolist():
+                for other in old.tolist():
+                    found += abs(sum(x * y for x, y in zip(row, other, strict=True))) ** power
+    return found
+
+
+@pytest.mark.parametrize(("penalty", "power"), [("l1", 1), ("squared", 2)])
+def test_the_penalty_is_the_slow_sum(penalty, power, maps):
+    found = overlap(grouped(*maps), penalty=penalty).item()
+    assert found == pytest.approx(slow(*maps, power=power), rel=1e-5)
+
+
+@pytest.mark.parametrize("penalty", ["l1", "squared"])
+def test_orthogonal_rows_cost_nothing_and_equal_ones_their_norms(penalty):
+    rows = torch.eye(6)
+    new, free, same_rows = [2 * rows[:2]], [[rows[2:4]], [rows[4:]]], [[rows[2:4]], [rows[:2]]]
+    assert overlap(grouped(new, free), penalty=penalty) == 0
+    assert overlap(grouped(new, same_rows), penalty=penalty) == {"l1": 4, "squared": 8}[penalty]
+
+
+@pytest.mark.parametrize("penalty", ["l1", "squared"])
+def test_the_order_of_maps_and_domains_is_free(penalty, maps):
+    new, earlier = maps
+    expected = overlap(grouped(new, earlier), penalty=penalty)
+    turned = overlap(grouped(new[::-1], [domain[::-1] for domain in earlier[::-1]]), penalty=penalty)
+    torch.testing.assert_close(turned, expected)
+
+
+def test_the_groups_are_one_product_per_width(maps):
+    groups = grouped(*maps)
+    assert [(len(new), tuple(earlier.shape)) for new, earlier in groups] == [(3, (3, 12, 8)), (2, (2, 12, 6))]
+
+
+def test_norms_are_not_squared_and_have_a_gradient_at_zero():
+    a, b = torch.tensor([[3.0, 4.0]], requires_grad=True), torch.zeros(2, 1, requires_grad=True)
+    found = norms([a, b])
+    found.backward()
+    assert found.item() == 5 and torch.equal(a.grad, torch.tensor([[0.6, 0.8]])) and not b.grad.any()
+
+
+@pytest.mark.parametrize("stored", lora.STORED)
+def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored, build):
+    work = build(f"method.stored={stored}", "method.strength=2", "method.penalty=squared", "method.norm=0.5")
+    module, batch = work.module, batch_of(work)
+    names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
+    kept = []
+    assert module.losses(batch)["orthogonality"] == 0
+    for number in range(3):
+        work.learn(number)
+        kept.append([module.model.get_parameter(name).detach().clone() for name in names])
+        assert module.kept.domains == list(range(number + 1))
+        assert [value.tolist() for value in module.kept.weights(number).values()] == [
+            value.tolist() for value in kept[-1]
+        ]
+    module.activate(2)
+    terms = module.losses(batch)
+    assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
+    pairs = [half for layer in lora.layers(module.model).values() for half in lora.pair(layer)]
+    assert terms["norm"].item() == pytest.approx(0.5 * sum(p.norm().item() for p in pairs), rel=1e-4)
+
+
+@pytest.mark.parametrize("stored", lora.STORED)
+def test_the_penalty_moves_the_new_a_alone(stored, build):
+    work = build(f"method.stored={stored}")
+    work.learn(0)
+    work.learn(1)
+    module = work.module
+    module.zero_grad()
+    module.losses(batch_of(work))["orthogonality"].backward()
+    moved = {name for name, p in module.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved == {
+        f"model.{name}" for name, _ in module.model.named_parameters() if "lora_A.default" in name
+    }
+
+
+def test_in_the_first_domain_it_is_inclora(small):
+    with_penalty, without = (made(small(f"method={name}", ORDER, STRONG)) for name in ("olora", "inclora"))
+    for number, equal in ((0, True), (1, False)):
+        for work in (with_penalty, without):
+            work.learn(number)
+        assert same(with_penalty.weights(), without.weights()) == equal
+
+
+def test_strength_zero_is_inclora_bit_for_bit(small, start, tmp_path):
+    inclora = learned(start, small("method=inclora", ORDER, STRONG, *DROPOUT), tmp_path / "inclora")
+    for strength, equal in ((0, True), (1, False)):
+        cfg = small("method=olora", f"method.strength={strength}", ORDER, STRONG, *DROPOUT)
+        found = learned(start, cfg, tmp_path / str(strength))
+        assert same(found, inclora) == equal
+
+
+def test_the_overlap_falls_within_a_domain(build):
+    work = build("method.strength=5", "method.r=2", "optim.lr=0.01")
+    work.learn(0)
+    batch = batch_of(work)
+    watch = Watch(lambda module: module.losses(batch)["orthogonality"].item())
+    work.learn(1, watch)
+    values = [value for _, value in watch.seen]
+    assert 0 < values[-1] < 0.6 * values[0]
+
+
+def test_the_state_grows_by_the_as_alone(build):
+    work = build("trainer.steps=1")
+    widths = sum(layer.in_features for layer in lora.layers(work.module.model).values())
+    assert state_beside_the_model(work.module) == 0
+    for number in range(3):
+        size = sum(v.nbytes for n, v in work.module.state_dict().items() if n.startswith("model."))
+        work.learn(number)
+        assert state_beside_the_model(work.module) == (number + 1) * 4 * 8 * widths
+        after = sum(v.nbytes for n, v in work.module.state_dict().items() if n.startswith("model."))
+        assert after == size
+
+
+@pytest.mark.parametrize("stored", lora.STORED)
+def test_a_new_module_takes_the_state_of_several_domains(stored, build):
+    work, other = build(f"method.stored={stored}"), build(f"method.stored={stored}")
+    work.learn(0)
+    work.learn(1)
+    other.module.load_state_dict(work.module.state_dict())
+    for each in (work, other):
+        each.module.activate(2)
+        each.module.eval()
+    found = [each.module.losses(batch_of(work)) for each in (work, other)]
+    assert found[0]["orthogonality"] > 0
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_embeddings_are_held_apart_too(build):
+    work = build("method.embeddings=true")
+    assert sum("lora_embedding_A" in name for name in work.module.kept.names) == 1
+    assert not any("_B" in name for name in work.module.kept.names)
+    work.learn(0)
+    work.learn(1)
+    assert work.module.losses(batch_of(work))["orthogonality"] > 0
+
+
+def test_the_backbone_and_the_export_are_plain(build, tmp_path):
+    import transformers
+
+    work = build()
+    work.learn(0)
+    work.learn(1)
+    loaded = eval(work.module.export(tmp_path, ["law", "food"]), {"transformers": transformers})
+    plain = work.module.backbone(1)
+    assert not lora.layers(plain)
+    state = plain.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
+        ("norm=-1", "method.norm=-1; allowed: 0 or more"),
+        ("penalty=l2", "method.penalty=l2; allowed: l1, squared"),
+        ("stored=both", "method.stored=both; allowed: merged, pairs"),
+        ("exported=onnx", "method.exported=onnx; allowed: merged, peft"),
+    ],
+)
+def test_a_wrong_option_is_told(override, message, build):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        build(f"method.{override}")

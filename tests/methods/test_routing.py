@@ -1,0 +1,433 @@
+"""Which part scores a text: posteriors against Bayes by hand, priors, and what is remembered of them."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from making import made
+
+from cpt import learner, routing
+from cpt.model import token_nll
+from cpt.parts import BASE
+from cpt.routing import Router, Routing, largest
+from cpt.samples import Subset
+
+THREE = "order=[law,food,space]"
+DEFAULTS = {
+    "learned": "domain",
+    "unlearned": "base",
+    "prior": "uniform",
+    "decay": 0.3,
+    "cached": 100,
+    "top_k": None,
+    "base": True,
+}
+
+
+def router(domains: int = 2, **options) -> Router:
+    """A router over parts that are never run."""
+    return Router(SimpleNamespace(domains=list(range(domains))), Routing(**(DEFAULTS | options)))
+
+
+def begun(domains: int = 2, **options) -> Router:
+    """One that has begun a text whose parts are the base and the learned ones."""
+    mixing = router(domains, **options)
+    mixing.go_on(BASE, mixing.parts, torch.device("cpu"))
+    return mixing
+
+
+def slow(likelihood, rows, *, prior="uniform", decay=0.3, cached=100) -> list[list[float]]:
+    """The weights [K][n] at each position, by Bayes' rule with products, token by token."""
+    parts, found, cache = len(likelihood), [], []
+    p = [1 / parts] * parts
+    product, row = list(p), None
+    end = None
+    for k, here in enumerate([*rows.tolist(), None]):
+        if here != row:
+            if row is not None:
+                end = [each / sum(product) for each in product]
+                if prior == "updating":
+                    p = [(1 - decay) * a + decay * b for a, b in zip(p, end, strict=True)]
+                if prior == "cached" and len(cache) < cached:
+                    cache.append(end)
+                    if len(cache) == cached:
+                        p = [sum(each) / cached for each in zip(*cache, strict=True)]
+            product, row = list(p), here
+        if here is not None:
+            found.append([each / sum(product) for each in product])
+            product = [a * math.exp(v) for a, v in zip(product, likelihood[:, k].tolist(), strict=True)]
+    return found
+
+
+@pytest.fixture
+def some():
+    """Log-likelihoods [3, 12] at positions of four rows, one of which has no scored position."""
+    torch.manual_seed(0)
+    return torch.randn(3, 12) - 2, torch.tensor([0, 0, 0, 1, 1, 1, 1, 3, 3, 4, 4, 4])
+
+
+@pytest.fixture
+def work(small):
+    """A module with three experts and the base, which differ, and its data."""
+
+    def build(*overrides: str, config=small):
+        run = made(config("method=demix", THREE, *overrides))
+        module = run.module.eval()
+        for domain in range(3):
+            torch.manual_seed(domain)
+            for name in module.bank.names:
+                parameter = module.model.get_parameter(name)
+                parameter.data.add_(0.2 * torch.randn_like(parameter))
+            module.bank.keep(module.model, domain)
+        return run
+
+    return build
+
+
+def batches(run, name: str, *, rows: int, size: int) -> list[dict[str, torch.Tensor]]:
+    """The first rows of a held-out text, as an evaluation has them."""
+    text = {name: run.data.held_out[name]}
+    share = {name: np.arange(rows)}
+    made_of = Subset(text, share, objective=run.data.objective, batch_size=size, purpose="score")
+    return [made_of[number] for number in range(len(made_of))]
+
+
+@torch.no_grad()
+def scored(run, name: str, *, rows: int = 8, size: int = 4, domain: int = BASE) -> torch.Tensor:
+    module = run.module
+    module.router.begin()
+    return torch.cat([module.nll(batch, domain)[0] for batch in batches(run, name, rows=rows, size=size)])
+
+
+def test_posteriors_by_hand():
+    """Two parts and the base; the second token decides nothing yet at its own place."""
+    mixing = begun()
+    likelihood = torch.tensor([[0.5, 0.5, 0.1], [0.25, 0.5, 0.1], [0.25, 0.125, 0.8]]).log()
+    found = mixing.weights(likelihood, torch.tensor([0, 0, 0]), top_k=None).exp()
+    expected = torch.tensor([[1 / 3, 0.5, 8 / 13], [1 / 3, 0.25, 4 / 13], [1 / 3, 0.25, 1 / 13]])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
+@pytest.mark.parametrize("size", [12, 7, 3])
+def test_the_weights_are_the_slow_ones(prior, size, some):
+    """However a text is cut into batches: the first 7 and the first 3 positions are whole rows."""
+    likelihood, rows = some
+    mixing = begun(prior=prior, decay=0.4, cached=2)
+    cut = [slice(0, size), slice(size, None)]
+    found = torch.cat([mixing.weights(likelihood[:, at], rows[at], top_k=None) for at in cut], dim=1)
+    expected = slow(likelihood, rows, prior=prior, decay=0.4, cached=2)
+    torch.testing.assert_close(found.exp().T, torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.exp().sum(0), torch.ones(12))
+
+
+def test_the_slow_priors_differ(some):
+    found = [slow(*some, prior=prior, cached=2) for prior in ("uniform", "updating", "cached")]
+    assert found[0] != found[1] != found[2] != found[0]
+
+
+def test_updating_by_hand():
+    """One token per row: the posterior of a row is then the token's likelihood times the prior."""
+    mixing = begun(1, prior="updating", decay=0.5)
+    likelihood = torch.tensor([[0.3, 0.3], [0.1, 0.1]]).log()
+    found = mixing.weights(likelihood, torch.tensor([0, 1]), top_k=None).exp()
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.625], [0.5, 0.375]]))
+    end = 0.625 * 3 / (0.625 * 3 + 0.375)
+    torch.testing.assert_close(mixing.prior, torch.tensor([(0.625 + end) / 2, (1.375 - end) / 2]).double())
+
+
+def test_a_cached_prior_is_the_mean_posterior_of_the_first_rows_and_then_fixed():
+    mixing = begun(1, prior="cached", cached=2)
+    likelihood = torch.tensor([[0.3, 0.1, 0.5, 0.9], [0.1, 0.1, 0.5, 0.1]]).log()
+    found = mixing.weights(likelihood, torch.tensor([0, 1, 2, 3]), top_k=None).exp()
+    torch.testing.assert_close(found[0], torch.tensor([0.5, 0.5, 0.625, 0.625]))
+
+
+@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
+def test_a_token_does_not_decide_its_own_weight(prior, some):
+    likelihood, rows = some
+    before = begun(prior=prior, cached=1).weights(likelihood, rows, top_k=None)
+    other = likelihood.clone()
+    other[1, 4] += 5
+    after = begun(prior=prior, cached=1).weights(other, rows, top_k=None)
+    torch.testing.assert_close(after[:, :5], before[:, :5], rtol=0, atol=1e-6)
+    assert (after[:, 5] - before[:, 5]).abs().max() > 0.1
+    later = (after[:, 7:] - before[:, 7:]).abs().max() > 1e-3
+    assert later == (prior == "updating")
+
+
+def test_rows_begin_at_the_prior(some):
+    likelihood, rows = some
+    mixing = begun()
+    mixing.prior = torch.tensor([0.7, 0.2, 0.1]).double()
+    found = mixing.weights(likelihood, rows, top_k=None).exp()
+    for first in (0, 3, 7, 9):
+        torch.testing.assert_close(found[:, first], torch.tensor([0.7, 0.2, 0.1]))
+
+
+def test_long_rows_keep_their_digits():
+    """A thousand tokens that one part finds a hundred nats likelier each: no overflow, no 0 / 0."""
+    likelihood = torch.stack([torch.full((1000,), -105.0), torch.full((1000,), -5.0)])
+    mixing = begun(1, prior="updating", decay=1)
+    for _ in range(2):
+        found = mixing.weights(likelihood, torch.zeros(1000).long(), top_k=None)
+        assert not found.isnan().any()
+        torch.testing.assert_close(found.logsumexp(0).exp(), torch.ones(1000))
+    assert mixing.prior.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
+def test_a_batch_without_scored_positions_teaches_nothing(prior, some):
+    mixing = begun(prior=prior, cached=1)
+    nothing = mixing.weights(torch.empty(3, 0), torch.empty(0).long(), top_k=None)
+    assert nothing.shape == (3, 0)
+    assert mixing.prior.tolist() == [1 / 3] * 3 and mixing.rows == 0
+
+
+def test_the_largest_are_kept_and_sum_to_one():
+    weights = torch.tensor([[0.1, 0.4], [0.6, 0.2], [0.3, 0.4]]).log()
+    expected = [torch.tensor([[0, 1], [1, 0], [0, 0]]), torch.tensor([[0, 0.5], [2 / 3, 0], [1 / 3, 0.5]])]
+    for count, kept in enumerate(expected, start=1):
+        torch.testing.assert_close(largest(weights, count).exp(), kept.float())
+    torch.testing.assert_close(largest(weights, 3), weights)
+    torch.testing.assert_close(largest(weights, 9), weights)
+
+
+def test_nearest_is_the_most_probable_so_far(some):
+    likelihood, rows = some
+    found = begun().weights(likelihood, rows, top_k=1).exp()
+    expected = torch.tensor(slow(likelihood, rows)).T
+    assert found[0, [0, 3, 7, 9]].tolist() == [1] * 4  # of equals the first
+    inner = [k for k in range(12) if k not in (0, 3, 7, 9)]
+    assert torch.equal(found[:, inner].argmax(0), expected[:, inner].argmax(0))
+    assert set(found.flatten().tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "domains", "own", "other"),
+    [
+        ({}, 2, [1], [BASE]),
+        ({"unlearned": "last"}, 2, [1], [1]),
+        ({"unlearned": "last"}, 0, [BASE], [BASE]),
+        ({"learned": "posterior", "unlearned": "posterior"}, 2, [BASE, 0, 1], [BASE, 0, 1]),
+        ({"learned": "nearest", "unlearned": "nearest", "base": False}, 2, [0, 1], [0, 1]),
+        ({"unlearned": "posterior", "base": False}, 0, [BASE], [BASE]),
+    ],
+    ids=str,
+)
+def test_which_parts_are_mixed(options, domains, own, other):
+    """For text of domain 1, and for general text and domains to come."""
+    mixing = router(domains, **options)
+    assert mixing.mixed(1) == own
+    assert mixing.mixed(BASE) == mixing.mixed(7) == other
+    assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
+
+
+def test_how_many_parts_are_mixed():
+    mixing = router(2, unlearned="nearest", learned="posterior", top_k=2)
+    assert (mixing.top_k(0), mixing.top_k(BASE), mixing.top_k(2)) == (2, 1, 1)
+    assert router(2, learned="posterior").top_k(0) is None
+
+
+@torch.no_grad()
+def test_one_part_alone_is_that_part_bit_for_bit(work):
+    run = work("method.routing.unlearned=last")
+    bank, model = run.module.bank, run.module.model
+    for domain, part in ((0, 0), (1, 1), (2, 2), (BASE, 2), (9, 2)):
+        [batch] = batches(run, "law", rows=4, size=4)
+        expected = token_nll(model, batch, weights=bank.weights(part))
+        assert torch.equal(run.module.nll(batch, domain)[0], expected)
+        assert run.module.used(domain) == {part: 1.0}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", [BASE, 0, 1, 2])
+def test_a_prior_that_is_sure_is_that_part(part, work):
+    run = work()
+    first, second = batches(run, "law", rows=8, size=4)
+    run.module.nll(first, BASE)
+    run.module.router.prior = torch.eye(4).double()[part + 1]
+    expected = token_nll(run.module.model, second, weights=run.module.bank.weights(part))
+    torch.testing.assert_close(run.module.nll(second, BASE)[0], expected)
+
+
+@torch.no_grad()
+def test_the_mixture_is_that_of_bayes_by_hand(work):
+    run = work()
+    [batch] = batches(run, "food", rows=4, size=4)
+    likelihood = torch.stack(
+        [-token_nll(run.module.model, batch, weights=run.module.bank.weights(part)) for part in (-1, 0, 1, 2)]
+    )
+    weights = torch.tensor(slow(likelihood, batch["positions"] // 16)).T
+    found = run.module.nll(batch, BASE)[0]
+    torch.testing.assert_close(found, -(weights * likelihood.exp()).sum(0).log(), rtol=1e-4, atol=1e-5)
+    used = run.module.used(BASE)
+    assert list(used) == [BASE, 0, 1, 2]
+    assert list(used.values()) == pytest.approx(weights.mean(1).tolist(), rel=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [[], ["method.routing.top_k=2"], ["method.routing.unlearned=nearest"]])
+@pytest.mark.parametrize("model", ["masked", "causal"])
+def test_the_likelihood_of_all_tokens_is_one(model, options, work, small, small_gpt2):
+    """A row once for each token that might stand at its last scored place."""
+    run = work(*options, config=small if model == "masked" else small_gpt2)
+    [batch] = batches(run, "law", rows=1, size=1)
+    count, last = run.module.model.config.vocab_size, int(batch["positions"][-1])
+    scores = len(batch["positions"])
+    assert scores > 1
+    every = {name: batch[name].repeat(count, 1) for name in ("input_ids", "labels")}
+    every["labels"][:, last] = torch.arange(count)
+    every["positions"] = (batch["positions"] + 16 * torch.arange(count)[:, None]).flatten()
+    nll = run.module.nll(every, BASE)[0].view(count, scores)
+    assert nll[:, -1].neg().exp().sum().item() == pytest.approx(1, abs=1e-4)
+    assert len(run.module.used(BASE)) > 1
+
+
+@pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
+def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
+    run = work(f"method.routing.prior={prior}", "method.routing.cached=5")
+    whole = scored(run, "space", size=8)
+    used = run.module.used(BASE)
+    for size in (1, 3):
+        scored(run, "law", domain=7)
+        torch.testing.assert_close(scored(run, "space", size=size), whole, rtol=1e-4, atol=1e-5)
+        assert run.module.used(BASE) == pytest.approx(used, rel=1e-4)
+
+
+def test_top_1_is_nearest(work):
+    one = scored(work("method.routing.top_k=1"), "law")
+    assert torch.equal(one, scored(work("method.routing.unlearned=nearest"), "law"))
+    assert not torch.equal(one, scored(work(), "law"))
+
+
+def test_what_was_used_is_of_the_last_evaluation(work):
+    run = work()
+    scored(run, "law")
+    before = run.module.used(BASE)
+    run.module.bank.get_buffer("1").mul_(2)
+    scored(run, "law")
+    again = run.module.used(BASE)
+    run.module.router = Router(run.module.bank, run.module.router.routing)
+    scored(run, "law")
+    assert again == run.module.used(BASE) != before
+
+
+@pytest.mark.parametrize("prior", ["updating", "cached"])
+def test_each_text_begins_anew(prior, work):
+    """And each evaluation, also that of a process which has but one text in its share."""
+    run = work(f"method.routing.prior={prior}", "method.routing.cached=3", "method.routing.learned=posterior")
+    alone = {name: scored(run, name, domain=place) for place, name in enumerate(("law", "food"))}
+    for place, name in ((0, "law"), (0, "law"), (1, "food"), (0, "law"), (1, "food")):
+        assert torch.equal(scored(run, name, domain=place), alone[name])
+    assert run.module.used(1) and not run.module.used(0)
+
+
+def test_the_prior_matters(work):
+    """Else the tests above could not fail."""
+    options = ("uniform", "updating", "cached")
+    nll = [scored(work(f"method.routing.prior={each}", "method.routing.cached=2"), "law") for each in options]
+    assert len({each.sum().item() for each in nll}) == 3
+
+
+def test_a_new_part_takes_part_at_once(work):
+    run = work("method.routing.prior=updating")
+    scored(run, "law", rows=4)
+    run.module.bank.keep(run.module.model, 3)
+    assert set(run.module.used(BASE)) <= {BASE, 0, 1, 2}
+    scored(run, "food")
+    assert len(run.module.used(BASE)) == 5
+
+
+def test_scoring_leaves_no_trace(work):
+    run = work("method.routing.prior=updating")
+    before = {name: value.clone() for name, value in run.module.state_dict().items()}
+    first = scored(run, "law")
+    assert torch.equal(scored(run, "law"), first)
+    after = run.module.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_what_was_used_can_be_asked_twice_and_of_texts_that_were_not_scored():
+    mixing = begun(3)
+    weights = torch.tensor([[0.5, 0.1], [0.4995, 0.8996], [0.0004, 0.0003], [0.0001, 0.0001]])
+    mixing.take(BASE, mixing.parts, weights)
+    mixing.take(BASE, mixing.parts, weights[:, :1])
+    sums = [1.1, 1.8986]
+    for _ in range(2):
+        used = mixing.used(BASE)
+        assert list(used) == [BASE, 0]
+        assert list(used.values()) == pytest.approx([each / sum(sums) for each in sums])
+    assert mixing.used(4) == {}
+
+
+def test_many_parts_of_equal_weight_are_all_told():
+    mixing = begun(2999)
+    mixing.take(BASE, mixing.parts, torch.full((3000, 2), 1 / 3000))
+    assert mixing.used(BASE) == pytest.approx(dict.fromkeys(range(-1, 2999), 1 / 3000))
+
+
+def test_used_weights_are_summed_over_processes(monkeypatch):
+    """Every process makes the one collective call, also where it has scored nothing of the text."""
+    theirs, calls = torch.tensor([0.0, 3.0, 1.0]).double(), []
+
+    def all_reduce(values):
+        calls.append(values.shape)
+        values.add_(theirs)
+
+    monkeypatch.setattr(routing.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(routing.distributed, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(routing.distributed, "all_reduce", all_reduce)
+    mixing = begun()
+    assert mixing.used(1) == {0: 0.75, 1: 0.25}
+    mixing.take(BASE, mixing.parts, torch.tensor([[1.0], [0.0], [3.0]]))
+    for _ in range(2):
+        assert mixing.used(BASE) == {BASE: 0.125, 0: 0.375, 1: 0.5}
+    assert calls == [(3,)] * 3
+
+
+def test_it_finds_the_domain_of_a_text(small_gpt2):
+    """Texts of different words: each is scored by the expert that learned it."""
+    options = ["method.routing.learned=posterior", "method.routing.base=false", "model.base.steps=100"]
+    run = made(small_gpt2("method=demix", THREE, "trainer.steps=30", "optim.lr=0.01", *options))
+    for number in range(3):
+        run.learn(number)
+    run.module.eval()
+    for place, name in enumerate(("law", "food", "space")):
+        scored(run, name, rows=20, size=20, domain=place)
+        used = run.module.used(place)
+        assert max(used, key=used.get) == place
+        assert used[place] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learned": "last"}, "method.routing.learned=last; allowed: domain, posterior, nearest"),
+        ({"unlearned": "domain"}, "method.routing.unlearned=domain; allowed: base, last, posterior, nearest"),
+        ({"prior": "none"}, "method.routing.prior=none; allowed: uniform, updating, cached"),
+        ({"decay": 1.5}, "method.routing.decay=1.5; allowed: 0 to 1"),
+        ({"cached": 0}, "method.routing.cached=0; allowed: a whole number, 1 or more"),
+        ({"cached": None}, "method.routing.cached=None; allowed: a whole number, 1 or more"),
+        ({"cached": True}, "method.routing.cached=True; allowed: a whole number, 1 or more"),
+        ({"top_k": 0}, "method.routing.top_k=0; allowed: a whole number, 1 or more"),
+        ({"top_k": 1.5}, "method.routing.top_k=1.5; allowed: a whole number, 1 or more"),
+        ({"base": "yes"}, "method.routing.base=yes; allowed: true, false"),
+    ],
+)
+def test_a_wrong_option_is_told(options, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        router(**options)
+
+
+def test_an_evaluation_begins_anew_even_with_a_single_text(work):
+    run = work("method.routing.prior=updating", "method.routing.learned=posterior")
+    run.data.held_out = {"law": run.data.held_out["law"]}
+    rows = []
+    for _ in range(2):
+        learner.trainer(run.cfg.trainer, label="").validate(run.module, datamodule=run.data, verbose=False)
+        rows.append(run.module.row()[0][0])
+    assert torch.equal(*rows)
