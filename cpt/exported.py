@@ -54,7 +54,7 @@ def export(
         place.parent.mkdir(exist_ok=True)
         save_file({key: own(value) for key, value in part.items()}, place)
     if not parts:
-        return f"{type(model).__name__}.from_pretrained({json.dumps(str(folder), ensure_ascii=False)})"
+        return f"transformers.{type(model).__name__}.from_pretrained({json.dumps(str(folder), ensure_ascii=False)})"
     with replacing(folder / INDEX) as partial:
         partial.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     told = [json.dumps(text, ensure_ascii=False) for text in (str(folder), index["parts"][-1])]

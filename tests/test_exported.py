@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -152,9 +153,9 @@ def test_other_files_stay(attached, parts, tmp_path):
 def test_without_parts_it_is_a_plain_model(attached, untouched, parts, tmp_path):
     export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     found = export(tmp_path, attached, {}, attach=attach, options={"factor": 2.0})
-    assert found == f'RobertaForMaskedLM.from_pretrained("{tmp_path}")'
+    assert found == f'transformers.RobertaForMaskedLM.from_pretrained("{tmp_path}")'
     assert not (tmp_path / "parts.json").exists() and not (tmp_path / "parts").exists()
-    assert torch.equal(logits(eval(found)), logits(untouched))
+    assert torch.equal(logits(eval(found, {"transformers": transformers})), logits(untouched))
     with pytest.raises(ValueError, match=r"has no parts.json; allowed: RobertaForMaskedLM.from_pretrained$"):
         load(tmp_path)
 
