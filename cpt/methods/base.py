@@ -79,7 +79,7 @@ class ContinualModule(LightningModule):
     ) -> None:
         super().__init__()
         self.model, self.objective, self.length = model, objective, length
-        self.masks, self.replay = nn.ModuleList(masks), replay
+        self.masks, self.replay, self.scope = nn.ModuleList(masks), replay, scope
         self.frozen = freeze.parameters(model) + (beyond(model, scope) if scope else [])
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
         self.bank: Bank | None = None
@@ -146,11 +146,13 @@ class ContinualModule(LightningModule):
         return {} if self.router is None else self.router.used(domain)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of."""
-        if self.bank is None:
+        """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of. Of a
+        method that trains parts it is a copy in which all is trainable."""
+        if self.scope is None:
             return self.model
-        copy = deepcopy(self.model)
-        self.bank.put(copy, domain)
+        copy = deepcopy(self.model).requires_grad_(True)
+        if self.bank is not None:
+            self.bank.put(copy, domain)
         return copy
 
     def export(self, folder: Path, order: Sequence[str]) -> str:

@@ -125,6 +125,7 @@ class CPTPlugin(ContinualModule):
         for part in model.modules():
             if isinstance(part, Gate):
                 part.s = None
+                part.e.requires_grad_(False)
         return model
 
     def export(self, folder: Path, order: Sequence[str]) -> str:

@@ -87,7 +87,7 @@ class Prompt(ContinualModule):
         return nll, torch.ones_like(nll)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        copy = deepcopy(self.model)
+        copy = deepcopy(self.model).requires_grad_(True)
         owner, _, name = self.name.rpartition(".")
         setattr(copy.get_submodule(owner), name, nn.Parameter(self.weights(domain)[self.name].clone()))
         return copy
