@@ -68,10 +68,18 @@ def attach(
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
     for layer in layers(model).values():
         layer.train(layer.get_base_layer().training)
+        if NEWEST in layer.lora_B:
+            by_columns(layer.lora_B[NEWEST].weight)
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     # The head's own maps see the scored positions alone: they have no part in masks.
     inner = [name for name in maps if name.startswith(f"{model.base_model_prefix}.")]
     return Scope(names, tuple(halves(model, {name: segments.get(name) for name in inner})))
+
+
+def by_columns(weight: nn.Parameter) -> None:
+    """Lays a matrix out column after column in memory: the gradient of B [d_out, r] is then a product with r
+    rows, which takes an eighth of the time that one with r columns takes on a CPU."""
+    weight.data = weight.data.T.contiguous().T
 
 
 def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, nn.Module]:
@@ -249,7 +257,10 @@ def save(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> 
         model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
     )
     rank = len(next(value for name, value in weights.items() if "_A." in name))
-    written = {f"base_model.model.{name}": value.detach().cpu().clone() for name, value in state.items()}
+    written = {
+        f"base_model.model.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in state.items()
+    }
     save_file(written, place / "adapter_model.safetensors")
     # alpha grows with the rank, as alpha / r is what the pairs were learned with
     scaled = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)

@@ -386,3 +386,16 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, build, tmp_path):
     assert ranks[0]["base_model_name_or_path"] is None
     plain = type(model).from_pretrained(tmp_path / "two").eval()
     torch.testing.assert_close(logits(plain), logits(build(kind)))
+
+
+def test_b_and_its_gradient_lie_by_columns_whatever_happens_to_it(build):
+    """A product with r rows, not columns, gives the gradient: 0.8 against 6.6 ms (2624 tokens, 1024 x 8)."""
+    model = build()
+    scope = attach(model)
+    learn(model, scope.names)
+    lora.draw(model, 3)
+    copied = deepcopy(model)
+    copied.load_state_dict(model.state_dict())
+    copied.train()(input_ids=TOKENS).logits.sum().backward()
+    halves = [copied.get_parameter(name) for name in scope.names if ".lora_B." in name]
+    assert halves and all(half.T.is_contiguous() and half.grad.T.is_contiguous() for half in halves)
