@@ -25,6 +25,7 @@ from cpt.model import skeleton
 from cpt.parts import Scope
 
 INDEX = "parts.json"
+TRUSTED = ("cpt.",)  # what a file may have called
 
 
 def export(
@@ -49,24 +50,27 @@ def export(
     for old in (folder / INDEX, folder / "parts"):
         remove(old)
     model.save_pretrained(folder, state_dict=plain)
-    for name, part in parts.items():
-        place = file_of(folder, name)
-        place.parent.mkdir(exist_ok=True)
-        save_file({key: own(value) for key, value in part.items()}, place)
     if not parts:
-        return f"transformers.{type(model).__name__}.from_pretrained({json.dumps(str(folder), ensure_ascii=False)})"
+        return f"transformers.{type(model).__name__}.from_pretrained({quoted(str(folder))})"
+    (folder / "parts").mkdir()
+    for name, part in parts.items():
+        save_file({key: own(value) for key, value in part.items()}, file_of(folder, name))
     with replacing(folder / INDEX) as partial:
         partial.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    told = [json.dumps(text, ensure_ascii=False) for text in (str(folder), index["parts"][-1])]
-    return f"cpt.exported.load({told[0]}, domain={told[1]})"
+    return f"cpt.exported.load({quoted(str(folder))}, domain={quoted(index['parts'][-1])})"
+
+
+def quoted(text: str) -> str:
+    """A text as a Python literal."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     """The model of an exported folder with the part of a domain, None for the last, in eval mode and the type
     that it was saved in.
 
-    The function that parts.json names is called: load folders that you trust. Raises ValueError for a folder
-    without parts, and for a domain that has none."""
+    Raises ValueError for a folder without parts, for a domain that has none, and where parts.json names a
+    function that is not of a trusted package."""
     folder = Path(folder)
     kind = architecture(folder)
     if not (folder / INDEX).is_file():
@@ -142,7 +146,9 @@ def dotted(function: Callable[..., Any]) -> str:
 
 
 def found(path: str) -> Callable[..., Any]:
-    """The function of a dotted path."""
+    """The function of a dotted path; raises ValueError for one of a package that is not trusted."""
+    if not path.startswith(TRUSTED):
+        raise ValueError(f"{INDEX} names {path}; allowed: functions of {', '.join(TRUSTED)}*")
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 

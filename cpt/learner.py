@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,7 @@ class Learner:
             self.loggers,
             columns=["after", *self.scores.domains],
             rows=rows,
-            picture=heatmap(self.scores),
+            picture=partial(heatmap, self.scores),
             summary={
                 f"{name}/{unit}": values[unit]
                 for name, values in self.scores.metrics.items()

@@ -1,7 +1,7 @@
 """Curves while a run goes on: metrics.csv in the run folder, and Weights & Biases."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -142,10 +142,11 @@ def log_result(
     *,
     columns: Sequence[str],
     rows: Sequence[Sequence[Any]],
-    picture: bytes,
+    picture: Callable[[], bytes],
     summary: Mapping[str, float],
 ) -> None:
-    """The matrix as a table and an image, and the metrics as the run's summary."""
+    """The matrix as a table and an image, drawn where there is somebody to see it, and the metrics as the run's
+    summary."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             import wandb
@@ -153,6 +154,6 @@ def log_result(
 
             table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
             logger.experiment.log(
-                {"matrix": table, "matrix_image": wandb.Image(Image.open(BytesIO(picture)))}
+                {"matrix": table, "matrix_image": wandb.Image(Image.open(BytesIO(picture())))}
             )
             logger.experiment.summary.update(dict(summary))

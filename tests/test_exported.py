@@ -45,6 +45,12 @@ def attach(model, *, factor: float) -> Scope:
     return Scope((BIAS,), ())
 
 
+@pytest.fixture(autouse=True)
+def trusting(monkeypatch):
+    """The function above is this file's."""
+    monkeypatch.setattr(cpt.exported, "TRUSTED", ("cpt.", f"{__name__}."))
+
+
 @pytest.fixture(scope="module")
 def untouched():
     torch.manual_seed(0)
@@ -257,6 +263,15 @@ def test_a_part_that_does_not_fit_is_told(attached, parts, tmp_path):
     with pytest.raises(
         ValueError, match="^the part of law in .* has weights that the model lacks: elsewhere$"
     ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["os.system", "cptx.adapters.attach", "test_other.attach"])
+def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
+    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    index = json.loads((tmp_path / "parts.json").read_text())
+    (tmp_path / "parts.json").write_text(json.dumps(index | {"attach": path}))
+    with pytest.raises(ValueError, match=rf"parts.json names {path}; allowed: functions of cpt\."):
         load(tmp_path)
 
 

@@ -146,8 +146,9 @@ class ContinualModule(LightningModule):
         return {} if self.router is None else self.router.used(domain)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of. Of a
-        method that trains parts it is a copy in which all is trainable."""
+        """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of.
+
+        Of a method that trains parts it is a copy already, in which all is trainable."""
         if self.scope is None:
             return self.model
         copy = deepcopy(self.model).requires_grad_(True)
