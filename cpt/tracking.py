@@ -145,8 +145,8 @@ def log_result(
     picture: Callable[[], bytes],
     summary: Mapping[str, float],
 ) -> None:
-    """The matrix as a table and an image, drawn where there is somebody to see it, and the metrics as the run's
-    summary."""
+    """The matrix as a table and an image, drawn where there is somebody to see it, and the metrics as the
+    run's summary."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             import wandb
