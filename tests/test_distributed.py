@@ -163,6 +163,30 @@ def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
             )
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["method=demix", "routing@method.routing=posterior"],
+        ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
+    ],
+    ids=lambda method: method[0],
+)
+def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora, cache, tmp_path):
+    """What is drawn, where an expert begins and which parts score a text."""
+    start(small(ORDER, *method), tmp_path / "alone")
+    assert run(tmp_path, tmp_path / "out", *DDP, *method, corpora=corpora, cache=cache) == 0, (
+        tmp_path / "out" / "log"
+    ).read_text()
+    first, second = ((tmp_path / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    alone, together = json.loads((tmp_path / "alone" / "scores.json").read_text()), scores(tmp_path)
+    for row, expected in zip(together["nll"], alone["nll"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-4)
+    assert len(alone["parts"][-1]["general"]) == 3 - (method[0] == "method=hat")  # hat mixes no base
+    for row, expected in zip(together["parts"], alone["parts"], strict=True):
+        assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
+
+
 def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cache, tmp_path):
     """With `-m` on their command line, the second processes would run the sweep themselves and cross."""
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
