@@ -239,7 +239,7 @@ class Learner:
         places = self.data.places
         names = {place: name for name, place in places.items()} | {BASE: "base"}
         used = {text: self.module.used(places.get(text, BASE)) for text in self.scores.domains}
-        return {text: {names[part]: share for part, share in each.items()} for text, each in used.items()}
+        return {text: {names[part]: round(w, 4) for part, w in each.items()} for text, each in used.items()}
 
     def save(self) -> None:
         self.scores.seconds = sum(self.scores.phases.values())
