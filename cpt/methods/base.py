@@ -271,4 +271,5 @@ class ContinualModule(LightningModule):
 
     def row(self) -> list[tuple[Tensor, Tensor]]:
         """The evaluation just made: for each held-out text nats and scored tokens, each [documents]."""
-        return [metric.compute() for metric in self.evaluation]
+        # torchmetrics makes a number of a tensor with one entry.
+        return [tuple(each.view(-1) for each in metric.compute()) for metric in self.evaluation]
