@@ -151,7 +151,9 @@ def test_one_for_all_is_asked_for_no_domain(adapter, batch_of):
     assert not module.needs_domain and module.used(0) == {}
     found, count = module.nll(batch, 0)
     assert torch.equal(found, token_nll(module.model, batch)) and torch.equal(count, torch.ones_like(found))
-    assert module.backbone(0) is module.model
+    backbone = module.backbone(0)
+    assert same(dict(backbone.named_parameters()), dict(module.model.named_parameters()))
+    assert all(each.requires_grad for each in backbone.parameters())
 
 
 @pytest.mark.parametrize(("options", "parts"), [([OWN], 12), ([], 0)], ids=["per domain", "one"])

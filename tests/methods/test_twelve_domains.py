@@ -23,7 +23,8 @@ GROWS_BY = {
     "prompt method.tokens=3 method.per_domain=false": lambda trained: 0,
     "demix": lambda trained: trained + 4,  # and where its expert began, and what one more candidate scored
 }
-SHARED = {"olora": 0.6, "hat": 0.05, "hat method.form=adapter": 0.3, "cpt_plugin": 0.2}  # at most such a share
+# At most such a share of the trained ones.
+SHARED = {"olora": 0.6, "hat": 0.05, "hat method.form=adapter": 0.3, "cpt_plugin": 0.2}
 
 
 @pytest.fixture(scope="module")
