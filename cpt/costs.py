@@ -16,11 +16,9 @@ def own_names(model: PreTrainedModel) -> set[str]:
 def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
     """Bytes of a method's state_dict beyond the model's own weights; what has two names counts once."""
     # peft moves the weight of a map that it adapts one level down.
-    names = {name: name.removeprefix("model.").replace(".base_layer", "") for name in state}
-    beside = [
-        state[name] for name, plain in names.items() if not (name.startswith("model.") and plain in own)
-    ]
-    return sum({each.data_ptr(): each.nbytes for each in beside if each.nbytes}.values())
+    inside = {f"model.{name}" for name in own}
+    beside = [value for name, value in state.items() if name.replace(".base_layer", "") not in inside]
+    return sum({each.data_ptr(): each.nbytes for each in beside}.values())
 
 
 def trained_parameters(module: nn.Module) -> int:

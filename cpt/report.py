@@ -109,7 +109,8 @@ def _parts(scores: Scores) -> Block:
 def _mixture(weights: Mapping[str, float]) -> str:
     """The heaviest parts, with their weights if there are several."""
     heaviest = sorted(weights, key=weights.get, reverse=True)[:3]
-    return ", ".join(f"{name} {weights[name]:.2f}" if len(weights) > 1 else name for name in heaviest)
+    told = ", ".join(f"{name} {weights[name]:.2f}" if len(weights) > 1 else name for name in heaviest)
+    return told + ", …" * (len(weights) > len(heaviest))
 
 
 def _metrics(scores: Scores) -> Block:

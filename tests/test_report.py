@@ -138,7 +138,7 @@ def with_parts(scores, *, needs_domain=True):
 def test_a_report_shows_which_part_scored_a_text(tmp_path):
     markdown, html = written(tmp_path, with_parts(made()))
     for cells in (Page(html).cells, [cell.strip() for cell in markdown.replace("\n", "|").split("|")]):
-        assert {"pandas 0.63, base 0.22, sympy 0.15", "base", "must be known", "5,120 parameters"} <= set(
+        assert {"pandas 0.63, base 0.22, sympy 0.15, …", "base", "must be known", "5,120 parameters"} <= set(
             cells
         )
         assert "4.50 MB, 1.25 MB more with each domain" in cells
@@ -146,6 +146,14 @@ def test_a_report_shows_which_part_scored_a_text(tmp_path):
     assert len(Page(html).loads) == 3
     assert "Parts of the model" not in written(tmp_path / "plain", made())[0]
     assert "need not be known" in written(tmp_path / "told", with_parts(made(), needs_domain=False))[0]
+
+
+def test_the_picture_of_parts_is_of_the_last_model():
+    first, earlier, later = (with_parts(made()) for _ in range(3))
+    earlier.parts[1] = {"sympy": {"base": 1.0}}
+    later.parts[-1]["general"] = {"base": 1.0}
+    pictures = [figures.mixtures(scores) for scores in (first, earlier, later)]
+    assert pictures[0] == pictures[1] != pictures[2]
 
 
 def test_the_picture_of_parts_takes_many_domains():

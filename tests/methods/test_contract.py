@@ -122,7 +122,9 @@ def test_every_text_is_scored_by_known_parts(method, uninterrupted):
             assert set(row) == set(scores["domains"])
             assert all(sum(weights.values()) == pytest.approx(1, abs=0.01) for weights in row.values())
             assert {part for weights in row.values() for part in weights} <= {"base", "law", "food"}
-    assert scores["needs_domain"] <= any(scores["parts"])
+    learned = [name for name in scores["domains"] if name in scores["rows"]]
+    told = [scores["parts"][-1].get(name) == {name: 1.0} for name in learned]
+    assert scores["needs_domain"] == (any(scores["parts"]) and all(told))
 
 
 @pytest.mark.parametrize("method", LEARNING)

@@ -301,8 +301,9 @@ def test_all_positions_may_be_filled(prompt):
     assert prompt("method.tokens=496").module.prompt.shape == (496, D)
 
 
-def test_a_mask_over_linear_maps_has_nothing_to_do(prompt, caplog):
-    masked, plain = prompt("mask=migu"), prompt()
+@pytest.mark.parametrize("importance", ["output", "gradient"])
+def test_a_mask_over_linear_maps_has_nothing_to_do(importance, prompt, caplog):
+    masked, plain = prompt("mask=migu", f"mask.importance={importance}"), prompt()
     for work in (masked, plain):
         work.learn(0)
     assert "nothing to mask" in caplog.text
