@@ -224,7 +224,7 @@ class Learner:
         perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
         shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
         log.info("after %s, perplexity: %s", row, shown)
-        looked_at = {name: values.cpu().numpy() for name, values in self.module.diagnostics().items()}
+        looked_at = {name: array(values) for name, values in self.module.diagnostics().items()}
         log_row(self.loggers, stage=len(self.scores.rows) - 1, perplexity=perplexity, distributions=looked_at)
         if is_first_process():
             number = len(self.scores.rows) - 1
@@ -269,6 +269,11 @@ class Learner:
                 for unit in UNITS
             },
         )
+
+
+def array(values: torch.Tensor) -> np.ndarray:
+    """The same for numpy, which has no bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
 
 
 @contextmanager

@@ -217,6 +217,15 @@ def test_compositions_go_on_with_the_same_bits(choices, killing, small, start, t
     assert bits(killed) == bits(whole)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("method", LEARNING)
+def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
+    few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
+    start(small(f"method={method}", "mask=migu", ORDER, *DROPOUT, *few), tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "moment", ["save_documents", "tidy"], ids=["before each commit", "after each commit"]
