@@ -146,6 +146,7 @@ class HAT(ContinualModule):
         if self.bank is None:
             return self.model
         model, gates = deepcopy((self.model, self.gates))
+        model.requires_grad_(True)
         self.bank.put(model, domain)
         gates.set(None)
         gates.fold(self.opened(domain))

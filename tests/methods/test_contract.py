@@ -132,6 +132,7 @@ def test_the_exported_model_is_that_of_the_last_domain(method, uninterrupted, mo
     made, data, _ = module(f"method={method}")
     folder = uninterrupted(method)
     made.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
+    made.activate(len(data) - 1)
     monkeypatch.chdir(folder)
     loading = json.loads((folder / "scores.json").read_text())["loading"]
     names = {"transformers": transformers, "cpt": cpt, "peft": peft}
