@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # part of every digest: raise it when the files below change
 SPLITS = ("train", "valid", "test")
-DROPPED = -1
+DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
 
 
@@ -104,7 +104,7 @@ def stored(path: Path, documents: Iterable[tuple[str, str]]) -> tuple[np.ndarray
 def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float]) -> np.ndarray:
     """The split of each document, [documents] int8, DROPPED for copies.
 
-    Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
+    Of equal documents one stays, in train if it stands there; SPARED are the held-out ones beyond the most. Where the source gives no valid or test split,
     its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
     documents' own."""
     order = np.lexsort((np.arange(len(given)), given))
@@ -119,6 +119,7 @@ def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mappin
             count = max(1, round(held_out[split] * len(train)))
             splits[ranked[taken : taken + count]] = SPLITS.index(split)
             taken += count
+    spare(splits, hashes, held_out=held_out)
     left = [int((splits == number).sum()) for number in range(len(SPLITS))]
     if min(left) == 0:
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
@@ -128,6 +129,15 @@ def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mappin
             "(domains.document=line or paragraph makes more of a .txt file)"
         )
     return splits
+
+
+def spare(splits: np.ndarray, hashes: np.ndarray, *, held_out: Mapping[str, float]) -> None:
+    """Keeps at most `most` documents of each held-out split, those with the smallest hash under the seed."""
+    stream = key("most", int(held_out["seed"]))
+    for split in (1, 2):
+        held = np.flatnonzero(splits == split)
+        ranked = held[np.argsort(sample_keys(stream, hashes[held]), kind="stable")]
+        splits[ranked[held_out.get("most") or len(ranked) :]] = SPARED
 
 
 def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:

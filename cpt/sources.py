@@ -32,8 +32,8 @@ ENTRY = {"path", "name", "splits"}
 
 class Source(ABC):
     """Domains by name, each a stream of (split, document); `held_out` says what is split off where a source
-    is not split: the shares of valid and test documents and the seed. `score_on` is the split that the matrix
-    is made of."""
+    is not split: the shares of valid and test documents and the seed; `most` bounds the documents of either.
+    `score_on` is the split that the matrix is made of."""
 
     def __init__(
         self, *, orders: Sequence[Sequence[str]] | None, held_out: Mapping[str, float], score_on: str
@@ -42,6 +42,9 @@ class Source(ABC):
             raise ValueError(f"domains.score_on={score_on}; allowed: valid, test")
         if not (0 < held_out["valid"] < 0.5 and 0 < held_out["test"] < 0.5):
             raise ValueError(f"domains.held_out={dict(held_out)}; allowed: shares above 0 and below 0.5")
+        most = held_out.get("most")
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise ValueError(f"domains.held_out.most={most}; allowed: null, or 1 document or more")
         self.orders, self.held_out, self.score_on = orders, held_out, score_on
 
     @property

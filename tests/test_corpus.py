@@ -246,3 +246,23 @@ def test_the_texts_of_a_run(tmp_path):
     assert texts.general is texts.by_name["general"]
     assert all(isinstance(each, Corpus) for each in texts.by_name.values())
     assert len({each.folder for each in texts.by_name.values()}) == 3
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_no_more_held_out_documents_than_asked_for(tmp_path, given):
+    texts = [f"text number {number}" for number in range(60)]
+    documents = [
+        (("train", "valid", "test")[n % 3] if given else "train", text) for n, text in enumerate(texts)
+    ]
+    half = {**HELD_OUT, "valid": 0.2, "test": 0.2}
+    whole = split_up(made(tmp_path / "whole", documents, held_out=half))
+    few = made(tmp_path / "few", documents, held_out={**half, "most": 4})
+    found = split_up(few)
+    assert found["train"] == whole["train"]
+    for split in ("valid", "test"):
+        assert len(found[split]) == 4 and set(found[split]) < set(whole[split])
+    assert few.facts["documents"] == {"train": len(whole["train"]), "valid": 4, "test": 4}
+    assert few.facts["duplicates"] == few.facts["held_out_copies"] == 0
+    assert few.facts["digest"] != made(tmp_path / "again", documents, held_out=half).facts["digest"]
+    other = split_up(made(tmp_path / "other", documents, held_out={**half, "most": 4, "seed": 1}))
+    assert not given or other["test"] != found["test"]

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
@@ -242,7 +243,11 @@ def wait_until(condition, *, seconds: float = 15) -> bool:
 def started_and_sent(app: Path, number: int) -> tuple[int, list[dict]]:
     """The exit code of a sweep of two waiting jobs that got a signal, and the jobs."""
     command = [sys.executable, "app.py", "-m", "x=1,2", "kind=wait", "hydra.launcher.jobs=2"]
-    with subprocess.Popen(command, cwd=app, env=environment(), stdout=subprocess.DEVNULL) as process:
+    heed = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a shell's background job inherits a deaf ear
+    options = {"cwd": app, "env": environment(), "stdout": subprocess.DEVNULL, "preexec_fn": heed}
+    with subprocess.Popen(command, **options) as process:
         assert wait_until(lambda: len(list(app.glob("outputs/app/*/seen.json"))) == 2)
         time.sleep(0.2)
         process.send_signal(number)
