@@ -104,9 +104,9 @@ def stored(path: Path, documents: Iterable[tuple[str, str]]) -> tuple[np.ndarray
 def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float]) -> np.ndarray:
     """The split of each document, [documents] int8, DROPPED for copies.
 
-    Of equal documents one stays, in train if it stands there; SPARED are the held-out ones beyond the most. Where the source gives no valid or test split,
+    Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
     its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
-    documents' own."""
+    documents' own. SPARED are the held-out documents beyond the most."""
     order = np.lexsort((np.arange(len(given)), given))
     _, first = np.unique(hashes[order], return_index=True)
     splits = np.full(len(given), DROPPED, np.int8)
