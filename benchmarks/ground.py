@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import cpt.config  # noqa: F401  (registers the resolvers)
+from cpt.assembly import method, sequence
 from cpt.base import Base, base
 from cpt.corpora import Corpora
 from cpt.data import DomainSequence
-from cpt.learner import method, sequence
 from cpt.methods.base import ContinualModule
 from cpt.plan import planned
 from cpt.samples import Stream

@@ -25,6 +25,7 @@ EXECUTION = (
     "cache_dir",
     "objective",
     "keep_stages",
+    "endtask",
     "trainer.accelerator",
     "trainer.devices",
     "trainer.num_nodes",

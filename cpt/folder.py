@@ -25,21 +25,24 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
+        self.config = path / "config.yaml"
 
     def claim(self, cfg: DictConfig) -> None:
         """Remembers the config, or compares it with the remembered one."""
-        remembered = self.path / "config.yaml"
-        if not remembered.exists():
+        if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            with replacing(remembered) as partial:
+            with replacing(self.config) as partial:
                 partial.write_text(OmegaConf.to_yaml(cfg, resolve=True))
             return
-        changed = differences(identity(OmegaConf.load(remembered)), identity(cfg))
-        if changed:
+        if changed := differences(identity(OmegaConf.load(self.config)), identity(cfg)):
             raise ValueError(
                 f"{self.path} was made with another config ({'; '.join(changed)}); "
                 "take these values back, choose another name=…, or delete the folder"
             )
+
+    def is_of(self, cfg: DictConfig) -> bool:
+        """Whether the folder remembers this config."""
+        return self.config.exists() and identity(OmegaConf.load(self.config)) == identity(cfg)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -63,6 +66,10 @@ class RunFolder:
     def checkpoint(self, number: int, name: str) -> Path:
         """The trainer's state within a stage."""
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
+
+    def endtasks(self, row: int, name: str) -> Path:
+        """Predictions of the models fine-tuned after a stage."""
+        return self.path / "endtasks" / f"{row:03d}-{name}"
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

@@ -1,46 +1,37 @@
 """The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
 
 import logging
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from hydra.utils import instantiate
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from cpt import report
+from cpt.assembly import method, opened, sequence
 from cpt.base import Base, base
-from cpt.config import made
 from cpt.corpora import Corpora
-from cpt.costs import own_names, stored_bytes, trained_parameters
+from cpt.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.data import Domain, DomainSequence
+from cpt.examination import Examination, examination
 from cpt.figures import heatmap
 from cpt.folder import RunFolder, check_archive, replacing
-from cpt.freezing import Freeze
 from cpt.methods.base import ContinualModule
 from cpt.metrics import UNITS
 from cpt.model import configuration
 from cpt.parts import BASE
-from cpt.plan import Plan, is_first_process, objective_value
-from cpt.randomness import key
-from cpt.replay import NOTHING
+from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
 from cpt.scores import Scores
-from cpt.sources import GENERAL
 from cpt.tracking import log_result, log_row, tracked
 from cpt.trainers import Checkpoint, trainer
 
 log = logging.getLogger(__name__)
-
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
 
 
 def fold(plan: Plan, place: RunFolder) -> Scores:
@@ -58,6 +49,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
         module = method(cfg, start)
     with timed(phases, "tokenise"):
         data = sequence(plan, corpora, start, module)
+        examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
     scores = place.scores() or opened(plan, corpora, start, data)
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
@@ -66,81 +58,13 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     with tracked(
         cfg.logger, place.path, group=cfg.name, job=cfg.method.name, tags=cfg.tags, config=config
     ) as loggers:
-        learner = Learner(cfg, place, module=module, data=data, scores=scores, loggers=loggers)
+        learner = Learner(
+            cfg, place, module=module, data=data, examination=examined, scores=scores, loggers=loggers
+        )
         learner.learn()
         if is_first_process():
             learner.conclude(start)
     return scores
-
-
-def method(cfg: DictConfig, start: Base) -> ContinualModule:
-    """The method, with the base model in it; what it draws at random depends on the seed alone."""
-    torch.manual_seed(key(cfg.seed, "method") % 2**63)
-    mask = made(cfg.mask)
-    # Partial: Hydra would copy a model that is handed through its config.
-    return made(cfg.method, _partial_=True)(
-        model=start.model(),
-        objective=start.objective,
-        length=start.length,
-        masks=[] if mask is None else [mask],
-        replay=made(cfg.replay),
-        freeze=Freeze(**cfg.freeze),
-        optimizer=instantiate(cfg.optim),
-        schedule=instantiate(cfg.schedule),
-        seed=cfg.seed,
-    )
-
-
-def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
-    """The stages of a method over the domains of a plan."""
-    options = plan.cfg.trainer
-    domains = module.stages(plan.order)
-    replay = module.replay or NOTHING
-    learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
-
-    def packed(name: str, split: str) -> Any:
-        return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
-
-    return DomainSequence(
-        domains,
-        train={name: packed(name, "train") for name in learned},
-        held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
-        objective=start.objective,
-        budget=plan.budget,
-        replay=replay,
-        seed=plan.cfg.seed,
-        accumulate=options.accumulate_grad_batches,
-        eval_batch_size=options.eval_batch_size,
-        probe_samples=options.probe_samples,
-        workers=options.workers,
-    )
-
-
-def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
-    """Scores without rows: what is measured, on what."""
-    cfg, held_out, objective = plan.cfg, data.held_out.values(), start.objective
-    per_text = [(text.text_tokens, text.row_lengths) for text in held_out]
-    return Scores(
-        domains=list(data.held_out),
-        tokens=[int(objective.scorable(*sizes).sum()) for sizes in per_text],
-        bytes=[text.bytes for text in held_out],
-        scored=[int(objective.scored(*sizes).sum()) for sizes in per_text],
-        run={
-            "name": cfg.name,
-            "method": cfg.method.name,
-            "mask": cfg.mask.name,
-            "replay": cfg.replay.name,
-            "variant": cfg.variant,
-            "model": cfg.model.name,
-            "order": plan.order,
-            "seed": cfg.seed,
-            "finished": False,
-            "objective": start.objective_name,
-        },
-        texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
-        config_digest=plan.config_digest,
-        versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
-    )
 
 
 class Learner:
@@ -153,31 +77,62 @@ class Learner:
         *,
         module: ContinualModule,
         data: DomainSequence,
+        examination: Examination | None,
         scores: Scores,
         loggers: Sequence[Logger],
     ) -> None:
         self.cfg, self.place, self.module, self.data = cfg, place, module, data
-        self.scores, self.loggers = scores, loggers
+        self.examination, self.scores, self.loggers = examination, scores, loggers
+        self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         scores.needs_domain = module.needs_domain
 
     def learn(self) -> None:
-        """Every stage that is not committed yet."""
-        done = len(self.scores.rows)
-        if done == 0:
+        """Every stage that is not committed yet, and every end task that is missing."""
+        if not self.scores.rows:
             self.commit("base")
-        elif done > 1:
-            self.restore(done - 1)
-        for number, domain in list(enumerate(self.data, start=1))[max(0, done - 1) :]:
+        done = len(self.scores.rows)
+        for number in range(done):
+            self.examine(number)
+        self.restore(done - 1)
+        for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
             costs = self.fit(number, domain)
+            self.at = number
             self.commit(domain.name, **costs)
+            self.examine(number)
 
     def restore(self, number: int) -> None:
-        """The method's state after so many stages."""
+        """Gives the module its state after so many stages, if it has another."""
+        if number == self.at:
+            return
         path = self.place.stage(number)
         check_archive(path, instead=f"delete {self.place.path} to start again")
         self.module.load_state_dict(torch.load(path, weights_only=True))
-        log.info("going on after %s", self.scores.rows[-1])
+        self.at = number
+        log.info("going on after %s", self.scores.rows[number])
+
+    def examine(self, number: int) -> None:
+        """The end tasks that are due after a stage and not measured yet."""
+        if self.examination is None or not self.examination.missing(number):
+            return
+        row = self.scores.rows[number]
+        if number != self.at and not self.place.stage(number).exists():
+            raise ValueError(
+                f"endtask.when={self.cfg.endtask.when} needs the weights after {row}, which were not kept; "
+                "allowed: endtask.when=last, or a new name=… (keep_stages=true keeps them for later)"
+            )
+        self.scores.run["finished"] = False
+        self.restore(number)
+        with timed(self.scores.phases, f"end tasks {row}"):
+            self.examination.measure(number, trainer(self.cfg.trainer, label=row).strategy.root_device)
+        if is_first_process():
+            self.collect()
+            self.save()
+
+    def collect(self) -> None:
+        """Takes over what the end tasks have given so far."""
+        results = self.examination.results(len(self.scores.rows))
+        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg)}
 
     def fit(self, number: int, domain: Domain) -> dict[str, int]:
         """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
@@ -191,13 +146,13 @@ class Learner:
         self.data.enter(domain)
         self.module.activate(domain.index)
         self.module.train()
-        steps = self.data.steps(domain)
+        steps, compute = self.data.steps(domain), Compute()
         fitting = trainer(
             self.cfg.trainer,
             label=f"{domain.name} ({number}/{len(self.data)})",
             loggers=self.loggers,
             steps=steps,
-            callbacks=[Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every)],
+            callbacks=[compute, Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every)],
         )
         with timed(self.scores.phases, f"learn {domain.name}"):
             fitting.fit(
@@ -210,7 +165,8 @@ class Learner:
         if is_first_process():
             with replacing(self.place.stage(number)) as partial:
                 torch.save(state, partial)
-        return {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
+        kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
+        return kept | compute.costs(fitting)
 
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
@@ -253,6 +209,8 @@ class Learner:
         rows = self.place.load_documents(len(self.scores.rows))
         sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
         self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
+        if self.examination is not None:
+            self.collect()
         self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
         self.scores.run["finished"] = True
         self.save()

@@ -2,10 +2,11 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from cpt import orders
 from cpt.budget import Budget, share
@@ -38,8 +39,12 @@ def planned(cfg: DictConfig) -> Plan:
     return Plan(cfg, source, Budget(**options), order, digest(made_of))
 
 
-def objective_value(metrics: dict[str, dict], objective: str) -> float | None:
-    """What a sweeper minimises: METRIC.UNIT; None where the run has no such metric."""
+def objective_value(
+    metrics: dict[str, dict], objective: str | Sequence[str]
+) -> float | list[float | None] | None:
+    """What a sweeper minimises, METRIC.UNIT, or a list of such; None where the run has no such metric."""
+    if not isinstance(objective, str):
+        return [objective_value(metrics, each) for each in objective]
     metric, _, unit = objective.partition(".")
     if metric not in METRICS or unit not in UNITS:
         raise ValueError(
@@ -47,6 +52,11 @@ def objective_value(metrics: dict[str, dict], objective: str) -> float | None:
         )
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
+
+
+def endtask_digest(cfg: DictConfig) -> str:
+    """What the end tasks of a config are known by."""
+    return digest(OmegaConf.to_container(cfg.endtask, resolve=True))
 
 
 def is_first_process() -> bool:

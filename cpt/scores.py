@@ -13,7 +13,8 @@ import numpy as np
 
 from cpt.metrics import GENERAL, Array, Arrays, Layout, intervals, values
 
-VERSION = 2
+VERSION = 3
+COSTS = ("trained", "stored", "seen", "flops", "memory")  # of a stage
 RUN_KEYS = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished", "objective")
 
 
@@ -31,9 +32,13 @@ class Scores(Layout):
     parts: list[dict[str, dict[str, float]]] = field(default_factory=list)  # [row]{text: {part: weight}}
     trained: list[int] = field(default_factory=list)  # [row], parameters that the stage trained
     stored: list[int] = field(default_factory=list)  # [row], bytes that the method keeps beside the model
+    seen: list[int] = field(default_factory=list)  # [row], tokens that the stage's steps read
+    flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
+    memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
+    endtasks: dict[str, Any] = field(default_factory=dict)  # as cpt.endtask.EndTasks.results gives them
     needs_domain: bool = False  # whether a text's domain must be known at test time
     loading: str = ""  # a Python expression that loads the exported model
-    objective: float | None = None  # what a sweeper minimises
+    objective: float | list[float | None] | None = None  # what a sweeper minimises
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     version: int = VERSION
@@ -79,17 +84,19 @@ class Scores(Layout):
         *,
         nll: Sequence[float],
         parts: Mapping[str, Mapping[str, float]] | None = None,
-        trained: int = 0,
-        stored: int = 0,
+        **costs: int,
     ) -> None:
-        """Adds the row of the model after a stage ("base" first) and measures anew, without intervals."""
+        """Adds the row of the model after a stage ("base" first) and measures anew, without intervals; what
+        of COSTS is not given is 0."""
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
         self.nll.append([float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
-        self.trained.append(trained)
-        self.stored.append(stored)
+        for name in COSTS:
+            getattr(self, name).append(int(costs.pop(name, 0)))
+        if costs:
+            raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join(COSTS)}")
         self.measure()
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:

@@ -17,7 +17,7 @@ import torch
 from conftest import ROOT, SMALL
 from data_fixtures import fake_trainer, rows_by_hand
 
-from cpt import learner
+from cpt import assembly
 from cpt.base import base
 from cpt.budget import Budget
 from cpt.corpora import Corpora
@@ -357,8 +357,8 @@ def test_the_gradient_does_not_depend_on_how_the_mixture_is_cut(config, mixture,
     plan = planned(request.getfixturevalue(config)("order=[law,food]"))
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
     start = base(plan.cfg.model, corpora, accelerator="cpu")
-    module = learner.method(plan.cfg, start).double()
-    data = learner.sequence(plan, corpora, start, module)
+    module = assembly.method(plan.cfg, start).double()
+    data = assembly.sequence(plan, corpora, start, module)
     pools = mixture.pools({"law": data.train["law"]}, {}, stage="food", seed=0)
     food = partial(Stream, {"food": data.train["food"]}, objective=data.objective, seed=0, batch_size=8)
     food = partial(food, steps=[9], earlier=pools)

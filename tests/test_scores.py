@@ -286,7 +286,7 @@ def test_the_contract_of_the_file(tmp_path):
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
     keys += " config_digest run texts versions parts trained stored needs_domain loading"
     assert set(data) == set(keys.split())
-    assert data["version"] == 2
+    assert data["version"] == 3
     assert data["nll"] == NLL.tolist()
     assert set(data["metrics"]["LC"]) == {"nats", "perplexity", "bits_per_byte"}
 
@@ -342,9 +342,9 @@ def damaged(data, **changes):
         (lambda data: json.dumps(data)[:-20], "Expecting|Unterminated"),
         (lambda data: "", "Expecting value"),
         (lambda data: "\x00\xff", "Expecting value"),
-        (lambda data: "[1, 2]", "version 2"),
-        (lambda data: '{"rows": ["base"]}', "version 2"),
-        (lambda data: damaged(data, version=1), "version 2"),
+        (lambda data: "[1, 2]", "version 3"),
+        (lambda data: '{"rows": ["base"]}', "version 3"),
+        (lambda data: damaged(data, version=1), "version 3"),
         (lambda data: damaged(data, extra=2), "unknown: extra"),
         (
             lambda data: json.dumps({k: v for k, v in data.items() if k != "texts"}),

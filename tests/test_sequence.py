@@ -34,7 +34,7 @@ def scores_of(folder):
 
 def test_the_scores_keep_the_contract(done):
     scores = scores_of(done)
-    assert scores["version"] == 2
+    assert scores["version"] == 3
     assert scores["domains"] == ["law", "food", "general"]
     assert scores["rows"] == ["base", "law", "food"]
     assert [len(row) for row in scores["nll"]] == [3, 3, 3]

@@ -63,6 +63,8 @@ class ContinualModule(LightningModule):
     domain calls `keep_parts`: what is kept, scored and handed on is then the part that belongs to a domain.
     """
 
+    alone = False  # whether each domain is learned from the base, so that its model stands for it alone
+
     def __init__(
         self,
         *,

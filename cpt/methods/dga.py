@@ -23,6 +23,8 @@ from cpt.objectives import Batch
 class DGA(ContinualModule):
     """Protects the heads that matter to general knowledge, for each domain anew."""
 
+    alone = True
+
     def __init__(
         self,
         *,

@@ -14,6 +14,8 @@ from cpt.objectives import Batch
 class One(ContinualModule):
     """Puts the base's weights back before each domain."""
 
+    alone = True
+
     def __init__(self, **shared: Any) -> None:
         super().__init__(**shared)
         self.base = Snapshot(self.model, persistent=False)

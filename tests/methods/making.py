@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from cpt import learner
+from cpt import assembly, learner
 from cpt.base import base
 from cpt.corpora import Corpora
 from cpt.data import DomainSequence
@@ -54,8 +54,8 @@ def made(cfg: DictConfig) -> Made:
     plan = planned(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = base(cfg.model, texts, accelerator="cpu")
-    module = learner.method(cfg, start)
-    return Made(module, learner.sequence(plan, texts, start, module), cfg)
+    module = assembly.method(cfg, start)
+    return Made(module, assembly.sequence(plan, texts, start, module), cfg)
 
 
 def named(model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt import learner
+from cpt import assembly, learner
 from cpt.anchors import Snapshot
 from cpt.base import base
 from cpt.corpora import Corpora
@@ -42,11 +42,11 @@ def fitted(small):
     def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
         plan = planned(small("order=[law,food]", *overrides))
         texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-        module = learner.method(plan.cfg, base(plan.cfg.model, texts, accelerator="cpu"))
+        module = assembly.method(plan.cfg, base(plan.cfg.model, texts, accelerator="cpu"))
         module.masks.extend(
             Half(acts_on=acts_on, factor=factor, model=module.model) for acts_on, factor in masks
         )
-        data = learner.sequence(plan, texts, base(plan.cfg.model, texts, accelerator="cpu"), module)
+        data = assembly.sequence(plan, texts, base(plan.cfg.model, texts, accelerator="cpu"), module)
         data.enter(data.domains[0])
         old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
         learner.trainer(plan.cfg.trainer, label="", steps=steps).fit(module, datamodule=data)
@@ -218,8 +218,8 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
     plan = planned(request.getfixturevalue(config)("order=[law]"))
     texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
     start = base(plan.cfg.model, texts, accelerator="cpu")
-    module = learner.method(plan.cfg, start).double()
-    data = learner.sequence(plan, texts, start, module)
+    module = assembly.method(plan.cfg, start).double()
+    data = assembly.sequence(plan, texts, start, module)
     rows = len(data.train["law"])
     stream = partial(
         Stream, {"law": data.train["law"]}, objective=data.objective, seed=0, batch_size=8, steps=[2 * rows]

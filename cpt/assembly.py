@@ -1,0 +1,93 @@
+"""From a checked config to the pieces of a run: the method with its model, its data, its empty scores."""
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from cpt.base import Base
+from cpt.config import made
+from cpt.corpora import Corpora
+from cpt.data import DomainSequence
+from cpt.freezing import Freeze
+from cpt.methods.base import ContinualModule
+from cpt.plan import Plan
+from cpt.randomness import key
+from cpt.replay import NOTHING
+from cpt.scores import Scores
+from cpt.sources import GENERAL
+
+PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
+
+
+def method(cfg: DictConfig, start: Base) -> ContinualModule:
+    """The method, with the base model in it; what it draws at random depends on the seed alone."""
+    torch.manual_seed(key(cfg.seed, "method") % 2**63)
+    mask = made(cfg.mask)
+    # Partial: Hydra would copy a model that is handed through its config.
+    return made(cfg.method, _partial_=True)(
+        model=start.model(),
+        objective=start.objective,
+        length=start.length,
+        masks=[] if mask is None else [mask],
+        replay=made(cfg.replay),
+        freeze=Freeze(**cfg.freeze),
+        optimizer=instantiate(cfg.optim),
+        schedule=instantiate(cfg.schedule),
+        seed=cfg.seed,
+    )
+
+
+def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
+    """The stages of a method over the domains of a plan."""
+    options = plan.cfg.trainer
+    domains = module.stages(plan.order)
+    replay = module.replay or NOTHING
+    learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
+
+    def packed(name: str, split: str) -> Any:
+        return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
+
+    return DomainSequence(
+        domains,
+        train={name: packed(name, "train") for name in learned},
+        held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
+        objective=start.objective,
+        budget=plan.budget,
+        replay=replay,
+        seed=plan.cfg.seed,
+        accumulate=options.accumulate_grad_batches,
+        eval_batch_size=options.eval_batch_size,
+        probe_samples=options.probe_samples,
+        workers=options.workers,
+    )
+
+
+def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
+    """Scores without rows: what is measured, on what."""
+    cfg, held_out, objective = plan.cfg, data.held_out.values(), start.objective
+    per_text = [(text.text_tokens, text.row_lengths) for text in held_out]
+    return Scores(
+        domains=list(data.held_out),
+        tokens=[int(objective.scorable(*sizes).sum()) for sizes in per_text],
+        bytes=[text.bytes for text in held_out],
+        scored=[int(objective.scored(*sizes).sum()) for sizes in per_text],
+        run={
+            "name": cfg.name,
+            "method": cfg.method.name,
+            "mask": cfg.mask.name,
+            "replay": cfg.replay.name,
+            "variant": cfg.variant,
+            "model": cfg.model.name,
+            "order": plan.order,
+            "seed": cfg.seed,
+            "finished": False,
+            "objective": start.objective_name,
+        },
+        texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
+        config_digest=plan.config_digest,
+        versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+    )

@@ -1,0 +1,86 @@
+"""When the end tasks of a run are due, and on which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from transformers import PreTrainedTokenizerBase
+
+from cpt.data import DomainSequence
+from cpt.folder import RunFolder
+from cpt.methods.base import ContinualModule
+from cpt.parts import BASE
+from cpt.sources import GENERAL
+
+if TYPE_CHECKING:
+    from cpt.endtask import EndTasks
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The end tasks of a run's domains, measured on copies of what the module hands on after a stage."""
+
+    endtasks: EndTasks
+    place: RunFolder
+    module: ContinualModule
+    data: DomainSequence
+
+    def name(self, number: int) -> str:
+        """The stage's, as the row of the matrix."""
+        return "base" if number == 0 else self.data.domains[number - 1].name
+
+    def due(self, number: int) -> list[str]:
+        """The tasks that are asked for after so many stages."""
+        stages = [domain.parts for domain in self.data.domains[:number]]
+        return self.endtasks.due(
+            stages[-1] if stages else (),
+            learned=list(dict.fromkeys(part for parts in stages for part in parts)),
+            final=number == len(self.data),
+            alone=self.module.alone,
+        )
+
+    def missing(self, number: int) -> bool:
+        """Whether something of that is not in the run folder yet."""
+        folder = self.place.endtasks(number, self.name(number))
+        return bool(self.endtasks.missing(folder, self.due(number)))
+
+    def measure(self, number: int, device: torch.device) -> None:
+        """Fine-tunes what is missing after a stage, whose weights the module has; each process its share."""
+        together = distributed.is_available() and distributed.is_initialized()
+        self.endtasks.measure(
+            lambda task: self.module.backbone(self.data.places.get(task, BASE)),
+            self.due(number),
+            folder=self.place.endtasks(number, self.name(number)),
+            device=device,
+            rank=distributed.get_rank() if together else 0,
+            world=distributed.get_world_size() if together else 1,
+            label=f"end tasks after {self.name(number)}",
+        )
+        if together:
+            distributed.barrier()
+
+    def results(self, rows: int) -> dict:
+        """The `endtasks` of scores.json, from the files of so many rows."""
+        folders = [self.place.endtasks(number, self.name(number)) for number in range(rows)]
+        return self.endtasks.results(folders)
+
+
+def examination(
+    options: Mapping[str, Any],
+    place: RunFolder,
+    *,
+    module: ContinualModule,
+    data: DomainSequence,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Examination | None:
+    """The end tasks of a run; None where it has none."""
+    if options["name"] == "none":
+        return None
+    from cpt.endtask import EndTasks
+
+    order = [name for name in data.held_out if name != GENERAL]
+    return Examination(EndTasks.read(options, order=order, tokenizer=tokenizer), place, module, data)
