@@ -68,7 +68,7 @@ def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
     new = assembled(cfg, "", tokenizer, untrained)
     decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
     settings = OmegaConf.to_container(OmegaConf.create(decides))
-    made_of = [FORMAT, corpora.general.facts["digest"], tokenizer_digest(tokenizer), settings]
+    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(tokenizer), settings]
     folder = made_once(
         corpora.cache / "base" / f"{cfg.name}-{digest(made_of)}",
         make=lambda partial: pretrain(partial, cfg, new, corpora, accelerator=accelerator),
@@ -90,7 +90,7 @@ def trained_tokenizer(general: Corpus, vocabulary: int, *, cache: Path) -> Path:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
         models.train_tokenizer(batches(general), vocabulary=vocabulary).save_pretrained(folder)
 
-    made_of = [FORMAT, general.facts["digest"], vocabulary]
+    made_of = [FORMAT, general.facts["train_digest"], vocabulary]
     return made_once(cache / "tokenizers" / digest(made_of), make=make)
 
 

@@ -21,7 +21,7 @@ from cpt.sources import Source
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1  # part of every digest: raise it when the files below change
+FORMAT = 2  # part of every digest: raise it when the files below change
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
@@ -141,11 +141,14 @@ def spare(splits: np.ndarray, hashes: np.ndarray, *, held_out: Mapping[str, floa
 
 
 def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
-    """Digest of the text and its splits, documents and bytes per split, and how many copies were left out."""
+    """Digests of the text with its splits and of what is trained on, documents and bytes per split, and how
+    many copies were left out."""
     held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
     content = hashlib.blake2b(hashes.tobytes() + splits.tobytes(), digest_size=8)
+    trained = hashlib.blake2b(hashes[splits == 0].tobytes(), digest_size=8)
     return {
         "digest": content.hexdigest(),
+        "train_digest": trained.hexdigest(),
         "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
         "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
         "duplicates": int((splits == DROPPED).sum()) - held_out_copies,

@@ -263,6 +263,10 @@ def test_no_more_held_out_documents_than_asked_for(tmp_path, given):
         assert len(found[split]) == 4 and set(found[split]) < set(whole[split])
     assert few.facts["documents"] == {"train": len(whole["train"]), "valid": 4, "test": 4}
     assert few.facts["duplicates"] == few.facts["held_out_copies"] == 0
-    assert few.facts["digest"] != made(tmp_path / "again", documents, held_out=half).facts["digest"]
+    again = made(tmp_path / "again", documents, held_out=half)
+    assert few.facts["digest"] != again.facts["digest"]
+    assert few.facts["train_digest"] == again.facts["train_digest"]  # so the base model is the same
+    more = made(tmp_path / "more", [*documents, ("train", "one more")], held_out=half)
+    assert more.facts["train_digest"] != again.facts["train_digest"]
     other = split_up(made(tmp_path / "other", documents, held_out={**half, "most": 4, "seed": 1}))
     assert not given or other["test"] != found["test"]
