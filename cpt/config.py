@@ -36,8 +36,8 @@ EXECUTION = (
     "trainer.workers",
 )
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
-# What a run has a name for; what else it was given tells it from others in a comparison.
-NAMED = ("method", "mask", "replay", "domains", "model", "order", "seed", "experiment")
+# What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
+NAMED = ("method", "mask", "replay", "domains", "domains.root", "model", "order", "seed", "experiment")
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")
 LONGEST = 100
 
