@@ -1,134 +1,218 @@
-"""Runs side by side, from their `scores.json`."""
+"""The runs of a comparison: found below folders, filtered, and what each of them has measured."""
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from cpt import figures
-from cpt.formatting import decimals, megabytes, perplexity
-from cpt.labels import label, shared_values
-from cpt.metrics import GENERAL, intransigence
-from cpt.pages import Block, few
+import yaml
+
+from cpt import labels
+from cpt.config import executes, flat
+from cpt.endscores import final, headline, over_seeds, summary
+from cpt.metrics import GENERAL, UNITS, intransigence
+from cpt.restricted import metrics_on, tasks_on
 from cpt.scores import Scores
 
-COLUMNS = ("group", "n", "LC (perplexity)", "CPT", "FG", "general drift", "intransigence")
-COSTS = ("trained", "stored", "per domain", "domain known", "seconds")
-SPREAD = "Mean ± standard deviation over n runs, in nats where not said; (k): over k runs of n."
-STORED = (
-    "trained: parameters; stored: what the method keeps beside the model; per domain: how much that grows "
-    "with each; domain known: whether it must be, at test time."
-)
-ONE = "`one` learns every domain from the base: its CPT counts; its LC and FG compare models that never met."
+# What a run folder holds beside its scores.
+WITHIN = ("checkpoints", "diagnostics", "documents", "endtasks", "model", "rebuilt", "stages", "wandb")
+FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
+Pair = tuple[tuple[str, ...], int]  # order and seed: two runs of one pair learned the same text alike
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """A run, its folder, and its measurements by the key of a cpt.measures.Measure, finite ones only."""
+
+    folder: Path
+    scores: Scores
+    domains: frozenset[str] = frozenset()  # the metrics are of these texts alone; empty: of all
+    values: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def pair(self) -> Pair:
+        return tuple(self.scores.run["order"]), self.scores.run["seed"]
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """Objective and domains: runs of which these are equal can be compared."""
+        return self.scores.run["objective"], *sorted(set(self.scores.domains) - {GENERAL})
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The leaves of its config.yaml without those of how it was carried out; empty if there is none."""
+        return {key: value for key, value in self._config.items() if not executes(key)}
+
+    @cached_property
+    def order(self) -> str:
+        """What its order was called: 0, reverse, …; else its domains with commas."""
+        given = self._config.get("order")
+        return ",".join(self.scores.run["order"]) if given is None or isinstance(given, list) else str(given)
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        try:
+            text = (self.folder / "config.yaml").read_text(encoding="utf-8")
+            tree = yaml.load(text, Loader=Loader)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return {}
+        return dict(flat(tree)) if isinstance(tree, dict) else {}
+
+    def told(self, key: str) -> str:
+        """What the run is, by a filter's key."""
+        return self.order if key == "order" else str(self.scores.run[key])
+
+    def called(self, key: str) -> set[str]:
+        """All that a filter may call it: an order also by its domains, a variant by each of its values."""
+        others = {"order": [",".join(self.scores.run["order"])], "variant": labels.values(self.scores.run)}
+        return {self.told(key), *others.get(key, [])}
 
 
 def found(folders: Sequence[Path]) -> tuple[dict[Path, Scores], list[str]]:
     """The runs below the folders by their own folder, and a line for each that cannot be read."""
-    runs, damaged = {}, []
-    paths = {path.resolve(): path for folder in folders for path in folder.rglob("scores.json")}
-    for path in sorted(paths.values()):
+    runs, damaged = {}, [f"{folder}: no such folder" for folder in folders if not Path(folder).is_dir()]
+    for folder in _holding("scores.json", folders):
         try:
-            runs[path.parent] = Scores.load(path)
+            scores = Scores.load(folder / "scores.json")
+            _endtasks(scores, frozenset())
+            runs[folder] = scores
         except (OSError, ValueError) as error:
             damaged.append(str(error))
+        except (KeyError, TypeError, IndexError) as error:
+            damaged.append(f"{folder / 'scores.json'}: its end tasks are damaged ({error!r}); run it anew")
     return runs, damaged
 
 
-def compared(runs: Mapping[Path, Scores], *, damaged: Sequence[str]) -> list[Block]:
-    """A block per set of domains and objective, then the runs that are unfinished or could not be read."""
-    alike, unfinished = defaultdict(list), []
-    for path, scores in runs.items():
-        run = scores.run
-        if run["finished"]:
-            alike[run["objective"], *sorted(set(scores.domains) - {GENERAL})].append(scores)
-        else:
-            unfinished.append([str(path), label(scores.run), str(run["seed"]), scores.state])
+def begun(folders: Sequence[Path]) -> list[Path]:
+    """Run folders in which nothing has been measured yet: a config.yaml without scores.json."""
+    return [each for each in _holding("config.yaml", folders) if not (each / "scores.json").exists()]
+
+
+def _holding(name: str, folders: Sequence[Path]) -> list[Path]:
+    """Folders that hold a file of this name; one that is reached in two ways counts once."""
+    paths = {path.resolve(): path for folder in folders for path in _walked(Path(folder), name)}
+    return sorted(paths.values())
+
+
+def _walked(top: Path, name: str) -> Iterator[Path]:
+    """Within a run folder the large sub-folders are left out, hidden ones everywhere."""
+    for folder, inner, files in os.walk(top):
+        left_out = WITHIN if "scores.json" in files or "config.yaml" in files else ()
+        inner[:] = [each for each in inner if each not in left_out and not each.startswith(".")]
+        if name in files:
+            yield Path(folder)
+
+
+def asked(words: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE[,VALUE…]` by key; ValueError for another form or key."""
+    pairs = [word.partition("=") for word in words]
+    for word, (key, _, value) in zip(words, pairs, strict=True):
+        if key not in FILTERS or not value:
+            raise ValueError(f"--where {word}; allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}")
+    return {key: value for key, _, value in pairs}
+
+
+def kept(runs: Sequence[Run], *, where: Mapping[str, str]) -> list[Run]:
+    """The runs of which each key has one of the values; ValueError for a value that no run has."""
+    sought = {key: _choices(runs, key, value) for key, value in where.items()}
+    chosen = [run for run in runs if all(run.called(key) & values for key, values in sought.items())]
+    if not chosen:
+        filters = " ".join(f"{key}={value}" for key, value in where.items())
+        raise ValueError(f"--where {filters}: no run has all of these, each alone some have")
+    return chosen
+
+
+def _choices(runs: Sequence[Run], key: str, value: str) -> set[str]:
+    """The values asked for; one with commas in it (an order, a variant) may be given as it is."""
+    there = set().union(*(run.called(key) for run in runs))
+    values = {value} if value in there else set(value.split(","))
+    if absent := sorted(values - there):
+        raise ValueError(f"--where {key}={','.join(absent)}; there is: {', '.join(sorted(there))}")
+    return values
+
+
+def known(names: Iterable[str], *, runs: Sequence[Run]) -> frozenset[str]:
+    """Names of domains; ValueError for one that no run has."""
+    there = {name for run in runs for name in run.scores.domains} - {GENERAL}
+    if absent := [name for name in names if name not in there]:
+        raise ValueError(f"--domains {','.join(absent)}; there is: {', '.join(sorted(there))}")
+    return frozenset(names)
+
+
+def measured(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
+    """The runs with their measurements, on these domains alone if any are named; without runs that have none
+    of them."""
+    ones = [run for run in runs if _alone(run)]
+    sought = [(run, frozenset(domains) & set(run.scores.domains)) for run in runs]
     return [
-        *(_comparison(each, title=f"{key[0]}: {few(key[1:], between=', ')}") for key, each in alike.items()),
-        Block(title="Unfinished runs", head=("folder", "method", "seed", "state"), cells=unfinished, words=4),
-        Block(title="Runs that could not be read", lines=damaged),
+        replace(run, domains=names, values=_finite(_values(run, names, ones=ones)))
+        for run, names in sought
+        if names or not domains
     ]
 
 
-def _comparison(runs: Sequence[Scores], *, title: str) -> Block:
-    """Groups of runs that differ in their seed alone, the best average perplexity first."""
-    groups, points = _groups(runs), {}
-    for name, group in groups.items():
-        if group[0].run["method"] != "one":
-            points[name] = _values(group, "FG"), _values(group, "LC", unit="perplexity")
-    cells = [[name, str(len(group)), *_row(group, runs=runs)] for name, group in groups.items()]
-    lines, picture = [SPREAD, STORED, *_notes(groups)], figures.trade_off(points) if points else b""
-    return Block(title=title, lines=lines, head=COLUMNS + COSTS, cells=cells, picture=picture)
+def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: float(x) for key, x in numbers.items() if x is not None and math.isfinite(x)}
 
 
-def _groups(runs: Sequence[Scores]) -> dict[str, list[Scores]]:
-    """The runs by what was chosen: the method and what is laid over it, model and order where they differ."""
-    models, orders = ([*dict.fromkeys(str(s.run[key]) for s in runs)] for key in ("model", "order"))
-    shared, groups = shared_values(scores.run for scores in runs), defaultdict(list)
-    for scores in sorted(runs, key=lambda scores: _values([scores], "LC")[0] or float("inf")):
-        model = [scores.run["model"]] if len(models) > 1 else []
-        order = [f"order {orders.index(str(scores.run['order'])) + 1}"] if len(orders) > 1 else []
-        groups[", ".join([label(scores.run, shared=shared), *model, *order])].append(scores)
-    return groups
+def _values(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float | None]:
+    scores = run.scores
+    metrics = metrics_on(scores, names) if names else scores.metrics
+    numbers = {f"{name}/{unit}": units[unit] for name, units in metrics.items() for unit in UNITS}
+    against_one = {"intransigence/nats": _against_one(run, names, ones=ones)}
+    return numbers | against_one | _endtasks(scores, names) | costs(scores)
 
 
-def _notes(groups: Mapping[str, Sequence[Scores]]) -> list[str]:
-    """What the names of groups stand for, and what keeps runs from being compared."""
-    runs = [scores for group in groups.values() for scores in group]
-    digests = {tuple(text.get("digest") for _, text in sorted(scores.texts.items())) for scores in runs}
-    notes = [f"{name}: {few(group[0].run['order'])}" for name, group in groups.items() if ", order " in name]
-    for name, group in groups.items():
-        if len({scores.run["seed"] for scores in group}) < len(group):
-            notes.append(f"{name}: runs with one seed; they are copies, or differ in more than their seed.")
-    notes += ["The test texts differ between the runs."] if len(digests) > 1 else []
-    return notes + ([ONE] if any(scores.run["method"] == "one" for scores in runs) else [])
-
-
-def _row(group: Sequence[Scores], *, runs: Sequence[Scores]) -> list[str]:
-    nats = [_values(group, name) for name in ("CPT", "FG", "general_drift")]
-    against_one = [_against_one(scores, runs=runs) for scores in group]
-    perplexities = _spread(_values(group, "LC", unit="perplexity"), show=perplexity)
-    return [
-        perplexities,
-        *(_spread(values, show=decimals) for values in [*nats, against_one]),
-        *_costs(group),
-    ]
-
-
-def _costs(group: Sequence[Scores]) -> list[str]:
-    """What a group trains, stores, must be told and takes."""
-    whole, known = "{:,.0f}".format, sorted({scores.needs_domain for scores in group})
-    return [
-        _spread([max(scores.trained, default=0) for scores in group], show=whole),
-        _spread([scores.stored[-1] if scores.stored else None for scores in group], show=megabytes),
-        _spread([scores.growth for scores in group], show=megabytes),
-        " or ".join("yes" if each else "no" for each in known),
-        _spread([scores.seconds for scores in group], show=whole),
-    ]
-
-
-def _values(group: Sequence[Scores], metric: str, *, unit: str = "nats") -> list[float | None]:
-    return [scores.metrics.get(metric, {}).get(unit) for scores in group]
-
-
-def _against_one(scores: Scores, *, runs: Sequence[Scores]) -> float | None:
-    """Intransigence, against the run of `one` alone with this model and order, and this seed if there is
-    one."""
+def _alone(run: Run) -> bool:
+    """Whether it is a plain run of `one`, which learns each domain alone."""
     plain = {"method": "one", "mask": "none", "replay": "none"}
-    sought, diagonal = {key: scores.run[key] for key in ("model", "order")} | plain, scores.diagonal
-    alone = [other for other in runs if all(other.run[key] == value for key, value in sought.items())]
-    if not diagonal or not alone or scores in alone:
+    return all(run.scores.run[key] == value for key, value in plain.items())
+
+
+def _against_one(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> float | None:
+    """Intransigence in nats, against `one` with this model and order, and this seed if there is one."""
+    same = [one for one in ones if one.pair[0] == run.pair[0] and one.told("model") == run.told("model")]
+    same = [one for one in same if one.alike == run.alike]
+    mine = run.scores.diagonal
+    if not same or _alone(run) or not mine:
         return None
-    one = min(alone, key=lambda other: other.run["seed"] != scores.run["seed"]).diagonal
-    return float(intransigence([*diagonal.values()], one=[one[name] for name in diagonal]))
+    other = min(same, key=lambda one: one.pair[1] != run.pair[1]).scores.diagonal
+    shared = [name for name in mine if name in other and (not names or name in names)]
+    ours, alone = [mine[name] for name in shared], [other[name] for name in shared]
+    return float(intransigence(ours, one=alone)) if shared else None
 
 
-def _spread(values: Sequence[float | None], *, show: Callable[[float], str]) -> str:
-    """Mean ± standard deviation of the values there are, and how many of all if some are not."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    deviation = f" ± {show(statistics.stdev(known))}" if len(known) > 1 else ""
-    return show(statistics.fmean(known)) + deviation + f" ({len(known)})" * (len(known) < len(values))
+def _endtasks(scores: Scores, names: frozenset[str]) -> dict[str, float]:
+    """`endtask/MF1`, …, and the last score of each task, `task/NAME`, in 0..1."""
+    given = tasks_on(scores.endtasks, names) if names else scores.endtasks
+    if not given or not given["tasks"]:
+        return {}
+    told = {f"endtask/{name}": x for name, x in summary(given, scores.rows).items()}
+    last = final(over_seeds(headline(given)))
+    return told | {f"task/{task}": float(x) for task, x in zip(given["tasks"], last, strict=True)}
+
+
+def costs(scores: Scores) -> dict[str, float | None]:
+    """What a run took: tokens, floating-point operations, seconds, bytes, parameters; None where it was not
+    counted."""
+
+    def counted(numbers: Sequence[int], put: Callable[[Sequence[int]], float]) -> float | None:
+        return put(numbers) if any(numbers) or len(scores.rows) == 1 else None
+
+    learning = [seconds for phase, seconds in scores.phases.items() if phase.startswith("learn ")]
+    return {
+        "cost/tokens": counted(scores.seen, sum),
+        "cost/flops": counted(scores.flops, sum),
+        "cost/learning": sum(learning) if learning or len(scores.rows) == 1 else None,
+        "cost/seconds": scores.seconds,
+        "cost/memory": max(scores.memory) if any(scores.memory) else None,
+        "cost/stored": scores.stored[-1] if scores.stored else None,
+        "cost/growth": scores.growth,
+        "cost/trained": max(scores.trained, default=0),
+    }

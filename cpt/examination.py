@@ -46,27 +46,37 @@ class Examination:
     def missing(self, number: int) -> bool:
         """Whether something of that is not in the run folder yet."""
         folder = self.place.endtasks(number, self.name(number))
-        return bool(self.endtasks.missing(folder, self.due(number)))
+        together()  # nobody works before all have asked: all get the same answer
+        missing = self.endtasks.missing(folder, self.due(number))
+        together()
+        return bool(missing)
 
     def measure(self, number: int, device: torch.device) -> None:
         """Fine-tunes what is missing after a stage, whose weights the module has; each process its share."""
-        together = distributed.is_available() and distributed.is_initialized()
+        several = together()
         self.endtasks.measure(
             lambda task: self.module.backbone(self.data.places.get(task, BASE)),
             self.due(number),
             folder=self.place.endtasks(number, self.name(number)),
             device=device,
-            rank=distributed.get_rank() if together else 0,
-            world=distributed.get_world_size() if together else 1,
+            rank=distributed.get_rank() if several else 0,
+            world=distributed.get_world_size() if several else 1,
             label=f"end tasks after {self.name(number)}",
         )
-        if together:
-            distributed.barrier()
+        together()
 
     def results(self, rows: int) -> dict:
         """The `endtasks` of scores.json, from the files of so many rows."""
         folders = [self.place.endtasks(number, self.name(number)) for number in range(rows)]
         return self.endtasks.results(folders)
+
+
+def together() -> bool:
+    """Waits for the other processes, if there are any; whether there are."""
+    several = distributed.is_available() and distributed.is_initialized()
+    if several:
+        distributed.barrier()
+    return several
 
 
 def examination(

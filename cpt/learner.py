@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from heapq import nlargest
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,18 @@ from cpt.corpora import Corpora
 from cpt.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
-from cpt.figures import heatmap
 from cpt.folder import RunFolder, check_archive, replacing
 from cpt.methods.base import ContinualModule
-from cpt.metrics import UNITS
 from cpt.model import configuration
 from cpt.parts import BASE
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
 from cpt.scores import Scores
-from cpt.tracking import log_result, log_row, tracked
+from cpt.tracking import log_scores, log_stage, tracked
 from cpt.trainers import Checkpoint, trainer
 
 log = logging.getLogger(__name__)
+
+HEAVIEST = 20  # parts that a text's row names, of more
 
 
 def fold(plan: Plan, place: RunFolder) -> Scores:
@@ -181,7 +181,7 @@ class Learner:
         shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
         log.info("after %s, perplexity: %s", row, shown)
         looked_at = {name: array(values) for name, values in self.module.diagnostics().items()}
-        log_row(self.loggers, stage=len(self.scores.rows) - 1, perplexity=perplexity, distributions=looked_at)
+        log_stage(self.loggers, self.scores, distributions=looked_at)
         if is_first_process():
             number = len(self.scores.rows) - 1
             arrays = {name: np.stack([nll.cpu(), count.cpu()]) for name, (nll, count) in losses.items()}
@@ -191,11 +191,14 @@ class Learner:
             self.place.tidy(number, keep=self.cfg.keep_stages)
 
     def parts(self) -> dict[str, dict[str, float]]:
-        """The parts of the model that scored each text, by name."""
+        """The parts of the model that scored each text, by name: the heaviest of them."""
         places = self.data.places
         names = {place: name for name, place in places.items()} | {BASE: "base"}
         used = {text: self.module.used(places.get(text, BASE)) for text in self.scores.domains}
-        return {text: {names[part]: round(w, 4) for part, w in each.items()} for text, each in used.items()}
+        return {
+            text: {names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.get)}
+            for text, each in used.items()
+        }
 
     def save(self) -> None:
         self.scores.seconds = sum(self.scores.phases.values())
@@ -213,20 +216,9 @@ class Learner:
             self.collect()
         self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
         self.scores.run["finished"] = True
-        self.save()
-        report.write(self.place.path)
-        rows = [[row, *losses] for row, losses in zip(self.scores.rows, self.scores.nll, strict=True)]
-        log_result(
-            self.loggers,
-            columns=["after", *self.scores.domains],
-            rows=rows,
-            picture=partial(heatmap, self.scores),
-            summary={
-                f"{name}/{unit}": values[unit]
-                for name, values in self.scores.metrics.items()
-                for unit in UNITS
-            },
-        )
+        report.write(self.place.path, self.scores)
+        log_scores(self.loggers, self.scores, folder=self.place.path)
+        self.save()  # last: a run that says that it is finished has all that it leaves
 
 
 def array(values: torch.Tensor) -> np.ndarray:

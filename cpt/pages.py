@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup
 
-from cpt.figures import FEW
+from cpt.drawing import FEW, description
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of a report, without what is empty; `folded` is the line that unfolds its table and code."""
+    """A part of a report, without what is empty; `folded` is the line that unfolds its table and code.
+
+    On the HTML page the reader sorts a `sortable` table by its columns; the filters of the whole page act on
+    the rows of every `filtered` one: a search over the title and the columns of words, and a list of boxes to
+    tick for each name in `facets`, one mapping from names to values for each row of cells."""
 
     title: str = ""
     lines: Sequence[str] = ()
@@ -24,22 +32,47 @@ class Block:
     words: int = 1  # so many columns hold words, the others numbers
     code: str = ""
     folded: str = ""
+    sortable: bool = True
+    filtered: bool = False
+    facets: Sequence[Mapping[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.facets) not in (0, len(self.cells)):
+            raise ValueError(f"facets={len(self.facets)} rows; allowed: none, or {len(self.cells)} as cells")
 
 
 def written(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
     """Writes STEM.md, its pictures STEM-1.png, ... and STEM.html; gives the path of the latter."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    template = jinja2.Template(Path(__file__).with_name("report.html.j2").read_text(), autoescape=True)
-    html = template.render(title=title, blocks=shown, base64=base64.b64encode)
     markdown = [f"# {title}"]
     for number, block in enumerate(shown, start=1):
         picture = stem.with_name(f"{stem.name}-{number}.png")
         if block.picture:
             picture.write_bytes(block.picture)
         markdown.append(_markdown(block, picture=picture.name))
-    stem.with_suffix(".md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
-    stem.with_suffix(".html").write_text(html, encoding="utf-8")
-    return stem.with_suffix(".html")
+    stem.with_name(f"{stem.name}.md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
+    page = stem.with_name(f"{stem.name}.html")
+    page.write_text(_html(shown, title=title), encoding="utf-8")
+    return page
+
+
+def _html(blocks: Sequence[Block], *, title: str) -> str:
+    """The page, which loads nothing: its policy forbids that, and any script but its own."""
+    template, style, script = (_asset(f"report.{kind}.j2") for kind in ("html", "css", "js"))
+    return jinja2.Template(template, autoescape=True).render(
+        title=title,
+        blocks=blocks,
+        style=Markup(style),
+        script=Markup(script),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        base64=base64.b64encode,
+        description=description,
+        dumps=partial(json.dumps, ensure_ascii=False),
+    )
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _markdown(block: Block, *, picture: str) -> str:

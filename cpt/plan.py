@@ -13,6 +13,7 @@ from cpt.budget import Budget, share
 from cpt.config import digest, identity, made
 from cpt.metrics import METRICS, UNITS
 from cpt.sources import Source
+from cpt.tasks import checked
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def planned(cfg: DictConfig) -> Plan:
     share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
     source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
     order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)
+    checked(cfg.endtask, source.names, order)
     return Plan(cfg, source, Budget(**options), order, digest(made_of))
 
 

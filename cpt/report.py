@@ -1,4 +1,4 @@
-"""Reports from `scores.json` alone: of a run, and over runs (`python -m cpt.report FOLDER [FOLDER...]`)."""
+"""The report of one run, from its folder alone; `python -m cpt.report FOLDER [FOLDER...]` compares runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cpt import figures
-from cpt.comparison import compared, found
+from cpt import endtask_report, figures
 from cpt.formatting import decimals, megabytes, perplexity, shortened
 from cpt.labels import label
 from cpt.metrics import METRICS, UNITS, described
@@ -20,9 +19,10 @@ FORMULAS = (
 )
 
 
-def write(folder: Path) -> Path:
-    """Writes report.md and report.html into a run folder; gives the path of the latter."""
-    scores, config = Scores.load(Path(folder) / "scores.json"), Path(folder) / "config.yaml"
+def write(folder: Path, scores: Scores | None = None) -> Path:
+    """Writes report.md and report.html into a run folder, of these scores or those that stand there; gives
+    the path of the latter."""
+    scores, config = scores or Scores.load(Path(folder) / "scores.json"), Path(folder) / "config.yaml"
     matrix = Block(
         title="Perplexity on each test text (column) after each stage (row)",
         lines=["Framed: a domain's own stage. Colour: change against the base model."],
@@ -34,8 +34,9 @@ def write(folder: Path) -> Path:
     stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
-    blocks = [_summary(scores), matrix, stages, _parts(scores), _metrics(scores), _texts(scores)]
-    blocks += [_seconds(scores), settings]
+    blocks = [_summary(scores), matrix, stages, _parts(scores), _metrics(scores)]
+    blocks += [*endtask_report.blocks(scores, Path(folder)), endtask_report.compute(scores)]
+    blocks += [_texts(scores), _seconds(scores), settings]
     return written(blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report")
 
 
@@ -51,7 +52,8 @@ def table(scores: Scores) -> str:
     metrics = Block(head=["", *UNITS], cells=[[name, *_in_units(scores.metrics[name])] for name in shown])
     texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
     title = f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"
-    return "\n\n".join([title, plain(losses), plain(metrics)])
+    parts = [title, plain(losses), plain(metrics), endtask_report.line(scores)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _ends(size: int) -> list[int]:
@@ -145,18 +147,11 @@ def _seconds(scores: Scores) -> Block:
     return Block(title="Seconds", head=["phase", "seconds"], cells=cells, folded=f"{len(cells)} phases")
 
 
-def main(folders: Sequence[str]) -> int:
-    """Compares the runs below the folders; exit code 1 if one could not be read, 2 if there is none."""
-    runs, damaged = found([Path(folder) for folder in folders])
-    if not runs and not damaged or not Path(folders[0]).is_dir():
-        print(f"no scores.json below {', '.join(folders) or '(give a folder)'}", file=sys.stderr)
-        return 2
-    blocks = compared(runs, damaged=damaged)
-    written(blocks, title="Comparison of runs", stem=Path(folders[0]) / "comparison")
-    shown = [block for block in blocks if block.cells]
-    print("\n\n".join("\n".join([block.title, plain(block), *block.lines]) for block in shown))
-    print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
-    return int(bool(damaged))
+def main(arguments: Sequence[str]) -> int:
+    """Compares runs: see cpt.compare, which this module, a part of every run, does without."""
+    from cpt.compare import command
+
+    return command(arguments)
 
 
 if __name__ == "__main__":

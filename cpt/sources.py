@@ -26,6 +26,7 @@ from cpt.files import (
 )
 
 GENERAL = "general"
+ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 GENERAL_PACKAGES = ("stdlib", "numpy")
 ENTRY = {"path", "name", "splits"}
 
@@ -107,7 +108,8 @@ class Texts(Source):
     @property
     def names(self) -> list[str]:
         folders = (path for path in self.corpora.iterdir() if path.is_dir() and not path.name.startswith("."))
-        return sorted(path.name for path in folders if path.name != self.general and files_of(path))
+        others = (self.general, ENDTASKS)
+        return sorted(path.name for path in folders if path.name not in others and files_of(path))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         folder = self.folder(name)

@@ -1,9 +1,8 @@
 """Curves while a run goes on: metrics.csv in the run folder, and Weights & Biases."""
 
 import csv
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,9 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from cpt.config import digest
+from cpt.facts import stage_row
+from cpt.publishing import check_mode, opened, publish, publish_stage
+from cpt.scores import Scores
 
 
 class LongCSV(Logger):
@@ -77,32 +79,14 @@ def wandb_logger(
     config: Mapping[str, Any],
 ) -> WandbLogger:
     """One W&B run per run folder: the same folder is the same run, also after a restart."""
-    import wandb
-
-    if options["mode"] not in ("online", "offline", "disabled"):
-        raise ValueError(f"logger.mode={options['mode']}; allowed: online, offline, disabled")
+    check_mode(options["mode"])
     if rank_zero_only.rank != 0:
         return WandbLogger(save_dir=str(folder))
     # The run is made here: Lightning would hand on an option that W&B warns of, and join a run that is still
     # open.
-    run = wandb.init(
-        id=digest([group, folder.name]),
-        name=folder.name,
-        dir=str(folder),
-        project=options["project"],
-        entity=options["entity"],
-        group=group,
-        job_type=job,
-        tags=list(tags),
-        config=dict(config),
-        mode=options["mode"],
-        resume="allow" if options["mode"] == "online" else None,
-        reinit="create_new",
-        settings=wandb.Settings(silent=True, console="off"),
-    )
-    run.define_metric("trainer/global_step")
-    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-    return WandbLogger(experiment=run)
+    about = {"name": folder.name, "group": group, "job_type": job, "tags": list(tags), "config": dict(config)}
+    places = {name: options[name] for name in ("project", "entity", "mode")}
+    return WandbLogger(experiment=opened(digest([group, folder.name]), folder, **about, **places))
 
 
 @rank_zero_only
@@ -111,49 +95,24 @@ def finish(tracker: WandbLogger, *, failed: bool) -> None:
 
 
 @rank_zero_only
-def log_row(
-    loggers: Sequence[Logger],
-    *,
-    stage: int,
-    perplexity: Mapping[str, float],
-    distributions: Mapping[str, np.ndarray],
-) -> None:
-    """One row of the matrix, `ppl/<domain>` over `stage`, and on W&B histograms of the distributions."""
-    row = {f"ppl/{name}": value for name, value in perplexity.items()}
+def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mapping[str, np.ndarray]) -> None:
+    """The last row of the matrix, `ppl/<text>` over `stage`, what the run has cost, and on W&B histograms of
+    the distributions."""
+    row = len(scores.rows) - 1
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            run = logger.experiment
-            run.define_metric("stage")
-            run.define_metric("ppl/*", step_metric="stage")
-            run.log({"stage": stage, **row, **histograms(distributions)})
+            publish_stage(logger.experiment, scores, row=row, distributions=distributions)
         else:
-            logger.log_metrics(row, step=stage)
-
-
-def histograms(distributions: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    import wandb
-
-    return {f"units/{name}": wandb.Histogram(values) for name, values in distributions.items()}
+            logger.log_metrics(without_stage(stage_row(scores, row)), step=row)
 
 
 @rank_zero_only
-def log_result(
-    loggers: Sequence[Logger],
-    *,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[Any]],
-    picture: Callable[[], bytes],
-    summary: Mapping[str, float],
-) -> None:
-    """The matrix as a table and an image, drawn where there is somebody to see it, and the metrics as the
-    run's summary."""
+def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> None:
+    """Everything that the report in the folder says; of the loggers, W&B shows it."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            import wandb
-            from PIL import Image
+            publish(logger.experiment, scores, folder=folder)
 
-            table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            logger.experiment.log(
-                {"matrix": table, "matrix_image": wandb.Image(Image.open(BytesIO(picture())))}
-            )
-            logger.experiment.summary.update(dict(summary))
+
+def without_stage(points: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in points.items() if name != "stage"}

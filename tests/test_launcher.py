@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
+from subprocess import CompletedProcess
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -98,10 +100,10 @@ def environment(**variables) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "CUDA_VISIBLE_DEVICES": ""} | variables
 
 
-def sweep(app: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def sweep(app: Path, *arguments: str, seconds: float = 30, **variables: str) -> CompletedProcess[str]:
     command = [sys.executable, "app.py", "-m", *arguments]
     return subprocess.run(
-        command, cwd=app, env=environment(**variables), capture_output=True, text=True, timeout=30
+        command, cwd=app, env=environment(**variables), capture_output=True, text=True, timeout=seconds
     )
 
 
@@ -124,12 +126,14 @@ def test_failures_stop_no_other_job(four):
     assert process.stderr.splitlines() == ["cpt: 2 of 4 jobs failed: #0 kind=raise, #2 kind=kill"]
 
 
-def test_failures_are_listed_last_with_their_last_words(four):
+def test_it_ends_with_how_many_jobs_ended_how_and_why_they_failed(four):
     _, process = four
     assert re.fullmatch(
+        r"4 jobs: 2 finished, 2 failed\n"
         r"#0 kind=raise: failed \(exit 1\): RuntimeError: boom \(outputs/app/\S*kind-raise/console.log\)\n"
-        r"#2 kind=kill: failed \(signal 9, Killed\): before the end, kind kill \(outputs/\S*/console.log\)",
-        "\n".join(process.stdout.splitlines()[-2:]),
+        r"#2 kind=kill: failed \(signal 9, Killed\): before the end, kind kill \(outputs/\S*/console.log\)\n"
+        r"compare: python -m cpt.report outputs/app",
+        "\n".join(process.stdout.splitlines()[-4:]),
     )
 
 
@@ -227,6 +231,28 @@ def test_jobs_that_share_a_folder_are_refused(app):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "package"), [("slurm_local", "hydra_submitit_launcher"), ("ray_jobs", "hydra_ray_launcher")]
+)
+def test_other_launchers_on_this_machine(app, name, package):
+    if not importable(f"hydra_plugins.{package}"):
+        pytest.skip(f"needs {package.replace('_', '-')}, an extra")
+    arguments = (f"hydra/launcher={name}", "kind=raise,done", "x=3")
+    process = sweep(app, *arguments, PYTHONWARNINGS="default", seconds=120)
+    assert process.returncode == 1, process.stderr
+    assert process.stderr.splitlines()[-1] == "cpt: 1 of 2 jobs failed: #0 kind=raise"
+    (job,) = seen(app)
+    assert job["argv"][1:] == [arguments[0], "kind=done", "x=3", "hydra.mode=RUN"]
+    assert "RuntimeError: boom (outputs/app/" in process.stdout
+
+
+def importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def running(pid: int) -> bool:
     """Whether a process exists and is not a zombie that nobody has waited for."""
     stat = Path(f"/proc/{pid}/stat")
@@ -274,12 +300,15 @@ def test_jobs_end_with_a_killed_sweep(app):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"jobs": 0}, {"jobs": -1}, {"threads": 0}, {"jobs": "two"}, {"threads": 1.5}]
+    "wrong", [{"jobs": 0}, {"jobs": -1}, {"threads": 0}, {"jobs": "two"}, {"threads": 1.5}, {"jobs": True}]
 )
-def test_wrong_numbers_are_refused(wrong):
+def test_wrong_numbers_are_refused_in_one_line(wrong, capsys):
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=rf"^hydra.launcher.{name} is {value!r}; allowed: null, 1, 2, …$"):
-        ProcessLauncher(**{"jobs": None, "threads": None, **wrong})
+    launcher = ProcessLauncher(**{"jobs": None, "threads": None, **wrong})
+    with pytest.raises(SystemExit) as end:
+        launcher.setup(hydra_context=None, task_function=None, config=None)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"cpt: hydra.launcher.{name}={value}; allowed: null, 1, 2, …\n"
 
 
 def test_it_is_registered_where_hydra_looks():

@@ -2,18 +2,18 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
+from test_endscores import A, given, predicted
 
-from cpt import figures, report
+from cpt import charts, compare, drawing, endtask_report, figures, report
+from cpt.formatting import perplexity, shortened
 from cpt.metrics import METRICS, described
 from cpt.scores import Scores
 
@@ -91,7 +91,7 @@ def test_a_report_shows_every_number_of_the_matrix(tmp_path):
     page = Page(html)
     assert page.open == []
     for value in np.ravel(NLL):
-        shown = figures.perplexity(math.exp(value))
+        shown = perplexity(math.exp(value))
         assert shown in page.cells
         assert f" {shown} " in markdown
 
@@ -110,7 +110,7 @@ def test_a_report_shows_every_metric_with_its_formula_and_interval(tmp_path):
         at = cells.index(name)
         assert cells[at + 1 : at + 3] == list(described(metric.compute))
         assert cells[at + 3] == f"{value:.4f} [{low:.4f}, {high:.4f}]"
-        assert cells[at + 4].startswith(figures.perplexity(scores.metrics[name]["perplexity"]))
+        assert cells[at + 4].startswith(perplexity(scores.metrics[name]["perplexity"]))
         assert cells[at + 5].startswith(f"{scores.metrics[name]['bits_per_byte']:.4f}")
         assert cells[at + 3] in markdown
 
@@ -161,18 +161,6 @@ def test_the_picture_of_parts_takes_many_domains():
     scores.parts = [{} for _ in scores.rows]
     scores.parts[-1] = {name: {name: 0.5, "base": 0.5} for name in scores.domains[:-1]}
     assert figures.mixtures(scores).startswith(b"\x89PNG")
-
-
-def test_a_comparison_has_the_costs(tmp_path, capsys):
-    for seed in (0, 1):
-        folder = tmp_path / f"adapter-{seed}"
-        folder.mkdir()
-        with_parts(made(method="adapter", seed=seed)).save(folder / "scores.json")
-    save(tmp_path / "ncl")
-    assert report.main([str(tmp_path)]) == 0
-    rows = rows_of(capsys.readouterr().out, "masked: ")
-    assert rows["adapter"][6:10] == ["5,120 ± 0", "4.50 MB ± 0.00 MB", "1.25 MB ± 0.00 MB", "yes"]
-    assert rows["ncl"][6:10] == ["0", "–", "–", "no"]
 
 
 def test_documents_may_be_counted_by_split(tmp_path):
@@ -230,7 +218,7 @@ def test_236_domains_take_seconds(tmp_path):
     text = report.table(scores)
     assert time.perf_counter() - began < 10
     cells = set(Page(html).cells)
-    assert {figures.perplexity(value) for value in np.exp(scores.matrix).ravel().tolist()} <= cells
+    assert {perplexity(value) for value in np.exp(scores.matrix).ravel().tolist()} <= cells
     assert max(map(len, text.splitlines()[1:])) <= 100
     assert len(text.splitlines()) < 25
     assert "8 of 237 test texts" in text
@@ -256,9 +244,9 @@ def test_the_console_table_is_narrow(count):
 
 
 def test_names_are_shortened_in_their_middle():
-    assert figures.shortened("pandas", width=6) == "pandas"
-    assert figures.shortened("a_long_name_1", width=7) == "a_l…e_1"
-    assert len(figures.shortened("a_long_name_1", width=8)) == 8
+    assert shortened("pandas", width=6) == "pandas"
+    assert shortened("a_long_name_1", width=7) == "a_l…e_1"
+    assert len(shortened("a_long_name_1", width=8)) == 8
 
 
 @pytest.mark.parametrize(
@@ -267,12 +255,12 @@ def test_names_are_shortened_in_their_middle():
     + [(math.inf, "inf"), (math.nan, "nan"), (None, "nan")],
 )
 def test_perplexities_are_written_to_be_read(value, shown):
-    assert figures.perplexity(value) == shown
+    assert perplexity(value) == shown
 
 
 def test_labels_are_moved_apart_and_keep_their_order():
     wanted = {"a": 0.5, "b": 0.51, "c": 0.99, "d": 1.0, "e": 0.98, "f": 0.02}
-    placed = figures._apart(wanted, gap=0.05)
+    placed = drawing.apart(wanted, gap=0.05)
     heights = sorted(placed.values())
     assert sorted(placed, key=placed.get) == sorted(wanted, key=wanted.get)
     assert min(np.diff(heights)) >= 0.05 - 1e-9
@@ -282,8 +270,8 @@ def test_labels_are_moved_apart_and_keep_their_order():
 
 def test_pictures_leave_pyplot_alone():
     code = (
-        "import sys; from cpt import report, figures; assert 'matplotlib' not in sys.modules; "
-        "figures.trade_off({'ncl': ([0.1, 0.2], [50.0, 60.0])}); "
+        "import sys; from cpt import report, charts; assert 'matplotlib' not in sys.modules; "
+        "charts.trade_off({'ncl': ([0.1, 0.2], [50.0, 60.0])}); "
         "print([m for m in ('matplotlib.pyplot', 'torch', 'lightning') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -300,170 +288,7 @@ def test_pictures_leave_pyplot_alone():
     ],
 )
 def test_the_trade_off_of_few_runs(groups):
-    assert figures.trade_off(groups).startswith(b"\x89PNG")
-
-
-# --- over runs
-
-
-def shifted(by):
-    return [NLL[0], NLL[1], NLL[2], [value + by for value in NLL[3]]]
-
-
-def save(folder, **given):
-    folder.mkdir(parents=True)
-    scores = made(**given)
-    scores.save(folder / "scores.json")
-    return scores
-
-
-def rows_of(output, first):
-    """The lines of the printed tables by their first cell, from the table whose heading starts with
-    `first`."""
-    lines = output[output.index(first) :].split("\n\n")[0].splitlines()
-    return {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line) for line in lines[2:])}
-
-
-def test_runs_are_grouped_by_all_but_their_seed(tmp_path, capsys):
-    kept = [
-        save(tmp_path / "a" / f"ncl-{seed}", nll=shifted(by), seed=seed)
-        for seed, by in enumerate((0, 0.1, 0.3))
-    ]
-    save(tmp_path / "a" / "ewc", nll=shifted(-0.2), method="ewc")
-    save(tmp_path / "b" / "deep" / "masked", nll=shifted(0.5), method="ewc", mask="migu")
-    save(tmp_path / "b" / "mixed", nll=shifted(0.6), replay="past")
-    save(tmp_path / "b" / "both", nll=shifted(0.7), mask="migu", replay="past")
-    assert report.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    rows = rows_of(capsys.readouterr().out, "masked: networkx, pandas, sympy")
-    labels = ["ewc", "ncl", "ewc + migu", "ncl + replay past", "ncl + migu + replay past"]
-    assert list(rows)[:5] == labels
-    lc = [scores.metrics["LC"]["perplexity"] for scores in kept]
-    fg = [scores.metrics["FG"]["nats"] for scores in kept]
-    assert rows["ncl"][:2] == ["3", f"{np.mean(lc):.2f} ± {np.std(lc, ddof=1):.2f}"]
-    assert rows["ncl"][3] == f"{np.mean(fg):.4f} ± {np.std(fg, ddof=1):.4f}"
-    assert rows["ewc"][0] == "1"
-    assert "±" not in " ".join(rows["ewc"])
-    assert rows["ewc"][-1] == "123"
-
-
-def test_the_comparison_is_written_to_the_first_folder(tmp_path, capsys):
-    save(tmp_path / "runs" / "ncl")
-    save(tmp_path / "runs" / "joint", nll=[NLL[0], NLL[3]], rows=["base", "joint"], method="joint")
-    assert report.main([str(tmp_path / "runs")]) == 0
-    html = (tmp_path / "runs" / "comparison.html").read_text()
-    page = Page(html)
-    assert page.open == []
-    assert [load[:22] for load in page.loads] == ["data:image/png;base64,"]
-    assert "//" not in re.sub(r"base64,[^\"]+", "", html)
-    assert page.cells[page.cells.index("joint") + 3 :][:4] == ["–"] * 2 + ["0.2700", "–"]
-    markdown = (tmp_path / "runs" / "comparison.md").read_text()
-    assert "| ncl | 1 |" in markdown
-    assert (tmp_path / "runs" / "comparison-1.png").exists()
-    assert "general drift" in capsys.readouterr().out
-
-
-def test_models_and_orders_are_told_apart(tmp_path, capsys):
-    save(tmp_path / "1")
-    save(tmp_path / "2", model="large")
-    save(tmp_path / "3", order=["pandas", "sympy", "networkx"])
-    assert report.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    rows = rows_of(output, "masked: networkx, pandas, sympy")
-    assert {"ncl, tiny, order 1", "ncl, large, order 1", "ncl, tiny, order 2"} <= set(rows)
-    assert "ncl, tiny, order 2: pandas → sympy → networkx" in output
-
-
-def test_domain_sets_and_objectives_get_tables_of_their_own(tmp_path, capsys):
-    save(tmp_path / "1")
-    save(tmp_path / "2", nll=[row[:2] for row in NLL[:3]], domains=DOMAINS[:2])
-    save(tmp_path / "3", objective="causal")
-    assert report.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    all_three = "networkx, pandas, sympy\n"
-    titles = [f"masked: {all_three}", "masked: networkx, sympy\n", f"causal: {all_three}"]
-    assert all(output.count(title) == 1 for title in titles)
-    assert all(rows_of(output, title.strip())["ncl"][0] == "1" for title in titles)
-    assert len(Page((tmp_path / "comparison.html").read_text()).loads) == 3
-
-
-def test_intransigence_against_one_of_the_same_seed(tmp_path, capsys):
-    alone = np.array(NLL)
-    for seed, less in ((0, 0.1), (1, 0.4)):
-        save(tmp_path / f"one-{seed}", nll=alone - less, method="one", seed=seed)
-    for seed in (0, 1, 2):
-        save(tmp_path / f"ncl-{seed}", nll=alone + seed / 20, seed=seed)
-    save(tmp_path / "other", model="other")
-    save(tmp_path / "joint", nll=[NLL[0], NLL[3]], rows=["base", "joint"], method="joint")
-    save(tmp_path / "a-mixed", nll=alone - 0.9, method="one", replay="general")  # not learned alone
-    save(tmp_path / "a-masked", nll=alone - 0.9, method="one", mask="migu")  # nor this one as it is
-    assert report.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    rows = rows_of(output, "masked: ")
-    expected = [0.1, 0.45, 0.2]  # seed 2 has no `one` of its own
-    assert rows["ncl, tiny"][5] == f"{np.mean(expected):.4f} ± {np.std(expected, ddof=1):.4f}"
-    assert rows["ncl, other"][5] == rows["one, tiny"][5] == rows["joint, tiny"][5] == "–"
-    assert "`one` learns every domain from the base" in output
-
-
-def test_what_keeps_runs_from_being_compared_is_said(tmp_path, capsys):
-    save(tmp_path / "1")
-    assert report.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    assert "test texts differ" not in output
-    assert "one seed" not in output
-    save(tmp_path / "2", digest="other")
-    assert report.main([str(tmp_path)]) == 0
-    output = capsys.readouterr().out
-    assert "The test texts differ between the runs." in output
-    assert "ncl: runs with one seed" in output
-
-
-def test_unfinished_and_damaged_runs_are_listed(tmp_path, capsys):
-    save(tmp_path / "good")
-    save(tmp_path / "half", nll=NLL[:3], seed=5, finished=False)
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "scores.json").write_text('{"version": 1, "dom')
-    assert report.main([str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.err.startswith(f"{tmp_path / 'bad' / 'scores.json'}: damaged")
-    assert said.err.count("\n") == 1
-    assert rows_of(said.out, "masked: ")["ncl"][0] == "1"
-    assert rows_of(said.out, "Unfinished runs")[str(tmp_path / "half")] == [
-        "ncl",
-        "5",
-        "unfinished, 3 rows done, the last: networkx",
-    ]
-    markdown = (tmp_path / "comparison.md").read_text()
-    assert "could not be read" in markdown
-    assert "unfinished, 3 rows done" in markdown
-
-
-def test_only_unfinished_or_only_damaged_runs(tmp_path, capsys):
-    save(tmp_path / "half" / "1", nll=NLL[:2], finished=False)
-    assert report.main([str(tmp_path / "half")]) == 0
-    assert "Unfinished runs" in capsys.readouterr().out
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "scores.json").write_text("{}")
-    assert report.main([str(tmp_path / "bad")]) == 1
-    assert "damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("folders", [[], ["nowhere"], ["."]])
-def test_no_runs_is_one_line_and_code_2(tmp_path, folders):
-    command = [sys.executable, "-m", "cpt.report", *folders]
-    environment = os.environ | {"PYTHONPATH": str(Path(report.__file__).parents[1])}
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("no scores.json below")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_named_twice_counts_once(tmp_path, capsys):
-    save(tmp_path / "1")
-    assert report.main([str(tmp_path), str(tmp_path / "1"), str(tmp_path / "." / "1")]) == 0
-    assert rows_of(capsys.readouterr().out, "masked: ")["ncl"][0] == "1"
+    assert charts.trade_off(groups).startswith(b"\x89PNG")
 
 
 def test_reports_come_from_the_file_alone(tmp_path):
@@ -474,3 +299,134 @@ def test_reports_come_from_the_file_alone(tmp_path):
     (tmp_path / "scores.json").write_text(json.dumps(data))
     report.write(tmp_path)
     assert "3.2345" in (tmp_path / "report.md").read_text()
+
+
+def test_the_module_is_the_command_that_compares_runs(monkeypatch):
+    monkeypatch.setattr(compare, "command", lambda arguments: (7, arguments))
+    assert report.main(["here", "--baseline", "ncl"]) == (7, ["here", "--baseline", "ncl"])
+
+
+# --- end tasks and costs
+
+TASKS = DOMAINS[:3]
+
+
+def examined(matrix=A, **options):
+    """A run with end tasks and costs."""
+    scores = made(nll=NLL[: len(matrix)])
+    scores.endtasks = given(matrix, tasks=TASKS, **options)
+    scores.seen, scores.flops = [0, 51_200, 51_200, 51_200], [0, 2 * 10**12, 3 * 10**12, 4 * 10**12]
+    scores.memory, scores.trained = [10**6, 9 * 10**6, 8 * 10**6, 7 * 10**6], [0, 5120, 6120, 6120]
+    scores.stored = [0, 10**6, 2 * 10**6, 4 * 10**6]
+    scores.phases = {"score base": 1.5, "learn sympy": 41.5, "score sympy": 2.5, "end tasks sympy": 9.25}
+    scores.phases |= {"learn pandas": 30.0, "read the texts": 100.0}
+    return scores
+
+
+def tables(markdown):
+    """The tables under each heading of a report: lists of rows, the first their head."""
+    found = {}
+    for section in re.split(r"^## ", markdown, flags=re.M)[1:]:
+        lines = [line for line in section.splitlines() if line.startswith("| ")]
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        found[section.splitlines()[0]] = [row for row in rows if not row[0].startswith(":--")]
+    return found
+
+
+def test_a_report_shows_the_end_tasks(tmp_path):
+    markdown, html = written(tmp_path, examined())
+    numbers = {row[0]: row[1:] for row in tables(markdown)["End tasks"][1:]}
+    assert {name: row[-1] for name, row in numbers.items()} == {
+        "MF1": "0.7167",
+        "Acc": "0.7267",
+        "forward": "0.7667",
+        "forget_rate": "0.0750",
+    }
+    assert numbers["forget_rate"][1] == "mean_{u&lt;n} (A[u][u] - A[n][u])"
+    assert "3 tasks, seeds 0, 1, endtask.when=each, 12.5 seconds." in markdown
+    shown = tables(markdown)["End tasks: macro-F1"]
+    own, macro, micro, accuracy = ([shown[place + row] for row in range(4)] for place in (0, 4, 8, 12))
+    assert own[0] == ["after", *TASKS]
+    assert own[1:] == macro[1:]
+    assert own[1] == ["sympy", "0.8000 ± 0.0283", "–", "–"]
+    assert own[3] == ["pandas", "0.7500 ± 0.0283", "0.5000 ± 0.0283", "0.9000 ± 0.0283"]
+    assert micro[2] == ["networkx", "0.7200 ± 0.0283", "0.6200 ± 0.0283", "–"]
+    assert accuracy[3][1] == "0.7600 ± 0.0283"
+    assert all(f"<summary>{name}</summary>" in html for name in ("macro-F1", "micro-F1", "accuracy"))
+    assert Page(html).open == []
+    assert len(Page(html).loads) == 3
+
+
+def test_one_measurement_of_each_task_has_no_picture_and_no_deviation(tmp_path):
+    last = np.full((4, 3), np.nan)
+    last[3] = [0.5, 0.25, 0.75]
+    markdown, html = written(tmp_path, examined(last, when="last", seeds=[7], apart=0))
+    assert len(Page(html).loads) == 2
+    assert tables(markdown)["End tasks: macro-F1"][1] == ["pandas", "0.5000", "0.2500", "0.7500"]
+    assert [row[0] for row in tables(markdown)["End tasks"][1:]] == ["MF1", "Acc"]
+
+
+def test_tasks_with_metrics_of_their_own_are_told(tmp_path):
+    metric = dict(zip(TASKS, ("macro_f1", "micro_f1", "accuracy"), strict=True))
+    markdown, _ = written(tmp_path, examined(metric=metric))
+    title = "End tasks: each in its own metric: sympy macro-F1, networkx micro-F1, pandas accuracy"
+    assert tables(markdown)[title][3][1:] == ["0.7500 ± 0.0283", "0.5200 ± 0.0283", "0.9100 ± 0.0283"]
+
+
+def test_the_picture_of_end_tasks_shows_measured_rows():
+    picture = endtask_report.heatmap(examined())
+    told = drawing.description(picture)
+    assert told == "End-task scores of 3 models; after pandas: sympy 0.750, networkx 0.500, pandas 0.900"
+    changed = A.copy()
+    changed[1, 0] = 0.2
+    assert endtask_report.heatmap(examined(changed)) != picture == endtask_report.heatmap(examined())
+
+
+def test_many_end_tasks_take_seconds(tmp_path):
+    scores = many(40)
+    tasks = scores.domains[:-1]
+    learned = np.tril(np.random.default_rng(1).random((41, 40)), -1)
+    scores.endtasks = given(np.where(learned > 0, learned, np.nan), tasks=tasks)
+    began = time.perf_counter()
+    markdown, html = written(tmp_path, scores)
+    assert time.perf_counter() - began < 10
+    assert f"{learned[-1, 0]:.4f} ±" in html
+    assert all(len(line) <= 110 for line in report.table(scores).splitlines()[1:])
+
+
+def test_what_became_of_the_predictions(tmp_path):
+    title = "End tasks: what became of the predictions"
+    assert title not in written(tmp_path, examined(seeds=[0]))[0]
+    for row, right in ((1, [1, 1, 1, 1, 0, 0]), (3, [1, 0, 0, 0, 1, 0])):
+        predicted(tmp_path, row, "sympy", 0, right, rows=["base", *TASKS])
+    shown = tables(written(tmp_path, examined(seeds=[0]))[0])[title]
+    luck = (2 / 6) * (4 / 6) / 2
+    moved = ["3", "0.5000", f"{3 / 6 - luck:.4f}", "1", "0.1667", f"{1 / 6 - luck:.4f}"]
+    assert shown[1:] == [["sympy", "6", "0.6667", "0.3333", *moved]]
+    damaged = predicted(tmp_path, 3, "sympy", 0, [1] * 6, rows=["base", *TASKS])
+    damaged.write_bytes(b"PAR1")
+    markdown, _ = written(tmp_path, examined(seeds=[0]))
+    assert "sympy-0.parquet: damaged predictions" in markdown
+    assert "## Compute" in markdown
+
+
+def test_a_report_shows_what_each_stage_cost(tmp_path):
+    head, base, sympy, _, pandas, whole = tables(written(tmp_path, examined())[0])["Compute"]
+    assert head == ["after", "tokens", "FLOPs", "learn, s", "score, s", "end tasks, s"] + [
+        "peak memory",
+        "trained",
+        "stored",
+    ]
+    assert base == ["base", "0", "0", "0.0", "1.5", "0.0", "1.00 MB", "0", "0.00 MB"]
+    assert sympy == ["sympy", "51,200", "2e+12", "41.5", "2.5", "9.2", "9.00 MB", "5,120", "1.00 MB"]
+    assert pandas[1:6] == ["51,200", "4e+12", "30.0", "0.0", "0.0"]
+    times = ["71.5", "4.0", "9.2"]
+    assert whole == ["whole run", "153,600", "9e+12", *times, "9.00 MB", "6,120", "4.00 MB"]
+    assert "## Compute" not in written(tmp_path / "plain", made())[0]
+
+
+def test_the_console_shows_the_end_tasks():
+    lines = report.table(examined()).splitlines()
+    expected = "end tasks (3): MF1 0.7167, Acc 0.7267, forward 0.7667, forget_rate 0.0750"
+    assert lines[-1] == expected
+    assert "end tasks" not in report.table(made())

@@ -1,0 +1,154 @@
+"""Seconds and bytes of the comparison of many runs: `python -m cpt.report` over synthetic run folders."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice, product
+from pathlib import Path
+
+import numpy as np
+from measuring import ROOT, foreign_cores, save, spread
+
+from cpt.scores import Scores
+
+METHODS = ("ncl", "one", "joint", "das", "migu", "ewc", "kd", "derpp", "replay", "lora", "demix", "hat")
+ORDERS, SEEDS, TASK_SEEDS, EXAMPLES = 2, 10, 5, 500
+TARGETS = {"seconds": 10, "html_bytes": 5_000_000}
+
+
+def main() -> None:
+    options = arguments()
+    with tempfile.TemporaryDirectory() as top:
+        folders = made(Path(top), runs=options.runs, domains=options.domains, predictions=options.predictions)
+        foreign = foreign_cores()
+        seconds = [one(Path(top)) for _ in range(options.repeats)]
+        page = Path(top) / "comparison.html"
+        sizes = {path.suffix[1:]: path.stat().st_size for path in sorted(page.parent.glob("comparison.*"))}
+    told = {
+        "work": {"runs": folders, "domains": options.domains, "predictions": options.predictions},
+        "seconds": {**spread(seconds), "raw": seconds},
+        "bytes": sizes,
+        "targets": TARGETS,
+        "foreign_cores_at_the_start": foreign,
+    }
+    print(json.dumps({key: told[key] for key in ("work", "seconds", "bytes")}, indent=1))
+    print(save("report", told, out=options.out))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--domains", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--predictions", action="store_true", help="with files of end-task predictions")
+    parser.add_argument("--out")
+    return parser.parse_args()
+
+
+def one(top: Path) -> float:
+    """Wall seconds of the command, the start of Python included."""
+    began = time.perf_counter()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cpt.report", str(top)]
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+    return time.perf_counter() - began
+
+
+def choices() -> Iterator[tuple[str, str, int, int]]:
+    """Method, mask, order, seed: all methods with the first mask before any with the second."""
+    for mask, seed, order, method in product(("none", "migu"), range(SEEDS), range(ORDERS), METHODS):
+        yield method, mask, order, seed
+
+
+def made(top: Path, *, runs: int, domains: int, predictions: bool) -> int:
+    """Run folders with all that a comparison reads; gives how many."""
+    draw = np.random.default_rng(0)
+    for number, (method, mask, order, seed) in enumerate(islice(choices(), runs)):
+        folder = top / f"{number:03d}"
+        folder.mkdir()
+        names = [f"domain_{place:02d}" for place in range(domains)]
+        learned = names if order == 0 else names[::-1]
+        scores = measured(learned, draw=draw, method=method, mask=mask, seed=seed)
+        scores.save(folder / "scores.json")
+        (folder / "config.yaml").write_text(config(order=order, seed=seed, method=method))
+        if predictions:
+            write_predictions(folder, scores, draw=draw)
+    return runs
+
+
+def measured(learned: list[str], *, draw: np.random.Generator, method: str, mask: str, seed: int) -> Scores:
+    rows, count = ["base", *learned], len(learned)
+    run = {"name": "synthetic", "method": method, "mask": mask, "replay": "none", "variant": "", "seed": seed}
+    run |= {"model": "tiny", "order": learned, "finished": True, "objective": "masked"}
+    nll = draw.normal(4, 0.2, size=(len(rows), count + 1))
+    weights = dict.fromkeys(rows[:4], 0.25)  # of the heaviest parts
+    parts = dict.fromkeys(learned, weights)
+    scores = Scores(
+        domains=[*learned, "general"],
+        rows=rows,
+        nll=nll.tolist(),
+        tokens=[40_000] * (count + 1),
+        bytes=[160_000] * (count + 1),
+        scored=[6_000] * (count + 1),
+        run=run,
+        texts={name: {"digest": name, "documents": 200} for name in [*learned, "general"]},
+        config_digest="0" * 16,
+        versions={},
+        parts=[parts if method == "demix" else {}] * len(rows),
+        seen=[0, *[100_000] * count],
+        flops=[0, *draw.integers(10**12, 4 * 10**12, size=count).tolist()],
+        memory=[10**9] * len(rows),
+        trained=[0, *[10**6] * count],
+        stored=[place * 10**6 for place in range(len(rows))],
+        phases={f"learn {name}": float(draw.uniform(50, 90)) for name in learned},
+        endtasks=endtasks(learned, draw=draw, rows=len(rows)),
+    )
+    scores.measure()
+    return scores
+
+
+def endtasks(learned: list[str], *, draw: np.random.Generator, rows: int) -> dict:
+    nothing = [[[None] * TASK_SEEDS for _ in learned]] * (rows - 1)
+    last = draw.uniform(0.6, 0.8, size=(len(learned), TASK_SEEDS)).tolist()
+    per_task = {"metric": "macro_f1", "classes": 4, "examples": EXAMPLES}
+    return {
+        "when": "last",
+        "tasks": learned,
+        "seeds": list(range(TASK_SEEDS)),
+        "digest": "0",
+        **{name: dict.fromkeys(learned, value) for name, value in per_task.items()},
+        "scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), [*nothing, last]),
+        "seconds": 60.0,
+    }
+
+
+def config(**choice: int | str) -> str:
+    """As long as a real one."""
+    given = "\n".join(f"{key}: {value}" for key, value in choice.items() if key != "method")
+    others = "\n".join(f"  setting_{number}: {number}" for number in range(120))
+    return f"{given}\nmethod:\n  name: {choice['method']}\ntrainer:\n{others}\n"
+
+
+def write_predictions(folder: Path, scores: Scores, *, draw: np.random.Generator) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    last = folder / "endtasks" / f"{len(scores.rows) - 1:03d}-{scores.rows[-1]}"
+    last.mkdir(parents=True)
+    names = np.array(["a", "b", "c", "d"])
+    for task, seed in product(scores.endtasks["tasks"], scores.endtasks["seeds"]):
+        columns = {
+            "id": [str(place) for place in range(EXAMPLES)],
+            "label": names[draw.integers(4, size=EXAMPLES)],
+        }
+        columns["prediction"] = names[draw.integers(4, size=EXAMPLES)]
+        parquet.write_table(pyarrow.table(columns), last / f"{task}-{seed}.parquet")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""`python -m cpt.report FOLDER…`: one comparison of the runs below any folders."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
+
+from cpt import tables
+from cpt.album import pictures
+from cpt.comparison import FILTERS, Run, asked, begun, found, kept, known, measured
+from cpt.compute import compute
+from cpt.exports import KINDS, exported
+from cpt.groups import Section, sections
+from cpt.labels import label
+from cpt.pages import Block, plain, written
+from cpt.scores import Scores
+
+USUAL = "ncl"  # what is compared with where nothing else is asked for
+LC = 6  # columns of the differences that a console shows: up to those of LC
+MODES = ("online", "offline", "disabled")
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists what is allowed")
+
+
+def parser() -> Parser:
+    made = Parser(prog="python -m cpt.report", description="Compares the finished runs below folders.")
+    give = made.add_argument
+    give("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
+    give("--baseline", help=f"the group that others are compared with (default: {USUAL})")
+    give(
+        "--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {', '.join(FILTERS)}"
+    )
+    give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
+    give("--by", choices=("order",), help="a group per order, not over all orders")
+    give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
+    give("--name", default="comparison", help="what the written files are called")
+    give("--export", default=",".join(KINDS), metavar="KIND,…", help=f"{', '.join(KINDS)}, or none")
+    give("--sync", action="store_true", help="send the runs, also unfinished ones, to Weights & Biases")
+    give("--project", help="W&B project for --sync (default: the one of each run's config)")
+    give("--entity", help="W&B entity for --sync")
+    give("--mode", choices=MODES, default="online", help="W&B mode for --sync")
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What lies below the folders: all runs, those that are compared, and what cannot be."""
+
+    runs: Mapping[Path, Scores]
+    finished: Sequence[Run]
+    damaged: Sequence[str]
+    begun: Sequence[Path]
+
+
+def command(arguments: Sequence[str]) -> int:
+    """What the command line asks for; gives the exit code: 1 if something is wrong or could not be read, 2 if
+    there is no finished run."""
+    try:
+        return _done(parser().parse_args(arguments))
+    except (ValueError, OSError) as error:
+        print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _done(asked_for: argparse.Namespace) -> int:
+    there = _found(asked_for)
+    kinds = _kinds(asked_for.export)
+    failed = bool(there.damaged)
+    if any(folder.is_dir() for folder in asked_for.folders) and any((there.runs, there.damaged, there.begun)):
+        failed |= _reported(there, asked_for, kinds=kinds)
+    if not there.finished:
+        print(_nothing(there, asked_for.folders), file=sys.stderr)
+        return 2
+    if asked_for.sync:
+        failed |= _synced(there.runs, asked_for)
+    return int(failed)
+
+
+def _nothing(there: Found, folders: Sequence[Path]) -> str:
+    places = ", ".join(map(str, folders)) or "(give a folder)"
+    if not there.runs and not there.begun and all(": no such folder" in line for line in there.damaged):
+        return f"no scores.json below {places}"
+    counts = [
+        (len(there.runs), "unfinished"),
+        (len(there.damaged), "unreadable"),
+        (len(there.begun), "begun"),
+    ]
+    told = ", ".join(f"{count} {name}" for count, name in counts if count)
+    return f"no finished run below {places}: {told}"
+
+
+def _found(asked_for: argparse.Namespace) -> Found:
+    where = asked(asked_for.where)
+    runs, damaged = found(asked_for.folders)
+    finished = [
+        Run(folder=folder, scores=scores) for folder, scores in runs.items() if scores.run["finished"]
+    ]
+    chosen = kept(finished, where=where) if finished else []
+    left_out = {run.folder for run in finished} - {run.folder for run in chosen}
+    runs = {folder: scores for folder, scores in runs.items() if folder not in left_out}
+    return Found(runs=runs, finished=chosen, damaged=damaged, begun=begun(asked_for.folders))
+
+
+def _kinds(given: str) -> list[str]:
+    kinds = [] if given == "none" else given.split(",")
+    if wrong := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"--export {','.join(wrong)}; allowed: {', '.join(KINDS)}, none")
+    return kinds
+
+
+def _reported(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]) -> bool:
+    """Writes and prints the comparison; whether something of it could not be read."""
+    domains = asked_for.domains.split(",") if asked_for.domains else []
+    chosen = measured(there.finished, domains=known(domains, runs=there.finished) if there.finished else ())
+    compared = sections(chosen, by_order=asked_for.by == "order", baseline=asked_for.baseline or USUAL)
+    check_baseline(compared, asked_for.baseline)
+    bodies = [_section(section, domains=domains) for section in compared]
+    failed = [line for _, faults in bodies for line in faults]
+    others = aside(there, failed=failed)
+    blocks = [*_heading(compared), *_numbered([body for body, _ in bodies]), *others]
+    stem = (asked_for.out or _first(asked_for.folders)) / asked_for.name
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    page = written(blocks, title="Comparison of runs", stem=stem)
+    beside = {block.title.lower().replace(" ", "_"): _plainly(block) for block in others if _plainly(block)}
+    exported(compared, stem=stem, kinds=kinds if compared else [], beside=beside)
+    _shown(compared, others)
+    print(page)
+    print(*there.damaged, *failed, sep="\n", end="\n" * bool(there.damaged or failed), file=sys.stderr)
+    return bool(failed)
+
+
+def _plainly(block: Block) -> list:
+    return [list(row) for row in block.cells] or list(block.lines)
+
+
+def _first(folders: Sequence[Path]) -> Path:
+    return next((folder for folder in folders if folder.is_dir()), Path())
+
+
+def check_baseline(compared: Sequence[Section], baseline: str | None) -> None:
+    """Raises ValueError if no group is called like the baseline that was asked for."""
+    there = {name for section in compared for group in section.groups for name in (group.name, group.plain)}
+    if baseline is not None and compared and baseline not in there:
+        raise ValueError(f"--baseline {baseline}; there is: {', '.join(sorted(there))}")
+
+
+def _heading(compared: Sequence[Section]) -> list[Block]:
+    """Says that there are several sections, if there are."""
+    line = f"{len(compared)} sections: runs on other domains or with another objective cannot be compared."
+    return [Block(lines=[line])] if len(compared) > 1 else []
+
+
+def _numbered(bodies: Sequence[Sequence[Block]]) -> list[Block]:
+    """The blocks of all sections; of several each title says of which it is."""
+    if len(bodies) == 1:
+        return list(bodies[0])
+    return [
+        replace(block, title=f"{block.title} (section {place})")
+        for place, body in enumerate(bodies, start=1)
+        for block in body
+    ]
+
+
+def _section(section: Section, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
+    """The blocks of a section, and a line for each file of predictions that cannot be read."""
+    examples, failed = tables.examples(section)
+    main = tables.main(section, domains=domains)
+    others = [tables.differences(section), tables.ranking(section), tables.tasks(section), examples]
+    return [main, *others, compute(section), *pictures(section)], failed
+
+
+def aside(there: Found, *, failed: Sequence[str]) -> list[Block]:
+    """What is not compared: unfinished runs, and what could not be read."""
+    cells = [
+        [str(folder), label(scores.run), str(scores.run["seed"]), scores.state]
+        for folder, scores in there.runs.items()
+        if not scores.run["finished"]
+    ]
+    cells += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in there.begun]
+    head = ("folder", "method", "seed", "state")
+    lines = [*there.damaged, *failed]
+    return [
+        Block(title="Unfinished runs", head=head, cells=cells, words=4),
+        Block(title="Runs that could not be read", lines=lines),
+    ]
+
+
+def _shown(compared: Sequence[Section], others: Sequence[Block]) -> None:
+    """The main tables without intervals, for a console."""
+    for section in compared:
+        main = tables.main(section, domains=())
+        print("\n".join([main.title, plain(tables.console(section)), *main.lines]), end="\n\n")
+        if (differences := tables.differences(section)).cells:
+            cells = [row[:LC] for row in differences.cells]
+            first = Block(head=differences.head[:LC], cells=cells, words=2)
+            print("\n".join([differences.title, plain(first), *differences.lines]), end="\n\n")
+    for block in others:
+        if block.cells:
+            print("\n".join([block.title, plain(block)]), end="\n\n")
+
+
+def _synced(runs: Mapping[Path, Scores], asked_for: argparse.Namespace) -> bool:
+    """Sends the runs to W&B; whether one failed."""
+    if find_spec("wandb") is None:
+        raise ValueError("--sync needs the package wandb; pip install wandb")
+    from cpt.sync import sync
+
+    options = {name: getattr(asked_for, name) for name in ("project", "entity", "mode")}
+    return bool(sync(runs, **options))

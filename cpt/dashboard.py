@@ -1,0 +1,127 @@
+"""The comparison as a W&B workspace: `python -m cpt.dashboard ENTITY PROJECT`; needs wandb-workspaces."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from cpt.config import readable
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace
+
+GROUP = "cpt.label"  # in a run's config: the method, with what is laid over it
+QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
+ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
+IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
+TABLES = ("losses", "endtasks", "costs", "metrics")
+
+
+def workspace(entity: str, project: str) -> Workspace:
+    """The workspace, not saved yet: runs grouped by method, the best average perplexity first."""
+    from wandb_workspaces.workspaces import Workspace
+
+    sections = [comparison(), stages(), runs(), training()]
+    return Workspace(
+        entity=entity, project=project, name="cpt: comparison", sections=sections, runset_settings=order()
+    )
+
+
+def order() -> RunsetSettings:
+    """Which runs come first, how they are grouped, and which columns stay in sight."""
+    from wandb_workspaces.workspaces import Config, Ordering, RunsetSettings, Summary
+
+    shown = (QUALITY, FORGOTTEN, DRIFT, ENDTASKS, LOST, WORK, "cost/seconds", "cost/memory", "cost/stored")
+    return RunsetSettings(
+        order=[Ordering(Summary(QUALITY), ascending=True)],
+        groupby=[Config(GROUP)],
+        pinned_columns=["run:displayName", *(f"summary:{name}" for name in shown)],
+    )
+
+
+def comparison() -> Section:
+    """Forgetting against quality, quality against compute, and a bar per method."""
+    from wandb_workspaces.reports.v2 import BarPlot, Config, ScatterPlot, SummaryMetric
+    from wandb_workspaces.workspaces import Section
+
+    planes = [
+        ScatterPlot(
+            title="Forgetting against average perplexity",
+            x=SummaryMetric(QUALITY),
+            y=SummaryMetric(FORGOTTEN),
+        ),
+        ScatterPlot(
+            title="Average perplexity against compute",
+            x=SummaryMetric(WORK),
+            y=SummaryMetric(QUALITY),
+            log_x=True,
+        ),
+    ]
+    bars = [
+        BarPlot(
+            title=name,
+            metrics=[name],
+            groupby=Config(GROUP),
+            groupby_aggfunc="mean",
+            groupby_rangefunc="stddev",
+        )
+        for name in (QUALITY, FORGOTTEN, DRIFT, ENDTASKS, LOST)
+    ]
+    return Section(name="Comparison", panels=[*planes, *bars], is_open=True)
+
+
+def stages() -> Section:
+    """The curves over the stages."""
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.workspaces import Section
+
+    panels = [
+        LinePlot(title="Mean perplexity on the domains learned so far", x="stage", y=["stages/learned"]),
+        LinePlot(title="Perplexity on each text", x="stage", metric_regex="^ppl/[^/]+$"),
+        LinePlot(title="End tasks", x="stage", metric_regex="^tasks/[^/]+$"),
+        LinePlot(title="Tokens read", x="stage", y=["stages/tokens"]),
+    ]
+    return Section(name="Over the stages", panels=panels, is_open=True)
+
+
+def runs() -> Section:
+    """The pictures and tables of the runs chosen on the left."""
+    from wandb_workspaces.reports.v2 import MediaBrowser, WeavePanelSummaryTable
+    from wandb_workspaces.workspaces import Section
+
+    pictures = [MediaBrowser(title=name, media_keys=[name]) for name in (*IMAGES, "report")]
+    tables = [WeavePanelSummaryTable(table_name=name) for name in TABLES]
+    return Section(name="Runs", panels=[*pictures, *tables])
+
+
+def training() -> Section:
+    """Loss and learning rate over the steps of a domain."""
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.workspaces import Section
+
+    panels = [
+        LinePlot(title=title, x="trainer/global_step", metric_regex=f"^train/{term}/")
+        for title, term in (("Loss", "lm"), ("Learning rate", "lr"))
+    ]
+    return Section(name="Training", panels=panels)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Makes and saves the workspace; prints its address."""
+    parser = argparse.ArgumentParser(prog="python -m cpt.dashboard", description=__doc__)
+    parser.add_argument("entity", help="W&B user or team")
+    parser.add_argument("project", help="W&B project that holds the runs")
+    asked_for = parser.parse_args(arguments)
+    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        if find_spec("wandb_workspaces") is None:
+            raise ValueError("needed is the package wandb-workspaces; pip install wandb-workspaces")
+        print(workspace(asked_for.entity, asked_for.project).save().url)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Uncertainty of a comparison: intervals by bootstrap (Efron 1979), p-values by Fisher's randomisation test.
+
+Nothing is assumed of how the values are distributed. With few runs both say little, as they should: of n
+pairs the smallest p-value is 2^(1-n), 0.25 with three seeds, and a bootstrap of three runs is too narrow.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+EXACT = 12  # up to so many pairs every one of the 2^n signs is tried
+FLIPS = 10_000  # random signs where there are more pairs
+REPLICATES = 2000
+LEVELS = (2.5, 97.5)  # percentiles: a 95 % interval
+
+
+class Difference(NamedTuple):
+    """Mean difference of n pairs, its 95 % interval [low, high] and the two-sided p-value."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+
+NOTHING = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
+
+
+def interval(
+    values: Sequence[float | None], replicates: int = REPLICATES, seed: int = 0
+) -> tuple[float, float]:
+    """95 % percentile bootstrap of the mean, the values redrawn with replacement; without those that are not
+    finite, (nan, nan) where fewer than two are left."""
+    known = _finite(values)
+    if len(known) < 2:
+        return np.nan, np.nan
+    drawn = np.random.default_rng(seed).integers(len(known), size=(replicates, len(known)))
+    low, high = np.percentile(known[drawn].mean(-1), LEVELS)
+    return float(low), float(high)
+
+
+def paired(
+    values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], *, seed: int = 0
+) -> Difference:
+    """Mean of values minus baseline over the keys (order and seed of a run, say) that both have.
+
+    The p-value is that of a sign-flip test: under no difference each pair's sign is a coin, p is the share of
+    signs whose mean is at least as far from 0. All 2^n signs up to n = 12, else 10000 drawn ones and p =
+    (1 + count) / (1 + 10000).
+    """
+    shared = [key for key in values if key in baseline]
+    difference = np.array([[values[key], baseline[key]] for key in shared], dtype=float).reshape(-1, 2)
+    difference = _finite(difference[:, 0] - difference[:, 1])
+    if not len(difference):
+        return NOTHING
+    low, high = interval(difference, seed=seed)
+    return Difference(float(difference.mean()), low, high, _sign_flip(difference, seed=seed), len(difference))
+
+
+def ranks(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
+    """Mean rank of each name over the keys for which all have a finite value; the lowest value is rank 1,
+    equal ones share the mean of their ranks. nan where there is no such key."""
+    names = list(table)
+    keys = [key for key in table[names[0]] if all(key in row for row in table.values())] if names else []
+    values = np.array([[table[name][key] for key in keys] for name in names], dtype=float)
+    values = values.reshape(len(names), len(keys))[:, np.isfinite(values).all(0) if keys else []]
+    if not values.shape[1]:
+        return dict.fromkeys(names, np.nan)
+    lower = (values[None] < values[:, None]).sum(1)
+    equal = (values[None] == values[:, None]).sum(1)
+    return dict(zip(names, (lower + (equal + 1) / 2).mean(-1).tolist(), strict=True))
+
+
+def paired_examples(
+    one: Mapping[Hashable, Array] | Array,
+    other: Mapping[Hashable, Array] | Array | None = None,
+    *,
+    seed: int = 0,
+) -> Difference:
+    """Mean of one minus other, 0/1 [example] for correct; n counts the test examples.
+
+    Both are arrays, or mappings by (task, seed), of which the shared keys count; or `one` maps to the two
+    arrays. Tasks weigh alike. The predictions of a task's seeds are averaged by example: an example is hard
+    or easy for all of them. Examples are redrawn within their task (interval), or swapped between the two
+    (p: Fisher's test with random signs). ValueError if there are other numbers of examples.
+    """
+    strata = [_levels(difference) for difference in _by_task(_pairs(one, other)).values()]
+    if not strata:
+        return NOTHING
+    generator = np.random.default_rng(seed)
+    drawn = np.mean([_redrawn(*stratum, generator=generator) for stratum in strata], axis=0)
+    flipped = np.mean([_flipped(*stratum, generator=generator) for stratum in strata], axis=0)
+    mean = float(np.mean([level @ count / count.sum() for level, count in strata]))
+    low, high = np.percentile(drawn, LEVELS).tolist()
+    return Difference(mean, low, high, _drawn_p(flipped, mean), int(sum(count.sum() for _, count in strata)))
+
+
+def _finite(values: Sequence[float | None]) -> Array:
+    values = np.array(values, dtype=float)
+    return values[np.isfinite(values)]
+
+
+def _sign_flip(difference: Array, *, seed: int) -> float:
+    size, mean = len(difference), float(difference.mean())
+    if size > EXACT:
+        signs = np.random.default_rng(seed).integers(2, size=(FLIPS, size), dtype=np.int8) * 2 - 1
+        return _drawn_p(signs @ difference / size, mean)
+    signs = 1 - 2 * (np.arange(2**size)[:, None] >> np.arange(size) & 1)
+    return float(_as_far(signs @ difference / size, mean).mean())
+
+
+def _drawn_p(flipped: Array, mean: float) -> float:
+    """The observed mean is one of the flips: p is never 0."""
+    return float((1 + _as_far(flipped, mean).sum()) / (1 + len(flipped)))
+
+
+def _as_far(flipped: Array, mean: float) -> Array:
+    return np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
+
+
+def _pairs(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:
+    if isinstance(one, Mapping):
+        return dict(one) if other is None else {key: (one[key], other[key]) for key in one if key in other}
+    return {None: (one, other)}
+
+
+def _by_task(pairs: Mapping[Hashable, tuple[Array, Array]]) -> dict[Hashable, Array]:
+    """Difference by example, [example], a mean over the seeds of a task."""
+    seeds = defaultdict(list)
+    for key, pair in pairs.items():
+        first, second = (np.asarray(given, dtype=float) for given in pair)
+        seeds[key[0] if isinstance(key, tuple) else key].append(
+            first - second if first.size == second.size else None
+        )
+    for task, differences in seeds.items():
+        if any(given is None for given in differences) or len({len(given) for given in differences}) > 1:
+            raise ValueError(f"{task}: predictions for other numbers of test examples; needed: the same ones")
+    return {task: np.mean(differences, axis=0) for task, differences in seeds.items() if len(differences[0])}
+
+
+def _levels(difference: Array) -> tuple[Array, Array]:
+    """The different values and how often each occurs: all that resampling needs to know, since examples with
+    one value are alike."""
+    levels, counts = np.unique(difference.round(12), return_counts=True)
+    return levels, counts
+
+
+def _redrawn(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
+    """Means of redrawn examples, [replicate]."""
+    size = counts.sum()
+    return generator.multinomial(size, counts / size, size=REPLICATES) @ levels / size
+
+
+def _flipped(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
+    """Means of examples with random signs, [flip]: of m alike, a binomial number keeps its sign."""
+    kept = generator.binomial(counts, 0.5, size=(FLIPS, len(counts)))
+    return (2 * kept - counts) @ levels / counts.sum()
