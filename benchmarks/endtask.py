@@ -30,10 +30,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from cpt import classifier, endtask
-from cpt.encoding import Encoded, Job
+from cpt import endtask
+from cpt.endtasks import classifier
+from cpt.endtasks.encoding import Encoded, Job
+from cpt.endtasks.tasks import Settings
 from cpt.model import train_tokenizer
-from cpt.tasks import Settings
 
 Run = Callable[[], object]
 CPU, SEED, CLASSES = torch.device("cpu"), 7, 6

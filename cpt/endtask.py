@@ -12,10 +12,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt import predictions
-from cpt.classifier import fine_tuned, scores_of, unchanged_generators
-from cpt.encoding import Job, encode, has_types, longest
-from cpt.tasks import METRICS, Planned, Task, checked, hashed
+from cpt.endtasks import predictions
+from cpt.endtasks.classifier import fine_tuned, scores_of, unchanged_generators
+from cpt.endtasks.encoding import Job, encode, has_types, longest
+from cpt.endtasks.tasks import METRICS, Planned, Task, checked, hashed
 
 log = logging.getLogger(__name__)
 

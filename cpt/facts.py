@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpt import endscores
+from cpt.endtasks import scores as endscores
 from cpt.metrics import METRICS, UNITS, described, in_units
 from cpt.scores import Scores
 from cpt.summaries import PHASES, SHOWN, escaped, seconds

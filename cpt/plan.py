@@ -11,9 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 from cpt import orders
 from cpt.budget import Budget, share
 from cpt.config import digest, identity, made
+from cpt.endtasks.tasks import checked
 from cpt.metrics import METRICS, UNITS
 from cpt.sources import Source
-from cpt.tasks import checked
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt import endtask_report, facts, figures
+from cpt import facts, figures
 from cpt.config import reason
+from cpt.endtasks import blocks as endtask_report
 from cpt.labels import label
 from cpt.scores import Scores
 from cpt.summaries import everything

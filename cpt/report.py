@@ -6,7 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cpt import endtask_report, figures
+from cpt import figures
+from cpt.endtasks import blocks as endtask_report
 from cpt.formatting import decimals, megabytes, perplexity, shortened
 from cpt.labels import label
 from cpt.metrics import METRICS, UNITS, described
@@ -148,8 +149,8 @@ def _seconds(scores: Scores) -> Block:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compares runs: see cpt.compare, which this module, a part of every run, does without."""
-    from cpt.compare import command
+    """Compares runs: see cpt.comparison.command, which this module, a part of every run, does without."""
+    from cpt.comparison.command import command
 
     return command(arguments)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cpt import endscores
+from cpt.endtasks import scores as endscores
 from cpt.metrics import UNITS
 from cpt.scores import COSTS, Scores
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.comparison import Run, measured
-from cpt.groups import sections
+from cpt.comparison.groups import sections
+from cpt.comparison.runs import Run, measured
 from cpt.scores import Scores
 
 DOMAINS = ["law", "food", "space"]

@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from cpt import charts
+from cpt.comparison import charts
 from cpt.pages import Block, written
 
 BROWSER = next(

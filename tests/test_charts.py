@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cpt import charts, drawing, figures
+from cpt import drawing, figures
+from cpt.comparison import charts
 from cpt.drawing import description
 from cpt.scores import Scores
 

@@ -7,12 +7,12 @@ from endtask_fixtures import model, rows, tokenizer
 from torch import nn
 from transformers import get_linear_schedule_with_warmup
 
-from cpt import classifier as subject
 from cpt import prompts
-from cpt.classifier import Classifier, fine_tuned, is_masked, predict, scores_of
-from cpt.encoding import Job, encode, has_types, longest
+from cpt.endtasks import classifier as subject
+from cpt.endtasks.classifier import Classifier, fine_tuned, is_masked, predict, scores_of
+from cpt.endtasks.encoding import Job, encode, has_types, longest
+from cpt.endtasks.tasks import Example, Settings
 from cpt.gates import Gate
-from cpt.tasks import Example, Settings
 
 CPU = torch.device("cpu")
 CLASSES = ["bad", "good"]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from comparing import DOMAINS, NLL, endtasks, made, run, saved, section
 
-from cpt.comparison import asked, begun, found, kept, known, measured
-from cpt.differences import contrasts, corrected, on_examples, ranked
-from cpt.groups import differing, order_names
-from cpt.measures import COMPARED, MEASURES, spread, told
-from cpt.notes import notes
-from cpt.restricted import metrics_on
+from cpt.comparison.differences import contrasts, corrected, on_examples, ranked
+from cpt.comparison.groups import differing, order_names
+from cpt.comparison.measures import COMPARED, MEASURES, spread, told
+from cpt.comparison.notes import notes
+from cpt.comparison.restricted import metrics_on
+from cpt.comparison.runs import asked, begun, found, kept, known, measured
+from cpt.comparison.tables import least_p
 from cpt.statistics import Difference
-from cpt.tables import least_p
 
 LC, FG = MEASURES[0], next(measure for measure in MEASURES if measure.key == "FG/nats")
 

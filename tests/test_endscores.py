@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from cpt import endscores
+from cpt.endtasks import scores as endscores
 
 TASKS = ["law", "food", "space"]
 ROWS = ["base", *TASKS]

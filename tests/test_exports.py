@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from comparing import DOMAINS, NLL, endtasks, made, run, section
 
-from cpt.exports import KINDS, data, escaped, exported, latex, table
+from cpt.comparison.exports import KINDS, data, escaped, exported, latex, table
 from cpt.scores import RUN_KEYS
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from cpt.overlap import jaccard, overlap, similarity
+from cpt.comparison.overlap import jaccard, overlap, similarity
 
 ROWS = ["base", "law", "food", "space"]
 

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image, PngImagePlugin
 
-from cpt import charts
+from cpt.comparison import charts
 from cpt.drawing import description
 from cpt.pages import Block, few, plain, written
 

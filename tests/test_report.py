@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from test_endscores import A, given, predicted
 
-from cpt import charts, compare, drawing, endtask_report, figures, report
+from cpt import drawing, figures, report
+from cpt.comparison import charts
+from cpt.comparison import command as compare
+from cpt.endtasks import blocks as endtask_report
 from cpt.formatting import perplexity, shortened
 from cpt.metrics import METRICS, described
 from cpt.scores import Scores

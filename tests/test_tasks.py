@@ -10,7 +10,7 @@ import pytest
 from conftest import SHARED
 from endtask_fixtures import options, rows, write, write_task
 
-from cpt.tasks import checked
+from cpt.endtasks.tasks import checked
 
 DAS6 = SHARED / "data" / "das6-mini"
 SIX = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
@@ -164,9 +164,7 @@ def test_no_task_of_a_learned_domain(root):
 
 def test_a_check_needs_no_torch(root):
     given = json.dumps(options("texts", root=root))
-    code = (
-        f"import sys, json; from cpt.tasks import checked; checked(json.loads({given!r}), ['law'], ['law'])"
-    )
+    code = f"import sys, json; from cpt.endtasks.tasks import checked; checked(json.loads({given!r}), ['law'], ['law'])"
     assert not subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]).returncode
 
 
@@ -331,7 +329,7 @@ def test_a_data_set_of_the_hub(tmp_path):
 
 
 def test_a_label_that_a_data_set_does_not_give(tmp_path):
-    from cpt.tasksources import class_name
+    from cpt.endtasks.sources import class_name
 
     assert [class_name(["no", "yes"], number) for number in (0, 1, -1, None)] == ["no", "yes", None, None]
 

@@ -8,10 +8,10 @@ import torch
 from endtask_fixtures import QUICK, options, write_task
 from making import ORDER
 
-from cpt import classifier
 from cpt.base import base
 from cpt.corpora import Corpora
 from cpt.endtask import EndTasks
+from cpt.endtasks import classifier
 from cpt.model import body
 from cpt.plan import planned
 

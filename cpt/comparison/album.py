@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cpt import charts
-from cpt.compute import LEARNING, QUALITY, comparable
-from cpt.groups import Group, Section
-from cpt.overlap import overlap
+from cpt.comparison import charts
+from cpt.comparison.compute import LEARNING, QUALITY, comparable
+from cpt.comparison.groups import Group, Section
+from cpt.comparison.overlap import overlap
 from cpt.pages import Block, few
 
 PANELS = 8  # so many pictures side by side at most

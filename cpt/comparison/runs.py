@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from cpt import labels
+from cpt.comparison.restricted import metrics_on, tasks_on
 from cpt.config import executes, flat
-from cpt.endscores import final, headline, over_seeds, summary
+from cpt.endtasks.scores import final, headline, over_seeds, summary
 from cpt.metrics import GENERAL, UNITS, intransigence
-from cpt.restricted import metrics_on, tasks_on
 from cpt.scores import Scores
 
 # What a run folder holds beside its scores.
@@ -28,7 +28,7 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten time
 
 @dataclass(kw_only=True, eq=False)
 class Run:
-    """A run, its folder, and its measurements by the key of a cpt.measures.Measure, finite ones only."""
+    """A run, its folder, and its measurements by the key of a Measure, finite ones only."""
 
     folder: Path
     scores: Scores

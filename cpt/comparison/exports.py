@@ -12,12 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cpt.comparison import Run
-from cpt.differences import Contrast, contrasts, on_examples, present, ranked
+from cpt.comparison.differences import Contrast, contrasts, on_examples, present, ranked
+from cpt.comparison.groups import Group, Section
+from cpt.comparison.measures import COMPARED, COSTS, MEASURES, Measure, told
+from cpt.comparison.notes import counts
+from cpt.comparison.runs import Run
 from cpt.folder import replacing
-from cpt.groups import Group, Section
-from cpt.measures import COMPARED, COSTS, MEASURES, Measure, told
-from cpt.notes import counts
 from cpt.scores import RUN_KEYS
 from cpt.summaries import everything
 

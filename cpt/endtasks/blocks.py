@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt import drawing, endscores
+from cpt import drawing
+from cpt.endtasks import scores as endscores
 from cpt.formatting import megabytes
 from cpt.pages import Block, few
 from cpt.scores import Scores

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cpt.comparison import Run
-from cpt.endscores import Array, correct
-from cpt.groups import Group, Section
-from cpt.measures import COMPARED, Measure
-from cpt.notes import counts
+from cpt.comparison.groups import Group, Section
+from cpt.comparison.measures import COMPARED, Measure
+from cpt.comparison.notes import counts
+from cpt.comparison.runs import Run
+from cpt.endtasks.scores import Array, correct
 from cpt.statistics import Difference, paired, paired_examples, ranks
 
 

@@ -10,12 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from cpt import tables
-from cpt.album import pictures
-from cpt.comparison import FILTERS, Run, asked, begun, found, kept, known, measured
-from cpt.compute import compute
-from cpt.exports import KINDS, exported
-from cpt.groups import Section, sections
+from cpt.comparison import tables
+from cpt.comparison.album import pictures
+from cpt.comparison.compute import compute
+from cpt.comparison.exports import KINDS, exported
+from cpt.comparison.groups import Section, sections
+from cpt.comparison.runs import FILTERS, Run, asked, begun, found, kept, known, measured
 from cpt.labels import label
 from cpt.pages import Block, plain, written
 from cpt.scores import Scores

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cpt.charts import pareto_front
-from cpt.groups import Group, Section
-from cpt.measures import COSTS, NONE, told
-from cpt.notes import counts
+from cpt.comparison.charts import pareto_front
+from cpt.comparison.groups import Group, Section
+from cpt.comparison.measures import COSTS, NONE, told
+from cpt.comparison.notes import counts
+from cpt.comparison.tables import filtered
 from cpt.pages import Block, few
-from cpt.tables import filtered
 
 STORED = (
     "Means over the runs. FLOPs: counted, forward, backward and extra passes; learning: seconds of the "

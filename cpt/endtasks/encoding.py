@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cpt.endtasks.tasks import Example, Settings
 from cpt.model import positions_of
 from cpt.prompts import Prompt
 from cpt.randomness import key, shuffled
-from cpt.tasks import Example, Settings
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cpt.comparison import Pair, Run
+from cpt.comparison.measures import Spread, spread
+from cpt.comparison.runs import Pair, Run
 from cpt.config import digest
 from cpt.formatting import shortened
 from cpt.labels import label, shared_values, values
-from cpt.measures import Spread, spread
 from cpt.pages import few
 
 SOURCES = ("domains.",)  # where the text came from; whether it is the same is seen from its digest

@@ -8,8 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from cpt.endtasks.tasks import Example, TaskSource
 from cpt.files import KINDS, SPLIT_NAME, SPLITS, Row, cause, csv_rows, json_rows, kind, parquet_rows
-from cpt.tasks import Example, TaskSource
 
 TABLES = tuple(each for each in KINDS if each != ".txt")
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.files calls them

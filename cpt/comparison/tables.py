@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cpt.comparison import Run
-from cpt.differences import Contrast, contrasts, on_examples, present, ranked
-from cpt.groups import Group, Section
-from cpt.measures import COMPARED, MEASURES, NONE, Measure, percent, task, told
-from cpt.notes import notes
+from cpt.comparison.differences import Contrast, contrasts, on_examples, present, ranked
+from cpt.comparison.groups import Group, Section
+from cpt.comparison.measures import COMPARED, MEASURES, NONE, Measure, percent, task, told
+from cpt.comparison.notes import notes
+from cpt.comparison.runs import Run
 from cpt.pages import Block, few
 from cpt.statistics import EXACT, FLIPS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpt.groups import Group, Section, differing, order_names
+from cpt.comparison.groups import Group, Section, differing, order_names
 from cpt.pages import few
 
 FROM_BASE = ("one", "dga")  # methods that learn each domain from the base

@@ -13,7 +13,7 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from cpt.encoding import Encoded, Job
+from cpt.endtasks.encoding import Encoded, Job
 from cpt.gates import Gate
 from cpt.model import body, in_mode, uncached
 from cpt.randomness import key

@@ -1,0 +1,1 @@
+"""What an end task is made of: data, classifier, predictions, scores."""
