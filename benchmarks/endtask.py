@@ -80,6 +80,7 @@ class Course:
             weight_decay=WEIGHT_DECAY,
             warmup=0.0,
             batch_size=self.batch,
+            grouped=1,
             length=LONGEST,
             precision="32-true",
             dropout=self.dropout,

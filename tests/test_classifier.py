@@ -22,6 +22,7 @@ SETTINGS = Settings(
     weight_decay=0.01,
     warmup=0.0,
     batch_size=8,
+    grouped=1,
     length=24,
     precision="32-true",
     dropout=0.1,

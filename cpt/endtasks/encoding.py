@@ -1,6 +1,6 @@
 """Examples of an end task as token ids, and in batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +106,22 @@ class Job:
     def steps(self) -> int:
         return -(-len(self.train) // self.settings.batch_size) * self.settings.epochs
 
-    def batches(self, seed: int, epoch: int) -> Iterator[np.ndarray]:
-        """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch."""
-        count, size = len(self.train), self.settings.batch_size
-        order = shuffled(np.arange(count), count, stream=key("end task", self.name, seed, epoch))
-        return (order[first : first + size] for first in range(0, count, size))
+    def batches(self, seed: int, epoch: int) -> list[np.ndarray]:
+        """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
+        batches together the rows of near length share one, which saves padding."""
+        size, stream = self.settings.batch_size, key("end task", self.name, seed, epoch)
+        rows = shuffled(np.arange(len(self.train)), len(self.train), stream=stream)
+        if self.settings.grouped == 1:
+            return in_parts(rows, size)
+        lengths = np.array([len(ids) for ids in self.train.ids])
+        spans = [
+            span[np.argsort(lengths[span], kind="stable")]
+            for span in in_parts(rows, size * self.settings.grouped)
+        ]
+        batches = [batch for span in spans for batch in in_parts(span, size)]
+        return [batches[place] for place in shuffled(np.arange(len(batches)), len(batches), stream=stream)]
+
+
+def in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:
+    """Rows in pieces of a size; the last has what is left."""
+    return [rows[first : first + size] for first in range(0, len(rows), size)]

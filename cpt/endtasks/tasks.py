@@ -36,6 +36,7 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "weight_decay": (lambda value: within(value, 0, float("inf")), "0 or more"),
     "warmup": (lambda value: within(value, 0, 1), "0 or more and below 1, a share of the steps"),
     "batch_size": (lambda value: whole(value, 1), "a whole number, 1 or more"),
+    "grouped": (lambda value: whole(value, 1), "a whole number, 1 or more"),
     "length": (lambda value: whole(value, 8), "a whole number, 8 or more"),
     "dropout": (lambda value: within(value, 0, 1), "0 or more and below 1"),
     "frozen": (lambda value: isinstance(value, bool), "true, false"),
@@ -60,6 +61,7 @@ class Settings:
     weight_decay: float
     warmup: float
     batch_size: int
+    grouped: int
     length: int
     precision: str
     dropout: float
