@@ -44,13 +44,13 @@ class Block:
 def written(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
     """Writes STEM.md, its pictures STEM-1.png, ... and STEM.html; gives the path of the latter."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    markdown = [f"# {title}"]
+    parts = [f"# {title}"]
     for number, block in enumerate(shown, start=1):
         picture = stem.with_name(f"{stem.name}-{number}.png")
         if block.picture:
             picture.write_bytes(block.picture)
-        markdown.append(_markdown(block, picture=picture.name))
-    stem.with_name(f"{stem.name}.md").write_text("\n\n".join(markdown) + "\n", encoding="utf-8")
+        parts.append(markdown(block, picture=picture.name))
+    stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     page = stem.with_name(f"{stem.name}.html")
     page.write_text(_html(shown, title=title), encoding="utf-8")
     return page
@@ -75,7 +75,9 @@ def _asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _markdown(block: Block, *, picture: str) -> str:
+def markdown(block: Block, *, picture: str) -> str:
+    """A block with its picture in a file of this name."""
+
     def row(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '/').replace('<', '&lt;') for cell in cells)} |"
 

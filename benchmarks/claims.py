@@ -1,0 +1,159 @@
+"""What the papers claim, against runs: `python benchmarks/das6_mini.py` writes it to docs/results.md.
+
+A claim is a difference of two groups in one measure, over the pairs of order and seed that both have. It held
+if the sign-flip test gives p <= 0.05 in the direction claimed, the contrary was seen if in the other."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from cpt.comparison.groups import Group, Section
+from cpt.comparison.runs import Pair, Run
+from cpt.endtasks.scores import cube, final
+from cpt.statistics import Difference, paired
+
+LEVEL = 0.05
+FEW = 2  # the first and the last so many domains (MIGU, Table 4)
+Values = Mapping[Pair, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """`better` is 1 where the group should be above the other, -1 below, 0 where the two should be equal."""
+
+    text: str
+    of: str
+    against: str  # another group; empty: zero
+    measure: str
+    better: int
+    show: Callable[[float], str]
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:+.2f} points"
+
+
+def nats(value: float) -> str:
+    return f"{value:+.4f} nats"
+
+
+def perplexity(value: float) -> str:
+    return f"{value:+.2f}"
+
+
+UPDATE, GRADIENT = "das (contrast=0, acts_on=update)", "das (contrast=0, acts_on=gradient)"
+CLAIMS = (
+    Claim(
+        text="DAS beats NCL on end tasks (MF1; Ke et al. 2023; MIGU's own run of it: +0.23)",
+        of="das", against="ncl", measure="endtask/MF1", better=1, show=percent,
+    ),
+    Claim(
+        text="the same in accuracy (MIGU's run: +0.30)",
+        of="das", against="ncl", measure="endtask/Acc", better=1, show=percent,
+    ),
+    Claim(
+        text="DAS forgets less than NCL (FG of the test texts)",
+        of="das", against="ncl", measure="FG/nats", better=-1, show=nats,
+    ),
+    Claim(
+        text="DAS forgets less than nothing (its FG is below zero)",
+        of="das", against="", measure="FG/nats", better=-1, show=nats,
+    ),
+    Claim(
+        text="MIGU beats fine-tuning, here NCL (MF1; Du et al. 2024: +0.37)",
+        of="migu", against="ncl", measure="endtask/MF1", better=1, show=percent,
+    ),
+    Claim(
+        text="the same in accuracy (+0.42)",
+        of="migu", against="ncl", measure="endtask/Acc", better=1, show=percent,
+    ),
+    Claim(
+        text="the same in average perplexity (no claim of the paper)",
+        of="migu", against="ncl", measure="LC/perplexity", better=-1, show=perplexity,
+    ),
+    Claim(
+        text="DAS gains on the first two domains (accuracy; Du et al., Table 4: +0.61)",
+        of="das", against="ncl", measure="early", better=1, show=percent,
+    ),
+    Claim(
+        text="DAS loses on the last two domains (-0.91)",
+        of="das", against="ncl", measure="late", better=-1, show=percent,
+    ),
+    Claim(
+        text="DAS learns the last two domains worse than NCL (loss just after learning)",
+        of="das", against="ncl", measure="late loss", better=1, show=nats,
+    ),
+    Claim(
+        text="MIGU does not lose on the last two domains (+0.34)",
+        of="migu", against="ncl", measure="late", better=1, show=percent,
+    ),
+    Claim(
+        text="soft masks on gradients are cancelled by AdamW: general drift as NCL's",
+        of=GRADIENT, against="ncl", measure="general_drift/nats", better=0, show=nats,
+    ),
+    Claim(
+        text="the same: FG as NCL's",
+        of=GRADIENT, against="ncl", measure="FG/nats", better=0, show=nats,
+    ),
+    Claim(
+        text="soft masks on updates are not: less learned just after each domain",
+        of=UPDATE, against=GRADIENT, measure="CPT/nats", better=1, show=nats,
+    ),
+)  # fmt: skip
+
+
+def measured(run: Run, measure: str) -> float | None:
+    """A measure of a run: one of the comparison's, or over the first or last domains."""
+    if measure in ("early", "late"):
+        return accuracy(run, late=measure == "late")
+    if measure == "late loss":
+        losses = list(run.scores.diagonal.values())[-FEW:]
+        return sum(losses) / FEW if losses else None
+    return run.values.get(measure)
+
+
+def accuracy(run: Run, *, late: bool) -> float | None:
+    """Mean accuracy on the tasks of the first or of the last domains, by the last model."""
+    given = run.scores.endtasks
+    if not given:
+        return None
+    by_task = dict(zip(given["tasks"], final(cube(given, "accuracy")).mean(-1), strict=True))
+    names = run.scores.run["order"][-FEW:] if late else run.scores.run["order"][:FEW]
+    return float(sum(by_task[name] for name in names) / FEW)
+
+
+def by_pair(group: Group, measure: str) -> Values:
+    found = {run.pair: measured(run, measure) for run in group.runs}
+    return {pair: value for pair, value in found.items() if value is not None}
+
+
+def tested(claim: Claim, section: Section) -> Difference | None:
+    """What the runs say about a claim; None where a group is missing."""
+    groups = {group.name: group for group in section.groups}
+    if claim.of not in groups or (claim.against and claim.against not in groups):
+        return None
+    ours = by_pair(groups[claim.of], claim.measure)
+    theirs = by_pair(groups[claim.against], claim.measure) if claim.against else dict.fromkeys(ours, 0.0)
+    found = paired(ours, theirs)
+    return found if found.n else None
+
+
+def verdict(claim: Claim, found: Difference) -> str:
+    """What a difference says of a claim."""
+    if claim.better == 0:
+        return "differs" if found.p <= LEVEL else "no difference shown"
+    if found.p > LEVEL:
+        return "not shown"
+    return "held" if found.mean * claim.better > 0 else "the contrary"
+
+
+def rows(section: Section) -> list[list[str]]:
+    """A line per claim: text, difference with its interval, pairs, p, verdict."""
+    lines = []
+    for claim in CLAIMS:
+        found = tested(claim, section)
+        if found is None:
+            lines.append([claim.text, "–", "0", "–", "not run"])
+            continue
+        bounds = f"{claim.show(found.mean)} [{claim.show(found.low)}, {claim.show(found.high)}]"
+        lines.append([claim.text, bounds, str(found.n), f"{found.p:.3f}", verdict(claim, found)])
+    return lines
