@@ -163,6 +163,7 @@ class SoftMask(GradientMask):
         self.groups = units(model, kinds)
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
+        self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)
         self.known: list[tuple[nn.Parameter, Tensor]] = []
 
     def measure(
@@ -174,16 +175,22 @@ class SoftMask(GradientMask):
 
     def set(self, scores: Tensor) -> None:
         """Replaces the importances [units]."""
+        self.last.copy_(scores)
         self.importance.copy_(scores)
         self.known.clear()
 
     def raise_to(self, scores: Tensor) -> None:
         """The maximum of the importances so far and these, [units] (eq. 4)."""
         self.set(torch.maximum(self.importance, scores))
+        self.last.copy_(scores)
 
     def gates(self) -> dict[str, Tensor]:
         """The importances by group."""
-        parts = self.importance.split(self.sizes)
+        return self.by_group(self.importance)
+
+    def by_group(self, values: Tensor) -> dict[str, Tensor]:
+        """Values [units] by group."""
+        parts = values.split(self.sizes)
         return {group.name: part for group, part in zip(self.groups, parts, strict=True)}
 
     def activate(self, domain: int) -> None:
@@ -196,4 +203,6 @@ class SoftMask(GradientMask):
         return iter(self.known)
 
     def diagnostics(self) -> dict[str, Tensor]:
-        return {f"importance/{name}": part for name, part in self.gates().items()}
+        """The importances, and those that were measured last, before they were joined to the others."""
+        measured = {f"measured/{name}": part for name, part in self.by_group(self.last).items()}
+        return measured | {f"importance/{name}": part for name, part in self.gates().items()}

@@ -384,3 +384,16 @@ def test_an_unknown_normalisation_is_refused():
 @needs_golden
 def test_the_golden_files_are_those_that_the_tests_were_written_for():
     assert json.loads((GOLDEN / "das_importance_mlm.json").read_text())["settings"]["model"] == "tiny_a"
+
+
+def test_what_was_measured_last_is_told_beside_the_maximum():
+    soft = SoftMask(roberta(), kinds=["heads", "neurons"], acts_on="update", normalise="rank")
+    first, second = torch.zeros_like(soft.importance), torch.zeros_like(soft.importance)
+    first[0], second[-1] = 0.7, 0.4
+    soft.set(first)
+    soft.raise_to(second)
+    told = soft.diagnostics()
+    measured = torch.cat([told[f"measured/{group.name}"] for group in soft.groups])
+    assert torch.equal(measured, second)
+    assert torch.equal(soft.importance, torch.maximum(first, second))
+    assert "last" not in soft.state_dict()
