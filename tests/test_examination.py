@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from endtask_fixtures import QUICK, write_task
 
 from cpt import endtask
 from cpt.sequence import is_done
@@ -165,3 +166,23 @@ def test_a_run_killed_in_its_end_tasks_is_not_finished(run, tmp_path, monkeypatc
         run(when="last")
     scores = run(when="last")
     assert scores["run"]["finished"] and scores["endtasks"]["files"]
+
+
+def test_end_tasks_between_the_stages_change_nothing_of_what_is_learned(small, start, corpora, tmp_path):
+    for domain in ("law", "food"):
+        write_task(tmp_path, domain)
+    quick = [f"endtask.{name}={value}" for name, value in (QUICK | {"seeds": "[3]"}).items()]
+    asked = ["endtask=texts", f"endtask.root={tmp_path}", "endtask.when=each", *quick]
+    dropout = "+model.config.attention_dropout=0.1"
+    start(small("order=[law,food]", dropout), tmp_path / "plain")
+    start(small("order=[law,food]", dropout, *asked), tmp_path / "asked")
+    plain, found = (json.loads((tmp_path / name / "scores.json").read_text()) for name in ("plain", "asked"))
+    assert found["nll"] == plain["nll"] and found["metrics"] == plain["metrics"]
+    assert (tmp_path / "asked/model/model.safetensors").read_bytes() == (
+        tmp_path / "plain/model/model.safetensors"
+    ).read_bytes()
+    scores = found["endtasks"]["scores"]["macro_f1"]
+    assert [[None not in task for task in row] for row in scores] == [[False] * 2, [True, False], [True] * 2]
+    assert "forget_rate" in (tmp_path / "asked" / "report.md").read_text()
+    names = sorted(path.name for path in (tmp_path / "asked" / "endtasks").rglob("*.parquet"))
+    assert names == ["food-3.parquet", "law-3.parquet", "law-3.parquet"]
