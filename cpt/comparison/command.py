@@ -22,7 +22,7 @@ from cpt.scores import Scores
 
 USUAL = "ncl"  # what is compared with where nothing else is asked for
 LC = 6  # columns of the differences that a console shows: up to those of LC
-MODES = ("online", "offline", "disabled")
+MODES = ("online", "offline")
 
 
 class Parser(argparse.ArgumentParser):
