@@ -76,7 +76,7 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
         bytes=[text.bytes for text in held_out],
         scored=[int(objective.scored(*sizes).sum()) for sizes in per_text],
         run={
-            "name": cfg.name,
+            "name": str(cfg.name),
             "method": cfg.method.name,
             "mask": cfg.mask.name,
             "replay": cfg.replay.name,

@@ -56,7 +56,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     }
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
-        cfg.logger, place.path, group=cfg.name, job=cfg.method.name, tags=cfg.tags, config=config
+        cfg.logger, place.path, group=str(cfg.name), job=cfg.method.name, tags=cfg.tags, config=config
     ) as loggers:
         learner = Learner(
             cfg, place, module=module, data=data, examination=examined, scores=scores, loggers=loggers

@@ -1,8 +1,10 @@
 """What the tests share: small texts, a small model, and runs in this process."""
 
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def composed() -> Iterator[Callable[..., DictConfig]]:
     """The config of run.py with overrides."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        yield lambda *overrides: compose("config", overrides=list(overrides))
+        yield lambda *overrides: deepcopy(composed_once(overrides))
+
+
+@functools.cache
+def composed_once(overrides: tuple[str, ...]) -> DictConfig:
+    """Hydra takes 0.1 s for it, a copy 0.002 s."""
+    return compose("config", overrides=list(overrides))
 
 
 @pytest.fixture
@@ -97,8 +105,15 @@ def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) 
 
 
 @pytest.fixture
-def start() -> Callable[[DictConfig, Path], Any]:
-    """Runs a config in a folder, in this process."""
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take a third of a small run; tests/test_report.py looks at them."""
+    for name in ("heatmap", "stages", "mixtures"):
+        monkeypatch.setattr(f"cpt.figures.{name}", lambda scores: b"")
+
+
+@pytest.fixture
+def start(no_pictures: None) -> Callable[[DictConfig, Path], Any]:
+    """Runs a config in a folder, in this process, without the pictures of its report."""
 
     def run(cfg: DictConfig, folder: Path) -> Any:
         from cpt.sequence import run as run_config

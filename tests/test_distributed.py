@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SMALL
+from endtask_fixtures import QUICK, write_task
+from processes import ended, started
 
 ORDER = "order=[law,food]"
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
@@ -52,8 +54,18 @@ hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.m
 """
 
 
-def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, death: int = -1) -> int:
-    """A run watched from within; gives its exit code."""
+def run(
+    folder: Path,
+    out: Path,
+    *overrides: str,
+    corpora: Path,
+    cache: Path,
+    death: int = -1,
+    starts: bool = False,
+) -> int:
+    """A run watched from within; gives its exit code.
+
+    If it `starts` its second process, that is no fork of the first and orders sets in another way."""
     out.mkdir(parents=True)
     script = folder / f"{out.name}.py"
     names = {"root": str(ROOT), "out": str(out), "death": death, "conf": str(ROOT / "conf")}
@@ -65,14 +77,8 @@ def run(folder: Path, out: Path, *overrides: str, corpora: Path, cache: Path, de
         ORDER,
         f"hydra.run.dir={folder / 'run'}",
     ]
-    ended = subprocess.run(
-        [sys.executable, str(script), *places, *SMALL, *overrides],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    (out / "log").write_text(ended.stdout + ended.stderr)
-    return ended.returncode
+    options = {"cwd": folder, "log": out / "log", "twin": DDP[0] in overrides and not starts}
+    return ended(started(script, *places, *SMALL, *overrides, **options))
 
 
 def batches(out: Path, rank: int) -> list:
@@ -86,18 +92,28 @@ def scores(folder: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def one(corpora, cache, tmp_path_factory):
+def endtasks(tmp_path_factory):
+    """End tasks of both domains."""
+    root = tmp_path_factory.mktemp("tasks")
+    for domain in ("law", "food"):
+        write_task(root, domain)
+    quick = QUICK | {"root": root, "when": "each", "seeds": "[3]"}
+    return ["endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items())]
+
+
+@pytest.fixture(scope="module")
+def one(corpora, cache, tmp_path_factory, endtasks):
     folder = tmp_path_factory.mktemp("one")
-    assert run(folder, folder / "out", corpora=corpora, cache=cache) == 0, (
+    assert run(folder, folder / "out", *endtasks, corpora=corpora, cache=cache) == 0, (
         folder / "out" / "log"
     ).read_text()
     return folder
 
 
 @pytest.fixture(scope="module")
-def two(corpora, cache, tmp_path_factory, one):
+def two(corpora, cache, tmp_path_factory, endtasks):
     folder = tmp_path_factory.mktemp("two")
-    assert run(folder, folder / "out", *DDP, corpora=corpora, cache=cache) == 0, (
+    assert run(folder, folder / "out", *DDP, *endtasks, corpora=corpora, cache=cache) == 0, (
         folder / "out" / "log"
     ).read_text()
     return folder
@@ -128,6 +144,20 @@ def test_two_processes_score_as_one(one, two):
     assert together["scored"] == alone["scored"]
 
 
+def test_two_processes_share_the_end_tasks_and_have_the_costs_of_one(one, two):
+    alone, together = scores(one), scores(two)
+    for kind, rows in together["endtasks"]["scores"].items():
+        expected = alone["endtasks"]["scores"][kind]
+        assert [[None in task for task in row] for row in rows] == [[True] * 2, [False, True], [False] * 2]
+        pairs = zip(sum(sum(rows, []), []), sum(sum(expected, []), []), strict=True)
+        assert all(found == pytest.approx(score, abs=0.11) for found, score in pairs), (
+            kind
+        )  # 2 of 20 examples
+    assert together["seen"] == alone["seen"]
+    assert together["flops"] == pytest.approx(alone["flops"], rel=1e-6)
+    assert together["trained"] == alone["trained"] and min(together["memory"][1:]) > 1e8
+
+
 def test_a_run_goes_on_with_another_number_of_processes(one, corpora, cache, tmp_path):
     """Killed with two processes within a domain, it goes on with one, and with the same order of samples."""
     assert run(tmp_path, tmp_path / "first", *DDP, corpora=corpora, cache=cache, death=4) != 0
@@ -148,7 +178,7 @@ def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
     for name, strategy in (("one", []), ("two", DDP)):
         folder = tmp_path / name
         folder.mkdir()
-        code = run(folder, folder / "out", *strategy, *method, corpora=corpora, cache=cache)
+        code = run(folder, folder / "out", *strategy, *method, corpora=corpora, cache=cache, starts=True)
         assert code == 0, (folder / "out" / "log").read_text()
         ran[name] = folder
     first, second = ((ran["two"] / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
@@ -190,7 +220,7 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
 def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cache, tmp_path):
     """With `-m` on their command line, the second processes would run the sweep themselves and cross."""
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER]
-    ended = subprocess.run(
+    swept = subprocess.run(
         [
             sys.executable,
             str(ROOT / "run.py"),
@@ -206,7 +236,7 @@ def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cac
         timeout=240,
         cwd=tmp_path,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert swept.returncode == 0, swept.stdout + swept.stderr
     swept = [json.loads(path.read_text()) for path in sorted(tmp_path.rglob("scores.json"))]
     assert [each["run"]["seed"] for each in swept] == [0, 1]
     for seed, each in enumerate(swept):

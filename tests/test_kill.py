@@ -1,39 +1,35 @@
 """Runs in processes of their own that are killed with SIGKILL, and started again with the same command."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, SMALL
+from processes import ended, started
 from safetensors.torch import load_file
 
 
 def command(corpora: Path, cache: Path, *overrides: str) -> list[str]:
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    return [sys.executable, str(ROOT / "run.py"), *places, *SMALL, "trainer.steps=40", *overrides]
+    return [*places, *SMALL, "trainer.steps=40", *overrides]
 
 
 def killed_when(seen, *, command: list[str], folder: Path) -> None:
     """Starts a run and kills it as soon as `seen()`."""
-    with (folder / "killed.log").open("ab") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
-        deadline = time.monotonic() + 120
-        while not seen() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        assert process.poll() is None, (folder / "killed.log").read_text()
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    process = started(ROOT / "run.py", *command, cwd=folder, log=folder / "log")
+    deadline = time.monotonic() + 120
+    while not seen() and process.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    assert process.is_alive(), (folder / "log").read_text()
+    process.kill()
+    process.join()
 
 
 def finished(command: list[str], folder: Path) -> tuple[list, dict]:
     """Runs to the end; the matrix and the weights."""
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+    process = started(ROOT / "run.py", *command, cwd=folder, log=folder / "log")
+    assert ended(process, seconds=120) == 0, (folder / "log").read_text()[-2000:]
     (run,) = (folder / "outputs" / "default").iterdir()
     scores = json.loads((run / "scores.json").read_text())
     return [scores["nll"], scores["metrics"]], load_file(run / "model" / "model.safetensors")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import ROOT, SMALL
 from data_fixtures import fake_trainer, rows_by_hand
+from processes import ended, started
 
 from cpt import assembly
 from cpt.base import base
@@ -650,17 +651,11 @@ def test_replay_keeps_what_was_learned(small, start, tmp_path):
 )
 def test_what_cannot_be_on_the_command_line(chosen, told, corpora, cache, tmp_path):
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food,space]"]
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *places, *SMALL, *chosen],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-    )
-    assert ended.returncode == 1
-    assert told in ended.stderr
-    assert "Traceback" not in ended.stderr
-    wrong = [line for line in ended.stderr.splitlines() if told in line]
+    process = started(ROOT / "run.py", *places, *SMALL, *chosen, cwd=tmp_path, log=tmp_path / "log")
+    assert ended(process, seconds=120) == 1
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert not any("Traceback" in line for line in lines)
+    wrong = [line for line in lines if told in line]
     assert len(wrong) == 1
 
 

@@ -361,5 +361,13 @@ def test_without_optuna_the_command_that_installs_it_is_told(search, monkeypatch
     assert "pip install -e '.[optuna]'" in refused(capsys)
 
 
-def test_samplers_take_optunas_own_options(search):
-    search(loss, LR, sampler="tpe", options={"n_startup_trials": 2})
+def test_samplers_take_optunas_own_options(search, folder):
+    """TPE draws its first ten trials at random, or as many as it is told."""
+
+    def trials(**options):
+        shutil.rmtree(folder / "sweep", ignore_errors=True)
+        return search(loss, LR, sampler="tpe", options=options).jobs
+
+    told, untold = trials(n_startup_trials=2), trials()
+    assert told[:2] == untold[:2]
+    assert told[2:] != untold[2:]

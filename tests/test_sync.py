@@ -379,7 +379,8 @@ def test_a_bare_folder_is_enough(tmp_path):
 
 
 def test_tables_are_plain_json():
-    json.dumps({name: table.rows for name, table in tables(scores()).items()}, allow_nan=False)
+    rows = {name: table.rows for name, table in tables(scores()).items()}
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
 
 
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):

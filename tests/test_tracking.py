@@ -4,12 +4,11 @@ import csv
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from conftest import ROOT, SMALL
+from processes import ended, started
 from test_sync import refusing, scores
 from wandb_files import config, history, of_kind, records, summary
 
@@ -42,11 +41,10 @@ with initialize_config_dir({str(ROOT / "conf")!r}, version_base="1.3"):
     except ValueError as error:
         print(error)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=folder
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "the lm loss is" in ended.stdout
+    (folder / "program.py").write_text(program)
+    process = started(folder / "program.py", cwd=folder, log=folder / "log")
+    assert ended(process) == 0, (folder / "log").read_text()[-3000:]
+    assert "the lm loss is" in (folder / "log").read_text()
     return folder
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from making import DROPOUT, ORDER
 
 import cpt.exported
-from cpt import figures, learner
+from cpt import learner
 from cpt.methods.base import ContinualModule
 
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
@@ -47,13 +47,6 @@ def bits(folder: Path) -> str:
     for name, value in sorted(state.items()):
         hashed.update(name.encode() + value.numpy().tobytes())
     return hashed.hexdigest()
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """They take a third of such a run; tests/test_report.py looks at them."""
-    for name in ("heatmap", "stages", "mixtures"):
-        monkeypatch.setattr(figures, name, lambda scores: b"")
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 """EWC: the Fisher against slow loops and closed forms; merging; the penalty."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from conftest import ROOT, SMALL
@@ -17,6 +14,7 @@ from making import (
     same,
     state_beside_the_model,
 )
+from processes import ended, started
 from torch import distributed
 from torch.nn import functional
 
@@ -340,17 +338,9 @@ def test_two_processes_learn_as_one(corpora, cache, small, start, tmp_path):
         f"cache_dir={cache}",
         f"hydra.run.dir={tmp_path / 'two'}",
     ]
-    command = [
-        sys.executable,
-        str(ROOT / "run.py"),
-        *places,
-        *SMALL,
-        *options,
-        "strategy=ddp",
-        "trainer.accelerator=cpu",
-    ]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    both = [*places, *SMALL, *options, "strategy=ddp", "trainer.accelerator=cpu"]
+    process = started(ROOT / "run.py", *both, cwd=tmp_path, log=tmp_path / "log", twin=True)
+    assert ended(process) == 0, (tmp_path / "log").read_text()
     one, two = (
         torch.load(sorted((tmp_path / name / "stages").glob("*.pt"))[-1], weights_only=True)
         for name in ("one", "two")
