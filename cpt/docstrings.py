@@ -264,17 +264,30 @@ def _texts(path: Path) -> list[list[str]]:
 
 def documents(packages: Sequence[str]) -> Iterator[str]:
     """The prose of each source file, a blank line between paragraphs; a paragraph is given once in all."""
+    return ("\n\n".join(paragraphs) for _, paragraphs in documents_by_module(packages))
+
+
+def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """The paragraphs of each of `documents`, with its module (pandas.core.frame); ValueError as `modules`."""
     found = {package: modules(package) for package in packages}
-    return _documents(found)
+    return _by_module(found)
 
 
-def _documents(found: dict[str, list[Path]]) -> Iterator[str]:
+def _by_module(found: dict[str, list[Path]]) -> Iterator[tuple[str, list[str]]]:
     seen: set[str] = set()
     for package, paths in found.items():
+        roots = _roots(package)
         for path in tqdm(paths, desc=f"reading {package}", disable=None, leave=False):
             for texts in _texts(path):
                 paragraphs = dict.fromkeys(paragraph for text in texts for paragraph in prose(text))
-                document = "\n\n".join(paragraph for paragraph in paragraphs if paragraph not in seen)
+                new = [paragraph for paragraph in paragraphs if paragraph not in seen]
                 seen.update(paragraphs)
-                if len(document.split()) >= MIN_DOCUMENT_WORDS:
-                    yield document
+                if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
+                    yield _module_name(package, path, roots), new
+
+
+def _module_name(package: str, path: Path, roots: Sequence[Path]) -> str:
+    """The name to import a file by; below `stdlib` for Python's own."""
+    root = next(root for root in roots if path.is_relative_to(root))
+    parts = path.relative_to(root).with_suffix("").parts if path != root else ()
+    return ".".join([package, *(part for part in parts if part != "__init__")])

@@ -214,6 +214,12 @@ def test_wrong_options_are_told_at_once(given, overrides, message):
         checked(given(**overrides), ["land"], ["land"])
 
 
+def test_domains_that_are_not_packages_are_told(given):
+    without = {**given(), "packages": None}
+    with pytest.raises(ValueError, match=r"^endtask\.packages=None; allowed: packages by domain, like those"):
+        checked(without, ["land"], ["land"])
+
+
 def test_a_run_reads_the_tasks_of_its_domains(package, given):
     packages = {"sea": ["made_up"], "land": ["made_up"]}
     found = EndTasks.read(
