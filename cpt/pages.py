@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from cpt.drawing import FEW, description
 
@@ -67,8 +68,14 @@ def _html(blocks: Sequence[Block], *, title: str) -> str:
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         base64=base64.b64encode,
         description=description,
+        inline=inline,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
+
+
+def inline(line: str) -> Markup:
+    """A line of Markdown with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
 
 
 def _asset(name: str) -> str:

@@ -12,7 +12,7 @@ from PIL import Image, PngImagePlugin
 
 from cpt.comparison import charts
 from cpt.drawing import description
-from cpt.pages import Block, few, plain, written
+from cpt.pages import Block, few, inline, plain, written
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 
@@ -134,3 +134,8 @@ def test_of_many_names_the_ends_are_shown():
     assert few(["a", "b"]) == "a → b"
     names = [f"d{place}" for place in range(20)]
     assert few(names, between=", ") == "d0, d1, d2, … 14 more …, d17, d18, d19"
+
+
+def test_code_within_a_line_is_code_in_the_page_and_nothing_else_is():
+    assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
+    assert inline("a ` alone") == "a ` alone"
