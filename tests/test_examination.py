@@ -186,3 +186,20 @@ def test_end_tasks_between_the_stages_change_nothing_of_what_is_learned(small, s
     assert "forget_rate" in (tmp_path / "asked" / "report.md").read_text()
     names = sorted(path.name for path in (tmp_path / "asked" / "endtasks").rglob("*.parquet"))
     assert names == ["food-3.parquet", "law-3.parquet", "law-3.parquet"]
+
+
+def test_a_run_killed_between_its_end_tasks_goes_on_with_them(run, tmp_path, monkeypatch):
+    run("keep_stages=true", when=None)
+    measure = Fake.measure
+
+    def killed(self, backbone, tasks, *, folder, **others):
+        if folder.name == "002-food":
+            raise KeyError("killed")
+        measure(self, backbone, tasks, folder=folder, **others)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyError):
+        patched.setattr(Fake, "measure", killed)
+        run("keep_stages=true", when="each")
+    assert not json.loads((tmp_path / "scores.json").read_text())["run"]["finished"]
+    scores = run("keep_stages=true", when="each")
+    assert scores["endtasks"]["files"] == ["001-law/law", "002-food/food", "002-food/law"]
