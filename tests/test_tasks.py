@@ -142,6 +142,7 @@ def write_task_as(root, name):
         ({"tasks": {"law": {"lr": -1}}}, r"^endtask\.tasks\.law\.lr=-1; allowed: above 0$"),
         ({"tasks": {"law": {"splits": "no"}}}, r"^endtask\.tasks\.law\.splits=no; allowed: own, das$"),
         ({"folder": "nowhere"}, r"^endtask\.root=.*: there is no folder .*nowhere$"),
+        ({"root": None}, r"^endtask\.root=null; give the folder in which endtasks/ lies$"),
     ],
 )
 def test_wrong_options_are_told_at_once(root, overrides, message):

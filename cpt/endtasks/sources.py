@@ -24,8 +24,10 @@ class FileTasks(TaskSource):
     OPTIONS = ("root", "folder")
     OWN = ("path", "columns", "splits")
 
-    def __init__(self, *, root: str, folder: str, **shared: Any) -> None:
+    def __init__(self, *, root: str | None, folder: str, **shared: Any) -> None:
         super().__init__(**shared)
+        if root is None:
+            raise ValueError(f"endtask.root=null; give the folder in which {folder}/ lies")
         self.root = Path(root) / folder
         for prefix, values in [("endtask", self.shared), *self.own_values()]:
             if values["splits"] not in ("own", "das"):
