@@ -142,7 +142,6 @@ def write_task_as(root, name):
         ({"tasks": {"law": {"lr": -1}}}, r"^endtask\.tasks\.law\.lr=-1; allowed: above 0$"),
         ({"tasks": {"law": {"splits": "no"}}}, r"^endtask\.tasks\.law\.splits=no; allowed: own, das$"),
         ({"folder": "nowhere"}, r"^endtask\.root=.*: there is no folder .*nowhere$"),
-        ({"root": None}, r"^endtask\.root=null; give the folder in which endtasks/ lies$"),
     ],
 )
 def test_wrong_options_are_told_at_once(root, overrides, message):
@@ -348,3 +347,9 @@ def test_a_label_that_a_data_set_does_not_give(tmp_path):
 def test_wrong_entries_of_the_hub_are_told(tasks, message):
     with pytest.raises(ValueError, match=message):
         checked(options("hub", tasks=tasks), ["law"], ["law"])
+
+
+def test_a_folder_has_to_be_given():
+    given = options("texts", root=None) | {"root": None}
+    with pytest.raises(ValueError, match=r"^endtask\.root=null; give the folder in which endtasks/ lies$"):
+        checked(given, ["law"], ["law"])
