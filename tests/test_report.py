@@ -273,7 +273,8 @@ def test_labels_are_moved_apart_and_keep_their_order():
 
 def test_pictures_leave_pyplot_alone():
     code = (
-        "import sys; from cpt import report, charts; assert 'matplotlib' not in sys.modules; "
+        "import sys; from cpt import report; from cpt.comparison import charts; "
+        "assert 'matplotlib' not in sys.modules; "
         "charts.trade_off({'ncl': ([0.1, 0.2], [50.0, 60.0])}); "
         "print([m for m in ('matplotlib.pyplot', 'torch', 'lightning') if m in sys.modules])"
     )
