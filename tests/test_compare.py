@@ -84,7 +84,7 @@ def test_what_the_pictures_show(thirty, drawn):
     plane, quality = drawn["pareto"]
     assert set(plane[0]) == {"das", "ncl"}
     assert quality[1]["logarithmic"]
-    assert not plane[1]["logarithmic"]
+    assert plane[1]["logarithmic"]  # one method far off would press the others together
     x, y = plane[0]["ncl"]
     assert (x[0], y[0]) == tuple(
         made().metrics[name][unit] for name, unit in (("CPT", "perplexity"), ("FG", "nats"))

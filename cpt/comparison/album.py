@@ -21,15 +21,13 @@ def _plane(section: Section) -> Block:
     title = "Forgetting against learning"
     lines = ["CPT: perplexity on each domain just after it was learned. Down and left is better."]
     labels = {"x": "learning CPT (perplexity)", "y": "forgetting FG (nats)"}
-    return _pareto(section, LEARNING, title=title, lines=lines, logarithmic=False, labels=labels)
+    return _pareto(section, LEARNING, title=title, lines=lines, labels=labels)
 
 
 def _quality(section: Section) -> Block:
     labels = {"x": "FLOPs of the whole run", "y": "average perplexity LC"}
     lines = ["Down and left is better. Runs without counted operations are left out."]
-    return _pareto(
-        section, QUALITY, title="Quality against compute", lines=lines, logarithmic=True, labels=labels
-    )
+    return _pareto(section, QUALITY, title="Quality against compute", lines=lines, labels=labels)
 
 
 def _pareto(
@@ -38,13 +36,12 @@ def _pareto(
     *,
     title: str,
     lines: list[str],
-    logarithmic: bool,
     labels: dict[str, str],
 ) -> Block:
     """A point per group that has both numbers; nothing if there is none."""
     groups = _both(comparable(section, pair[1]), pair)
     points = {group.name: (group.of(pair[0]), group.of(pair[1])) for group in groups}
-    drawn = charts.pareto(points, logarithmic=logarithmic, **labels) if points else b""
+    drawn = charts.pareto(points, logarithmic=True, **labels) if points else b""
     return Block(title=title, lines=lines, picture=drawn)
 
 
