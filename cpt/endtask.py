@@ -1,7 +1,6 @@
 """End tasks: classification tasks that a copy of the model is fine-tuned on after the stages asked for."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -9,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.endtasks import predictions
 from cpt.endtasks.classifier import fine_tuned, scores_of, unchanged_generators
 from cpt.endtasks.encoding import Job, encode, has_types, longest
 from cpt.endtasks.tasks import METRICS, Planned, Task, checked, hashed
+from cpt.progress import bar
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class EndTasks:
         if not jobs:
             return
         costs = self.costs(tasks)
-        with bar(label, total=sum(costs[each] for each in jobs), hidden=rank != 0) as progress:
+        with bar(label, total=sum(costs[each] for each in jobs), hidden=rank != 0, unit="step") as progress:
             for name in dict.fromkeys(name for name, _ in jobs):
                 with unchanged_generators(device):
                     model = backbone(name)
@@ -206,17 +205,3 @@ def share(costs: Mapping[Measurement, int], *, rank: int, world: int) -> set[Mea
         shares[least].add(each)
         loads[least] += costs[each]
     return shares[rank]
-
-
-def bar(label: str, *, total: int, hidden: bool) -> tqdm:
-    """The optimizer steps of all measurements, with the time left."""
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        desc=label,
-        total=total,
-        disable=hidden,
-        leave=False,
-        mininterval=interval,
-        maxinterval=60,
-        unit="step",
-    )

@@ -3,7 +3,6 @@ bar."""
 
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
+
+from cpt.progress import bar
 
 # Ours; everything else in the trainer group is lightning.Trainer's.
 OURS = (
@@ -67,17 +68,7 @@ class Bar(Callback):
         self.label, self.bar = label, tqdm(disable=True)
 
     def open(self, trainer: Trainer, *, total: int, done: int) -> None:
-        interval = 0.2 if sys.stderr.isatty() else 10.0
-        hidden = not trainer.is_global_zero
-        self.bar = tqdm(
-            desc=self.label,
-            total=total,
-            initial=done,
-            disable=hidden,
-            leave=False,
-            mininterval=interval,
-            maxinterval=60,
-        )
+        self.bar = bar(self.label, total=total, done=done, hidden=not trainer.is_global_zero)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.open(trainer, total=trainer.max_steps, done=trainer.global_step)

@@ -270,7 +270,7 @@ def test_the_bar_counts_the_steps_that_are_to_do_and_is_the_first_process_s(
     monkeypatch.setattr(endtask, "bar", watched)
     measure(made(), tmp_path, ["law"])
     (label, rest, bar) = seen[0]
-    assert (label, rest) == ("end tasks", {"total": 2 * 2 * 3, "hidden": False})
+    assert (label, rest) == ("end tasks", {"total": 2 * 2 * 3, "hidden": False, "unit": "step"})
     assert bar.n == bar.total
     path(tmp_path, "law", 3).unlink()
     measure(made(), tmp_path, ["law"])
