@@ -15,23 +15,30 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt import model as models
 from cpt.budget import Budget
 from cpt.cache import made_once
+from cpt.checkpointing import Checkpoint
 from cpt.config import digest
 from cpt.corpora import Corpora, tokenizer_digest
 from cpt.corpus import Corpus
 from cpt.data import Domain, DomainSequence
 from cpt.freezing import Freeze
+from cpt.guard import Guard
 from cpt.methods.ncl import NCL
 from cpt.objectives import Objective
+from cpt.preemption import deferred
 from cpt.replay import NOTHING
 from cpt.schedules import linear
 from cpt.sources import GENERAL
-from cpt.trainers import Checkpoint, trainer
+from cpt.trainers import trainer
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
 CHECKPOINT_EVERY = 200
 READ_AT_ONCE = 100
+ADVICE = (
+    "this is the base model, not yet the run: a lower rate (model.base.optim.lr) or a clipped gradient "
+    "(model.base.gradient_clip_val) may help"
+)
 
 
 @dataclass(frozen=True)
@@ -127,15 +134,12 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
         "log_every_n_steps": 10,
         "gradient_clip_val": cfg.base.gradient_clip_val,
     }
-    fitting = trainer(
-        alone, label="base", steps=cfg.base.steps, callbacks=[Checkpoint(checkpoint, every=CHECKPOINT_EVERY)]
-    )
-    fitting.fit(
-        module,
-        datamodule=data,
-        ckpt_path=str(checkpoint) if checkpoint.exists() else None,
-        weights_only=True,
-    )
+    guard = Guard(advice=ADVICE)
+    callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
+    fitting = trainer(alone, label="base", steps=cfg.base.steps, callbacks=callbacks)
+    path = str(checkpoint) if checkpoint.exists() else None
+    with deferred():
+        fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     module.cpu()
     model.save_pretrained(folder)
     new.tokenizer.save_pretrained(folder)

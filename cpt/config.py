@@ -25,6 +25,7 @@ EXECUTION = (
     "cache_dir",
     "objective",
     "keep_stages",
+    "on_nonfinite",
     "endtask",
     "trainer.accelerator",
     "trainer.devices",

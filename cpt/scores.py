@@ -14,7 +14,7 @@ import numpy as np
 from cpt.metrics import GENERAL, Array, Arrays, Layout, intervals, values
 
 VERSION = 3
-COSTS = ("trained", "stored", "seen", "flops", "memory")  # of a stage
+COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
 RUN_KEYS = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished", "objective")
 
 
@@ -35,6 +35,7 @@ class Scores(Layout):
     seen: list[int] = field(default_factory=list)  # [row], tokens that the stage's steps read
     flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
+    skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     endtasks: dict[str, Any] = field(default_factory=dict)  # as cpt.endtask.EndTasks.results gives them
     needs_domain: bool = False  # whether a text's domain must be known at test time
     loading: str = ""  # a Python expression that loads the exported model
@@ -54,6 +55,7 @@ class Scores(Layout):
             raise ValueError(f"tokens, bytes, scored are {sizes} numbers, bytes > 0; columns {self.domains}")
         if absent := [key for key in RUN_KEYS if key not in self.run]:
             raise ValueError(f"run lacks {', '.join(absent)}; needed are {', '.join(RUN_KEYS)}")
+        self.skipped += [0] * (len(self.rows) - len(self.skipped))  # of a run that an earlier version began
         if self.matrix.shape != (len(self.rows), len(self.domains)):
             raise ValueError(f"nll is {self.matrix.shape}, needed is {(len(self.rows), len(self.domains))}")
 

@@ -131,17 +131,26 @@ def job(number, folder, **ended):
         setattr(made, key, value)
     made.folder.mkdir(parents=True)
     made.console.write_text("cpt: no\n")
+    (made.folder / "scores.json").write_text(json.dumps({"run": {"finished": ended.get("code") == 0}}))
     return made
 
 
 def test_the_table_counts_and_explains(tmp_path):
-    ended = [{"code": 0}, {"before": True}, {"code": 1}, {"lost": "cancelled"}, {"before": True}]
+    ended = [
+        {"code": 0},
+        {"before": True},
+        {"code": 1},
+        {"lost": "cancelled"},
+        {"before": True},
+        {"code": 75},
+    ]
     jobs = [job(number, tmp_path, **each) for number, each in enumerate(ended)]
     place = tmp_path / "name"
     assert table(jobs) == [
-        "5 jobs: 1 finished, 2 finished before, 2 failed",
+        "6 jobs: 1 finished, 2 finished before, 1 preempted, 2 failed",
         f"#2 x=2: failed (exit 1): cpt: no ({place}/2/console.log)",
         f"#3 x=3: failed (lost): cancelled ({place}/3/console.log)",
+        f"#5 x=5: preempted (exit 75): cpt: no ({place}/5/console.log)",
         f"compare: python -m cpt.report {place}",
     ]
 
@@ -182,7 +191,13 @@ TASK = """
 import os, sys
 print(sys.argv[1:], os.getcwd(), os.environ["CPT_LAUNCHER"] == str(os.getppid()))
 open(os.environ["SEEN"], "a").write(" ".join(sys.argv[1:]) + chr(10))
-sys.exit("cpt: no" if "seed=3" in sys.argv else 0)
+if "seed=3" in sys.argv:
+    sys.exit("cpt: no")
+if "seed=4" in sys.argv:
+    sys.exit(75)
+if "seed=5" not in sys.argv:
+    (folder,) = [each for each in os.listdir("outputs/default") if "seed-2" in each]
+    open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finished": true}}')
 """
 
 
