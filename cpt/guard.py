@@ -71,10 +71,12 @@ class Guard(Callback):
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             value = value + norm
         fine, self.heard = exchanged(value)
+        if trainer.global_step in self.left_out:
+            return False
         if not fine:
             return self.refuse(trainer, terms | {GRADIENT: norm})
         self.in_a_row = 0
-        return trainer.global_step not in self.left_out
+        return True
 
     def refuse(self, trainer: Trainer, terms: Mapping[str, Tensor]) -> bool:
         step, name = trainer.global_step, trainer.datamodule.domain.name
@@ -85,14 +87,14 @@ class Guard(Callback):
         if max(self.in_a_row, self.rollbacks + 1) > MOST:
             raise ValueError(f"{told}, and so was {MOST} times before; {self.advice}")
         if self.policy == "rollback":
-            self.roll_back(step, told)
-        log.warning("%s: the step is left out", told)
+            self.roll_back(trainer, step, told)
+        warn_once(trainer, f"{told}: the step is left out")
         self.left_out.add(step)
         return False
 
-    def roll_back(self, step: int, told: str) -> None:
+    def roll_back(self, trainer: Trainer, step: int, told: str) -> None:
         """Raises RollbackError, if there have not been too many."""
-        log.warning("%s: going back to the last checkpoint", told)
+        warn_once(trainer, f"{told}: going back to the last checkpoint")
         self.failed, self.rollbacks = step, self.rollbacks + 1
         raise RollbackError(told)
 
@@ -102,7 +104,7 @@ class Guard(Callback):
             step, name = trainer.global_step, trainer.datamodule.domain.name
             told = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
-                self.roll_back(step - 1, told)
+                self.roll_back(trainer, step - 1, told)
             raise ValueError(f"{told}; {self.advice}")
 
     def leaving(self) -> int:
@@ -114,6 +116,12 @@ class Guard(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left_out.update(state["left_out"])
+
+
+def warn_once(trainer: Trainer, message: str) -> None:
+    """Of all processes the first says it."""
+    if trainer.is_global_zero:
+        log.warning(message)
 
 
 def exchanged(value: Tensor) -> tuple[bool, int]:
