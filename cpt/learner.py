@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive
 from cpt.guard import ADVICE, Guard, RollbackError, all_finite
+from cpt.machine import devices
 from cpt.methods.base import ContinualModule
 from cpt.model import configuration
 from cpt.parts import BASE
@@ -60,6 +62,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
     }
+    scores.run["threads"] = keep_threads(scores.run.get("threads"), processes=devices(cfg, gpus=0))
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
         cfg.logger, place.path, group=str(cfg.name), job=cfg.method.name, tags=cfg.tags, config=config
@@ -248,6 +251,19 @@ class Learner:
         report.write(self.place.path, self.scores)
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
+
+
+def keep_threads(begun: int | None, *, processes: int) -> int:
+    """Has the processor use as many threads as the run began with; gives their number. With others the same
+    sums are added in another order, and the last bits differ."""
+    given = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given = max(1, given // processes)
+    if begun is not None and begun != given:
+        log.info("computing with %d threads, as this run began, not with %d", begun, given)
+    torch.set_num_threads(begun or given)
+    os.environ["OMP_NUM_THREADS"] = str(begun or given)  # for the processes that Lightning starts
+    return begun or given
 
 
 def check_losses(means: Mapping[str, float], row: str) -> None:

@@ -14,6 +14,7 @@ from endtask_fixtures import QUICK, write_task
 from processes import ended, sent, started
 from test_kill import command, finished, whole  # noqa: F401  (a fixture)
 
+from cpt.methods.ncl import NCL
 from cpt.preemption import GO_ON
 
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
@@ -157,3 +158,32 @@ def test_what_is_ignored_stays_ignored():
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.7)
         process.kill()
+
+
+def test_a_run_keeps_the_threads_that_it_began_with(small, start, tmp_path, monkeypatch, caplog):
+    """With others the last bits of a sum differ: a sweep's job goes on alone."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cfg, used = small("order=[law,food]"), []
+
+    class KilledError(BaseException):
+        pass
+
+    def noted(self):
+        if self.domain.name != "general":
+            used.append(torch.get_num_threads())
+        if len(used) == 3:
+            raise KilledError
+
+    monkeypatch.setattr(NCL, "after_update", noted)
+    caplog.set_level("INFO")
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(KilledError):
+            start(cfg, tmp_path)
+        torch.set_num_threads(1)
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        start(cfg, tmp_path)
+    finally:
+        torch.set_num_threads(1)
+    assert set(used) == {2} and len(used) > 12
+    assert "computing with 2 threads, as this run began, not with 1" in caplog.messages
