@@ -169,9 +169,11 @@ class Herald:
 
 
 def ignore_signals(worker: int = 0) -> None:
-    """For processes that prepare data: their parent ends them."""
+    """For processes that prepare data: what is sent to all of a run is their parent's to heed, which ends
+    them; of SIGTERM, which it may have to use, they ignore the first."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
 def observers() -> list[threading.Thread]:

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,11 +21,12 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
 import cpt.base
-from cpt.clusters import ClusterLauncher
+from cpt.clusters import ClusterLauncher, forwarded
 from cpt.corpora import Corpora
 from cpt.jobs import BASIC_SWEEPER, Job, composed, table
 from cpt.launcher import ProcessLauncher
 from cpt.plan import planned
+from cpt.preemption import GO_ON
 
 SEARCHER = "hydra_plugins.cpt.OptunaSweeper"
 
@@ -235,6 +239,48 @@ def test_what_a_cluster_writes_stands_apart(sweep, cluster):
     sweep.launched(cluster, ["seed=2"])
     assert cluster.inner.config.hydra.sweep.dir == "outputs/default/.jobs"
     assert sweep.config.hydra.sweep.dir == "outputs/default"
+
+
+SAVER = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_path, monkeypatch):
+    """submitit's has the job queued again and ends."""
+    saved = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: saved.append((tmp_path / "saved").exists()))
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "start_new_session": True}
+    try:
+        with subprocess.Popen([sys.executable, "-S", "-c", SAVER], **options) as process:
+            assert process.stdout.readline() == b"ready\n"
+            with forwarded(process):
+                threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+                assert process.wait() == 75
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert saved == [True]
+
+
+def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys):
+    with pytest.raises(SystemExit) as end:
+        sweep.launched(cluster, ["seed=2"], ["seed=4"], sweeper=BASIC_SWEEPER)
+    assert end.value.code == GO_ON
+    assert capsys.readouterr().err == (
+        "cpt: 1 of 2 jobs were preempted: #1 seed=4; the same command continues\n"
+    )
+
+
+def test_a_job_that_ends_well_without_a_finished_run_has_failed(sweep, cluster):
+    (returned,) = sweep.launched(cluster, ["seed=5"])
+    assert returned.status is JobStatus.FAILED
+    assert "scores.json in its folder is not that of a finished run" in str(returned._return_value)
 
 
 def test_a_lost_job_is_told_and_what_is_finished_stays_so(sweep, done, cluster, monkeypatch):

@@ -1,6 +1,7 @@
 """Signals in every loop of a run: it leaves with exit code 75 and one line, nothing learned is lost, and the
 same command ends with the same bits."""
 
+import os
 import re
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SMALL
 from endtask_fixtures import QUICK, write_task
 from processes import ended, sent, started
 from test_kill import command, finished, whole  # noqa: F401  (a fixture)
@@ -187,3 +188,21 @@ def test_a_run_keeps_the_threads_that_it_began_with(small, start, tmp_path, monk
         torch.set_num_threads(1)
     assert set(used) == {2} and len(used) > 12
     assert "computing with 2 threads, as this run began, not with 1" in caplog.messages
+
+
+def test_processes_that_prepare_data_leave_with_their_run(corpora, cache, tmp_path):
+    """A signal to the whole group, as a terminal and SLURM send it."""
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    options = [*SMALL, "trainer.steps=200", "trainer.workers=2", FEW_CHECKPOINTS]
+    program = [sys.executable, str(ROOT / "run.py"), *places, *options]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(program, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while "law (1/2)" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == GO_ON
+    (said,) = filter(None, map(SAID.search, (tmp_path / "log").read_text().splitlines()))
+    assert re.fullmatch(r"after step \d+ of 200 of law", said[2])
+    assert "Traceback" not in (tmp_path / "log").read_text()
