@@ -40,7 +40,9 @@ def test_runs_are_found_at_any_depth_once(tmp_path):
 
 def test_what_cannot_be_read_is_named(tmp_path):
     saved(tmp_path / "good")
-    saved(tmp_path / "odd", endtasks={"tasks": ["law"], "when": "last"})
+    saved(tmp_path / "odd", endtasks=endtasks([[0.5] * 3] * 4))
+    odd = tmp_path / "odd" / "scores.json"
+    odd.write_text(odd.read_text().replace('"seeds": [7, 8]', '"seeds": [7]'))
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "scores.json").write_text('{"version": 3, "dom')
     runs, damaged = found([tmp_path, tmp_path / "nowhere"])

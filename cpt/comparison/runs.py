@@ -79,13 +79,9 @@ def found(folders: Sequence[Path]) -> tuple[dict[Path, Scores], list[str]]:
     runs, damaged = {}, [f"{folder}: no such folder" for folder in folders if not Path(folder).is_dir()]
     for folder in _holding("scores.json", folders):
         try:
-            scores = Scores.load(folder / "scores.json")
-            _endtasks(scores, frozenset())
-            runs[folder] = scores
+            runs[folder] = Scores.load(folder / "scores.json")
         except (OSError, ValueError) as error:
             damaged.append(str(error))
-        except (KeyError, TypeError, IndexError) as error:
-            damaged.append(f"{folder / 'scores.json'}: its end tasks are damaged ({error!r}); run it anew")
     return runs, damaged
 
 
