@@ -291,11 +291,6 @@ def test_several_runs_with_one_order_and_seed_are_named():
     assert not [line for line in lines if line.startswith("das:")]
 
 
-def test_other_test_texts_are_named():
-    assert any("test texts differ" in line for line in notes(section([run(), run(seed=1, digest="other")])))
-    assert not any("test texts differ" in line for line in notes(section([run(), run(seed=1)])))
-
-
 # --- differences
 
 

@@ -17,10 +17,12 @@ from cpt.comparison.groups import Group, Section
 from cpt.comparison.measures import COMPARED, COSTS, MEASURES, Measure, told
 from cpt.comparison.notes import counts
 from cpt.comparison.runs import Run
+from cpt.conditions import described
 from cpt.folder import replacing
 from cpt.scores import RUN_KEYS
 from cpt.summaries import everything
 
+CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate")  # columns of the CSV
 KINDS = ("csv", "latex", "json")
 IN_TABLE = (
     "LC/perplexity",
@@ -66,11 +68,13 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
     lines = [
         {
             **_facts(run, top=top),
+            "section": number,
             "group": group.name,
+            **{name: run.conditions[name] for name in CONDITIONS},
             **{f"compared/{key}": value for key, value in run.values.items()},
             **everything(run.scores),
         }
-        for section in sections
+        for number, section in enumerate(sections, start=1)
         for group in section.groups
         for run in group.runs
     ]
@@ -115,7 +119,8 @@ def _tabular(section: Section) -> str:
     body = [" & ".join(row) + r" \\" for row in (head, *rows)]
     return "\n".join(
         [
-            f"% {section.objective}: {', '.join(section.domains)}",
+            f"% {escaped(section.title)}",
+            f"% {escaped(described(section.conditions))}",
             rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
             r"\toprule",
             body[0],
@@ -161,8 +166,10 @@ def _section(section: Section, *, top: Path) -> dict[str, Any]:
     }
     examples, _ = on_examples(section)
     return {
+        "title": section.title,
         "objective": section.objective,
-        "domains": list(section.domains),
+        "domains": section.domains,
+        "conditions": dict(section.conditions),
         "groups": [_group(group) for group in section.groups],
         "baselines": {name: group.name for name, group in section.baselines.items()},
         "differences": {key: found for key, found in differing.items() if found},

@@ -14,6 +14,7 @@ import yaml
 
 from cpt import labels
 from cpt.comparison.restricted import metrics_on, tasks_on
+from cpt.conditions import conditions
 from cpt.config import executes, flat
 from cpt.endtasks.scores import final, headline, over_seeds, summary
 from cpt.metrics import GENERAL, UNITS, intransigence
@@ -39,10 +40,15 @@ class Run:
     def pair(self) -> Pair:
         return tuple(self.scores.run["order"]), self.scores.run["seed"]
 
+    @cached_property
+    def conditions(self) -> dict[str, str]:
+        """What its perplexities depend on beside the model: see cpt.conditions."""
+        return conditions(self.scores, self.settings)
+
     @property
     def alike(self) -> tuple[str, ...]:
-        """Objective and domains: runs of which these are equal can be compared."""
-        return self.scores.run["objective"], *sorted(set(self.scores.domains) - {GENERAL})
+        """Runs of which this is equal can be compared."""
+        return tuple(self.conditions.values())
 
     @cached_property
     def settings(self) -> dict[str, Any]:
