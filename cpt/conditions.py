@@ -1,4 +1,4 @@
-"""What a perplexity depends on beside the model: where all of it is equal, those of two runs are comparable."""
+"""What a perplexity depends on beside the model: where all of it is equal, runs are comparable."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _unknown(scores: Scores, counts: list[int]) -> str:
 
 
 def described(given: Mapping[str, str]) -> str:
-    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`, without the domains' names."""
+    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains."""
     rate = f", mask_rate {given['mask_rate']}" * (given["mask_rate"] != NONE)
     rest = (
         f"length {given['length']}, tokenizer {given['tokenizer']}, {given['score_on']} text {given['texts']}"

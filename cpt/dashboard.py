@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # In a run's config: what its perplexities depend on, the method with what is laid over it, and both in one.
 MEASURED, LABEL, GROUP = "cpt.measured", "cpt.label", "cpt.group"
 APART = (
-    "Perplexities are comparable within one group of `cpt.measured` alone: filter the runs on the left to one "
-    "before reading the planes and bars. Bits per byte of causal models on one text are comparable across."
+    "Perplexities are comparable within one group of `cpt.measured` alone: filter the runs on the left to "
+    "one before you read planes and bars. Bits per byte of causal models on one text are comparable across."
 )
 QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"

@@ -21,8 +21,7 @@ LATER = {"conditions"}  # fields that files of this version may lack
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
-METRIC = dict.fromkeys(UNITS, float | None)
-INTERVAL = dict.fromkeys(UNITS, list[float | None])
+METRIC = {"interval": dict[str, list[float | None]], **dict.fromkeys(UNITS, float | None)}
 
 
 @dataclass(kw_only=True)
@@ -153,13 +152,13 @@ class Scores(Layout):
 
 
 def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError for a metric that is unknown, lacks a unit, or has no two bounds to its interval."""
+    """Raises ValueError for a metric that is unknown, lacks a unit, or whose interval has not two bounds."""
     for name, metric in metrics.items():
         if name not in METRICS:
             raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
-        check(metric, METRIC, of=f"metrics.{name}")
-        if "interval" in metric:
-            check(metric, {"interval": dict[str, Any]}, of=f"metrics.{name}")
-            check(metric["interval"], INTERVAL, of=f"metrics.{name}.interval")
-            if any(len(metric["interval"][unit]) != 2 for unit in UNITS):
-                raise ValueError(f"metrics.{name}.interval: needed are two bounds in each unit")
+        check({"interval": {}} | metric, METRIC, of=f"metrics.{name}")
+        for unit, bounds in metric.get("interval", {}).items():
+            if unit not in UNITS or len(bounds) != 2:
+                raise ValueError(
+                    f"metrics.{name}.interval.{unit}: needed are two bounds in {', '.join(UNITS)}"
+                )

@@ -376,7 +376,7 @@ def damaged(data, **changes):
         (lambda data: damaged(data, metrics={"XY": data["metrics"]["LC"]}), "metrics.XY is unknown"),
         (
             lambda data: damaged(data, metrics={"LC": data["metrics"]["LC"] | {"interval": {"nats": [1]}}}),
-            "metrics.LC.interval.perplexity is missing",
+            "metrics.LC.interval.nats: needed are two bounds",
         ),
         (lambda data: damaged(data, endtasks={"tasks": ["a"]}), "endtasks.when is missing"),
         (lambda data: "[" * 100_000, "recursion"),

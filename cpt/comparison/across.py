@@ -18,9 +18,9 @@ APART = (
 )
 BITS = "Bits per byte of causal models on the same bytes"
 SIDE_BY_SIDE = (
-    "Sections that differ in tokenizer or length alone: bits per byte are over the same held-out bytes, whatever "
-    "the tokens are. A longer row gives more context, and the first token of a row, which is not scored, counts "
-    "as a mean one. Not ranked, no differences."
+    "Sections that differ in tokenizer or length alone: bits per byte are over the same held-out bytes, "
+    "whatever the tokens are. A longer row gives more context; the first token of a row is not scored and "
+    "counts as a mean one. Not ranked, no differences."
 )
 UNKNOWN = (
     "unknown: an earlier cpt did not write it down; what stands in brackets is equal where the texts have as "

@@ -12,8 +12,8 @@ ALONE = (
     "never met."
 )
 MASKED = (
-    "Bits per byte of a masked model are its loss on masked tokens times tokens per byte: no code length, and "
-    "comparable within these runs only."
+    "Bits per byte of a masked model are its loss on masked tokens times tokens per byte: no code length, "
+    "and comparable within these runs only."
 )
 APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a method is measured by
 SETTINGS = 8  # so many differing settings are named
