@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from cpt.comparison.notes import counts
 from cpt.comparison.runs import Run
 from cpt.conditions import described
 from cpt.folder import replacing
+from cpt.formatting import one_line
 from cpt.scores import RUN_KEYS
 from cpt.summaries import everything
 
@@ -42,6 +44,7 @@ SPECIAL = {
     "…": r"\ldots{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with (OWASP, CSV injection)
 Fault = Mapping[str, Any]
 
 
@@ -83,13 +86,15 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
 
 
 def _csv(columns: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
-    import io
-
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    rows = ([line.get(name, "") for name in columns] for line in lines)
+    csv.writer(text, lineterminator="\n").writerows(map(defused, row) for row in (columns, *rows))
     return text.getvalue()
+
+
+def defused(value: Any) -> Any:
+    """With an apostrophe before a text that a spreadsheet would take for a formula; numbers stay."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def _facts(run: Run, *, top: Path) -> dict[str, Any]:
@@ -149,8 +154,8 @@ def _cell(group: Group, measure: Measure, best: float | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """As LaTeX prints it."""
-    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], text)
+    """As LaTeX prints it, on one line."""
+    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], one_line(text))
 
 
 def data(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
