@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -51,7 +52,7 @@ class Scores(Layout):
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        check(vars(self), get_type_hints(type(self)))
+        check(vars(self), declared(type(self)))
         check(self.run, RUN, of="run")
         for names in (self.rows, self.domains):
             if not isinstance(names, list) or len(set(names)) != len(names):
@@ -149,6 +150,12 @@ class Scores(Layout):
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@cache
+def declared(kind: type) -> dict[str, Any]:
+    """The types of a class's fields."""
+    return get_type_hints(kind)
 
 
 def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:

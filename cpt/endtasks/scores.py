@@ -47,7 +47,7 @@ def check_endtasks(endtasks: Mapping[str, Any], *, rows: Sequence[str]) -> None:
     if unknown := sorted(set(endtasks["metric"].values()) - set(KINDS)):
         raise ValueError(f"endtasks.metric is {', '.join(unknown)}; allowed: {', '.join(KINDS)}")
     for kind in KINDS:
-        check(endtasks["scores"], {kind: list[list[list[float | None]]]}, of="endtasks.scores")
+        check(endtasks["scores"], {kind: list[Any]}, of="endtasks.scores")
         if (measured := len(cube(endtasks, kind))) > len(rows):
             raise ValueError(f"end tasks: {kind} has {measured} rows; needed: at most {len(rows)}")
 
@@ -57,7 +57,7 @@ def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
     needed = (len(endtasks["tasks"]), len(endtasks["seeds"]))
     try:
         scores = np.array(endtasks["scores"][metric] or np.empty((0, *needed)), dtype=float)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"end tasks: {metric} is damaged ({error}); needed: [row][task][seed]") from None
     if scores.shape[1:] != needed:
         raise ValueError(
