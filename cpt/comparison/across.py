@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cpt.comparison.groups import Group, Section
 from cpt.comparison.measures import NONE, Measure, told
 from cpt.comparison.notes import ALONE, FROM_BASE, counts
+from cpt.conditions import NONE as NO_RATE
 from cpt.conditions import text_digest
 from cpt.formatting import decimals
 from cpt.pages import Block, few
@@ -46,7 +47,9 @@ def heading(sections: Sequence[Section]) -> list[Block]:
 def _section(section: Section, number: int, sections: Sequence[Section]) -> str:
     """`Section 2, 6 runs of tiny_gpt2: tokenizer 0123abcd, length 64.`"""
     own = section.conditions
-    keys = [key for key in own if len({each.conditions[key] for each in sections}) > 1]
+    keys = [
+        key for key in own if len({each.conditions[key] for each in sections}) > 1 and own[key] != NO_RATE
+    ]
     words = {"domains": few(section.domains, between=", ")}
     models = few(sorted({group.model for group in section.groups}), between=", ")
     runs = len(section.runs)

@@ -75,7 +75,9 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
             "group": group.name,
             **{name: run.conditions[name] for name in CONDITIONS},
             **{f"compared/{key}": value for key, value in run.values.items()},
-            **everything(run.scores),
+            **{
+                f"{name}/value" if name in RUN_KEYS else name: x for name, x in everything(run.scores).items()
+            },
         }
         for number, section in enumerate(sections, start=1)
         for group in section.groups
