@@ -72,6 +72,12 @@ def test_a_prompt_is_continued_within_its_document(causal):
     assert 8 <= len(new) < 200  # documents have 8 to 30 words and a number: it knows where one ends
 
 
+def test_a_run_exports_the_tokenizer_of_its_base(masked, small, start, tmp_path):
+    start(small(*TRAINED, "trainer.steps=1"), tmp_path / "run")
+    for guess in pipeline("fill-mask", model=str(tmp_path / "run" / "model"))("the house <mask> near"):
+        assert guess["token_str"].startswith(" ")
+
+
 def test_both_objectives_pack_the_same_rows(texts):
     rows = {}
     for objective in ("masked", "causal"):
