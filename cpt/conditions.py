@@ -46,6 +46,10 @@ def text_digest(scores: Scores, name: str) -> str:
     return str(scores.texts.get(name, {}).get("digest", f"unknown ({size} bytes)"))
 
 
+def is_unknown(value: str) -> bool:
+    return value.startswith("unknown")
+
+
 def _unknown(scores: Scores, counts: list[int]) -> str:
     by_text = sorted(zip(scores.domains, counts, strict=True))
     return f"unknown ({digest(by_text)[:8]})"

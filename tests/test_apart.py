@@ -11,6 +11,7 @@ from cpt.comparison.command import command
 from cpt.comparison.differences import contrasts, ranked
 from cpt.comparison.groups import sections
 from cpt.comparison.measures import MEASURES
+from cpt.comparison.notes import notes
 from cpt.comparison.runs import measured
 from cpt.conditions import conditions
 from cpt.scores import Scores
@@ -112,7 +113,31 @@ def test_what_is_unknown_is_equal_where_the_texts_have_as_many_tokens():
     assert len(compared(one, same)) == 1
     assert [len(section.runs) for section in compared(one, same, other)] == [2, 1]
     assert one.conditions["tokenizer"].startswith("unknown (")
-    assert len(compared(one, run())) == 2  # nothing says that they are alike
+
+
+def test_what_a_run_does_not_say_is_taken_from_those_with_as_many_tokens():
+    (only,) = compared(run(conditions={}), run(method="das"), run(conditions={}, seed=1))
+    assert "unknown" not in " ".join(only.conditions.values())
+    assert only.baselines["das"].name == "ncl"
+    (line,) = [line for line in notes(only) if "do not say" in line]
+    assert line.startswith("2 of 3 runs do not say all of this")
+    assert line.endswith("(score_on, tokenizer, length, mask_rate).")
+    assert not [line for line in notes(compared(run())[0]) if "do not say" in line]
+
+
+@pytest.mark.parametrize("counts", ["tokens", "scored", "bytes"])
+def test_a_run_with_other_counts_takes_nothing(counts):
+    old = run(conditions={})
+    setattr(old.scores, counts, [77, 1000, 1000, 1000])
+    assert len(compared(old, run())) == 2
+
+
+def test_where_others_disagree_a_run_takes_nothing():
+    others = [run(), run(conditions=CONDITIONS | {"tokenizer": "4567cdef"})]
+    found = compared(run(conditions={}), *others)
+    assert len(found) == 3
+    assert found[0].conditions["tokenizer"].startswith("unknown (")
+    assert found[0].conditions["length"] == "64"
 
 
 def test_unknown_values_do_not_depend_on_the_order_of_learning():

@@ -9,7 +9,7 @@ from cpt.comparison.groups import Group, Section
 from cpt.comparison.measures import NONE, Measure, told
 from cpt.comparison.notes import ALONE, FROM_BASE, counts
 from cpt.conditions import NONE as NO_RATE
-from cpt.conditions import text_digest
+from cpt.conditions import is_unknown, text_digest
 from cpt.formatting import decimals
 from cpt.pages import Block, few
 
@@ -25,7 +25,7 @@ SIDE_BY_SIDE = (
 )
 UNKNOWN = (
     "unknown: an earlier cpt did not write it down; what stands in brackets is equal where the texts have as "
-    "many tokens. Such runs are kept apart from those of which it is known."
+    "many tokens, scored tokens or bytes."
 )
 MEASURES = tuple(
     Measure(key=f"{name}/bits_per_byte", title=name, show=decimals) for name in ("ZS", "CPT", "LC", "FG")
@@ -39,7 +39,7 @@ def heading(sections: Sequence[Section]) -> list[Block]:
     bits = bits_per_byte(sections)
     but = f", but for what stands under “{BITS}”." if bits else "."
     lines = [f"{len(sections)} {APART}{but}", *(_section(s, n, sections) for n, s in enumerate(sections, 1))]
-    if any("unknown" in value for section in sections for value in section.conditions.values()):
+    if any(is_unknown(value) for section in sections for value in section.conditions.values()):
         lines.append(UNKNOWN)
     return [Block(lines=[*lines, *_other_texts(sections)]), *bits]
 
@@ -80,7 +80,7 @@ def bits_per_byte(sections: Sequence[Section]) -> list[Block]:
 
 def _known(section: Section) -> bool:
     scores = section.runs[0].scores
-    return not any(text_digest(scores, name).startswith("unknown") for name in scores.domains)
+    return not any(is_unknown(text_digest(scores, name)) for name in scores.domains)
 
 
 def _table(numbered: Sequence[tuple[int, Section]]) -> Block:

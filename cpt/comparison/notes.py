@@ -11,6 +11,10 @@ ALONE = (
     "`one` and `dga` learn every domain from the base: their CPT counts; their LC and FG compare models that "
     "never met."
 )
+ASSUMED = (
+    "runs do not say all of this, being of an earlier cpt; it is taken from the others, as their texts have "
+    "exactly as many tokens, scored tokens and bytes"
+)
 MASKED = (
     "Bits per byte of a masked model are its loss on masked tokens times tokens per byte: no code length, "
     "and comparable within these runs only."
@@ -34,6 +38,10 @@ def notes(section: Section) -> list[str]:
 def _conditions(section: Section) -> list[str]:
     """What perplexity means here."""
     lines = [f"Perplexity of all these runs: {described(section.conditions)}."]
+    assumed = [run for run in section.runs if run.assumed]
+    if assumed:
+        names = ", ".join(dict.fromkeys(name for run in assumed for name in run.assumed))
+        lines.append(f"{len(assumed)} of {len(section.runs)} {ASSUMED} ({names}).")
     return [*lines, MASKED] if section.objective == "masked" else lines
 
 
