@@ -33,6 +33,7 @@ from cpt.trainers import trainer
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
 CHECKPOINT_EVERY = 200
 READ_AT_ONCE = 100
 ADVICE = (
@@ -70,8 +71,10 @@ def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
         raise ValueError(
             f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
         )
-    tokenizer = models.load_tokenizer(trained_tokenizer(corpora.general, cfg.vocabulary, cache=corpora.cache))
     untrained = models.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
+    objective = models.objective_name(cfg.objective, untrained)
+    learned = trained_tokenizer(corpora.general, cfg.vocabulary, objective=objective, cache=corpora.cache)
+    tokenizer = models.load_tokenizer(learned)
     new = assembled(cfg, "", tokenizer, untrained)
     decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
     settings = OmegaConf.to_container(OmegaConf.create(decides))
@@ -90,14 +93,15 @@ def assembled(cfg: DictConfig, checkpoint: str, tokenizer: PreTrainedTokenizerBa
     )
 
 
-def trained_tokenizer(general: Corpus, vocabulary: int, *, cache: Path) -> Path:
-    """The folder of a tokenizer learned from the general text."""
+def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
+    """The folder of a tokenizer learned from the general text, for an objective."""
 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        models.train_tokenizer(batches(general), vocabulary=vocabulary).save_pretrained(folder)
+        learned = models.train_tokenizer(batches(general), vocabulary=vocabulary, objective=objective)
+        learned.save_pretrained(folder)
 
-    made_of = [FORMAT, general.facts["train_digest"], vocabulary]
+    made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
     return made_once(cache / "tokenizers" / digest(made_of), make=make)
 
 

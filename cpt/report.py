@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cpt import figures
+from cpt.conditions import conditions
+from cpt.conditions import described as described_conditions
 from cpt.endtasks import blocks as endtask_report
 from cpt.formatting import decimals, megabytes, perplexity, shortened
 from cpt.labels import label
@@ -73,6 +75,7 @@ def _summary(scores: Scores) -> Block:
     cells = [
         ["method", label(scores.run)],
         ["model", f"{run['model']} ({run['objective']})"],
+        ["perplexity", described_conditions(conditions(scores))],
         ["order", few(run["order"])],
         ["seed", str(run["seed"])],
         ["state", f"{scores.state}; {scores.seconds:,.1f} seconds"],
