@@ -1,0 +1,95 @@
+"""What it costs to look at every loss and gradient before the optimizer does: its share of a training step.
+
+    python benchmarks/guard.py
+
+With clipping the norm is there anyway, and what is timed is the guard alone; without it the norm is the
+guard's cost too. Median of the steps' shares, so that a busy machine slows both sides."""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ground import arguments as common_arguments
+from ground import ground
+from lightning.pytorch.callbacks import Callback
+from measuring import RESULTS
+
+from cpt.guard import Guard
+from cpt.trainers import trainer
+
+SHAPES = {
+    "4 x 256, 32 x 128 tokens": ["model.length=128", "trainer.batch_size=32"],
+    "2 x 128, 32 x 64 tokens (the default's size)": [
+        "model.config.hidden_size=128",
+        "model.config.intermediate_size=512",
+        "model.config.num_hidden_layers=2",
+        "model.vocabulary=2048",
+    ],
+}
+
+
+class Timed(Callback):
+    """Seconds of each step, and of what the guard did in it."""
+
+    def __init__(self, module: Any, *, clipped: bool) -> None:
+        self.steps, self.guarding, self.own, self.module = [], [], 0.0, module
+        self.guard = Guard()
+        for name in ("see", "allows"):
+            self.time(self.guard, name)
+        if not clipped:
+            self.time(module, "configure_gradient_clipping")
+
+    def time(self, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any, **how: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **how)
+            finally:
+                self.own += time.perf_counter() - began
+
+        object.__setattr__(owner, name, timed)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.began, self.own = time.perf_counter(), 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps.append(time.perf_counter() - self.began)
+        self.guarding.append(self.own)
+
+
+def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[str, float]:
+    clip = [] if clipped else ["trainer.gradient_clip_val=null"]
+    place = ground(cache, *shape, f"trainer.steps={steps}", *clip)
+    place.module.activate(0)
+    timed = Timed(place.module, clipped=clipped)
+    fitting = trainer(place.cfg.trainer, label="guard", steps=steps, callbacks=[timed.guard, timed])
+    fitting.fit(place.module, datamodule=place.data)
+    shares = [own / whole for own, whole in zip(timed.guarding, timed.steps, strict=True)][steps // 5 :]
+    return {
+        "share": statistics.median(shares),
+        "guard_ms": 1000 * statistics.median(timed.guarding),
+        "step_ms": 1000 * statistics.median(timed.steps),
+    }
+
+
+def main() -> None:
+    parser = common_arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    found = {}
+    for name, shape in SHAPES.items():
+        for clipped in (True, False):
+            label = f"{name}, {'clipped' if clipped else 'not clipped'}"
+            found[label] = measure(given.cache, shape, clipped=clipped, steps=given.steps)
+            print(label, json.dumps(found[label]), flush=True)
+    Path(given.out or RESULTS / "guard.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
