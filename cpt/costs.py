@@ -53,8 +53,8 @@ ON_CPU = {  # the processor's own attention, which the counter lacks
 
 
 class Nowhere:
-    """In place of torch's ModuleTracker, which says in which module an operation is: only the sum is asked for,
-    and its hooks on the inputs of modules break torch.autograd.grad where such an input is a parameter
+    """In place of torch's ModuleTracker, which says in which module an operation is: only the sum is asked
+    for, and its hooks on the inputs of modules break torch.autograd.grad where such an input is a parameter
     (DeBERTa-v2 hands its relative positions to a norm)."""
 
     parents = ("Global",)

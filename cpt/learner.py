@@ -13,16 +13,16 @@ import transformers
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from cpt import report
+from cpt import preflight, report
 from cpt.assembly import method, opened, sequence
 from cpt.base import Base, base
 from cpt.corpora import Corpora
 from cpt.costs import Compute, own_names, stored_bytes, trained_parameters
+from cpt.custom import CustomCallbacks
 from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive, replacing
 from cpt.methods.base import ContinualModule
-from cpt.model import configuration
 from cpt.parts import BASE
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
 from cpt.scores import Scores
@@ -39,8 +39,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     cfg = plan.cfg
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if cfg.model.checkpoint is not None:
-        configuration(cfg.model.checkpoint)  # a wrong name is told before hours of reading
+    custom_loggers, callbacks = preflight.checked(cfg, place.path)  # before hours of reading
     phases: dict[str, float] = {}
     with timed(phases, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
@@ -56,10 +55,23 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     }
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
-        cfg.logger, place.path, group=str(cfg.name), job=cfg.method.name, tags=cfg.tags, config=config
+        cfg.logger,
+        place.path,
+        group=str(cfg.name),
+        job=cfg.method.name,
+        tags=cfg.tags,
+        config=config,
+        custom=custom_loggers,
     ) as loggers:
         learner = Learner(
-            cfg, place, module=module, data=data, examination=examined, scores=scores, loggers=loggers
+            cfg,
+            place,
+            module=module,
+            data=data,
+            examination=examined,
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(callbacks, place.path / "callbacks"),
         )
         learner.learn()
         if is_first_process():
@@ -80,9 +92,11 @@ class Learner:
         examination: Examination | None,
         scores: Scores,
         loggers: Sequence[Logger],
+        callbacks: CustomCallbacks,
     ) -> None:
         self.cfg, self.place, self.module, self.data = cfg, place, module, data
         self.examination, self.scores, self.loggers = examination, scores, loggers
+        self.callbacks = callbacks
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         scores.needs_domain = module.needs_domain
@@ -152,7 +166,12 @@ class Learner:
             label=f"{domain.name} ({number}/{len(self.data)})",
             loggers=self.loggers,
             steps=steps,
-            callbacks=[compute, Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every)],
+            # Before the checkpoint, so that it has what they did at its step.
+            callbacks=[
+                compute,
+                *self.callbacks.entering(number),
+                Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every),
+            ],
         )
         with timed(self.scores.phases, f"learn {domain.name}"):
             fitting.fit(
