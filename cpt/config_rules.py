@@ -165,7 +165,7 @@ DATA: Rules = {
     "endtask.tasks": or_null(Rule(is_tasks, "for each task its own values, or null")),
     "endtask.columns": MAPPING,
 }
-LEARNING: Rules = {**optimizer("optim"), "method.rate": number("0 or more")}
+LEARNING: Rules = {"method.rate": number("0 or more"), **optimizer("optim")}
 SCHEDULE: Rules = {"warmup": SHARE, "final": SHARE}
 RULES: Rules = {**RUN, **MODEL, **TRAINER, **DATA, **LEARNING}
 CLOSED = ("freeze", "model", "model.base", "domains.held_out")  # their keys are those that have a rule
