@@ -191,11 +191,14 @@ def target(section: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 
 def arguments(made_by: Callable[..., Any]) -> list[str] | None:
     """The names that a function takes, or a class with those that it hands on to the class above; None where
-    it takes any."""
+    it takes any, or does not say (built-in types)."""
     makers = [kind.__init__ for kind in made_by.__mro__] if inspect.isclass(made_by) else [made_by]
     names: list[str] = []
     for maker in makers:
-        taken = inspect.signature(maker).parameters.values()
+        try:
+            taken = inspect.signature(maker).parameters.values()
+        except ValueError:
+            return None
         names += [each.name for each in taken if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
         if not any(each.kind is each.VAR_KEYWORD for each in taken):
             return [name for name in dict.fromkeys(names) if name != "self"]

@@ -71,7 +71,7 @@ def made(place: str, entry: DictConfig, kind: type, **defaults: Any) -> Any:
     """What an entry of the config stands for, with `defaults` for the arguments that it takes and that are
     not given."""
     check_arguments(place, entry)
-    taken = inspect.signature(target(place, entry)).parameters
+    taken = inspect.signature(target(place, entry)).parameters if defaults else {}
     missing = {name: value for name, value in defaults.items() if name in taken and name not in entry}
     try:
         built = instantiate(entry, **missing, _convert_="all")

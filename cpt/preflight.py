@@ -29,6 +29,7 @@ from cpt.trainers import trainer
 
 log = logging.getLogger(__name__)
 
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 # What a run gives every method, beside its own options.
 SHARED = (
     "model",
@@ -104,6 +105,7 @@ def given(options: DictConfig) -> PretrainedConfig:
     place = options.checkpoint
     config = models.configuration(place)
     check_files(Path(place))
+    check_tokenizer(Path(place))
     with naming(f"the tokenizer of model.checkpoint={place}"):
         tokenizer = models.load_tokenizer(place)
     check_rows(
@@ -125,6 +127,15 @@ def check_files(folder: Path) -> None:
             raise ValueError(f"{path} is truncated or damaged ({reason(error)}); {instead}") from error
     for path in sorted(folder.glob("pytorch_model*.bin")) if folder.is_dir() else ():
         check_archive(path, instead=instead)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """A local checkpoint has one: transformers would make an empty one of the model's type."""
+    if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
+        raise ValueError(
+            f"model.checkpoint={folder} has no tokenizer; allowed: a folder with the files of one, "
+            f"{', '.join(TOKENIZERS)}"
+        )
 
 
 def tell_parts(folder: Path) -> None:
