@@ -158,9 +158,9 @@ def check_choices(cfg: DictConfig) -> None:
             check_values(cfg, rules, prefix=f"{section}.")
     name = found(cfg, "method.name")
     if is_own(found(cfg, "method")) and name in TOGETHER:
-        agrees, allowed = TOGETHER[name]
+        agrees, wrong = TOGETHER[name]
         if not agrees(cfg.method):
-            raise ValueError(f"method={name}; allowed: {allowed}")
+            raise ValueError(wrong.format(**{key: shown(value) for key, value in cfg.method.items()}))
 
 
 def is_own(options: Any) -> bool:

@@ -72,6 +72,7 @@ BETAS = Rule(
     "two numbers, 0 or more and below 1",
 )
 HELD_OUT = Rule(lambda value: is_number(value) and 0 < value < 0.5, "shares above 0 and below 0.5")
+MOST = Rule(lambda value: value is None or is_whole(value, 1), "null, or 1 document or more")
 CLIP = or_null(number("0 or more"))
 
 
@@ -161,7 +162,7 @@ DATA: Rules = {
     "domains.held_out.valid": HELD_OUT,
     "domains.held_out.test": HELD_OUT,
     "domains.held_out.seed": whole(0),
-    "domains.held_out.most": or_null(Rule(lambda value: is_whole(value, 1), "1 document or more")),
+    "domains.held_out.most": MOST,
     "endtask.tasks": or_null(Rule(is_tasks, "for each task its own values, or null")),
     "endtask.columns": MAPPING,
 }

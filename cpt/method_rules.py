@@ -12,6 +12,7 @@ from cpt.rules import (
     is_list,
     is_pattern,
     is_text,
+    is_whole,
     number,
     one_of,
     or_null,
@@ -68,9 +69,9 @@ METHODS: dict[str, Rules] = {
     "derpp": {
         "alpha": number("0 or more"),
         "beta": number("0 or more"),
-        "memory": or_null(whole(1)),
+        "memory": or_null(Rule(lambda value: is_whole(value, 1), "a whole number of samples from 1 on")),
         "memory_bytes": or_null(number("above 0")),
-        "draw": or_null(whole(1)),
+        "draw": or_null(Rule(lambda value: is_whole(value, 1), "a whole number from 1 on")),
         "matched": one_of("hidden", "logits"),
         "precision": one_of("float16", "bfloat16", "float32"),
     },
@@ -115,15 +116,15 @@ METHODS: dict[str, Rules] = {
     "replay": {},
     "wise_ft": {"previous": number("0 to 1")},
 }
-# What two options say together.
+# What options say together, and what is said of them.
 TOGETHER: dict[str, tuple[Callable[[Mapping[str, Any]], bool], str]] = {
     "derpp": (
         lambda given: (given["memory"] is None) != (given["memory_bytes"] is None),
-        "exactly one of method.memory and method.memory_bytes, the other null",
+        "method.memory={memory} and method.memory_bytes={memory_bytes}; allowed: exactly one, the other null",
     ),
     "hat": (
         lambda given: given["form"] != "full" or given["units"] or given["shared"] == "trained",
-        "method.shared=trained where method.units=[], else there is nothing to train",
+        "method.shared={shared} leaves nothing to train without units; allowed: trained",
     ),
 }
 MASKS: dict[str, Rules] = {

@@ -63,7 +63,7 @@ def is_pattern(value: Any) -> bool:
 
 def number(interval: str) -> Rule:
     """A number of one of cpt.options.INTERVALS."""
-    return Rule(lambda value: is_number(value) and INTERVALS[interval](value), f"a number, {interval}")
+    return Rule(lambda value: is_number(value) and INTERVALS[interval](value), interval)
 
 
 def whole(least: int) -> Rule:
@@ -83,11 +83,12 @@ def some_of(*choices: str, none: bool = False) -> Rule:
         known = is_list(value, lambda entry: entry in choices)
         return known and len(set(value)) == len(value) and (none or len(value) > 0)
 
-    return Rule(allows, f"a list of some of {', '.join(choices)}{', or []' * none}")
+    listed = ", ".join(choices)
+    return Rule(allows, f"some of {listed}, or []" if none else f"one or more of {listed}")
 
 
 def or_null(rule: Rule) -> Rule:
-    return Rule(lambda value: value is None or rule.allows(value), f"null, or {rule.allowed}")
+    return Rule(lambda value: value is None or rule.allows(value), f"null or {rule.allowed}")
 
 
 YES_NO = Rule(lambda value: isinstance(value, bool), "true, false")
