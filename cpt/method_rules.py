@@ -69,7 +69,9 @@ METHODS: dict[str, Rules] = {
     "derpp": {
         "alpha": number("0 or more"),
         "beta": number("0 or more"),
-        "memory": or_null(Rule(lambda value: is_whole(value, 1), "a whole number of samples from 1 on")),
+        "memory": Rule(
+            lambda value: value is None or is_whole(value, 1), "a whole number of samples from 1 on"
+        ),
         "memory_bytes": or_null(number("above 0")),
         "draw": or_null(Rule(lambda value: is_whole(value, 1), "a whole number from 1 on")),
         "matched": one_of("hidden", "logits"),

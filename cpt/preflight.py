@@ -18,11 +18,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from cpt import custom
 from cpt import model as models
 from cpt.base import check_buildable
-from cpt.checks import check_arguments
+from cpt.checks import check_arguments, is_own
 from cpt.config import reason
 from cpt.exported import INDEX
 from cpt.folder import check_archive
 from cpt.freezing import Freeze
+from cpt.methods.prompt import check_tokens
 from cpt.plan import is_first_process
 from cpt.resizing import check_head, check_rows
 from cpt.trainers import trainer
@@ -90,6 +91,8 @@ def check_model(cfg: DictConfig) -> None:
     if options.get("resize"):
         check_head(model)
     check_width(cfg.method, model)
+    if cfg.method.name == "prompt" and is_own(cfg.method):
+        check_tokens(cfg.method.tokens, length=options.length, model=model)
 
 
 def built(options: DictConfig) -> PretrainedConfig:

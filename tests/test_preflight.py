@@ -23,6 +23,7 @@ WRONG = {
     "method=demix +method.routing.foo=1": "method.routing.foo is not known; allowed: method.routing.learned",
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=hat method.form=adapter method.reduction=33": "method.reduction=33; allowed: 1 to 32",
+    "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
     "+optim.nesterof=true": "optim.nesterof is not known; allowed: optim.lr",
     "optim=sgd +optim.nesterov=true": "optim: Nesterov momentum requires a momentum and zero dampening",
     "optim._target_=torch.optim.Nothing": "optim._target_=torch.optim.Nothing: module 'torch.optim' has no",
