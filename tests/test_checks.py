@@ -1,6 +1,5 @@
 """What a config may say: every wrong value, key and combination in one line, before any text is read."""
 
-import ast
 import inspect
 import subprocess
 import sys
@@ -288,14 +287,6 @@ def test_the_checks_need_no_torch():
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.stdout == "set()\n", ended.stderr
-
-
-def test_the_tables_are_plain():
-    """No table imports torch, so that a wrong value is told at once."""
-    for module in ("rules", "config_rules", "method_rules", "checks"):
-        tree = ast.parse((ROOT / "cpt" / f"{module}.py").read_text())
-        named = {each.module for each in tree.body if isinstance(each, ast.ImportFrom)}
-        assert not any(name.startswith(("torch", "lightning", "transformers")) for name in named)
 
 
 def test_a_key_that_others_are_made_of_has_an_effect(composed):
