@@ -26,6 +26,7 @@ from cpt.methods.ncl import NCL
 from cpt.objectives import Objective
 from cpt.preemption import deferred
 from cpt.replay import NOTHING
+from cpt.resizing import fit_rows
 from cpt.schedules import linear
 from cpt.sources import GENERAL
 from cpt.trainers import trainer
@@ -51,10 +52,12 @@ class Base:
     objective_name: str
     objective: Objective
     length: int
+    resize: bool = False
 
     def model(self) -> PreTrainedModel:
-        """A fresh copy of the base model."""
+        """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
         loaded = models.load(self.checkpoint, self.objective_name)
+        fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         models.check_length(self.length, loaded)
         return loaded
 
@@ -67,10 +70,7 @@ def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
     if cfg.checkpoint is not None:
         config = models.configuration(cfg.checkpoint)
         return assembled(cfg, cfg.checkpoint, models.load_tokenizer(cfg.checkpoint), config)
-    if cfg.config is None or cfg.base is None:
-        raise ValueError(
-            f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
-        )
+    check_buildable(cfg)
     untrained = models.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
     objective = models.objective_name(cfg.objective, untrained)
     learned = trained_tokenizer(corpora.general, cfg.vocabulary, objective=objective, cache=corpora.cache)
@@ -86,11 +86,18 @@ def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
     return assembled(cfg, str(folder), tokenizer, untrained)
 
 
+def check_buildable(cfg: DictConfig) -> None:
+    """Raises ValueError for a model config with neither a checkpoint nor an architecture."""
+    if cfg.config is None or cfg.base is None:
+        raise ValueError(
+            f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
+        )
+
+
 def assembled(cfg: DictConfig, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any) -> Base:
     name = models.objective_name(cfg.objective, config)
-    return Base(
-        checkpoint, tokenizer, name, models.objective(name, tokenizer, mask_rate=cfg.mask_rate), cfg.length
-    )
+    objective = models.objective(name, tokenizer, mask_rate=cfg.mask_rate)
+    return Base(checkpoint, tokenizer, name, objective, cfg.length, bool(cfg.get("resize")))
 
 
 def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:

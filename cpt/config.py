@@ -36,6 +36,8 @@ EXECUTION = (
     "trainer.log_every_n_steps",
     "trainer.workers",
 )
+# Options that came later, and the value with which a run is what it was without them: such folders go on.
+NEUTRAL = {"callbacks": {}, "model.resize": False}
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 # What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
 NAMED = ("method", "mask", "replay", "domains", "domains.root", "model", "order", "seed", "experiment")
@@ -83,7 +85,8 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def identity(cfg: DictConfig) -> dict[str, Any]:
     """The leaves of the config that decide the result."""
     tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    return {key: value for key, value in flat(tree) if not executes(key)}
+    leaves = {key: value for key, value in flat(tree) if not executes(key)}
+    return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -52,6 +52,20 @@ ON_CPU = {  # the processor's own attention, which the counter lacks
 }
 
 
+class Nowhere:
+    """In place of torch's ModuleTracker, which says in which module an operation is: only the sum is asked
+    for, and its hooks on the inputs of modules break torch.autograd.grad where such an input is a parameter
+    (DeBERTa-v2 hands its relative positions to a norm)."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        """Nothing is watched."""
+
+    def __exit__(self, *args: Any) -> None:
+        """Nothing was watched."""
+
+
 class Compute(Callback):
     """Measures a stage: tokens that its steps read, floating-point operations, peak memory.
 
@@ -75,6 +89,7 @@ class Compute(Callback):
 
     def begin(self) -> None:
         self.counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
+        self.counter.mod_tracker = Nowhere()
         self.counter.__enter__()
 
     def end(self, phase: str) -> None:

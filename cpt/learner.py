@@ -17,19 +17,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
-from cpt import report
+from cpt import preflight, report
 from cpt.assembly import method, opened, sequence
 from cpt.base import Base, base
 from cpt.checkpointing import Checkpoint, save
 from cpt.corpora import Corpora
 from cpt.costs import Compute, own_names, stored_bytes, trained_parameters
+from cpt.custom import CustomCallbacks
 from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive
 from cpt.guard import ADVICE, Guard, RollbackError, all_finite
 from cpt.machine import devices
 from cpt.methods.base import ContinualModule
-from cpt.model import configuration
 from cpt.parts import BASE
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
 from cpt.preemption import check, deferred, leave_together
@@ -47,8 +47,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     cfg = plan.cfg
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if cfg.model.checkpoint is not None:
-        configuration(cfg.model.checkpoint)  # a wrong name is told before hours of reading
+    custom_loggers, callbacks = preflight.checked(cfg, place.path)  # before hours of reading
     phases: dict[str, float] = {}
     with timed(phases, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
@@ -65,10 +64,23 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     scores.run["threads"] = keep_threads(scores.run.get("threads"), processes=devices(cfg, gpus=0))
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
-        cfg.logger, place.path, group=str(cfg.name), job=cfg.method.name, tags=cfg.tags, config=config
+        cfg.logger,
+        place.path,
+        group=str(cfg.name),
+        job=cfg.method.name,
+        tags=cfg.tags,
+        config=config,
+        custom=custom_loggers,
     ) as loggers:
         learner = Learner(
-            cfg, place, module=module, data=data, examination=examined, scores=scores, loggers=loggers
+            cfg,
+            place,
+            module=module,
+            data=data,
+            examination=examined,
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(callbacks, place.path / "callbacks"),
         )
         learner.learn()
         if is_first_process():
@@ -89,9 +101,11 @@ class Learner:
         examination: Examination | None,
         scores: Scores,
         loggers: Sequence[Logger],
+        callbacks: CustomCallbacks,
     ) -> None:
         self.cfg, self.place, self.module, self.data = cfg, place, module, data
         self.examination, self.scores, self.loggers = examination, scores, loggers
+        self.callbacks = callbacks
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         scores.needs_domain = module.needs_domain
@@ -155,13 +169,10 @@ class Learner:
         self.data.enter(domain)
         self.module.activate(domain.index)
         self.module.train()
-        guard = Guard(policy=self.cfg.on_nonfinite)
-        compute = Compute()
-        callbacks = [
-            compute,
-            guard,
-            Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every, guard=guard),
-        ]
+        compute, guard = Compute(), Guard(policy=self.cfg.on_nonfinite)
+        saving = Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every, guard=guard)
+        # Last, so that a checkpoint has what the others did at its step.
+        callbacks = [compute, guard, *self.callbacks.entering(number), saving]
         with timed(self.scores.phases, f"learn {domain.name}"):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together

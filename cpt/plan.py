@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from cpt import orders
 from cpt.budget import Budget, share
+from cpt.checks import check, is_own
 from cpt.config import digest, identity, made
 from cpt.endtasks.tasks import checked
 from cpt.metrics import METRICS, UNITS
@@ -29,11 +30,14 @@ class Plan:
 
 def planned(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
+    check(cfg)
     made_of = identity(cfg)
     objective_value({}, cfg.objective)
     options = {name: cfg.trainer[name] for name in ("steps", "epochs", "tokens", "batch_size")}
     processes = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
     made(cfg.replay)
+    if is_own(OmegaConf.select(cfg, "method.mixture")):
+        made(cfg.method.mixture)
     share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
     source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
     order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)

@@ -13,6 +13,7 @@ from cpt import facts, figures
 from cpt.conditions import conditions
 from cpt.conditions import described as conditions_in_words
 from cpt.config import reason
+from cpt.config_rules import LONGEST_TAG
 from cpt.endtasks import blocks as endtask_report
 from cpt.labels import label
 from cpt.scores import Scores
@@ -21,18 +22,10 @@ from cpt.summaries import everything
 if TYPE_CHECKING:
     import wandb
 
-MODES = ("online", "offline", "disabled")
-LONGEST_TAG = 64  # characters, W&B's own limit
 NOTHING: Mapping[str, Any] = {}
 ADVICE = "logger.mode=offline keeps the run in its folder"
 LARGEST_REPORT = 10_000_000  # bytes; a page that is larger is slow in a panel
 OVER_STAGE = ("ppl/*", "stages/*", "tasks/*")
-
-
-def check_mode(mode: str) -> None:
-    """Raises ValueError for a mode that W&B has not."""
-    if mode not in MODES:
-        raise ValueError(f"logger.mode={mode}; allowed: {', '.join(MODES)}")
 
 
 def opened(

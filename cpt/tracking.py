@@ -1,6 +1,7 @@
 """Curves while a run goes on: metrics.csv in the run folder, and Weights & Biases."""
 
 import csv
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from cpt.config import digest
 from cpt.facts import stage_row
-from cpt.publishing import check_mode, opened, publish, publish_stage
+from cpt.preemption import Preempted
+from cpt.publishing import opened, publish, publish_stage
 from cpt.scores import Scores
 
 
@@ -54,10 +56,15 @@ def tracked(
     job: str,
     tags: Sequence[str],
     config: Mapping[str, Any],
+    custom: Sequence[Logger] = (),
 ) -> Iterator[list[Logger]]:
-    """The loggers of one run; its W&B run ends with it, as finished or as failed."""
-    loggers: list[Logger] = [LongCSV(folder / "metrics.csv")] if options["csv"] else []
-    if not options["wandb"]:
+    """The loggers of one run, with `custom` ones among them; its W&B run ends with it, as finished or as
+    failed."""
+    loggers: list[Logger] = [LongCSV(folder / "metrics.csv")] if options.get("csv") else []
+    loggers += custom
+    for logger in custom:
+        logger.log_hyperparams(dict(config))
+    if not options.get("wandb"):
         yield loggers
         return
     tracker = wandb_logger(options, folder, group=group, job=job, tags=tags, config=config)
@@ -65,6 +72,9 @@ def tracked(
     try:
         yield [*loggers, tracker]
         failed = False
+    except Preempted:
+        tracker.experiment.mark_preempting()  # W&B's state `preempted`, not `failed`
+        raise
     finally:
         finish(tracker, failed=failed)
 
@@ -79,13 +89,12 @@ def wandb_logger(
     config: Mapping[str, Any],
 ) -> WandbLogger:
     """One W&B run per run folder: the same folder is the same run, also after a restart."""
-    check_mode(options["mode"])
     if rank_zero_only.rank != 0:
         return WandbLogger(save_dir=str(folder))
     # The run is made here: Lightning would hand on an option that W&B warns of, and join a run that is still
     # open.
     about = {"name": folder.name, "group": group, "job_type": job, "tags": list(tags), "config": dict(config)}
-    places = {name: options[name] for name in ("project", "entity", "mode")}
+    places = {name: options.get(name) for name in ("project", "entity", "mode")}
     return WandbLogger(experiment=opened(digest([group, folder.name]), folder, **about, **places))
 
 
@@ -108,10 +117,22 @@ def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mappi
 
 @rank_zero_only
 def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> None:
-    """Everything that the report in the folder says; of the loggers, W&B shows it."""
+    """Everything that the report in the folder says, for W&B; every metric, for custom loggers."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             publish(logger.experiment, scores, folder=folder)
+        elif not isinstance(logger, LongCSV):
+            logger.log_metrics(final(scores), step=len(scores.rows) - 1)
+
+
+def final(scores: Scores) -> dict[str, float]:
+    """The metrics of a run, METRIC/UNIT."""
+    return {
+        f"{metric}/{unit}": value
+        for metric, units in scores.metrics.items()
+        for unit, value in units.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 def without_stage(points: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from cpt.config import LONGEST, choices, differences, identity, made, readable, reason
 from cpt.plan import planned
@@ -118,6 +119,18 @@ def test_what_carries_a_run_out_does_not_identify_it(composed):
     assert differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1"))) == [
         "seed: 0 -> 1",
         "trainer.steps: 250 -> 7",
+    ]
+
+
+def test_a_folder_from_before_an_option_was_there_is_gone_on_with(composed):
+    now = composed()
+    before = OmegaConf.create({key: value for key, value in now.items() if key != "callbacks"})
+    before.model = {key: value for key, value in before.model.items() if key != "resize"}
+    assert identity(before) == identity(now)
+    assert differences(identity(before), identity(composed("model.resize=true", "callbacks=lr_monitor"))) == [
+        "callbacks.lr_monitor._target_: (absent) -> lightning.pytorch.callbacks.LearningRateMonitor",
+        "callbacks.lr_monitor.logging_interval: (absent) -> step",
+        "model.resize: (absent) -> True",
     ]
 
 

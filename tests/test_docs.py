@@ -73,7 +73,9 @@ def options() -> set[str]:
 
 
 def as_in_conf(key: str) -> str:
-    """A task's own value is one of all tasks; a choice within a method is one of its own group."""
+    """A task's own value is one of all tasks; a choice within a method is one of its own group; callbacks and
+    loggers have any name."""
+    key = re.sub(r"^(callbacks|logger)\.mine\b.*", "callbacks.lr_monitor", key)
     return re.sub(r"^endtask\.tasks\.\w+\.", "endtask.", key).replace("method.routing.", "routing.")
 
 

@@ -66,7 +66,7 @@ def resolve_order(cfg):
 
 def test_smoke_is_small(composed):
     cfg = composed("experiment=smoke")
-    assert (cfg.name, cfg.trainer.steps, cfg.model.base.steps, cfg.logger.wandb) == ("smoke", 10, 20, False)
+    assert (cfg.name, cfg.trainer.steps, cfg.model.base.steps, cfg.logger) == ("smoke", 10, 20, {"csv": True})
     assert cfg.trainer.checkpoint_every < cfg.trainer.steps  # a checkpoint within a domain too
 
 

@@ -46,7 +46,12 @@ CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "when": (lambda value: value in WHEN, ", ".join(WHEN)),
     "eval_batch_size": (lambda value: whole(value, 1), "a whole number, 1 or more"),
     "seeds": (
-        lambda value: value and all(whole(seed, 0) for seed in value) and len(set(value)) == len(value),
+        lambda value: (
+            isinstance(value, list)
+            and value
+            and all(whole(seed, 0) for seed in value)
+            and len(set(value)) == len(value)
+        ),
         "a list of different whole numbers, 0 or more",
     ),
 }

@@ -287,7 +287,7 @@ def test_a_backbone_is_independent_of_the_model(adapter, batch_of):
         ("start=zero", "method.start=zero; allowed: base, previous"),
         ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
         ("reduction=2.5", "method.reduction=2.5; allowed: a whole number, 1 or more"),
-        ("reduction=true", "method.reduction=True; allowed: a whole number, 1 or more"),
+        ("reduction=true", "method.reduction=true; allowed: a whole number, 1 or more"),
     ],
 )
 def test_a_wrong_option_is_told(override, message, adapter):

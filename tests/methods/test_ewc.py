@@ -1,5 +1,7 @@
 """EWC: the Fisher against slow loops and closed forms; merging; the penalty."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import ROOT, SMALL
@@ -18,7 +20,12 @@ from processes import ended, started
 from torch import distributed
 from torch.nn import functional
 
+from cpt.base import trained_tokenizer
+from cpt.corpora import Corpora
+from cpt.costs import Compute
 from cpt.methods.ewc import fisher, merged
+from cpt.model import build, load_tokenizer
+from cpt.plan import planned
 
 
 @pytest.fixture
@@ -87,6 +94,39 @@ def test_the_fisher_is_the_slow_loop(estimator, config, request):
         torch.testing.assert_close(
             found[name].double(), value, rtol=1e-3, atol=1e-5 * scale + 1e-14, msg=name
         )
+
+
+@pytest.fixture
+def deberta(tmp_path, small):
+    """Overrides of a tiny DeBERTa-v2 with a tokenizer, whose encoder hands a parameter to a module."""
+    cfg = small()
+    texts = Corpora.read(planned(cfg).source, ["law"], cache=Path(cfg.cache_dir))
+    tokenizer = load_tokenizer(trained_tokenizer(texts.general, 300, cache=texts.cache))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    positions = {"max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8}
+    kinds = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p"}
+    rest = {"type_vocab_size": 0, "position_biased_input": False}
+    config = {"model_type": "deberta-v2", **sizes, **positions, **kinds, **rest}
+    for part in (build(config, tokenizer, "masked", seed=0), tokenizer):
+        part.save_pretrained(tmp_path / "deberta")
+    return [f"model.checkpoint={tmp_path / 'deberta'}", "model.objective=masked"]
+
+
+def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(ewc, deberta):
+    """The hooks by which torch's counter follows modules would break the gradient of single samples there."""
+    work = ewc(*deberta, "trainer.probe_samples=12")
+    costs = Compute()
+    work.learn(0, costs)
+    found, model = fisher_of(work), work.module.model.eval()
+    expected = slow_fisher(model, work.probe(), estimator="per_sample")
+    moving = [name for name, value in expected.items() if value.abs().max() > 0]
+    assert any("rel_embeddings" in name for name in moving) and len(moving) > len(expected) / 2
+    for name, value in expected.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(
+            found[name].double(), value, rtol=1e-3, atol=1e-5 * scale + 1e-14, msg=name
+        )
+    assert costs.flops["after"] > 0
 
 
 def test_the_fisher_of_an_output_bias_has_a_closed_form(learnt):

@@ -438,7 +438,7 @@ def test_frozen_layers_still_have_gates(hat):
         ("shared=some", "method.shared=some; allowed: frozen, trained"),
         ("units=[tokens]", r"method.units=\['tokens'\]; allowed: some of heads, neurons, outputs, or \[\]"),
         ("units=[]", "method.shared=frozen leaves nothing to train without units; allowed: trained"),
-        ("acts_on=never", "acts_on=never; allowed: gradient, update, frozen"),
+        ("acts_on=never", "method.acts_on=never; allowed: gradient, update, frozen"),
         ("s_max=0", "method.s_max=0; allowed: above 0"),
         ("strength=-1", "method.strength=-1; allowed: 0 or more"),
         ("limit=0", "method.limit=0; allowed: above 0"),
