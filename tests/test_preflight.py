@@ -95,7 +95,9 @@ def test_what_is_right_is_built(small, tmp_path):
 def saved(tmp_path_factory):
     """A tiny RoBERTa with its tokenizer."""
     folder = tmp_path_factory.mktemp("saved")
-    words = train_tokenizer(iter(["the court finds that a party must pay damages"] * 5), vocabulary=300)
+    words = train_tokenizer(
+        iter(["the court finds that a party must pay damages"] * 5), vocabulary=300, objective="masked"
+    )
     config = {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
     for part in (build(config, words, "masked", seed=0), words):
         part.save_pretrained(folder)

@@ -25,7 +25,7 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def words():
     lines = ["the court finds that a party to this contract must pay", "fresh pasta with basil"]
-    return train_tokenizer(iter([lines] * 20), vocabulary=300)
+    return train_tokenizer(iter([lines] * 20), vocabulary=300, objective="masked")
 
 
 @pytest.fixture
