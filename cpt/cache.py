@@ -1,29 +1,110 @@
-"""Things that are made once and shared by all runs, also by runs that start together."""
+"""Things that are made once and shared by all runs, also by runs that start together.
+
+Each is a folder with checksums. A small one is read through when it is opened, a large one by a thread while
+the run works; `damage` gives its verdict, which a run waits for before it keeps a result."""
 
 import logging
 import os
-from collections.abc import Callable
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 from filelock import FileLock, Timeout
 
+from cpt.checksums import FILE, Checksums, seal, sync
+
 log = logging.getLogger(__name__)
+
+LARGE = 1 << 24  # bytes of a folder above which its contents are not waited for
+FORGOTTEN = 24 * 3600  # seconds after which what a dead process left is not gone on with
+PARTIAL, DAMAGED = ".partial", ".damaged"
 
 
 def made_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
-    """`folder`, filled by `make(partial folder)` unless it is there, and renamed when it is complete.
+    """`folder`, filled by `make(partial folder)` unless it is there and whole, and renamed when complete.
 
     One process makes it and the others wait: the lock is the system's and ends with its holder. What a killed
     holder left stands in the partial folder, so that `make` may go on with it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial")
-    if not folder.exists():
-        with waited_for(FileLock(folder.with_name(f"{folder.name}.lock"))):
+    if not folder.exists() or problem(folder):
+        with waited_for(lock_of(folder)):
+            if folder.exists() and (found := problem(folder)):
+                log.warning("%s is damaged (%s) and is made again", folder, found)
+                take_out(folder)
             if not folder.exists():
-                partial.mkdir(exist_ok=True)
-                make(partial)
-                os.replace(partial, folder)
+                fill(folder, make)
+                return folder
+    WATCH.add(folder)
     return folder
+
+
+def fill(folder: Path, make: Callable[[Path], None]) -> None:
+    """Makes what is not there; the caller holds its lock."""
+    sweep(folder.parent)
+    partial = folder.with_name(folder.name + PARTIAL)
+    partial.mkdir(exist_ok=True)
+    for pattern in ("*.tmp", f"*{PARTIAL}"):
+        for left in partial.rglob(pattern):
+            left.unlink()
+    make(partial)
+    seal(partial)
+    os.replace(partial, folder)
+    sync(folder.parent)
+
+
+def problem(folder: Path) -> str:
+    """What is wrong with a folder as far as it is read on opening; empty if nothing is."""
+    try:
+        checksums = Checksums.load(folder / FILE)
+    except ValueError as error:
+        return str(error)
+    check = checksums.lost if checksums.size > LARGE else checksums.damaged
+    return "; ".join(check(folder))
+
+
+def take_out(folder: Path) -> None:
+    """Takes a folder out of the cache. Who has it open keeps what it reads."""
+    aside = folder.with_name(folder.name + DAMAGED)
+    discard(aside)
+    os.replace(folder, aside)
+    discard(aside)
+
+
+def discard(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what processes that died long ago left half made; what a living one makes is locked."""
+    for suffix in (PARTIAL, DAMAGED):
+        for left in folder.glob(f"*{suffix}"):
+            with suppress(FileNotFoundError):  # another process removes it just now
+                if time.time() - touched(left) > FORGOTTEN:
+                    remove_unless_locked(left, lock_of(left.with_name(left.name.removesuffix(suffix))))
+
+
+def remove_unless_locked(path: Path, lock: FileLock) -> None:
+    try:
+        with lock.acquire(timeout=0):
+            discard(path)
+    except Timeout:
+        pass
+
+
+def touched(path: Path) -> float:
+    """When a file, or anything in a folder, was last written to."""
+    return max((each.lstat().st_mtime for each in (path, *path.rglob("*"))), default=0.0)
+
+
+def lock_of(folder: Path) -> FileLock:
+    return FileLock(folder.with_name(f"{folder.name}.lock"))
 
 
 def waited_for(lock: FileLock) -> FileLock:
@@ -33,3 +114,70 @@ def waited_for(lock: FileLock) -> FileLock:
     except Timeout:
         log.info("waiting for another run that is making %s", Path(lock.lock_file).stem)
         return lock.acquire()
+
+
+class Watch:
+    """Reads the contents of large folders through while they are in use. One process of a machine does it."""
+
+    def __init__(self) -> None:
+        self.waiting: SimpleQueue[tuple[Path, Checksums, dict[str, int]]] = SimpleQueue()
+        self.idle, self.pending, self.found = threading.Condition(), 0, []
+
+    def add(self, folder: Path) -> None:
+        """Has a folder that has just been opened read through, if its contents have not been."""
+        checksums = Checksums.load(folder / FILE)
+        if checksums.size <= LARGE or not is_first_on_machine():
+            return
+        with self.idle:
+            self.pending += 1
+            if self.pending == 1:
+                threading.Thread(target=self.work, name="checksums", daemon=True).start()
+            self.waiting.put((folder, checksums, inodes(folder, checksums.files)))
+
+    def work(self) -> None:
+        """Ends when nothing waits."""
+        while True:
+            folder, checksums, opened = self.waiting.get()
+            try:
+                found = self.verdict(folder, checksums, opened)
+            except OSError as error:
+                found = [f"{folder} cannot be read or replaced: {error}"]
+            with self.idle:
+                self.found += found
+                self.pending -= 1
+                self.idle.notify_all()
+                if not self.pending:
+                    return
+
+    def verdict(self, folder: Path, checksums: Checksums, opened: dict[str, int]) -> list[str]:
+        """What is wrong with a folder that was opened; it is taken out of the cache then."""
+        if inodes(folder, checksums.files) != opened:
+            return [f"{folder} was made again by another process while this run read it"]
+        wrong = "; ".join(checksums.damaged(folder))
+        if not wrong:
+            return []
+        with waited_for(lock_of(folder)):
+            if inodes(folder, checksums.files) == opened:
+                take_out(folder)
+        return [f"{folder} was damaged ({wrong}) and was taken out of the cache"]
+
+    def damage(self) -> list[str]:
+        """What is wrong with all that was opened until now, waited for, each told once."""
+        with self.idle:
+            self.idle.wait_for(lambda: not self.pending)
+            found, self.found = self.found, []
+            return found
+
+
+WATCH = Watch()
+damage = WATCH.damage
+
+
+def inodes(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Which files stand under these names: another one under the same name has another number."""
+    paths = {name: folder / name for name in names}
+    return {name: path.stat().st_ino if path.exists() else 0 for name, path in paths.items()}
+
+
+def is_first_on_machine() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))

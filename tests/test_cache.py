@@ -12,6 +12,7 @@ import pytest
 from filelock import FileLock
 
 from cpt.cache import made_once
+from cpt.checksums import seal
 
 MAKER = """
 import sys, time
@@ -97,7 +98,7 @@ def test_a_killed_maker_leaves_nothing_wrong(tmp_path):
     assert not folder.exists()
     heir = started(folder, log, 0)
     assert heir.communicate(timeout=30)[0] == "whole\n"
-    assert sorted(path.name for path in folder.iterdir()) == ["first", "second"]
+    assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", "first", "second"]
     assert log.read_text() == "made\nmade\n"
 
 
@@ -110,6 +111,7 @@ def test_a_process_that_waits_says_so_and_makes_nothing(tmp_path, caplog):
             held.set()
             free.wait(timeout=30)
             folder.mkdir()
+            seal(folder)
 
     holder = threading.Thread(target=hold)
     holder.start()

@@ -1,7 +1,5 @@
 """Where the examples of end tasks come from: files in folders, and data sets of the Hugging Face hub."""
 
-import csv
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,18 @@ from typing import Any
 import pyarrow as pa
 
 from cpt.endtasks.tasks import Example, TaskSource
-from cpt.files import KINDS, SPLIT_NAME, SPLITS, Row, cause, csv_rows, json_rows, kind, parquet_rows
+from cpt.files import (
+    KINDS,
+    SPLIT_NAME,
+    SPLITS,
+    Row,
+    cause,
+    csv_rows,
+    json_rows,
+    kind,
+    parquet_rows,
+    reading,
+)
 
 TABLES = tuple(each for each in KINDS if each != ".txt")
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.files calls them
@@ -107,15 +116,11 @@ class FileTasks(TaskSource):
 
 def rows_of(path: Path) -> Iterator[Row]:
     """The rows of a table; ValueError if the file cannot be read as what its name says."""
-    try:
+    with reading(path):
         if kind(path) == ".parquet":
             yield from parquet_rows(path, "")
         else:
             yield from (csv_rows if kind(path) == ".csv" else json_rows)(path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
-    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read: {cause(error)}") from error
 
 
 class HubTasks(TaskSource):
