@@ -120,7 +120,7 @@ class Watch:
     """Reads the contents of large folders through while they are in use. One process of a machine does it."""
 
     def __init__(self) -> None:
-        self.waiting: SimpleQueue[tuple[Path, Checksums, dict[str, int]]] = SimpleQueue()
+        self.waiting: SimpleQueue[tuple[Path, Checksums, dict[str, tuple[int, int]]]] = SimpleQueue()
         self.idle, self.pending, self.found = threading.Condition(), 0, []
 
     def add(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class Watch:
             self.pending += 1
             if self.pending == 1:
                 threading.Thread(target=self.work, name="checksums", daemon=True).start()
-            self.waiting.put((folder, checksums, inodes(folder, checksums.files)))
+            self.waiting.put((folder, checksums, present(folder, checksums.files)))
 
     def work(self) -> None:
         """Ends when nothing waits."""
@@ -149,21 +149,23 @@ class Watch:
                 if not self.pending:
                     return
 
-    def verdict(self, folder: Path, checksums: Checksums, opened: dict[str, int]) -> list[str]:
+    def verdict(self, folder: Path, checksums: Checksums, opened: dict[str, tuple[int, int]]) -> list[str]:
         """What is wrong with a folder that was opened; it is taken out of the cache then."""
-        if inodes(folder, checksums.files) != opened:
+        if present(folder, checksums.files) != opened:
             return [f"{folder} was made again by another process while this run read it"]
         wrong = "; ".join(checksums.damaged(folder))
         if not wrong:
             return []
         with waited_for(lock_of(folder)):
-            if inodes(folder, checksums.files) == opened:
+            if present(folder, checksums.files) == opened:
                 take_out(folder)
         return [f"{folder} was damaged ({wrong}) and was taken out of the cache"]
 
     def damage(self) -> list[str]:
         """What is wrong with all that was opened until now, waited for, each told once."""
         with self.idle:
+            if self.pending:
+                log.info("waiting until %d large folders of the cache are read through", self.pending)
             self.idle.wait_for(lambda: not self.pending)
             found, self.found = self.found, []
             return found
@@ -173,10 +175,10 @@ WATCH = Watch()
 damage = WATCH.damage
 
 
-def inodes(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Which files stand under these names: another one under the same name has another number."""
-    paths = {name: folder / name for name in names}
-    return {name: path.stat().st_ino if path.exists() else 0 for name, path in paths.items()}
+def present(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Which files stand under these names, by number and time: those made again have others."""
+    stats = {name: (folder / name).stat() for name in names if (folder / name).exists()}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def is_first_on_machine() -> bool:

@@ -23,6 +23,7 @@ EXECUTION = (
     "variant",
     "logger",
     "cache_dir",
+    "check",
     "objective",
     "keep_stages",
     "endtask",

@@ -14,13 +14,11 @@ from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from cpt.cache import made_once
-from cpt.config import digest
 from cpt.randomness import key, sample_keys
-from cpt.sources import Source
+from cpt.sources import Source, stamp_of
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # part of every digest: raise it when the files below change
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
@@ -60,20 +58,15 @@ def corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     Raises ValueError for a domain with too few documents to train on and hold some out, and for text that
     changes while it is read.
     """
-    stamp = corpus_stamp(source, name)
+    stamp = stamp_of(source, name)
 
     def make(partial: Path) -> None:
         write(partial, source.read(name), name=name, held_out=source.held_out)
-        if corpus_stamp(source, name) != stamp:
+        if stamp_of(source, name) != stamp:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
     folder = made_once(cache / "corpora" / stamp, make=make)
     return Corpus(folder, json.loads((folder / "facts.json").read_text()))
-
-
-def corpus_stamp(source: Source, name: str) -> str:
-    """What a domain's text is known by without reading it: sizes, times, and how it is split."""
-    return f"{name}-{digest([FORMAT, source.fingerprint(name), dict(source.held_out)])}"
 
 
 def facts_anew(source: Source, name: str) -> dict[str, Any]:

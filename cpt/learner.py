@@ -21,6 +21,7 @@ from cpt.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive, replacing
+from cpt.identity import settle
 from cpt.methods.base import ContinualModule
 from cpt.model import configuration
 from cpt.parts import BASE
@@ -28,6 +29,7 @@ from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
 from cpt.scores import Scores
 from cpt.tracking import log_scores, log_stage, tracked
 from cpt.trainers import Checkpoint, trainer
+from cpt.verdict import confirm
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,11 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     with timed(phases, "tokenise"):
         data = sequence(plan, corpora, start, module)
         examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
+    settle(plan, place, corpora, start, examined)
     scores = place.scores() or opened(plan, corpora, start, data)
+    place.check_documents(scores.domains, len(scores.rows))
+    if cfg.check == "full":
+        confirm(place)
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
     }
@@ -100,6 +106,7 @@ class Learner:
             self.at = number
             self.commit(domain.name, **costs)
             self.examine(number)
+        confirm(self.place)
 
     def restore(self, number: int) -> None:
         """Gives the module its state after so many stages, if it has another."""
@@ -132,7 +139,7 @@ class Learner:
     def collect(self) -> None:
         """Takes over what the end tasks have given so far."""
         results = self.examination.results(len(self.scores.rows))
-        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg)}
+        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg, self.examination.endtasks.plan)}
 
     def fit(self, number: int, domain: Domain) -> dict[str, int]:
         """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
@@ -175,6 +182,7 @@ class Learner:
                 self.module, datamodule=self.data, verbose=False
             )
             losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
+        confirm(self.place)
         means = [(nll.sum() / count.sum()).item() for nll, count in losses.values()]
         self.scores.append(row, nll=means, parts=self.parts(), **costs)
         perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
@@ -206,6 +214,7 @@ class Learner:
 
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
+        self.place.make_room()
         loading = self.module.export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
@@ -217,6 +226,7 @@ class Learner:
         self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
         self.scores.run["finished"] = True
         report.write(self.place.path, self.scores)
+        self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
 

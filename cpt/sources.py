@@ -14,6 +14,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from cpt import docstrings
+from cpt.config import digest
 from cpt.files import (
     SPLITS,
     UNITS,
@@ -35,6 +36,7 @@ GENERAL = "general"
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 GENERAL_PACKAGES = ("stdlib", "numpy")
 ENTRY = {"path", "name", "splits"}
+FORMAT = 2  # part of every stamp: raise it when the files that cpt.corpus makes of a text change
 
 
 class Source(ABC):
@@ -70,6 +72,11 @@ class Source(ABC):
     @abstractmethod
     def fingerprint(self, name: str) -> Any:
         """What decides the result of `read`, cheaply: names, sizes, times."""
+
+
+def stamp_of(source: Source, name: str) -> str:
+    """What a domain's text is known by without reading it: sizes, times, and how it is split."""
+    return f"{name}-{digest([FORMAT, source.fingerprint(name), dict(source.held_out)])}"
 
 
 class InstalledDocs(Source):

@@ -18,6 +18,7 @@ from cpt.files import (
     kind,
     parquet_rows,
     reading,
+    stamps,
 )
 
 TABLES = tuple(each for each in KINDS if each != ".txt")
@@ -64,12 +65,16 @@ class FileTasks(TaskSource):
         folder = self.folder(name)
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
-        named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in sorted(folder.iterdir())]
-        return [
-            path
-            for path, match in named
-            if match and kind(path) in TABLES and SPLITS[match[1].lower()] == FILE_SPLITS[split]
-        ]
+        with reading(folder):
+            found = sorted(path for path in folder.iterdir() if path.name[0] != ".")
+        named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
+        files = [path for path, match in named if match and SPLITS[match[1].lower()] == FILE_SPLITS[split]]
+        if unread := [path for path in files if kind(path) not in TABLES]:
+            raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLES)}, also .gz")
+        return files
+
+    def fingerprint(self, name: str) -> Any:
+        return stamps(path for split in FILE_SPLITS for path in self.files(name, split))
 
     def read(self, name: str, split: str) -> list[Example]:
         if self.values(name)["splits"] == "das":
@@ -153,6 +158,11 @@ class HubTasks(TaskSource):
 
     def exists(self, name: str) -> bool:
         return False  # a name says nothing: only a domain's is right
+
+    def fingerprint(self, name: str) -> Any:
+        entry = self.values(name)
+        local = sorted(Path(entry["path"]).rglob("*"))
+        return [entry["path"], entry.get("name"), stamps(each for each in local if each.is_file())]
 
     def read(self, name: str, split: str) -> list[Example]:
         entry = self.values(name)
