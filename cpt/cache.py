@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -116,59 +117,78 @@ def waited_for(lock: FileLock) -> FileLock:
         return lock.acquire()
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A folder that the run has opened, as it was then."""
+
+    folder: Path
+    checksums: Checksums
+    files: dict[str, tuple[int, int]]
+
+    @classmethod
+    def now(cls, folder: Path) -> "Opened":
+        checksums = Checksums.load(folder / FILE)
+        return cls(folder, checksums, present(folder, checksums.files))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether no other process has made it again meanwhile."""
+        return present(self.folder, self.checksums.files) == self.files
+
+    def wrong(self) -> str:
+        """What is wrong with it, every byte of it read; empty if nothing is."""
+        found = "; ".join(self.checksums.damaged(self.folder))
+        return found if self.is_here else "another process made it again while this one read it"
+
+    def take_out(self) -> None:
+        with waited_for(lock_of(self.folder)):
+            if self.is_here:
+                take_out(self.folder)
+
+
 class Watch:
     """Reads the contents of large folders through while they are in use. One process of a machine does it."""
 
     def __init__(self) -> None:
-        self.waiting: SimpleQueue[tuple[Path, Checksums, dict[str, tuple[int, int]]]] = SimpleQueue()
-        self.idle, self.pending, self.found = threading.Condition(), 0, []
+        self.waiting: SimpleQueue[Opened] = SimpleQueue()
+        self.idle, self.pending = threading.Condition(), 0
+        self.found: list[tuple[Opened, str]] = []
 
     def add(self, folder: Path) -> None:
         """Has a folder that has just been opened read through, if its contents have not been."""
-        checksums = Checksums.load(folder / FILE)
-        if checksums.size <= LARGE or not is_first_on_machine():
+        opened = Opened.now(folder)
+        if opened.checksums.size <= LARGE or not is_first_on_machine():
             return
         with self.idle:
+            self.waiting.put(opened)
             self.pending += 1
             if self.pending == 1:
                 threading.Thread(target=self.work, name="checksums", daemon=True).start()
-            self.waiting.put((folder, checksums, present(folder, checksums.files)))
 
     def work(self) -> None:
         """Ends when nothing waits."""
-        while True:
-            folder, checksums, opened = self.waiting.get()
+        while self.pending:
+            opened = self.waiting.get()
             try:
-                found = self.verdict(folder, checksums, opened)
+                wrong = opened.wrong()
             except OSError as error:
-                found = [f"{folder} cannot be read or replaced: {error}"]
+                wrong = str(error)
             with self.idle:
-                self.found += found
+                self.found += [(opened, wrong)] * bool(wrong)
                 self.pending -= 1
                 self.idle.notify_all()
-                if not self.pending:
-                    return
 
-    def verdict(self, folder: Path, checksums: Checksums, opened: dict[str, tuple[int, int]]) -> list[str]:
-        """What is wrong with a folder that was opened; it is taken out of the cache then."""
-        if present(folder, checksums.files) != opened:
-            return [f"{folder} was made again by another process while this run read it"]
-        wrong = "; ".join(checksums.damaged(folder))
-        if not wrong:
-            return []
-        with waited_for(lock_of(folder)):
-            if present(folder, checksums.files) == opened:
-                take_out(folder)
-        return [f"{folder} was damaged ({wrong}) and was taken out of the cache"]
-
-    def damage(self) -> list[str]:
-        """What is wrong with all that was opened until now, waited for, each told once."""
+    def damage(self, *, wait: bool = True) -> list[str]:
+        """What is wrong with what has been opened so far, or only with what of it has been read; told once,
+        and taken out of the cache."""
         with self.idle:
-            if self.pending:
+            if wait and self.pending:
                 log.info("waiting until %d large folders of the cache are read through", self.pending)
-            self.idle.wait_for(lambda: not self.pending)
+                self.idle.wait_for(lambda: not self.pending)
             found, self.found = self.found, []
-            return found
+        for opened, _ in found:
+            opened.take_out()
+        return [f"{opened.folder} was damaged ({wrong})" for opened, wrong in found]
 
 
 WATCH = Watch()

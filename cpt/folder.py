@@ -63,7 +63,8 @@ class RunFolder:
 
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""
-        for pattern in (".scores.json.*.tmp", "*.partial", "*/*.partial", "endtasks/*/*.partial"):
+        patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
+        for pattern in (".scores.json.*.tmp", "*.partial", "endtasks/*/*.partial", *patterns):
             for left in self.path.glob(pattern):
                 discard(left)
 

@@ -10,6 +10,7 @@ from cpt.identity import check, is_same
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value, planned
 from cpt.report import table
 from cpt.scores import Scores
+from cpt.verdict import explained
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
     else:
         from cpt.learner import fold  # torch and lightning: seconds that a wrong config need not wait for
 
-        scores = fold(plan, place)
+        with explained(place):
+            scores = fold(plan, place)
     log.info("\n%s\n%s", table(scores), place.path / "report.html")
     return objective_value(scores.metrics, plan.cfg.objective)
 
