@@ -167,7 +167,7 @@ class Watch:
 
     def work(self) -> None:
         """Ends when nothing waits."""
-        while self.pending:
+        while True:
             opened = self.waiting.get()
             try:
                 wrong = opened.wrong()
@@ -177,6 +177,8 @@ class Watch:
                 self.found += [(opened, wrong)] * bool(wrong)
                 self.pending -= 1
                 self.idle.notify_all()
+                if not self.pending:
+                    return
 
     def damage(self, *, wait: bool = True) -> list[str]:
         """What is wrong with what has been opened so far, or only with what of it has been read; told once,

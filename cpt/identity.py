@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,15 +30,9 @@ log = logging.getLogger(__name__)
 
 CHECKS = ("fast", "full")
 WEIGHTS = (".safetensors", ".bin")
-OF_A_CHECKPOINT = (
-    *WEIGHTS,
-    ".json",
-    ".model",
-    ".txt",
-    ".jinja",
-)  # what a model and its tokenizer are read from
+OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 FACTS = ("digest", "documents", "bytes")
-SHOWN = 8  # names that a message lists
+SHOWN = 8  # things that a message lists
 
 
 @dataclass
@@ -99,8 +94,9 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
 
 
 def refusal(place: RunFolder, wrong: list[str]) -> str:
+    told = "; ".join(wrong[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
     return (
-        f"{place.path} was begun with other contents ({'; '.join(wrong)}); bring back what it had, "
+        f"{place.path} was begun with other contents ({told}); bring back what it had, "
         f"choose another name=…, or delete {place.path}"
     )
 
@@ -126,7 +122,7 @@ def listed(names: list[str]) -> str:
 
 def changed_texts(then: Identity, plan: Plan) -> Iterator[str]:
     """The texts whose content is another, by name; takes over the stamps of those that only look so."""
-    full = plan.cfg.check == "full"
+    full = plan.cfg.check == "full" and is_first_process()
     for name in list(then.texts) if full else list(stamps_differ(then, plan)):
         stamp = stamp_of(plan.source, name)
         facts = read_now(plan, name, full=full)
@@ -198,7 +194,9 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
-        config = try_to_load_from_cache(checkpoint, "config.json")
+        config = None
+        with suppress(ValueError):  # a folder that is gone is no name of the hub
+            config = try_to_load_from_cache(checkpoint, "config.json")
         if not isinstance(config, str):
             return {}
         folder = Path(config).parent

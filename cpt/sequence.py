@@ -3,8 +3,10 @@
 import logging
 from pathlib import Path
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from cpt.config import reason
 from cpt.folder import RunFolder
 from cpt.identity import check, is_same
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value, planned
@@ -61,7 +63,10 @@ def is_done(cfg: DictConfig, folder: Path) -> bool:
     scores = place.scores() if place.is_of(cfg) else None
     if scores is None or not scores.run["finished"] or place.lost(full=False):
         return False
-    plan = planned(cfg)
+    try:
+        plan = planned(cfg)
+    except HydraException as error:
+        raise ValueError(reason(error)) from error
     return is_finished(scores, plan) and is_same(plan, place)
 
 

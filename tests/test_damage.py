@@ -6,13 +6,15 @@ import random
 import shutil
 
 import pytest
+from conftest import ROOT, SMALL
+from processes import ended, started
 from test_cache import flip
 
 from cpt import cache as shared
 from cpt import learner, verify
 
 ORDER = "order=[law,food]"
-FLIPS = 12
+FLIPS = 10
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +56,19 @@ def files(folder):
 
 
 def test_no_flipped_bit_of_the_cache_is_used(done, again, config, start, tmp_path, caplog):
-    """A bit of a file drawn by size or evenly, a run; the same results, and a line that names it."""
+    """A bit anywhere, then a run: the same results, and a line that names the folder."""
     draw, cache = random.Random(0), tmp_path / "cache"
     for number in range(FLIPS):
         path = draw.choice(files(cache))
-        flip(path, draw.randrange(path.stat().st_size))
+        place = draw.randrange(path.stat().st_size)
+        flip(path, place)
         caplog.clear()
         start(config(f"cache_dir={cache}", "trainer.steps=1"), tmp_path / f"{number}")
         told = any(f"{path.relative_to(cache).parts[1]} is damaged" in line for line in caplog.messages)
-        assert told or "general-train" in str(path)  # which a base that is there has no need of
         assert verify.main([str(cache)]) == 1 - told
+        if not told:  # nobody has opened it: only making the base reads what it was made of
+            assert "general-train" in str(path)
+            flip(path, place)
     results = [scores_of(tmp_path / f"{number}")["nll"] for number in range(FLIPS)]
     start(config("trainer.steps=1"), tmp_path / "whole")
     assert results == [scores_of(tmp_path / "whole")["nll"]] * FLIPS
@@ -239,3 +244,36 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, 
     assert len(lines) == 3 and all("again" in line for line in lines)
     assert verify.main([str(tmp_path / "nowhere")]) == 1
     assert "no folder" in capsys.readouterr().out
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+from cpt import cache
+
+cache.LARGE = 0
+sys.argv[0] = __file__
+import hydra, run
+
+hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.main.__wrapped__)()
+"""
+
+
+def test_two_processes_stop_together_and_go_on(done, again, corpora, tmp_path):
+    """Only the first reads the cache through; both hear of it, and neither waits for the other for ever."""
+    script = tmp_path / "two.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), conf=str(ROOT / "conf")))
+    (path,) = (tmp_path / "cache").glob("packed/food-train-*/rows.arrow")
+    flip(path, path.stat().st_size // 2)
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={tmp_path / 'cache'}"]
+    given = [*places, *SMALL, ORDER, f"hydra.run.dir={tmp_path / 'two'}", "strategy=ddp", "trainer.devices=2"]
+    given += ["trainer.accelerator=cpu"]
+    log = tmp_path / "log"
+    assert ended(started(script, *given, cwd=tmp_path, log=log, twin=True), seconds=100) == 1
+    said = log.read_text()
+    lines = [line for line in said.splitlines() if "differs from its checksum" in line]
+    assert len(lines) == 2 and all(line.startswith("cpt: ") and "food-train" in line for line in lines), said
+    assert "Traceback" not in said and not (tmp_path / "two" / "scores.json").exists()
+    assert ended(started(script, *given, cwd=tmp_path, log=log, twin=True), seconds=100) == 0, log.read_text()
+    for row, one in zip(scores_of(tmp_path / "two")["nll"], scores_of(done)["nll"], strict=True):
+        assert row == pytest.approx(one, rel=1e-4)

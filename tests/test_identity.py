@@ -7,6 +7,7 @@ import os
 import shutil
 
 import pytest
+from endtask_fixtures import QUICK, write_task
 
 from cpt import learner
 from cpt.sequence import is_done
@@ -197,6 +198,9 @@ def test_a_checkpoint_that_changed_is_told_by_its_file(run, killed, tmp_path, sm
         run(*given)
     (base / "aside").rename(base / "tokenizer.json")
     assert run(*given) == scores
+    base.rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"model.checkpoint={base} has no config.json any more"):
+        run(*given)
 
 
 def test_a_base_that_is_made_again_with_other_bits_is_told(run, killed, tmp_path):
@@ -218,6 +222,31 @@ def test_a_base_that_is_made_again_with_other_bits_is_told(run, killed, tmp_path
         run("order=[law,food]", private)
     remembered.write_text(json.dumps(told))
     assert run("order=[law,food]", private)["run"]["finished"]
+
+
+def test_changed_data_of_an_end_task_is_told_and_measured_again(run, tmp_path, caplog, monkeypatch):
+    for name in ("law", "food"):
+        write_task(tmp_path, name)
+    quick = [f"endtask.{name}={value}" for name, value in (QUICK | {"seeds": "[3]"}).items()]
+    asked = ["order=[law,food]", "endtask=texts", f"endtask.root={tmp_path}", *quick]
+    caplog.set_level(logging.INFO)
+    before = run(*asked)
+    data = tmp_path / "endtasks" / "law" / "test.jsonl"
+    os.utime(data, ns=(1, 1))
+    with monkeypatch.context() as patched:
+        patched.setattr("cpt.endtask.fine_tuned", None)  # the data are the same: nothing is measured
+        assert run(*asked)["endtasks"]["scores"] == before["endtasks"]["scores"]
+        run(*asked)
+    assert "is finished already" in caplog.text and "its data changed" not in caplog.text
+    lines = data.read_text().splitlines()
+    data.write_text("\n".join(lines[:15]) + "\n")
+    files = {name: tmp_path / f"run/endtasks/002-food/{name}-3.parquet" for name in ("law", "food")}
+    kept = files["food"].stat().st_mtime_ns
+    after = run(*asked)
+    assert "end task law: its data changed; it is measured again" in caplog.text
+    assert "end task food: its data changed" not in caplog.text
+    assert after["endtasks"]["examples"] == {"law": 15, "food": 20}
+    assert after["nll"] == before["nll"] and files["food"].stat().st_mtime_ns == kept
 
 
 def test_text_that_changes_while_it_is_read_is_told(run, texts, monkeypatch):
