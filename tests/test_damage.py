@@ -136,7 +136,6 @@ def test_a_file_that_its_library_cannot_read_is_told_with_the_remedy(
         with pytest.raises(ValueError, match=message):
             start(config(f"cache_dir={tmp_path / 'cache'}"), tmp_path / "new")
         assert not path.exists()
-    start(config(f"cache_dir={tmp_path / 'cache'}"), tmp_path / "new")
 
 
 LOST = {
@@ -259,7 +258,7 @@ hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.m
 """
 
 
-def test_two_processes_stop_together_and_go_on(done, again, corpora, tmp_path):
+def test_two_processes_stop_together(again, corpora, tmp_path):
     """Only the first reads the cache through; both hear of it, and neither waits for the other for ever."""
     script = tmp_path / "two.py"
     script.write_text(SCRIPT.format(root=str(ROOT), conf=str(ROOT / "conf")))
@@ -274,6 +273,3 @@ def test_two_processes_stop_together_and_go_on(done, again, corpora, tmp_path):
     lines = [line for line in said.splitlines() if "differs from its checksum" in line]
     assert len(lines) == 2 and all(line.startswith("cpt: ") and "food-train" in line for line in lines), said
     assert "Traceback" not in said and not (tmp_path / "two" / "scores.json").exists()
-    assert ended(started(script, *given, cwd=tmp_path, log=log, twin=True), seconds=100) == 0, log.read_text()
-    for row, one in zip(scores_of(tmp_path / "two")["nll"], scores_of(done)["nll"], strict=True):
-        assert row == pytest.approx(one, rel=1e-4)

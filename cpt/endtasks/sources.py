@@ -61,7 +61,7 @@ class FileTasks(TaskSource):
         return self.root / self.values(name).get("path", name)
 
     def files(self, name: str, split: str) -> list[Path]:
-        """The files of a split, sorted."""
+        """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
         folder = self.folder(name)
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
@@ -71,6 +71,11 @@ class FileTasks(TaskSource):
         files = [path for path, match in named if match and SPLITS[match[1].lower()] == FILE_SPLITS[split]]
         if unread := [path for path in files if kind(path) not in TABLES]:
             raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLES)}, also .gz")
+        if not files and split != "dev":
+            raise ValueError(
+                f"endtask.tasks.{name}: no {split} file in {folder}; allowed: "
+                f"{', '.join(f'{split}{each}' for each in TABLES)}, also .gz"
+            )
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -107,11 +112,6 @@ class FileTasks(TaskSource):
     def examples(self, name: str, split: str) -> Iterator[tuple[Example, Mapping[str, Any]]]:
         """Each example with all of its row."""
         files, columns = self.files(name, split), self.values(name)["columns"]
-        if not files and split != "dev":
-            raise ValueError(
-                f"endtask.tasks.{name}: no {split} file in {self.folder(name)}; allowed: "
-                f"{', '.join(f'{split}{each}' for each in TABLES)}, also .gz"
-            )
         number = 0
         for path in files:
             for where, row in rows_of(path):
