@@ -24,6 +24,7 @@ EXECUTION = (
     "logger",
     "cache_dir",
     "check",
+    "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",
     "endtask",

@@ -20,7 +20,7 @@ from cpt.scores import Scores
 log = logging.getLogger(__name__)
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
-BY_CONTENT = ("order", "domains.root", "domains.ignore")
+BY_CONTENT = ("order", "domains.root")
 
 
 class RunFolder:

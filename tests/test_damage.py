@@ -95,7 +95,7 @@ def test_a_full_check_waits_before_anything_is_learned(again, config, start, tmp
     monkeypatch.setattr(shared, "LARGE", 0)
     (path,) = (tmp_path / "cache").glob("base/*/model.safetensors")
     flip(path)
-    monkeypatch.setattr(learner.Learner, "learn", None)
+    monkeypatch.setattr(learner.Learner, "learn", lambda self: pytest.fail("learned"))
     with pytest.raises(ValueError, match=r"model.safetensors differs from its checksum"):
         start(config(f"cache_dir={tmp_path / 'cache'}", "check=full"), tmp_path / "new")
 
@@ -207,7 +207,7 @@ def test_documents_are_looked_at_when_a_run_goes_on(again, config, start, how, m
     scores["run"]["finished"] = False
     (again / "scores.json").write_text(json.dumps(scores))
     DOCUMENTS[how](again / "documents" / "001.npz")
-    monkeypatch.setattr(learner.Learner, "learn", None)  # before anything is learned
+    monkeypatch.setattr(learner.Learner, "learn", lambda self: pytest.fail("learned"))
     message = r"documents/001.npz is .*; bring it back from a copy, or delete .* to learn again"
     with pytest.raises(ValueError, match=message):
         start(config(), again)

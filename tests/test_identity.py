@@ -10,6 +10,7 @@ import pytest
 from endtask_fixtures import QUICK, write_task
 
 from cpt import learner
+from cpt.config import choices
 from cpt.sequence import is_done
 
 REMEDY = r"bring back what it had, choose another name=…, or delete "
@@ -106,6 +107,16 @@ def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(learner, "fold", None)
     start(config("order=[law,food]", f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "scores.json").read_text()) == scores
+
+
+def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypatch):
+    scores = run("order=[law,food]")
+    (texts / "law" / "README.md").write_text("no text")
+    with pytest.raises(ValueError, match="law/README.md is not a file of text"):
+        run("order=[law,food]")
+    monkeypatch.setattr(learner, "fold", None)
+    assert run("order=[law,food]", "domains.ignore=[README*]") == scores
+    assert choices(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
 
 
 def test_new_and_vanished_domains_are_told_by_name(run, killed, texts, corpora, tmp_path):
