@@ -27,11 +27,13 @@ class Checksums:
     @classmethod
     def load(cls, path: Path) -> "Checksums":
         """Those that a file remembers. Raises ValueError if the file is gone or damaged."""
+        if not path.exists():
+            raise ValueError(f"{path.name} is gone, or an older cpt wrote none")
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
             files = {name: (size, value) for name, (size, value) in told["files"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path.name} is gone or damaged") from error
+            raise ValueError(f"{path.name} is damaged") from error
         found = cls(files)
         if told.get("own") != found.own():
             raise ValueError(f"{path.name} is damaged")

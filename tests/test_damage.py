@@ -74,6 +74,25 @@ def test_no_flipped_bit_of_the_cache_is_used(done, again, config, start, tmp_pat
     assert results == [scores_of(tmp_path / "whole")["nll"]] * FLIPS
 
 
+def test_a_damaged_checkpoint_of_a_half_made_base_is_told(done, config, start, tmp_path, monkeypatch):
+    own = config(f"cache_dir={tmp_path / 'cache'}")
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
+        patched.setattr("cpt.base.CHECKPOINT_EVERY", 2)
+        patched.setattr("transformers.PreTrainedModel.save_pretrained", killed)
+        start(own, tmp_path / "new")
+    (left,) = (tmp_path / "cache" / "base").glob("*.partial/base.ckpt")
+    flip(left, left.stat().st_size // 2)
+    with pytest.raises(ValueError, match=rf"{left} is truncated or damaged .*; delete it to pre-train"):
+        start(own, tmp_path / "new")
+    left.unlink()
+    start(own, tmp_path / "new")
+    assert scores_of(tmp_path / "new")["nll"] == scores_of(done)["nll"]
+
+
+def killed(*arguments, **options):
+    raise RuntimeError("killed")
+
+
 def test_damage_that_is_found_later_stops_the_run_before_it_keeps_a_row(
     done, again, config, start, tmp_path, monkeypatch
 ):
