@@ -21,6 +21,7 @@ from cpt.checksums import FILE, Checksums, seal, sync
 log = logging.getLogger(__name__)
 
 LARGE = 1 << 24  # bytes of a folder above which its contents are not waited for
+FOREVER = threading.TIMEOUT_MAX
 FORGOTTEN = 24 * 3600  # seconds after which what a dead process left is not gone on with
 PARTIAL, DAMAGED = ".partial", ".damaged"
 
@@ -180,13 +181,13 @@ class Watch:
                 if not self.pending:
                     return
 
-    def damage(self, *, wait: bool = True) -> list[str]:
-        """What is wrong with what has been opened so far, or only with what of it has been read; told once,
-        and taken out of the cache."""
+    def damage(self, *, seconds: float = FOREVER) -> list[str]:
+        """What is wrong with what has been opened so far, waited for at most so long; told once, and taken
+        out of the cache."""
         with self.idle:
-            if wait and self.pending:
+            if seconds and self.pending:
                 log.info("waiting until %d large folders of the cache are read through", self.pending)
-                self.idle.wait_for(lambda: not self.pending)
+                self.idle.wait_for(lambda: not self.pending, timeout=seconds)
             found, self.found = self.found, []
         for opened, _ in found:
             opened.take_out()
@@ -194,7 +195,6 @@ class Watch:
 
 
 WATCH = Watch()
-damage = WATCH.damage
 
 
 def present(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:

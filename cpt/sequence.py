@@ -23,6 +23,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     Raises ValueError for a config that cannot be run, or that is not the folder's.
     """
     plan = planned(cfg)
+    plan.source.check(plan.order)
     place = RunFolder(folder)
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
@@ -34,7 +35,6 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
 
 
 def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
-    plan.source.check(plan.order)
     check(plan, place)
     scores = place.scores()
     if is_finished(scores, plan) and not is_partial(plan, place):

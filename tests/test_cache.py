@@ -181,13 +181,13 @@ def test_a_large_folder_is_read_behind_the_run(thing, monkeypatch):
     opened, made = thing
     folder = opened()
     opened()
-    assert cache.damage() == []
+    assert cache.WATCH.damage() == []
     flip(folder / "first")
     assert opened() == folder and len(made) == 1  # nobody waits for it
-    assert cache.damage() == [f"{folder} was damaged (first differs from its checksum)"]
-    assert cache.damage() == [] and not folder.exists()
+    assert cache.WATCH.damage() == [f"{folder} was damaged (first differs from its checksum)"]
+    assert cache.WATCH.damage() == [] and not folder.exists()
     opened()
-    assert len(made) == 2 and cache.damage() == []
+    assert len(made) == 2 and cache.WATCH.damage() == []
     os.truncate(folder / "first", 10)  # sizes are looked at on opening all the same
     opened()
     assert len(made) == 3
@@ -203,7 +203,7 @@ def test_one_that_another_process_made_again_meanwhile_is_not_trusted(thing, mon
     cache.take_out(folder)
     opened()
     late.set()
-    found = cache.damage()
+    found = cache.WATCH.damage()
     assert found == [f"{folder} was damaged (another process made it again while this one read it)"]
     assert folder.exists() and len(made) == 2
 
@@ -214,7 +214,7 @@ def test_a_disk_that_cannot_be_read_is_told_and_nobody_hangs(thing, monkeypatch)
     opened()
     monkeypatch.setattr("cpt.checksums.checksum", lambda path: path.with_name("no such").read_bytes())
     opened()
-    (line,) = cache.damage()
+    (line,) = cache.WATCH.damage()
     assert "differs from its checksum" in line
 
 
@@ -224,7 +224,7 @@ def test_only_one_process_of_a_machine_reads_behind_the_run(thing, monkeypatch):
     flip(opened() / "first")
     monkeypatch.setenv("LOCAL_RANK", "1")
     opened()
-    assert cache.damage() == []
+    assert cache.WATCH.damage() == []
 
 
 def test_all_is_on_the_disk_before_it_has_its_name(thing, tmp_path, monkeypatch):

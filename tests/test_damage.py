@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import time
 
 import pytest
 from conftest import ROOT, SMALL
@@ -11,7 +12,8 @@ from processes import ended, started
 from test_cache import flip
 
 from cpt import cache as shared
-from cpt import learner, verify
+from cpt import learner, verdict, verify
+from cpt.folder import RunFolder
 
 ORDER = "order=[law,food]"
 FLIPS = 10
@@ -108,6 +110,20 @@ def test_damage_that_is_found_later_stops_the_run_before_it_keeps_a_row(
     assert not (tmp_path / "new" / "checkpoints").exists() and not path.exists()
     start(own, tmp_path / "new")
     assert scores_of(tmp_path / "new")["nll"] == scores_of(done)["nll"]
+
+
+def test_the_verdict_is_waited_for_however_long_it_takes(again, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(shared, "LARGE", 0)
+    monkeypatch.setattr(verdict, "PATIENCE", 0.01)
+    work = shared.Watch.work
+    monkeypatch.setattr(shared.Watch, "work", lambda self: (time.sleep(0.1), work(self)))
+    (path,) = (tmp_path / "cache").glob("base/*/model.safetensors")
+    flip(path)
+    shared.made_once(path.parent, make=None)
+    with pytest.raises(ValueError, match="model.safetensors differs from its checksum"):
+        verdict.confirm(RunFolder(again))
+    assert caplog.messages.count("waiting until 1 large folders of the cache are read through") > 1
 
 
 def test_a_full_check_waits_before_anything_is_learned(again, config, start, tmp_path, monkeypatch):
