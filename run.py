@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 import cpt.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.config import readable
+from cpt.preemption import heeded
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -23,4 +24,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    with heeded():
+        main()

@@ -135,7 +135,7 @@ def theirs(made: classifier.Classifier, job: Job) -> Run:
         use_cpu=True,
         remove_unused_columns=False,
     )
-    tokenizer = train_tokenizer(iter(["a b"]), vocabulary=300)
+    tokenizer = train_tokenizer(iter(["a b"]), vocabulary=300, objective="masked")
     trainer = Trainer(
         model=WithLoss(made),
         args=settings,

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from cpt.base import Base
 from cpt.config import made
-from cpt.corpora import Corpora
+from cpt.corpora import Corpora, tokenizer_digest
 from cpt.data import DomainSequence
 from cpt.freezing import Freeze
 from cpt.methods.base import ContinualModule
@@ -80,14 +80,20 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
             "method": cfg.method.name,
             "mask": cfg.mask.name,
             "replay": cfg.replay.name,
-            "variant": cfg.variant,
-            "model": cfg.model.name,
+            "variant": str(cfg.variant),
+            "model": str(cfg.model.name),
             "order": plan.order,
             "seed": cfg.seed,
             "finished": False,
             "objective": start.objective_name,
         },
         texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
+        conditions={
+            "score_on": plan.source.score_on,
+            "tokenizer": tokenizer_digest(start.tokenizer)[:8],
+            "length": start.length,
+            "mask_rate": cfg.model.mask_rate if start.objective_name == "masked" else None,
+        },
         config_digest=plan.config_digest,
         versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
     )

@@ -15,24 +15,32 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt import model as models
 from cpt.budget import Budget
 from cpt.cache import made_once
+from cpt.checkpointing import Checkpoint
 from cpt.config import digest
 from cpt.corpora import Corpora, tokenizer_digest
 from cpt.corpus import Corpus
 from cpt.data import Domain, DomainSequence
 from cpt.folder import check_archive
 from cpt.freezing import Freeze
+from cpt.guard import Guard
 from cpt.methods.ncl import NCL
 from cpt.objectives import Objective
+from cpt.preemption import deferred
 from cpt.replay import NOTHING
 from cpt.schedules import linear
 from cpt.sources import GENERAL
-from cpt.trainers import Checkpoint, trainer
+from cpt.trainers import trainer
 
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
 CHECKPOINT_EVERY = 200
 READ_AT_ONCE = 100
+ADVICE = (
+    "this is the base model, not yet the run: a lower rate (model.base.optim.lr) or a clipped gradient "
+    "(model.base.gradient_clip_val) may help"
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,10 @@ def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
         raise ValueError(
             f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
         )
-    tokenizer = models.load_tokenizer(trained_tokenizer(corpora.general, cfg.vocabulary, cache=corpora.cache))
     untrained = models.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
+    objective = models.objective_name(cfg.objective, untrained)
+    learned = trained_tokenizer(corpora.general, cfg.vocabulary, objective=objective, cache=corpora.cache)
+    tokenizer = models.load_tokenizer(learned)
     new = assembled(cfg, "", tokenizer, untrained)
     decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
     settings = OmegaConf.to_container(OmegaConf.create(decides))
@@ -84,14 +94,15 @@ def assembled(cfg: DictConfig, checkpoint: str, tokenizer: PreTrainedTokenizerBa
     )
 
 
-def trained_tokenizer(general: Corpus, vocabulary: int, *, cache: Path) -> Path:
-    """The folder of a tokenizer learned from the general text."""
+def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
+    """The folder of a tokenizer learned from the general text, for an objective."""
 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        models.train_tokenizer(batches(general), vocabulary=vocabulary).save_pretrained(folder)
+        learned = models.train_tokenizer(batches(general), vocabulary=vocabulary, objective=objective)
+        learned.save_pretrained(folder)
 
-    made_of = [FORMAT, general.facts["train_digest"], vocabulary]
+    made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
     return made_once(cache / "tokenizers" / digest(made_of), make=make)
 
 
@@ -130,15 +141,12 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
         "log_every_n_steps": 10,
         "gradient_clip_val": cfg.base.gradient_clip_val,
     }
-    fitting = trainer(
-        alone, label="base", steps=cfg.base.steps, callbacks=[Checkpoint(checkpoint, every=CHECKPOINT_EVERY)]
-    )
-    fitting.fit(
-        module,
-        datamodule=data,
-        ckpt_path=str(checkpoint) if checkpoint.exists() else None,
-        weights_only=True,
-    )
+    guard = Guard(advice=ADVICE)
+    callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
+    fitting = trainer(alone, label="base", steps=cfg.base.steps, callbacks=callbacks)
+    path = str(checkpoint) if checkpoint.exists() else None
+    with deferred():
+        fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     module.cpu()
     model.save_pretrained(folder)
     new.tokenizer.save_pretrained(folder)

@@ -9,9 +9,14 @@ import copy
 import importlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
+from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,9 +27,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.config import readable
 from cpt.jobs import Job, begun, composed, concluded, finished, job_command
+from cpt.preemption import SIGNALS
 
 log = logging.getLogger(__name__)
 
+SAVING_S = 100.0  # that a job has when it is told to leave; less than the signal_delay_s of conf
 FOLDER = ".jobs"  # below the sweep's: what the launchers themselves write
 
 
@@ -90,7 +97,35 @@ class Command:
         overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         console = Path(hydra.run.dir) / "console.log"
         process, offset = begun([*self.command, *overrides], console, env=os.environ)
-        return process.wait(), offset
+        with forwarded(process):
+            return process.wait(), offset
+
+
+@contextmanager
+def forwarded(process: Popen[bytes]) -> Iterator[None]:
+    """Hands signals on to a job's process; what the cluster's own handler does (submitit has the job queued
+    again and ends) it does after the job has saved what it learned."""
+    if threading.current_thread() is not threading.main_thread():  # where Python knows no handlers
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR2)}
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(TimeoutExpired):
+            process.wait(SAVING_S)
+        if callable(before[number]):
+            before[number](number, frame)
+
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, hand_on)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def apart(config: DictConfig) -> DictConfig:
@@ -108,10 +143,7 @@ def note(job: Job, returned: JobReturn) -> None:
         job.code, job.offset = returned._return_value
     else:
         job.lost = one_line(str(returned._return_value))
-    if job.failed:
-        log.error("%s: %s", job, job.failure())
-    else:
-        log.info("%s: finished", job)
+    job.tell("finished")
 
 
 def lose(jobs: Sequence[Job], why: str) -> None:
@@ -119,7 +151,9 @@ def lose(jobs: Sequence[Job], why: str) -> None:
     still be at work on it. The same command goes on with it."""
     log.error("the cluster's launcher gave up: %s", why)
     for job in jobs:
-        if not finished(job.config, job.folder):
+        if finished(job.config, job.folder):
+            job.before = True
+        else:
             job.lost = one_line(why)
 
 

@@ -27,6 +27,7 @@ EXECUTION = (
     "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",
+    "on_nonfinite",
     "endtask",
     "trainer.accelerator",
     "trainer.devices",

@@ -14,7 +14,12 @@ from cpt.config import readable
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace
 
-GROUP = "cpt.label"  # in a run's config: the method, with what is laid over it
+# In a run's config: what its perplexities depend on, the method with what is laid over it, and both in one.
+MEASURED, LABEL, GROUP = "cpt.measured", "cpt.label", "cpt.group"
+APART = (
+    "Perplexities are comparable within one group of `cpt.measured` alone: filter the runs on the left to "
+    "one before you read planes and bars. Bits per byte of causal models on one text are comparable across."
+)
 QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
 IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
@@ -22,7 +27,8 @@ TABLES = ("losses", "endtasks", "costs", "metrics")
 
 
 def workspace(entity: str, project: str) -> Workspace:
-    """The workspace, not saved yet: runs grouped by method, the best average perplexity first."""
+    """The workspace, not saved yet: runs grouped by what their perplexities depend on and by method, the best
+    average perplexity first."""
     from wandb_workspaces.workspaces import Workspace
 
     sections = [comparison(), stages(), runs(), training()]
@@ -38,14 +44,14 @@ def order() -> RunsetSettings:
     shown = (QUALITY, FORGOTTEN, DRIFT, ENDTASKS, LOST, WORK, "cost/seconds", "cost/memory", "cost/stored")
     return RunsetSettings(
         order=[Ordering(Summary(QUALITY), ascending=True)],
-        groupby=[Config(GROUP)],
+        groupby=[Config(MEASURED), Config(LABEL)],
         pinned_columns=["run:displayName", *(f"summary:{name}" for name in shown)],
     )
 
 
 def comparison() -> Section:
     """Forgetting against quality, quality against compute, and a bar per method."""
-    from wandb_workspaces.reports.v2 import BarPlot, Config, ScatterPlot, SummaryMetric
+    from wandb_workspaces.reports.v2 import BarPlot, Config, MarkdownPanel, ScatterPlot, SummaryMetric
     from wandb_workspaces.workspaces import Section
 
     planes = [
@@ -71,7 +77,7 @@ def comparison() -> Section:
         )
         for name in (QUALITY, FORGOTTEN, DRIFT, ENDTASKS, LOST)
     ]
-    return Section(name="Comparison", panels=[*planes, *bars], is_open=True)
+    return Section(name="Comparison", panels=[MarkdownPanel(markdown=APART), *planes, *bars], is_open=True)
 
 
 def stages() -> Section:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from cpt.budget import Budget
 from cpt.objectives import Batch, Objective
 from cpt.packing import Packed
+from cpt.preemption import ignore_signals, leave_together
 from cpt.randomness import key, shuffled
 from cpt.replay import Pool, Replay
 from cpt.samples import From, Share, Stream, Subset
@@ -20,13 +21,16 @@ from cpt.sources import GENERAL
 
 @dataclass(frozen=True)
 class OnDevice:
-    """A loader's batches on a device, as often as they are asked for."""
+    """A loader's batches on a device, as often as they are asked for. Between two of them a run may leave."""
 
     loader: DataLoader
     device: torch.device
 
     def __iter__(self) -> Iterator[Batch]:
-        return ({name: value.to(self.device) for name, value in batch.items()} for batch in self.loader)
+        for number, batch in enumerate(self.loader):
+            yield {name: value.to(self.device) for name, value in batch.items()}
+            if number < self.loader.sampler.common:
+                leave_together("between two domains' steps")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -154,5 +158,10 @@ class DomainSequence(LightningDataModule):
     def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
         pinned = self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
-            batches, batch_size=None, sampler=sampler, num_workers=self.workers, pin_memory=pinned
+            batches,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.workers,
+            pin_memory=pinned,
+            worker_init_fn=ignore_signals,
         )

@@ -4,16 +4,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.endtasks import predictions
 from cpt.endtasks.classifier import fine_tuned, scores_of, unchanged_generators
 from cpt.endtasks.encoding import Job, encode, has_types, longest
 from cpt.endtasks.tasks import METRICS, Planned, Task, checked, hashed
+from cpt.preemption import Herald
 from cpt.progress import bar
 
 log = logging.getLogger(__name__)
@@ -92,14 +95,15 @@ class EndTasks:
         jobs = [each for each in self.wanted(tasks) if each in mine and not self.is_done(folder, *each)]
         if not jobs:
             return
-        costs = self.costs(tasks)
+        costs, herald = self.costs(tasks), Herald()
         with bar(label, total=sum(costs[each] for each in jobs), hidden=rank != 0, unit="step") as progress:
             for name in dict.fromkeys(name for name, _ in jobs):
                 with unchanged_generators(device):
                     model = backbone(name)
                 for seed in (seed for each, seed in jobs if each == name):
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
-                    self.one(model, name, seed, folder=folder, device=device, step=progress.update)
+                    step = partial(counted, progress, herald)
+                    self.one(model, name, seed, folder=folder, device=device, step=step)
 
     def costs(self, tasks: Sequence[str]) -> dict[Measurement, int]:
         """Optimizer steps of each (task, seed)."""
@@ -188,6 +192,12 @@ class EndTasks:
 def path(folder: Path, name: str, seed: int) -> Path:
     """The predictions of a task and a seed in a stage's folder."""
     return folder / f"{name}-{seed}.parquet"
+
+
+def counted(progress: tqdm, herald: Herald) -> None:
+    """Called after every optimizer step; leaves if a signal has come to any process."""
+    progress.update()
+    herald.check()
 
 
 def steps_of(task: Task) -> int:

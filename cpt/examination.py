@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from cpt.data import DomainSequence
 from cpt.folder import RunFolder
 from cpt.methods.base import ContinualModule
 from cpt.parts import BASE
+from cpt.preemption import Preempted, leave_together
 from cpt.sources import GENERAL
 
 if TYPE_CHECKING:
@@ -54,16 +56,17 @@ class Examination:
     def measure(self, number: int, device: torch.device) -> None:
         """Fine-tunes what is missing after a stage, whose weights the module has; each process its share."""
         several = together()
-        self.endtasks.measure(
-            lambda task: self.module.backbone(self.data.places.get(task, BASE)),
-            self.due(number),
-            folder=self.place.endtasks(number, self.name(number)),
-            device=device,
-            rank=distributed.get_rank() if several else 0,
-            world=distributed.get_world_size() if several else 1,
-            label=f"end tasks after {self.name(number)}",
-        )
-        together()
+        with suppress(Preempted):  # the other processes are waited for
+            self.endtasks.measure(
+                lambda task: self.module.backbone(self.data.places.get(task, BASE)),
+                self.due(number),
+                folder=self.place.endtasks(number, self.name(number)),
+                device=device,
+                rank=distributed.get_rank() if several else 0,
+                world=distributed.get_world_size() if several else 1,
+                label=f"end tasks after {self.name(number)}",
+            )
+        leave_together(f"in the end tasks after {self.name(number)}")
 
     def results(self, rows: int) -> dict:
         """The `endtasks` of scores.json, from the files of so many rows."""

@@ -1,6 +1,16 @@
 """Names and numbers as they are shown."""
 
+import re
+
 import numpy as np
+
+# Control characters, separators of lines, and what turns the direction of writing around.
+UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
+
+
+def one_line(text: str) -> str:
+    """The text with a blank for whatever could end a line or speak to a terminal."""
+    return UNSEEN.sub(" ", text)
 
 
 def shortened(name: str, *, width: int) -> str:

@@ -24,14 +24,17 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from cpt.preemption import GO_ON
+
 log = logging.getLogger(__name__)
 
 PARENT = "CPT_LAUNCHER"  # environment variable: the process that a job must not outlive
 TAIL_BYTES = 65536
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 ERROR = re.compile(r"(cpt:|[\w.]*(Error|Exception|Interrupt)(:|\(|$))")
+CONTINUES = "the same command continues"
 HINT = "Set the environment variable HYDRA_FULL_ERROR"
-STATES = ("finished", "finished before", "failed")
+STATES = ("finished", "finished before", "preempted", "failed")
 
 
 @dataclass(eq=False)
@@ -69,35 +72,50 @@ class Job:
             os.killpg(self.process.pid, number)
 
     @property
-    def failed(self) -> bool:
-        return bool(self.code or self.lost)
+    def state(self) -> str:
+        """One of STATES; a run is finished where its scores say so, whatever its process ended with."""
+        if self.before:
+            return "finished before"
+        if self.code == GO_ON and not self.lost:
+            return "preempted"
+        return "finished" if self.code == 0 and not self.lost and is_finished(self.folder) else "failed"
 
     @property
-    def state(self) -> str:
-        """One of STATES."""
-        return "failed" if self.failed else "finished before" if self.before else "finished"
+    def failed(self) -> bool:
+        return self.state == "failed"
+
+    @property
+    def whole(self) -> bool:
+        return self.state in ("finished", "finished before")
 
     def end(self) -> None:
         """Reports how the job ended and kills what it left behind."""
         self.kill(signal.SIGKILL)
         self.code = self.process.returncode
-        if self.failed:
-            log.error("%s: %s", self, self.failure())
+        self.tell(f"finished in {time.monotonic() - self.started:.0f} s")
+
+    def tell(self, finished: str) -> None:
+        """Says how the job ended."""
+        if self.whole:
+            log.info("%s: %s", self, finished)
         else:
-            log.info("%s: finished in %.0f s", self, time.monotonic() - self.started)
+            log.error("%s: %s", self, self.failure())
 
     def failure(self) -> str:
         """How it ended and what it said: `failed (exit 1): ValueError: …`."""
         if self.code is None:
             return f"failed (lost): {self.lost}"
-        ending = f"exit {self.code}" if self.code > 0 else f"signal {-self.code}, {named(-self.code)}"
-        return f"failed ({ending}): {last_words(self.console, self.offset, exited=self.code > 0)}"
+        ending = f"exit {self.code}" if self.code >= 0 else f"signal {-self.code}, {named(-self.code)}"
+        said = last_words(self.console, self.offset, exited=self.code > 0)
+        if self.code == 0:
+            said = f"scores.json in its folder is not that of a finished run; its last words: {said}"
+        return f"{self.state} ({ending}): {said}"
 
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective, None if the job names none, or its failure."""
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
-        done.status = JobStatus.FAILED if self.failed else JobStatus.COMPLETED
-        done.return_value = HydraException(f"{self}: {self.failure()}") if self.failed else self.objective()
+        done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
+        done.return_value = self.objective() if self.whole else HydraException(f"{self}: {self.failure()}")
         return done
 
     def objective(self) -> float | list[float | None] | None:
@@ -150,6 +168,12 @@ def read(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "scores.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run's scores.json says that it is finished."""
+    about = read(folder).get("run")
+    return isinstance(about, dict) and about.get("finished") is True
 
 
 def composed(
@@ -216,14 +240,21 @@ def job_command(config: DictConfig) -> list[str]:
 
 def concluded(jobs: Sequence[Job], given: Sequence[Sequence[str]], *, sweeper: str) -> list[JobReturn]:
     """The results in the order of the overrides given. The last lines of a sweep: how many jobs ended how,
-    which failed and why, and the command that compares them; then exit code 1 if one failed."""
-    failed = [job for job in jobs if job.failed]
+    which failed and why, and the command that compares them; then exit code 1 if one failed, GO_ON if one was
+    preempted."""
+    failed, left = [job for job in jobs if job.failed], [job for job in jobs if job.state == "preempted"]
     # A sweeper that searches has many batches, and decides itself what a failed job means.
     if sweeper == BASIC_SWEEPER:
         log.info("%s", "\n".join(table(jobs)))
         if failed:
             names = ", ".join(map(str, failed))
             raise SystemExit(f"cpt: {len(failed)} of {len(jobs)} jobs failed: {names}")
+        if left:
+            names = ", ".join(map(str, left))
+            print(
+                f"cpt: {len(left)} of {len(jobs)} jobs were preempted: {names}; {CONTINUES}", file=sys.stderr
+            )
+            raise SystemExit(GO_ON)
     results = {job.overrides: job.result() for job in jobs}
     return [results[tuple(each)] for each in given]
 
@@ -232,7 +263,7 @@ def table(jobs: Sequence[Job]) -> list[str]:
     counts = Counter(job.state for job in jobs)
     told = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     lines = [f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {told}"]
-    lines += [f"{job}: {job.failure()} ({job.console})" for job in jobs if job.failed]
-    if parents := dict.fromkeys(str(job.folder.parent) for job in jobs if not job.failed):
+    lines += [f"{job}: {job.failure()} ({job.console})" for job in jobs if not job.whole]
+    if parents := dict.fromkeys(str(job.folder.parent) for job in jobs if job.whole):
         lines.append(f"compare: python -m cpt.report {' '.join(parents)}")
     return lines

@@ -25,28 +25,31 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cpt.clusters import ClusterLauncher
 from cpt.config import readable
-from cpt.jobs import PARENT, Job, composed, concluded, job_command
+from cpt.jobs import CONTINUES, PARENT, Job, composed, concluded, job_command
 from cpt.machine import shares
+from cpt.preemption import GO_ON, SIGNALS
 from cpt.search import OptunaSweeper
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 POLL_S = 0.1
-GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 class ProcessLauncher(Launcher):
-    """Up to `jobs` processes at once with `threads` threads each; None: a fair share of the machine."""
+    """Up to `jobs` processes at once with `threads` threads each; None: a fair share of the machine. When the
+    sweep is stopped, they have `grace` seconds to save what they have learned."""
 
-    def __init__(self, *, jobs: int | None, threads: int | None) -> None:
-        self.jobs, self.threads = jobs, threads
+    def __init__(self, *, jobs: int | None, threads: int | None, grace: float = 60) -> None:
+        self.jobs, self.threads, self.grace = jobs, threads, grace
 
     def check(self) -> None:
         """Raises ValueError for a number of jobs or threads that there cannot be."""
         for name, given in (("jobs", self.jobs), ("threads", self.threads)):
             if given is not None and (type(given) is not int or given < 1):
                 raise ValueError(f"hydra.launcher.{name}={given}; allowed: null, 1, 2, …")
+        if isinstance(self.grace, bool) or not isinstance(self.grace, (int, float)) or not self.grace >= 0:
+            raise ValueError(f"hydra.launcher.grace={self.grace}; allowed: 0 seconds or more")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Not the constructor checks: Hydra wraps what is raised there in lines of its own."""
@@ -60,12 +63,14 @@ class ProcessLauncher(Launcher):
             jobs = composed(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
                 places = shares([job.config for job in waiting], jobs=self.jobs, threads=self.threads)
-                run_all(waiting, command=job_command(self.config), places=places)
+                run_all(waiting, command=job_command(self.config), places=places, grace=self.grace)
             return concluded(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
 
 
-def run_all(jobs: Sequence[Job], *, command: Sequence[str], places: Sequence[dict[str, str]]) -> None:
-    """Runs the jobs, each in a place that is free; a signal ends them all and the program."""
+def run_all(
+    jobs: Sequence[Job], *, command: Sequence[str], places: Sequence[dict[str, str]], grace: float
+) -> None:
+    """Runs the jobs, each in a place that is free; a signal has them all leave, and then the program."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
     log.info("%d to run, %d at once", len(jobs), len(places))
     bar = tqdm(total=len(jobs), unit="job", disable=None)
@@ -83,17 +88,17 @@ def run_all(jobs: Sequence[Job], *, command: Sequence[str], places: Sequence[dic
                 bar.refresh()  # the clock goes on between two ends
                 time.sleep(POLL_S)
         finally:
-            stop(list(running))
+            stop(list(running), grace=grace, received=received)
     if received:
-        log.warning("stopped by %s; the same command continues", signal.Signals(received[0]).name)
-        raise SystemExit(128 + received[0])
+        log.warning("stopped by %s; %s", signal.Signals(received[0]).name, CONTINUES)
+        raise SystemExit(GO_ON)
 
 
 @contextmanager
 def heeded_signals() -> Iterator[list[int]]:
     """Collects signals in a list: an exception could come between a process and the note that it exists."""
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup ignores
     for number in heeded:
         signal.signal(number, lambda given, _: received.append(given))
@@ -104,12 +109,15 @@ def heeded_signals() -> Iterator[list[int]]:
             signal.signal(number, before[number])
 
 
-def stop(jobs: Sequence[Job]) -> None:
-    """Ends jobs with all their processes: asks first, kills what is left after GRACE_S seconds."""
-    deadline = time.monotonic() + GRACE_S
+def stop(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
+    """Ends jobs with all their processes: asks first, kills what is left after so many seconds, or when a
+    second signal is received."""
+    deadline, first = time.monotonic() + grace, len(received)
     for job in jobs:
         job.kill(signal.SIGTERM)
     while any(job.process.poll() is None for job in jobs) and time.monotonic() < deadline:
+        if len(received) > max(1, first):
+            break
         time.sleep(POLL_S)
     for job in jobs:
         job.kill(signal.SIGKILL)

@@ -1,8 +1,10 @@
 """The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
 
 import logging
+import math
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
@@ -10,25 +12,31 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
 from cpt import report
 from cpt.assembly import method, opened, sequence
 from cpt.base import Base, base
+from cpt.checkpointing import Checkpoint, save
 from cpt.corpora import Corpora
 from cpt.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
-from cpt.folder import RunFolder, check_archive, replacing
+from cpt.folder import RunFolder, check_archive
+from cpt.guard import ADVICE, Guard, RollbackError, all_finite
 from cpt.identity import settle
+from cpt.machine import devices
 from cpt.methods.base import ContinualModule
 from cpt.model import configuration
 from cpt.parts import BASE
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
+from cpt.preemption import check, deferred, leave_together
 from cpt.scores import Scores
 from cpt.tracking import log_scores, log_stage, tracked
-from cpt.trainers import Checkpoint, trainer
+from cpt.trainers import trainer
 from cpt.verdict import confirm
 
 log = logging.getLogger(__name__)
@@ -60,6 +68,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
     }
+    scores.run["threads"] = keep_threads(scores.run.get("threads"), processes=devices(cfg, gpus=0))
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
         cfg.logger, place.path, group=str(cfg.name), job=cfg.method.name, tags=cfg.tags, config=config
@@ -153,27 +162,46 @@ class Learner:
         self.data.enter(domain)
         self.module.activate(domain.index)
         self.module.train()
-        steps, compute = self.data.steps(domain), Compute()
-        fitting = trainer(
-            self.cfg.trainer,
-            label=f"{domain.name} ({number}/{len(self.data)})",
-            loggers=self.loggers,
-            steps=steps,
-            callbacks=[compute, Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every)],
-        )
+        guard = Guard(policy=self.cfg.on_nonfinite)
+        compute = Compute()
+        callbacks = [
+            compute,
+            guard,
+            Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every, guard=guard),
+        ]
         with timed(self.scores.phases, f"learn {domain.name}"):
-            fitting.fit(
-                self.module,
-                datamodule=self.data,
-                ckpt_path=str(checkpoint) if checkpoint.exists() else None,
-                weights_only=True,
-            )
+            fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
+        self.check_state(state, domain.name)
         if is_first_process():
-            with replacing(self.place.stage(number)) as partial:
-                torch.save(state, partial)
+            save(state, self.place.stage(number))
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
-        return kept | compute.costs(fitting)
+        return kept | compute.costs(fitting) | {"skipped": len(guard.left_out)}
+
+    def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
+        """The trainer that has learned a domain to its end, however often it was rolled back."""
+        while True:
+            fitting = trainer(
+                self.cfg.trainer,
+                label=f"{domain.name} ({number}/{len(self.data)})",
+                folder=self.place.path / "lightning",
+                loggers=self.loggers,
+                steps=self.data.steps(domain),
+                callbacks=callbacks,
+            )
+            path = str(checkpoint) if checkpoint.exists() else None
+            try:
+                with deferred():
+                    fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
+                return fitting
+            except RollbackError:
+                self.module.train()
+
+    def check_state(self, state: Mapping[str, torch.Tensor], row: str) -> None:
+        """Raises ValueError where something that a stage has left is not finite."""
+        if not all_finite(state.values()):
+            bad = [name for name, value in state.items() if not all_finite([value])]
+            raise ValueError(f"{', '.join(bad[:3])} is not finite after {row}; {ADVICE}")
 
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
@@ -182,8 +210,10 @@ class Learner:
                 self.module, datamodule=self.data, verbose=False
             )
             losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
+        leave_together(f"before {row} was committed")
         confirm(self.place)
         means = [(nll.sum() / count.sum()).item() for nll, count in losses.values()]
+        check_losses(dict(zip(losses, means, strict=True)), row)
         self.scores.append(row, nll=means, parts=self.parts(), **costs)
         perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
         shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
@@ -214,10 +244,12 @@ class Learner:
 
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
+        check("before the model was exported")
         self.place.make_room()
         loading = self.module.export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
+        check("before the report was written")
         rows = self.place.load_documents(len(self.scores.rows))
         sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
         self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
@@ -229,6 +261,28 @@ class Learner:
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
+
+
+def keep_threads(begun: int | None, *, processes: int) -> int:
+    """Has the processor use as many threads as the run began with; gives their number. With others the same
+    sums are added in another order, and the last bits differ."""
+    given = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given = max(1, given // processes)
+    if begun is not None and begun != given:
+        log.info("computing with %d threads, as this run began, not with %d", begun, given)
+    torch.set_num_threads(begun or given)
+    os.environ["OMP_NUM_THREADS"] = str(begun or given)  # for the processes that Lightning starts
+    return begun or given
+
+
+def check_losses(means: Mapping[str, float], row: str) -> None:
+    """Raises ValueError where a loss (nats) of a row is not finite."""
+    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
+        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
+        raise ValueError(
+            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
+        )
 
 
 def array(values: torch.Tensor) -> np.ndarray:

@@ -126,7 +126,10 @@ class Reservoir(nn.Module):
                 self.put(slot, {name: batch[name][row] for name in SAMPLE if name in batch}, parts[row])
 
     def put(self, slot: int, sample: Batch, outputs: Tensor) -> None:
-        """Writes a sample, `input_ids`, `labels` and perhaps `attention_mask`, each [T], with its outputs."""
+        """Writes a sample, `input_ids`, `labels` and perhaps `attention_mask`, each [T], with its outputs.
+        Outputs that are not finite, as of a step that is left out, are not taken."""
+        if not outputs.isfinite().all():
+            return
         self.input_ids[slot], self.labels[slot] = sample["input_ids"], sample["labels"]
         present = sample.get("attention_mask", torch.ones_like(sample["labels"]))
         self.lengths[slot] = present.sum()

@@ -15,6 +15,11 @@ import jinja2
 from markupsafe import Markup, escape
 
 from cpt.drawing import FEW, description
+from cpt.formatting import one_line
+
+# What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
+IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
+IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +50,7 @@ class Block:
 def written(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
     """Writes STEM.md, its pictures STEM-1.png, ... and STEM.html; gives the path of the latter."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    parts = [f"# {title}"]
+    parts = [f"# {quoted(title, IN_CELL)}"]
     for number, block in enumerate(shown, start=1):
         picture = stem.with_name(f"{stem.name}-{number}.png")
         if block.picture:
@@ -86,26 +91,35 @@ def markdown(block: Block, *, picture: str) -> str:
     """A block with its picture in a file of this name."""
 
     def row(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/').replace('<', '&lt;') for cell in cells)} |"
+        return f"| {' | '.join(quoted(cell, IN_CELL) for cell in cells)} |"
 
+    title, folded = (quoted(text, IN_CELL) for text in (block.title, block.folded))
+    fence = "~" * max([4, *(len(tildes) + 1 for tildes in re.findall("~+", block.code))])
     bar = [":--" if column < block.words else "--:" for column in range(len(block.head))]
     parts = [
-        f"## {block.title}" if block.title else "",
-        *block.lines,
-        f"![{block.title}]({picture})" if block.picture else "",
-        f"<details><summary>{block.folded}</summary>" if block.folded else "",
+        f"## {title}" if title else "",
+        *(quoted(line, IN_LINE) for line in block.lines),
+        f"![{title}]({picture})" if block.picture else "",
+        f"<details><summary>{folded}</summary>" if folded else "",
         "\n".join(map(row, [block.head, bar, *block.cells])) if block.cells else "",
-        f"~~~~yaml\n{block.code}\n~~~~" if block.code else "",
-        "</details>" if block.folded else "",
+        f"{fence}yaml\n{block.code}\n{fence}" if block.code else "",
+        "</details>" if folded else "",
     ]
     return "\n\n".join(filter(None, parts))
 
 
+def quoted(text: str, markup: re.Pattern[str]) -> str:
+    """On one line, with a character reference for each sign of markup: Markdown shows the text as it is."""
+    named = {"&": "&amp;", "<": "&lt;"}
+    return markup.sub(lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), one_line(text))
+
+
 def plain(block: Block) -> str:
     """The table with its columns aligned: words to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(block.head, *block.cells, strict=True)]
+    lines = [list(map(one_line, row)) for row in (block.head, *block.cells)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     align = [str.ljust if place < block.words else str.rjust for place in range(len(widths))]
-    rows = [map(lambda put, *cell: put(*cell), align, row, widths) for row in (block.head, *block.cells)]
+    rows = [map(lambda put, *cell: put(*cell), align, row, widths) for row in lines]
     return "\n".join("  ".join(row).rstrip() for row in rows)
 
 

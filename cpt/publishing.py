@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpt import facts, figures
+from cpt.conditions import conditions
+from cpt.conditions import described as conditions_in_words
 from cpt.config import reason
 from cpt.endtasks import blocks as endtask_report
 from cpt.labels import label
@@ -93,8 +95,13 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
 def described(scores: Scores) -> dict[str, Any]:
     """What the config does not say: the name in comparisons, the order resolved, what was learned on what."""
     known = {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
+    given = conditions(scores)
+    measured = conditions_in_words(given)
     return {
         "label": label(scores.run),
+        "measured": measured,
+        "group": f"{label(scores.run)} | {measured}",
+        "conditions": given,
         **known,
         "texts": {text: dict(about) for text, about in scores.texts.items()},
         "versions": scores.versions,

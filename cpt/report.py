@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cpt import figures
+from cpt.conditions import conditions
+from cpt.conditions import described as described_conditions
 from cpt.endtasks import blocks as endtask_report
 from cpt.formatting import decimals, megabytes, perplexity, shortened
 from cpt.labels import label
@@ -73,11 +75,13 @@ def _summary(scores: Scores) -> Block:
     cells = [
         ["method", label(scores.run)],
         ["model", f"{run['model']} ({run['objective']})"],
+        ["perplexity", described_conditions(conditions(scores))],
         ["order", few(run["order"])],
         ["seed", str(run["seed"])],
         ["state", f"{scores.state}; {scores.seconds:,.1f} seconds"],
         ["trained", f"{max(scores.trained, default=0):,} parameters"],
         ["stored beside the model", _stored(scores)],
+        *([["steps left out", _skipped(scores)]] if any(scores.skipped) else []),
         ["domain at test time", "must be known" if scores.needs_domain else "need not be known"],
         *([["load the model (from this folder)", scores.loading]] if scores.loading else []),
         ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
@@ -88,6 +92,12 @@ def _summary(scores: Scores) -> Block:
 def _stored(scores: Scores) -> str:
     growth = "" if scores.growth is None else f", {megabytes(scores.growth)} more with each domain"
     return megabytes(scores.stored[-1] if scores.stored else 0) + growth
+
+
+def _skipped(scores: Scores) -> str:
+    counts = zip(scores.rows, scores.skipped, strict=True)
+    told = ", ".join(f"{count} of {row}" for row, count in counts if count)
+    return f"{told}: loss or gradient were not finite (on_nonfinite)"
 
 
 def _parts(scores: Scores) -> Block:

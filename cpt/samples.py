@@ -173,10 +173,11 @@ class From(Sampler[int]):
 
 
 class Share(Sampler[int]):
-    """Every `world`-th number below `total`, from `rank` on: a process's part of an evaluation."""
+    """Every `world`-th number below `total`, from `rank` on: a process's part of an evaluation; each process
+    has at least `common`."""
 
     def __init__(self, total: int, *, rank: int, world: int) -> None:
-        self.numbers = range(rank, total, world)
+        self.numbers, self.common = range(rank, total, world), total // world
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.numbers)

@@ -6,16 +6,23 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
-from cpt.metrics import GENERAL, Array, Arrays, Layout, intervals, values
+from cpt.endtasks.scores import check_endtasks
+from cpt.metrics import GENERAL, METRICS, UNITS, Array, Arrays, Layout, intervals, values
+from cpt.typed import check
 
 VERSION = 3
-COSTS = ("trained", "stored", "seen", "flops", "memory")  # of a stage
-RUN_KEYS = ("name", "method", "mask", "replay", "variant", "model", "order", "seed", "finished", "objective")
+COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
+LATER = {"conditions", "skipped"}  # fields that files of this version may lack
+RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
+RUN |= {"order": list[str], "seed": int, "finished": bool}
+RUN_KEYS = tuple(RUN)
+METRIC = {"interval": dict[str, list[float | None]], **dict.fromkeys(UNITS, float | None)}
 
 
 @dataclass(kw_only=True)
@@ -35,7 +42,9 @@ class Scores(Layout):
     seen: list[int] = field(default_factory=list)  # [row], tokens that the stage's steps read
     flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
+    skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     endtasks: dict[str, Any] = field(default_factory=dict)  # as cpt.endtask.EndTasks.results gives them
+    conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.conditions
     needs_domain: bool = False  # whether a text's domain must be known at test time
     loading: str = ""  # a Python expression that loads the exported model
     objective: float | list[float | None] | None = None  # what a sweeper minimises
@@ -44,6 +53,8 @@ class Scores(Layout):
     version: int = VERSION
 
     def __post_init__(self) -> None:
+        check(vars(self), declared(type(self)))
+        check(self.run, RUN, of="run")
         for names in (self.rows, self.domains):
             if not isinstance(names, list) or len(set(names)) != len(names):
                 raise ValueError(f"rows or domains are {names}, allowed is a list of different names")
@@ -52,10 +63,16 @@ class Scores(Layout):
         sizes = [len(given) for given in (self.tokens, self.bytes, self.scored)]
         if sizes != [len(self.domains)] * 3 or not all(size > 0 for size in self.bytes):
             raise ValueError(f"tokens, bytes, scored are {sizes} numbers, bytes > 0; columns {self.domains}")
-        if absent := [key for key in RUN_KEYS if key not in self.run]:
-            raise ValueError(f"run lacks {', '.join(absent)}; needed are {', '.join(RUN_KEYS)}")
+        self.skipped += [0] * (len(self.rows) - len(self.skipped))  # of a run that an earlier version began
         if self.matrix.shape != (len(self.rows), len(self.domains)):
             raise ValueError(f"nll is {self.matrix.shape}, needed is {(len(self.rows), len(self.domains))}")
+        for name in ("parts", *COSTS):
+            if (given := len(getattr(self, name))) not in (0, len(self.rows)):
+                raise ValueError(
+                    f"{name} has {given} entries, needed is none or one for each row {self.rows}"
+                )
+        check_metrics(self.metrics)
+        check_endtasks(self.endtasks, rows=self.rows)
 
     @property
     def matrix(self) -> Array:
@@ -114,10 +131,10 @@ class Scores(Layout):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(data, dict) or data.get("version") != VERSION:
                 raise ValueError(f"needed is cpt's format, version {VERSION}")
-            if differing := sorted({f.name for f in fields(cls)} ^ set(data)):
+            if differing := sorted(({f.name for f in fields(cls)} ^ set(data)) - LATER):
                 raise ValueError(f"missing or unknown: {', '.join(differing)}")
             return cls(**data)
-        except (TypeError, ValueError) as error:
+        except (ValueError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
 
@@ -135,3 +152,22 @@ class Scores(Layout):
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@cache
+def declared(kind: type) -> dict[str, Any]:
+    """The types of a class's fields."""
+    return get_type_hints(kind)
+
+
+def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError for a metric that is unknown, lacks a unit, or whose interval has not two bounds."""
+    for name, metric in metrics.items():
+        if name not in METRICS:
+            raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
+        check({"interval": {}} | metric, METRIC, of=f"metrics.{name}")
+        for unit, bounds in metric.get("interval", {}).items():
+            if unit not in UNITS or len(bounds) != 2:
+                raise ValueError(
+                    f"metrics.{name}.interval.{unit}: needed are two bounds in {', '.join(UNITS)}"
+                )

@@ -10,7 +10,14 @@ from cpt.endtasks import scores as endscores
 from cpt.metrics import UNITS
 from cpt.scores import COSTS, Scores
 
-SHOWN = {"trained": "trained", "stored": "stored", "seen": "tokens", "flops": "flops", "memory": "memory"}
+SHOWN = {
+    "trained": "trained",
+    "stored": "stored",
+    "seen": "tokens",
+    "flops": "flops",
+    "memory": "memory",
+    "skipped": "skipped",
+}
 PHASES = {"learn": "learn", "score": "score", "endtasks": "end tasks"}  # as the phases of a run begin
 
 
@@ -39,10 +46,10 @@ def seconds(scores: Scores, kind: str, stage: str) -> float:
 
 
 def total(scores: Scores, cost: str) -> int | None:
-    """One of COSTS over a run: the sum of tokens and operations, the last of stored bytes, else the largest;
-    None where nothing was noted."""
+    """One of COSTS over a run: the sum of tokens, operations and steps left out, the last of stored bytes,
+    else the largest; None where nothing was noted."""
     noted = getattr(scores, cost)
-    over = {"seen": sum, "flops": sum, "stored": lambda sizes: sizes[-1]}.get(cost, max)
+    over = {"seen": sum, "flops": sum, "skipped": sum, "stored": lambda sizes: sizes[-1]}.get(cost, max)
     return over(noted) if noted else None
 
 

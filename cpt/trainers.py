@@ -11,9 +11,12 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
 
+from cpt.checkpointing import WholeFile
+from cpt.preemption import leave_together
 from cpt.progress import bar
 
 # Ours; everything else in the trainer group is lightning.Trainer's.
@@ -35,30 +38,6 @@ NOISE = (
     ".*smaller than the logging interval.*",  # of short runs
     ".*was called before the ``update``.*",  # a process may have no batch of a short text
 )
-
-
-class Checkpoint(Callback):
-    """Saves the trainer's state every `every` optimizer steps, to one file that is always whole."""
-
-    def __init__(self, path: Path, *, every: int) -> None:
-        if every < 1:
-            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps")
-        self.path, self.every, self.saved = path, every, 0
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        step = trainer.global_step
-        if step % self.every == 0 and step != self.saved:
-            self.saved = step
-            self.save(trainer)
-
-    def save(self, trainer: Trainer) -> None:
-        # Not Lightning's ModelCheckpoint: it moves the file in from the system's temporary folder, which is a
-        # copy
-        # wherever that is another disk, and a kill during a copy leaves half a checkpoint.
-        partial = self.path.with_name(f"{self.path.name}.partial")
-        trainer.save_checkpoint(partial)
-        if trainer.is_global_zero:
-            os.replace(partial, self.path)
 
 
 class Bar(Callback):
@@ -99,19 +78,37 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+class Leaving(Callback):
+    """In an evaluation by several processes: all leave after the same batch."""
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        *args: Any,
+    ) -> None:
+        if batch_idx < trainer.val_dataloaders.sampler.common:
+            leave_together("while scoring")
+
+
 def trainer(
     options: Mapping[str, Any],
     *,
     label: str,
+    folder: Path | None = None,
     loggers: Sequence[Logger] = (),
     steps: int = 1,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """A Trainer for one phase, `steps` optimizer steps or an evaluation."""
+    """A Trainer for one phase, `steps` optimizer steps or an evaluation. What Lightning and its callbacks
+    write on their own goes to a folder, or nowhere."""
     quiet()
     theirs = {name: value for name, value in options.items() if name not in OURS}
     try:
-        return Trainer(
+        made = Trainer(
             max_steps=steps,
             max_epochs=-1,
             limit_val_batches=1.0 if not callbacks else 0,
@@ -121,8 +118,19 @@ def trainer(
             enable_model_summary=False,
             enable_progress_bar=False,
             logger=list(loggers) or False,
-            callbacks=[Bar(label), *callbacks],
+            callbacks=[Bar(label), Leaving(), *callbacks],
+            default_root_dir=folder or os.devnull,  # the working folder otherwise
+            plugins=plugins(),
             **theirs,
         )
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
+    # Lightning's handler of SIGTERM ends the program with exit code 0, and waits for other processes.
+    made._signal_connector.register_signal_handlers = lambda: None
+    return made
+
+
+def plugins() -> list[Any]:
+    """Ours in place of Lightning's: the writer of checkpoints, and SLURM without its handling of signals."""
+    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
+    return [WholeFile(), *slurm]

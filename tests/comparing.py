@@ -19,6 +19,9 @@ NLL = [
 ]
 
 
+CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "length": 64, "mask_rate": 0.3}
+
+
 def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=None, costs=True, **given):
     """Finished scores over domains in the order of learning; `shift` is added to the last row."""
     nll = np.array(nll, float)
@@ -29,6 +32,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
     domains = [*order, "general"][: nll.shape[1]]
     names = ["base", *order][: len(nll)] if rows is None else rows
     stages = len(names)
+    fields = {"conditions": CONDITIONS} | fields
     fields = {"phases": {"score base": 2.0, **{f"learn {name}": 4.0 for name in names[1:]}}} | fields
     if costs:
         fields = {

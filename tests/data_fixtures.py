@@ -32,7 +32,7 @@ def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> lis
 
 def framed() -> PreTrainedTokenizerFast:
     """<s> … </s>, with a mask and a padding token."""
-    return train_tokenizer(iter(prose(50)), vocabulary=330)
+    return train_tokenizer(iter(prose(50)), vocabulary=330, objective="masked")
 
 
 def restyled(template: str, **tokens: str) -> PreTrainedTokenizerFast:

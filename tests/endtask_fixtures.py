@@ -50,7 +50,7 @@ def write_task(root: Path, domain: str, *, train: int = 40, test: int = 20, dev:
 
 def tokenizer() -> Any:
     words = " ".join([*VOCABULARIES.values(), *WORDS.values()])
-    return train_tokenizer(iter([words] * 5), vocabulary=400)
+    return train_tokenizer(iter([words] * 5), vocabulary=400, objective="masked")
 
 
 MODELS = {

@@ -40,6 +40,14 @@ def ended(process: BaseProcess, *, seconds: float = 240) -> int:
     return process.exitcode
 
 
+def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
+    """Sends a signal to a run's first process or to the one that it started."""
+    pid = process.pid
+    for _ in range(rank):
+        pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
+    os.kill(pid, number)
+
+
 def born(script: str, arguments: list[str], *, cwd: Path, log: Path, variables: dict, twin: bool) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -101,11 +109,16 @@ class Twin:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> int:
         if self.write is not None:
             os.close(self.write)
+            self.write = None
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:

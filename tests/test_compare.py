@@ -203,7 +203,7 @@ def test_domain_sets_and_objectives_get_sections(tmp_path, capsys, drawn):
     markdown = (tmp_path / "comparison.md").read_text()
     places = [markdown.index(f"## {title.strip()} (section") for title in counts]
     assert places[0] == min(places)  # the largest first
-    assert "3 sections: runs on other domains" in markdown
+    assert "3 sections, each with its own tables" in markdown
     assert "## Compute (section 3)" in markdown
 
 

@@ -11,8 +11,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
+from cpt.checkpointing import Checkpoint
 from cpt.costs import Compute, forget_peak, own_names, peak, stored_bytes, trained_parameters
-from cpt.trainers import Checkpoint, trainer
+from cpt.guard import Guard
+from cpt.trainers import trainer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -107,7 +109,11 @@ BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
     compute, module = Compute(), Counted({"before": before, "step": step, "after": after})
     options = {"accumulate_grad_batches": accumulate}
-    callbacks = [compute, Checkpoint(tmp_path / "state.ckpt", every=1), *([stop] if stop else [])]
+    callbacks = [
+        compute,
+        Checkpoint(tmp_path / "state.ckpt", every=1, guard=Guard()),
+        *([stop] if stop else []),
+    ]
     tmp_path.mkdir(exist_ok=True)
     work = trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
     try:

@@ -96,12 +96,21 @@ def test_patterns_of_the_dashboard_meet_the_curves(workspace):
 def test_the_dashboard_groups_by_method_and_sorts_by_perplexity(workspace):
     (order,) = workspace.runset_settings.order
     assert (order.item.name, order.ascending) == ("LC/perplexity", True)
-    assert [config.name for config in workspace.runset_settings.groupby] == [dashboard.GROUP]
-    prefix, _, key = dashboard.GROUP.partition(".")
-    assert prefix == "cpt"
-    assert described(scores())[key] == "das"
+    assert [config.name for config in workspace.runset_settings.groupby] == ["cpt.measured", "cpt.label"]
     pinned = workspace.runset_settings.pinned_columns
     assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(everything(scores()))
+
+
+def test_what_the_dashboard_groups_by_tells_apart_what_cannot_be_compared():
+    one, other = scores(), scores()
+    other.conditions = {"length": 128}
+    told = [described(each) for each in (one, other)]
+    assert [each["label"] for each in told] == ["das", "das"]
+    for name in (dashboard.MEASURED, dashboard.GROUP):
+        prefix, _, key = name.partition(".")
+        assert prefix == "cpt"
+        assert told[0][key] != told[1][key]
+    assert all(each["group"].startswith("das | ") for each in told)
 
 
 def test_the_dashboard_shows_pictures_and_tables_that_there_are(workspace):

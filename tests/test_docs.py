@@ -22,7 +22,7 @@ TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 LONGEST = 200  # lines of the README
 OF_WANDB = {"--append"}  # that it no longer has this option is what is told
-CONFIG_ON_WANDB = {"cpt.label", "cpt.order", "cpt.texts", "cpt.versions"}
+CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.texts", "cpt.versions"}
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
 CHOICE = re.compile(rf"\+?({'|'.join(GROUPS)})(?:@[\w.]+)?=([\w,|]+)")
 OPTION = re.compile(rf"\+?((?:{'|'.join(g.replace('/', '[.]') for g in GROUPS)}|freeze)(?:\.\w+)+)(?:=.*)?")

@@ -33,6 +33,13 @@ def test_csv_has_a_line_per_run_with_every_number(tmp_path):
     assert only["compared/cost/flops"] == "6000000000.0"
 
 
+def test_what_a_sweep_minimises_does_not_hide_the_objective(tmp_path):
+    only = section([run(objective="causal")])
+    only.runs[0].scores.objective = 123.5
+    (line,) = csv.DictReader(io.StringIO(table([only], top=tmp_path)))
+    assert (line["objective"], line["objective/value"]) == ("causal", "123.5")
+
+
 def test_csv_places_are_seen_from_where_it_lies(tmp_path):
     only = section([run(tmp_path / "runs" / "a")])
     (line,) = csv.DictReader(io.StringIO(table([only], top=tmp_path)))

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,11 +21,12 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
 import cpt.base
-from cpt.clusters import ClusterLauncher
+from cpt.clusters import ClusterLauncher, forwarded
 from cpt.corpora import Corpora
 from cpt.jobs import BASIC_SWEEPER, Job, composed, table
 from cpt.launcher import ProcessLauncher
 from cpt.plan import planned
+from cpt.preemption import GO_ON
 
 SEARCHER = "hydra_plugins.cpt.OptunaSweeper"
 
@@ -131,17 +135,26 @@ def job(number, folder, **ended):
         setattr(made, key, value)
     made.folder.mkdir(parents=True)
     made.console.write_text("cpt: no\n")
+    (made.folder / "scores.json").write_text(json.dumps({"run": {"finished": ended.get("code") == 0}}))
     return made
 
 
 def test_the_table_counts_and_explains(tmp_path):
-    ended = [{"code": 0}, {"before": True}, {"code": 1}, {"lost": "cancelled"}, {"before": True}]
+    ended = [
+        {"code": 0},
+        {"before": True},
+        {"code": 1},
+        {"lost": "cancelled"},
+        {"before": True},
+        {"code": 75},
+    ]
     jobs = [job(number, tmp_path, **each) for number, each in enumerate(ended)]
     place = tmp_path / "name"
     assert table(jobs) == [
-        "5 jobs: 1 finished, 2 finished before, 2 failed",
+        "6 jobs: 1 finished, 2 finished before, 1 preempted, 2 failed",
         f"#2 x=2: failed (exit 1): cpt: no ({place}/2/console.log)",
         f"#3 x=3: failed (lost): cancelled ({place}/3/console.log)",
+        f"#5 x=5: preempted (exit 75): cpt: no ({place}/5/console.log)",
         f"compare: python -m cpt.report {place}",
     ]
 
@@ -182,7 +195,13 @@ TASK = """
 import os, sys
 print(sys.argv[1:], os.getcwd(), os.environ["CPT_LAUNCHER"] == str(os.getppid()))
 open(os.environ["SEEN"], "a").write(" ".join(sys.argv[1:]) + chr(10))
-sys.exit("cpt: no" if "seed=3" in sys.argv else 0)
+if "seed=3" in sys.argv:
+    sys.exit("cpt: no")
+if "seed=4" in sys.argv:
+    sys.exit(75)
+if "seed=5" not in sys.argv:
+    (folder,) = [each for each in os.listdir("outputs/default") if "seed-2" in each]
+    open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finished": true}}')
 """
 
 
@@ -220,6 +239,48 @@ def test_what_a_cluster_writes_stands_apart(sweep, cluster):
     sweep.launched(cluster, ["seed=2"])
     assert cluster.inner.config.hydra.sweep.dir == "outputs/default/.jobs"
     assert sweep.config.hydra.sweep.dir == "outputs/default"
+
+
+SAVER = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_path, monkeypatch):
+    """submitit's has the job queued again and ends."""
+    saved = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: saved.append((tmp_path / "saved").exists()))
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "start_new_session": True}
+    try:
+        with subprocess.Popen([sys.executable, "-S", "-c", SAVER], **options) as process:
+            assert process.stdout.readline() == b"ready\n"
+            with forwarded(process):
+                threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+                assert process.wait() == 75
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert saved == [True]
+
+
+def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys):
+    with pytest.raises(SystemExit) as end:
+        sweep.launched(cluster, ["seed=2"], ["seed=4"], sweeper=BASIC_SWEEPER)
+    assert end.value.code == GO_ON
+    assert capsys.readouterr().err == (
+        "cpt: 1 of 2 jobs were preempted: #1 seed=4; the same command continues\n"
+    )
+
+
+def test_a_job_that_ends_well_without_a_finished_run_has_failed(sweep, cluster):
+    (returned,) = sweep.launched(cluster, ["seed=5"])
+    assert returned.status is JobStatus.FAILED
+    assert "scores.json in its folder is not that of a finished run" in str(returned._return_value)
 
 
 def test_a_lost_job_is_told_and_what_is_finished_stays_so(sweep, done, cluster, monkeypatch):

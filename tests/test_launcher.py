@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from cpt.launcher import ProcessLauncher
 from cpt.machine import devices, shares, visible_gpus
+from cpt.preemption import GO_ON
 
 ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -61,7 +62,8 @@ def main(cfg):
         time.sleep(60)
     time.sleep(0.3)
     (folder / "seen.json").write_text(json.dumps(seen | {"done": time.time()}))
-    (folder / "scores.json").write_text(json.dumps({"objective": cfg.x / 2} if cfg.x else {}))
+    scores = {"run": {"finished": cfg.kind != "partial"}, **({"objective": cfg.x / 2} if cfg.x else {})}
+    (folder / "scores.json").write_text(json.dumps(scores))
 
 main()
 """
@@ -284,7 +286,7 @@ def started_and_sent(app: Path, number: int) -> tuple[int, list[dict]]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_jobs_and_their_helpers(app, number):
     code, jobs = started_and_sent(app, number)
-    assert code == 128 + number
+    assert code == GO_ON
     pids = [job[key] for job in jobs for key in ("pid", "helper")]
     assert len(pids) == 4
     assert not any(map(running, pids))

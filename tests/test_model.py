@@ -40,7 +40,7 @@ def tiny(name: str, objective: str):
 @pytest.fixture(scope="module")
 def tokenizer():
     texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
-    return models.train_tokenizer(iter(texts), vocabulary=300)
+    return models.train_tokenizer(iter(texts), vocabulary=300, objective="masked")
 
 
 @pytest.mark.parametrize(("name", "objective"), CASES)
@@ -99,7 +99,7 @@ def test_a_masked_objective_needs_a_mask_token_and_a_rate(tokenizer):
     assert isinstance(models.objective("causal", tokenizer, mask_rate=None), Causal)
     with pytest.raises(ValueError, match="model.mask_rate=1.5; allowed: above 0 and below 1"):
         models.objective("masked", tokenizer, mask_rate=1.5)
-    tokenizer = models.train_tokenizer(iter(["a b"]), vocabulary=270)
+    tokenizer = models.train_tokenizer(iter(["a b"]), vocabulary=270, objective="masked")
     tokenizer.mask_token = None
     with pytest.raises(ValueError, match=r"has no mask token; allowed: model\.objective=causal"):
         models.objective("masked", tokenizer, mask_rate=0.15)

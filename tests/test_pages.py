@@ -101,7 +101,7 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
     page(tmp_path, *blocks)
     parts = (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n")
     assert parts[:4] == ["# Title", "## Table", "A line.", "<details><summary>more</summary>"]
-    assert parts[4] == "| group | LC |\n| :-- | --: |\n| a/b | &lt;i> |"
+    assert parts[4] == "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |"
     assert parts[5:8] == ["~~~~yaml\nx: 1\n~~~~", "</details>", "## Picture"]
     assert parts[8] == "![Picture](report-2.png)\n"
 

@@ -285,7 +285,7 @@ def test_the_contract_of_the_file(tmp_path):
     data = json.loads((tmp_path / "scores.json").read_text())
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
     keys += " config_digest run texts versions parts trained stored seen flops memory endtasks"
-    keys += " needs_domain loading"
+    keys += " needs_domain loading conditions skipped"
     assert set(data) == set(keys.split())
     assert data["version"] == 3
     assert data["nll"] == NLL.tolist()
@@ -353,15 +353,33 @@ def damaged(data, **changes):
         ),
         (lambda data: damaged(data, nll=data["nll"][:-1]), r"nll is \(3, 4\), needed is \(4, 4\)"),
         (lambda data: damaged(data, nll=[[1.0], [1.0, 2.0]]), "inhomogeneous"),
-        (lambda data: damaged(data, nll="abc"), "could not convert"),
-        (lambda data: damaged(data, rows=5), "rows or domains are 5"),
+        (lambda data: damaged(data, nll="abc"), "nll is 'abc', needed is list"),
+        (lambda data: damaged(data, rows=5), "rows is 5, needed is list"),
         (lambda data: damaged(data, rows=["a", "base", "b", "c"]), "base is first"),
         (lambda data: damaged(data, domains=["a", "b", "general", "c"]), "general last"),
         (lambda data: damaged(data, domains=["a", "b", "a", "general"]), "list of different names"),
         (lambda data: damaged(data, bytes=[1, 0, 3, 4]), "bytes > 0"),
         (lambda data: damaged(data, tokens=[1]), r"\[1, 4, 4\] numbers"),
-        (lambda data: damaged(data, run={"name": "x"}), "run lacks method, mask"),
-        (lambda data: damaged(data, run=None), "NoneType"),
+        (lambda data: damaged(data, run={"name": "x"}), "run.method is missing, needed is str"),
+        (lambda data: damaged(data, run=None), "run is None, needed is dict"),
+        (lambda data: damaged(data, nll=[[None, "x", 1.0, 1.0], *data["nll"][1:]]), r"nll\[0\]\[1\] is 'x'"),
+        (
+            lambda data: damaged(data, run=data["run"] | {"order": "abc"}),
+            "run.order is 'abc', needed is list",
+        ),
+        (lambda data: damaged(data, run=data["run"] | {"seed": 1.5}), "run.seed is 1.5, needed is int"),
+        (lambda data: damaged(data, seen=[1, 2]), "seen has 2 entries"),
+        (lambda data: damaged(data, parts=[None] * 4), r"parts\[0\] is None"),
+        (lambda data: damaged(data, parts=[{}, {"{}": {"x": "y"}}, {}, {}]), r"parts\[1\]\.\{\}\.x is 'y'"),
+        (lambda data: damaged(data, trained=[10**400] * 4), "trained"),
+        (lambda data: damaged(data, metrics={"LC": {"nats": 1.0}}), "metrics.LC.perplexity is missing"),
+        (lambda data: damaged(data, metrics={"XY": data["metrics"]["LC"]}), "metrics.XY is unknown"),
+        (
+            lambda data: damaged(data, metrics={"LC": data["metrics"]["LC"] | {"interval": {"nats": [1]}}}),
+            "metrics.LC.interval.nats: needed are two bounds",
+        ),
+        (lambda data: damaged(data, endtasks={"tasks": ["a"]}), "endtasks.when is missing"),
+        (lambda data: "[" * 100_000, "recursion"),
     ],
 )
 def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, spoil, said):
@@ -374,6 +392,15 @@ def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, spoil, said):
     assert message.startswith(f"{path}: ")
     assert "restore it from a copy" in message
     assert "\n" not in message
+
+
+def test_a_file_from_before_there_were_conditions_is_read(tmp_path):
+    path = tmp_path / "scores.json"
+    made().save(path)
+    data = json.loads(path.read_text())
+    del data["conditions"]
+    path.write_text(json.dumps(data))
+    assert Scores.load(path).conditions == {}
 
 
 def test_a_file_that_is_not_text(tmp_path):

@@ -14,6 +14,7 @@ from wandb_files import config, history, of_kind, records, summary
 
 from cpt.config import digest
 from cpt.publishing import opened
+from cpt.scores import COSTS
 from cpt.summaries import everything
 from cpt.tracking import LongCSV, log_scores, log_stage, tracked
 
@@ -152,7 +153,8 @@ def resumed(tmp_path_factory):
 
 def until(whole, rows):
     """The scores when so many rows were done."""
-    return dataclasses.replace(whole, rows=whole.rows[:rows], nll=whole.nll[:rows], endtasks={})
+    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "parts", *COSTS)}
+    return dataclasses.replace(whole, **by_row, endtasks={})
 
 
 def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):

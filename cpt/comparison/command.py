@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from cpt.comparison import tables
+from cpt.comparison.across import heading
 from cpt.comparison.album import pictures
 from cpt.comparison.compute import compute
 from cpt.comparison.exports import KINDS, exported
 from cpt.comparison.groups import Section, sections
 from cpt.comparison.runs import FILTERS, Run, asked, begun, found, kept, known, measured
 from cpt.labels import label
-from cpt.pages import Block, plain, written
+from cpt.pages import Block, few, plain, written
 from cpt.scores import Scores
 
 USUAL = "ncl"  # what is compared with where nothing else is asked for
@@ -126,14 +127,16 @@ def _reported(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[st
     check_baseline(compared, asked_for.baseline)
     bodies = [_section(section, domains=domains) for section in compared]
     failed = [line for _, faults in bodies for line in faults]
-    others = aside(there, failed=failed)
-    blocks = [*_heading(compared), *_numbered([body for body, _ in bodies]), *others]
+    others = aside(there, chosen, failed=failed)
+    above = heading(compared)
+    blocks = [*above, *_numbered([body for body, _ in bodies]), *others]
     stem = (asked_for.out or _first(asked_for.folders)) / asked_for.name
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = written(blocks, title="Comparison of runs", stem=stem)
     beside = {block.title.lower().replace(" ", "_"): _plainly(block) for block in others if _plainly(block)}
+    beside |= {"apart": list(above[0].lines)} if above else {}
     exported(compared, stem=stem, kinds=kinds if compared else [], beside=beside)
-    _shown(compared, others)
+    _shown(above, compared, others)
     print(page)
     print(*there.damaged, *failed, sep="\n", end="\n" * bool(there.damaged or failed), file=sys.stderr)
     return bool(failed)
@@ -152,12 +155,6 @@ def check_baseline(compared: Sequence[Section], baseline: str | None) -> None:
     there = {name for section in compared for group in section.groups for name in (group.name, group.plain)}
     if baseline is not None and compared and baseline not in there:
         raise ValueError(f"--baseline {baseline}; there is: {', '.join(sorted(there))}")
-
-
-def _heading(compared: Sequence[Section]) -> list[Block]:
-    """Says that there are several sections, if there are."""
-    line = f"{len(compared)} sections: runs on other domains or with another objective cannot be compared."
-    return [Block(lines=[line])] if len(compared) > 1 else []
 
 
 def _numbered(bodies: Sequence[Sequence[Block]]) -> list[Block]:
@@ -179,8 +176,8 @@ def _section(section: Section, *, domains: Sequence[str]) -> tuple[list[Block], 
     return [main, *others, compute(section), *pictures(section)], failed
 
 
-def aside(there: Found, *, failed: Sequence[str]) -> list[Block]:
-    """What is not compared: unfinished runs, and what could not be read."""
+def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list[Block]:
+    """What is not compared: unfinished runs, finished ones without the domains asked for, unreadable ones."""
     cells = [
         [str(folder), label(scores.run), str(scores.run["seed"]), scores.state]
         for folder, scores in there.runs.items()
@@ -189,14 +186,24 @@ def aside(there: Found, *, failed: Sequence[str]) -> list[Block]:
     cells += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in there.begun]
     head = ("folder", "method", "seed", "state")
     lines = [*there.damaged, *failed]
+    compared = {run.folder for run in chosen}
+    left_out = [run for run in there.finished if run.folder not in compared]
+    without = [
+        [str(run.folder), label(run.scores.run), str(run.scores.run["seed"]), few(run.scores.domains)]
+        for run in left_out
+    ]
     return [
         Block(title="Unfinished runs", head=head, cells=cells, words=4),
+        Block(title="Runs without these domains", head=(*head[:3], "has"), cells=without, words=4),
         Block(title="Runs that could not be read", lines=lines),
     ]
 
 
-def _shown(compared: Sequence[Section], others: Sequence[Block]) -> None:
+def _shown(above: Sequence[Block], compared: Sequence[Section], others: Sequence[Block]) -> None:
     """The main tables without intervals, for a console."""
+    for block in above:
+        table = [plain(block)] if block.cells else []
+        print("\n".join(filter(None, [block.title, *table, *block.lines])), end="\n\n")
     for section in compared:
         main = tables.main(section, domains=())
         print("\n".join([main.title, plain(tables.console(section)), *main.lines]), end="\n\n")

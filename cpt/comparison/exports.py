@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -17,10 +18,13 @@ from cpt.comparison.groups import Group, Section
 from cpt.comparison.measures import COMPARED, COSTS, MEASURES, Measure, told
 from cpt.comparison.notes import counts
 from cpt.comparison.runs import Run
+from cpt.conditions import described
 from cpt.folder import replacing
+from cpt.formatting import one_line
 from cpt.scores import RUN_KEYS
 from cpt.summaries import everything
 
+CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate")  # columns of the CSV
 KINDS = ("csv", "latex", "json")
 IN_TABLE = (
     "LC/perplexity",
@@ -40,6 +44,7 @@ SPECIAL = {
     "…": r"\ldots{}",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with (OWASP, CSV injection)
 Fault = Mapping[str, Any]
 
 
@@ -66,11 +71,15 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
     lines = [
         {
             **_facts(run, top=top),
+            "section": number,
             "group": group.name,
+            **{name: run.conditions[name] for name in CONDITIONS},
             **{f"compared/{key}": value for key, value in run.values.items()},
-            **everything(run.scores),
+            **{
+                f"{name}/value" if name in RUN_KEYS else name: x for name, x in everything(run.scores).items()
+            },
         }
-        for section in sections
+        for number, section in enumerate(sections, start=1)
         for group in section.groups
         for run in group.runs
     ]
@@ -79,13 +88,15 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
 
 
 def _csv(columns: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
-    import io
-
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    rows = ([line.get(name, "") for name in columns] for line in lines)
+    csv.writer(text, lineterminator="\n").writerows(map(defused, row) for row in (columns, *rows))
     return text.getvalue()
+
+
+def defused(value: Any) -> Any:
+    """With an apostrophe before a text that a spreadsheet would take for a formula; numbers stay."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def _facts(run: Run, *, top: Path) -> dict[str, Any]:
@@ -115,7 +126,8 @@ def _tabular(section: Section) -> str:
     body = [" & ".join(row) + r" \\" for row in (head, *rows)]
     return "\n".join(
         [
-            f"% {section.objective}: {', '.join(section.domains)}",
+            f"% {escaped(section.title)}",
+            f"% {escaped(described(section.conditions))}",
             rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
             r"\toprule",
             body[0],
@@ -144,8 +156,8 @@ def _cell(group: Group, measure: Measure, best: float | None) -> str:
 
 
 def escaped(text: str) -> str:
-    """As LaTeX prints it."""
-    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], text)
+    """As LaTeX prints it, on one line."""
+    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], one_line(text))
 
 
 def data(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
@@ -161,8 +173,10 @@ def _section(section: Section, *, top: Path) -> dict[str, Any]:
     }
     examples, _ = on_examples(section)
     return {
+        "title": section.title,
         "objective": section.objective,
-        "domains": list(section.domains),
+        "domains": section.domains,
+        "conditions": dict(section.conditions),
         "groups": [_group(group) for group in section.groups],
         "baselines": {name: group.name for name, group in section.baselines.items()},
         "differences": {key: found for key, found in differing.items() if found},

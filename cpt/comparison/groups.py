@@ -12,6 +12,7 @@ from cpt.comparison.runs import Pair, Run
 from cpt.config import digest
 from cpt.formatting import shortened
 from cpt.labels import label, shared_values, values
+from cpt.metrics import GENERAL
 from cpt.pages import few
 
 SOURCES = ("domains.",)  # where the text came from; whether it is the same is seen from its digest
@@ -76,10 +77,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Section:
-    """Groups of one objective and one set of domains, the best LC first."""
+    """Groups whose runs were measured alike, so that their numbers can be compared; the best LC first."""
 
-    objective: str
-    domains: Sequence[str]
+    title: str
+    conditions: Mapping[str, str]  # of each of its runs: see cpt.conditions
     groups: Sequence[Group]
     baseline: str  # as asked for
     baselines: Mapping[str, Group]  # by the name of a group, the one that it is compared with
@@ -89,8 +90,12 @@ class Section:
         return [run for group in self.groups for run in group.runs]
 
     @property
-    def title(self) -> str:
-        return f"{self.objective}: {few(self.domains, between=', ')}"
+    def objective(self) -> str:
+        return self.conditions["objective"]
+
+    @property
+    def domains(self) -> list[str]:
+        return _domains(self.runs[0])
 
     def facets(self, names: Iterable[str]) -> list[dict[str, str]]:
         """What the page filters rows by, a row for each of these groups."""
@@ -99,21 +104,40 @@ class Section:
 
 
 def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[Section]:
-    """A section per objective and set of domains; the largest first."""
+    """A section per set of runs that were measured alike; the largest first."""
     alike = defaultdict(list)
     for run in runs:
         alike[run.alike].append(run)
+    sets = sorted(alike.values(), key=lambda each: -len(each))
+    firsts = [each[0] for each in sets]
     return [
-        _section(each, key=key, by_order=by_order, baseline=baseline)
-        for key, each in sorted(alike.items(), key=lambda item: -len(item[1]))
+        _section(each, title=_title(each[0], firsts), by_order=by_order, baseline=baseline) for each in sets
     ]
 
 
-def _section(runs: Sequence[Run], *, key: tuple[str, ...], by_order: bool, baseline: str) -> Section:
+def _section(runs: Sequence[Run], *, title: str, by_order: bool, baseline: str) -> Section:
     groups = grouped(runs, by_order=by_order)
     chosen = {group.name: compared_with(group, groups, baseline=baseline) for group in groups}
     baselines = {name: other for name, other in chosen.items() if other is not None}
-    return Section(objective=key[0], domains=key[1:], groups=groups, baseline=baseline, baselines=baselines)
+    given = runs[0].conditions
+    return Section(title=title, conditions=given, groups=groups, baseline=baseline, baselines=baselines)
+
+
+def _title(run: Run, all_runs: Sequence[Run]) -> str:
+    """Objective and domains; and what sets the run apart from others with these, if there are some."""
+    named = [other for other in all_runs if _name(other) == _name(run)]
+    own = run.conditions
+    differing = [key for key in own if any(other.conditions[key] != own[key] for other in named)]
+    told = ", ".join(f"{key} {own[key]}" for key in differing)
+    return _name(run) + f" ({told})" * bool(told)
+
+
+def _name(run: Run) -> str:
+    return f"{run.conditions['objective']}: {few(_domains(run), between=', ')}"
+
+
+def _domains(run: Run) -> list[str]:
+    return sorted(set(run.scores.domains) - {GENERAL})
 
 
 def grouped(runs: Sequence[Run], *, by_order: bool) -> list[Group]:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from cpt.comparison.groups import Group, Section, differing, order_names
+from cpt.conditions import described
 from cpt.pages import few
 
 FROM_BASE = ("one", "dga")  # methods that learn each domain from the base
 ALONE = (
     "`one` and `dga` learn every domain from the base: their CPT counts; their LC and FG compare models that "
     "never met."
+)
+ASSUMED = (
+    "runs do not say all of this, being of an earlier cpt; it is taken from the others, as their texts have "
+    "exactly as many tokens, scored tokens and bytes"
+)
+MASKED = (
+    "Bits per byte of a masked model are its loss on masked tokens times tokens per byte: no code length, "
+    "and comparable within these runs only."
 )
 APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a method is measured by
 SETTINGS = 8  # so many differing settings are named
@@ -22,8 +31,18 @@ def counts(group: Group, key: str) -> bool:
 
 def notes(section: Section) -> list[str]:
     """What the names stand for, and what keeps groups from being compared."""
-    kinds = (_orders, _alone, _copies, _texts, _settings, _baselines)
+    kinds = (_conditions, _orders, _alone, _copies, _settings, _baselines)
     return [line for kind in kinds for line in kind(section)]
+
+
+def _conditions(section: Section) -> list[str]:
+    """What perplexity means here."""
+    lines = [f"Perplexity of all these runs: {described(section.conditions)}."]
+    assumed = [run for run in section.runs if run.assumed]
+    if assumed:
+        names = ", ".join(dict.fromkeys(name for run in assumed for name in run.assumed))
+        lines.append(f"{len(assumed)} of {len(section.runs)} {ASSUMED} ({names}).")
+    return [*lines, MASKED] if section.objective == "masked" else lines
 
 
 def _orders(section: Section) -> list[str]:
@@ -43,13 +62,6 @@ def _copies(section: Section) -> list[str]:
         for group in section.groups
         if len({run.pair for run in group.runs}) < len(group.runs)
     ]
-
-
-def _texts(section: Section) -> list[str]:
-    digests = {
-        tuple(str(text.get("digest")) for _, text in sorted(run.scores.texts.items())) for run in section.runs
-    }
-    return ["The test texts differ between the runs."] * (len(digests) > 1)
 
 
 def _settings(section: Section) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import yaml
 
 from cpt import labels
 from cpt.comparison.restricted import metrics_on, tasks_on
+from cpt.conditions import conditions, is_unknown
 from cpt.config import executes, flat
 from cpt.endtasks.scores import final, headline, over_seeds, summary
 from cpt.metrics import GENERAL, UNITS, intransigence
@@ -34,15 +36,28 @@ class Run:
     scores: Scores
     domains: frozenset[str] = frozenset()  # the metrics are of these texts alone; empty: of all
     values: dict[str, float] = field(default_factory=dict)
+    assumed: Mapping[str, str] = field(default_factory=dict)  # of its conditions, what others say
 
     @property
     def pair(self) -> Pair:
         return tuple(self.scores.run["order"]), self.scores.run["seed"]
 
+    @cached_property
+    def conditions(self) -> dict[str, str]:
+        """What its perplexities depend on beside the model: see cpt.conditions."""
+        return conditions(self.scores, self.settings) | self.assumed
+
+    @cached_property
+    def counted(self) -> tuple:
+        """Objective, texts, and how many tokens, scored tokens and bytes each has."""
+        scores, own = self.scores, self.conditions
+        counts = zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True)
+        return own["objective"], own["texts"], *sorted(counts)
+
     @property
     def alike(self) -> tuple[str, ...]:
-        """Objective and domains: runs of which these are equal can be compared."""
-        return self.scores.run["objective"], *sorted(set(self.scores.domains) - {GENERAL})
+        """Runs of which this is equal can be compared."""
+        return tuple(self.conditions.values())
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -79,13 +94,9 @@ def found(folders: Sequence[Path]) -> tuple[dict[Path, Scores], list[str]]:
     runs, damaged = {}, [f"{folder}: no such folder" for folder in folders if not Path(folder).is_dir()]
     for folder in _holding("scores.json", folders):
         try:
-            scores = Scores.load(folder / "scores.json")
-            _endtasks(scores, frozenset())
-            runs[folder] = scores
+            runs[folder] = Scores.load(folder / "scores.json")
         except (OSError, ValueError) as error:
             damaged.append(str(error))
-        except (KeyError, TypeError, IndexError) as error:
-            damaged.append(f"{folder / 'scores.json'}: its end tasks are damaged ({error!r}); run it anew")
     return runs, damaged
 
 
@@ -148,6 +159,7 @@ def known(names: Iterable[str], *, runs: Sequence[Run]) -> frozenset[str]:
 def measured(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
     """The runs with their measurements, on these domains alone if any are named; without runs that have none
     of them."""
+    runs = completed(runs)
     ones = [run for run in runs if _alone(run)]
     sought = [(run, frozenset(domains) & set(run.scores.domains)) for run in runs]
     return [
@@ -155,6 +167,25 @@ def measured(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
         for run, names in sought
         if names or not domains
     ]
+
+
+def completed(runs: Sequence[Run]) -> list[Run]:
+    """The runs, with what one does not say of its conditions taken from those that do: where their texts have
+    as many tokens, scored tokens and bytes, and all of these say the same."""
+    said = defaultdict(set)
+    for run in runs:
+        for name, value in run.conditions.items():
+            said[run.counted, name].update([] if is_unknown(value) else [value])
+    return [
+        replace(run, assumed={name: next(iter(said[run.counted, name])) for name in _open(run, said)})
+        for run in runs
+    ]
+
+
+def _open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
+    """What the run does not say, and others with one voice."""
+    unknown = [name for name, value in run.conditions.items() if is_unknown(value)]
+    return [name for name in unknown if len(said[run.counted, name]) == 1]
 
 
 def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:

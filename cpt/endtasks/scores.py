@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cpt.typed import check
+
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray, Table
 
 Array = np.ndarray
 KINDS = ("macro_f1", "micro_f1", "accuracy")
 COLUMNS = ("id", "label", "prediction")
+FIELDS = {"when": str, "tasks": list[str], "seeds": list[int], "metric": dict[str, str], "seconds": float}
+FIELDS |= {"classes": dict[str, int], "examples": dict[str, int], "scores": dict[str, Any]}
 MEANINGS = {
     "MF1": ("Mean over the tasks of each task's own metric, last model", "mean_u A[n][u]"),
     "Acc": ("Accuracy, a mean over the tasks, last model", "mean_u A_accuracy[n][u]"),
@@ -29,12 +33,31 @@ MEANINGS = {
 }
 
 
+def check_endtasks(endtasks: Mapping[str, Any], *, rows: Sequence[str]) -> None:
+    """Raises ValueError for what is neither empty nor the `endtasks` of a run with these rows."""
+    if not endtasks:
+        return
+    check(endtasks, FIELDS, of="endtasks")
+    tasks = endtasks["tasks"]
+    for name in ("metric", "classes", "examples"):
+        if sorted(endtasks[name]) != sorted(tasks):
+            raise ValueError(
+                f"endtasks.{name} is of {sorted(endtasks[name])}, needed is one for each of {tasks}"
+            )
+    if unknown := sorted(set(endtasks["metric"].values()) - set(KINDS)):
+        raise ValueError(f"endtasks.metric is {', '.join(unknown)}; allowed: {', '.join(KINDS)}")
+    for kind in KINDS:
+        check(endtasks["scores"], {kind: list[Any]}, of="endtasks.scores")
+        if (measured := len(cube(endtasks, kind))) > len(rows):
+            raise ValueError(f"end tasks: {kind} has {measured} rows; needed: at most {len(rows)}")
+
+
 def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
     """Scores in 0..1 as [row, task, seed]; nan where not measured. ValueError if they are no such array."""
     needed = (len(endtasks["tasks"]), len(endtasks["seeds"]))
     try:
         scores = np.array(endtasks["scores"][metric] or np.empty((0, *needed)), dtype=float)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"end tasks: {metric} is damaged ({error}); needed: [row][task][seed]") from None
     if scores.shape[1:] != needed:
         raise ValueError(

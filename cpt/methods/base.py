@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 
 from cpt.data import Domain
 from cpt.freezing import Freeze
+from cpt.guard import Guard
 from cpt.masks import Before, GradientMask, recording
 from cpt.model import in_mode, token_nll
 from cpt.objectives import Batch, Objective
@@ -86,6 +89,7 @@ class ContinualModule(LightningModule):
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
         self.bank: Bank | None = None
         self.router: Router | None = None
+        self.guard = Guard()
         self.pending: list[Before] = []
         self.evaluation: list[DocumentNLL] = []
         for mask in self.masks:
@@ -192,6 +196,7 @@ class ContinualModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
+        self.pending.clear()  # of a step that was rolled back from
         for mask in self.masks:
             mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
@@ -209,19 +214,15 @@ class ContinualModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with recording(self.masks):
             terms = self.losses(batch)
+        self.guard.see(terms)
         if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
             self.record(terms)
         return sum(terms.values())
 
     def record(self, terms: dict[str, Tensor]) -> None:
-        """Logs each term; a loss that is no number ends the run before it spoils the weights."""
+        """Logs each term."""
         name = self.domain.name
         for term, value in terms.items():
-            if not torch.isfinite(value):
-                raise ValueError(
-                    f"the {term} loss is {value.item()} at step {self.trainer.global_step} of {name}; "
-                    "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_val) may help"
-                )
             self.log(f"train/{term}/{name}", value.detach(), prog_bar=term == "lm", sync_dist=True)
         self.log(f"train/lr/{name}", self.trainer.optimizers[0].param_groups[0]["lr"])
 
@@ -237,14 +238,33 @@ class ContinualModule(LightningModule):
                         Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)
                     )
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        # Clipping by norm is torch's clip_grad_norm_ cut in two: its norm is what the guard looks at.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters])
+        self.steps = self.guard.allows(self.trainer, norm)
+        if not self.steps:
+            for parameter in parameters:
+                parameter.grad = None  # which every optimizer of torch leaves alone, moments and decay too
+        elif gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        for before in self.pending:
-            before.scale(optimizer)
+        if self.steps:
+            for before in self.pending:
+                before.scale(optimizer)
+            self.after_update()
         self.pending.clear()
-        self.after_update()
 
     def on_fit_end(self) -> None:
         # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.

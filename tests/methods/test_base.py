@@ -276,7 +276,7 @@ def test_the_score_is_that_of_the_whole_text(fitted):
 
 
 def test_a_loss_that_is_no_number_ends_the_run(fitted):
-    with pytest.raises(ValueError, match=r"the lm loss is (nan|inf) at step \d+ of law; a lower rate"):
+    with pytest.raises(ValueError, match=r"the lm loss is (nan|inf) .*at step \d+ of law; a lower rate"):
         fitted("optim.lr=1e30", "trainer.gradient_clip_val=null", steps=6)
 
 
