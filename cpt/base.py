@@ -20,6 +20,7 @@ from cpt.config import digest
 from cpt.corpora import Corpora, tokenizer_digest
 from cpt.corpus import Corpus
 from cpt.data import Domain, DomainSequence
+from cpt.folder import check_archive
 from cpt.freezing import Freeze
 from cpt.guard import Guard
 from cpt.methods.ncl import NCL
@@ -139,6 +140,8 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
         seed=cfg.base.seed,
     )
     checkpoint = folder / "base.ckpt"
+    if checkpoint.exists():
+        check_archive(checkpoint, instead="delete it to pre-train the base from its beginning")
     alone: Mapping[str, Any] = {
         "accelerator": accelerator,
         "devices": 1,

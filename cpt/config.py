@@ -23,6 +23,8 @@ EXECUTION = (
     "variant",
     "logger",
     "cache_dir",
+    "check",
+    "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",
     "on_nonfinite",

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +14,11 @@ from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
 from cpt.cache import made_once
-from cpt.config import digest
 from cpt.randomness import key, sample_keys
-from cpt.sources import Source
+from cpt.sources import Source, stamp_of
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2  # part of every digest: raise it when the files below change
 SPLITS = ("train", "valid", "test")
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
@@ -58,46 +55,66 @@ def in_batches(documents: Dataset) -> Iterator[list[str]]:
 def corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     """A domain's text as its source has it now, read once for all runs.
 
-    Raises ValueError for a domain with too few documents to train on and hold some out.
+    Raises ValueError for a domain with too few documents to train on and hold some out, and for text that
+    changes while it is read.
     """
-    made_of = [FORMAT, source.fingerprint(name), dict(source.held_out)]
-    folder = made_once(
-        cache / "corpora" / f"{name}-{digest(made_of)}",
-        make=lambda partial: write(partial, source.read(name), name=name, held_out=source.held_out),
-    )
+    stamp = stamp_of(source, name)
+
+    def make(partial: Path) -> None:
+        write(partial, source.read(name), name=name, held_out=source.held_out)
+        if stamp_of(source, name) != stamp:
+            raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
+
+    folder = made_once(cache / "corpora" / stamp, make=make)
     return Corpus(folder, json.loads((folder / "facts.json").read_text()))
+
+
+def facts_anew(source: Source, name: str) -> dict[str, Any]:
+    """The facts of a domain's text, every document read again and nothing written."""
+    hashes, given, sizes = counted(encoded(source.read(name)))
+    return describe(hashes, given, assign(hashes, given, name=name, held_out=source.held_out), sizes)
 
 
 def write(
     folder: Path, documents: Iterable[tuple[str, str]], *, name: str, held_out: Mapping[str, float]
 ) -> None:
     """Writes documents, their splits and the facts about them into a folder."""
-    hashes, given, sizes = stored(folder / "documents.arrow", documents)
-    if not len(hashes):
-        raise ValueError(f"domain {name} has no text: its files are empty")
+    with ArrowWriter(
+        path=str(folder / "documents.arrow"), features=Features({"text": Value("large_string")})
+    ) as writer:
+        hashes, given, sizes = counted(stored(writer, encoded(documents)))
+        writer.finalize()
     splits = assign(hashes, given, name=name, held_out=held_out)
     np.save(folder / "splits.npy", splits)
     facts = describe(hashes, given, splits, sizes)
     log.info("%s: %s", name, summary(facts))
-    (folder / "facts.json.tmp").write_text(json.dumps(facts))
-    os.replace(folder / "facts.json.tmp", folder / "facts.json")
+    (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def stored(path: Path, documents: Iterable[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Writes documents to a file; gives the hash, split and bytes of each, which is all that memory holds."""
-    hashes, given, sizes, waiting = array("Q"), array("b"), array("Q"), 0
-    with ArrowWriter(path=str(path), features=Features({"text": Value("large_string")})) as writer:
-        for split, text in documents:
-            raw = text.encode(errors="replace")
-            writer.write({"text": raw.decode()})
-            hashes.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
-            given.append(SPLITS.index(split))
-            sizes.append(len(raw))
-            waiting += len(raw)
-            if waiting >= CHARACTERS:
-                writer.write_examples_on_file()
-                waiting = 0
-        writer.finalize()
+def encoded(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, bytes]]:
+    """Documents as UTF-8, mended where they are no Unicode."""
+    return ((split, text.encode(errors="replace")) for split, text in documents)
+
+
+def stored(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Hands documents on and writes them."""
+    waiting = 0
+    for split, raw in documents:
+        writer.write({"text": raw.decode()})
+        waiting += len(raw)
+        if waiting >= CHARACTERS:
+            writer.write_examples_on_file()
+            waiting = 0
+        yield split, raw
+
+
+def counted(documents: Iterable[tuple[str, bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The hash, split and bytes of each document, which is all that memory holds."""
+    hashes, given, sizes = array("Q"), array("b"), array("Q")
+    for split, raw in documents:
+        hashes.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
+        given.append(SPLITS.index(split))
+        sizes.append(len(raw))
     return np.asarray(hashes, np.uint64), np.asarray(given, np.int8), np.asarray(sizes, np.int64)
 
 
@@ -107,6 +124,8 @@ def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mappin
     Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
     its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
     documents' own. SPARED are the held-out documents beyond the most."""
+    if not len(hashes):
+        raise ValueError(f"domain {name} has no text: its files are empty")
     order = np.lexsort((np.arange(len(given)), given))
     _, first = np.unique(hashes[order], return_index=True)
     splits = np.full(len(given), DROPPED, np.int8)

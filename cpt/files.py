@@ -7,9 +7,11 @@ import csv
 import gzip
 import json
 import logging
+import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -39,12 +41,47 @@ def kind(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def files_of(folder: Path) -> list[Path]:
-    """The text files below a folder, in the order they are read; no hidden ones."""
-    found = (path for path in folder.rglob("*") if kind(path) in KINDS and path.is_file())
-    return sorted(
-        path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts)
-    )
+def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: False) -> list[Path]:
+    """The text files below a folder, in the order they are read; no hidden ones, and none that are `ignored`.
+
+    Raises ValueError for what is neither and cannot be read, and for a folder without text."""
+    found = sorted(walk(folder, ignored))
+    if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
+        more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
+        raise ValueError(
+            f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also .gz, or leave out "
+            f"what is not text: domains.ignore=[{pattern_of(unread[0])}]"
+        )
+    if not found:
+        raise ValueError(
+            f"{folder} has no {' '.join(KINDS)} file; each sub-folder is a domain, but for "
+            f"domains.ignore=[{folder.name}]"
+        )
+    return found
+
+
+def walk(
+    folder: Path, ignored: Callable[[Path], bool], above: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """All that is no folder below a folder, links followed."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
+    with reading(folder):
+        entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
+    for entry in entries:
+        path = folder / entry.name
+        if ignored(path):
+            continue
+        if entry.is_dir():
+            yield from walk(path, ignored, above | {real})
+        else:
+            yield path
+
+
+def pattern_of(path: Path) -> str:
+    """What to ignore where a file is no text."""
+    return f"*{''.join(path.suffixes[-2:])}" if path.suffix else path.name
 
 
 def text_size(path: Path) -> int:
@@ -68,8 +105,9 @@ def unit_of(files: Sequence[Path]) -> str:
     texts = [path for path in files if kind(path) == ".txt"]
     if len(texts) >= MANY_FILES or not texts:
         return "file"
-    paragraphs = units(islice(lines(texts[0]), FIRST_LINES), "paragraph")
-    unit = "paragraph" if len(list(islice(paragraphs, 2))) > 1 else "line"
+    with reading(texts[0]):
+        paragraphs = list(islice(units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
+    unit = "paragraph" if len(paragraphs) > 1 else "line"
     log.info("%s: %d .txt files, a document is a %s (domains.document)", texts[0].parent, len(texts), unit)
     return unit
 
@@ -77,15 +115,24 @@ def unit_of(files: Sequence[Path]) -> str:
 def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
     """The documents of a file, streamed; ValueError if it cannot be read, or not as what its name says."""
     rows = {".csv": csv_rows, ".jsonl": json_rows, ".json": json_rows}
-    try:
+    with reading(path):
         if kind(path) == ".txt":
             yield from (text for text in units(lines(path), unit) if text and not text.isspace())
         elif kind(path) == ".parquet":
             yield from texts_of(parquet_rows(path, column), column)
         else:
             yield from texts_of(rows[kind(path)](path), column)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors of the libraries that read a file or a folder as a ValueError that names it."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
     except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {cause(error)}") from error
 

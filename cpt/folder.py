@@ -1,18 +1,26 @@
 """The run folder: its config, what has been committed to it, and what a killed run left in it."""
 
 import contextlib
+import logging
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
+from cpt.cache import discard
+from cpt.checksums import FILE, Checksums, size_of, sync
 from cpt.config import differences, identity
 from cpt.scores import Scores
+
+log = logging.getLogger(__name__)
+
+# Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
+BY_CONTENT = ("order", "domains.root")
 
 
 class RunFolder:
@@ -25,16 +33,16 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
-        self.config = path / "config.yaml"
+        self.config, self.identity = path / "config.yaml", path / "identity.json"
+        self.outputs = path / FILE
 
     def claim(self, cfg: DictConfig) -> None:
         """Remembers the config, or compares it with the remembered one."""
         if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            with replacing(self.config) as partial:
-                partial.write_text(OmegaConf.to_yaml(cfg, resolve=True))
+            replace(self.config, OmegaConf.to_yaml(cfg, resolve=True))
             return
-        if changed := differences(identity(OmegaConf.load(self.config)), identity(cfg)):
+        if changed := self.changes(cfg):
             raise ValueError(
                 f"{self.path} was made with another config ({'; '.join(changed)}); "
                 "take these values back, choose another name=…, or delete the folder"
@@ -42,7 +50,65 @@ class RunFolder:
 
     def is_of(self, cfg: DictConfig) -> bool:
         """Whether the folder remembers this config."""
-        return self.config.exists() and identity(OmegaConf.load(self.config)) == identity(cfg)
+        return self.config.exists() and not self.changes(cfg)
+
+    def changes(self, cfg: DictConfig) -> list[str]:
+        """What of a config is not what the folder remembers; where contents are remembered, they count."""
+        then, now = identity(OmegaConf.load(self.config)), identity(cfg)
+        if self.identity.exists() or self.scores_file.exists():
+            for key in BY_CONTENT:
+                then.pop(key, None)
+                now.pop(key, None)
+        return differences(then, now)
+
+    def clean(self) -> None:
+        """Removes what processes that died left half written. The caller holds the lock."""
+        patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
+        for pattern in (".scores.json.*.tmp", "*.partial", "endtasks/*/*.partial", *patterns):
+            for left in self.path.glob(pattern):
+                discard(left)
+
+    def seal(self) -> None:
+        """Remembers the checksums of what a finished run is asked for; the disk holds it then."""
+        paths = [path for path in (*self.model.rglob("*"), *self.reports) if path.is_file()]
+        for path in (*paths, self.model, self.path):
+            sync(path)
+        replace(self.outputs, Checksums.of(self.path, paths).text())
+
+    @property
+    def reports(self) -> list[Path]:
+        return [self.path / f"report.{suffix}" for suffix in ("html", "md")]
+
+    def lost(self, *, full: bool) -> list[str]:
+        """What of a finished run's model and report is gone or partial; damaged too, if all is read."""
+        if self.outputs.exists():
+            try:
+                told = Checksums.load(self.outputs)
+            except ValueError as error:
+                return [str(error)]
+            return list(told.damaged(self.path) if full else told.lost(self.path))
+        needed = (self.model / "config.json", *self.reports)  # an older cpt kept no checksums
+        return [f"{path.relative_to(self.path)} is gone" for path in needed if not size_of(path)]
+
+    def make_room(self) -> None:
+        """Puts aside what stands where the model's folder or the report belongs and is none."""
+        wrong = [self.model] * (self.model.exists() and not self.model.is_dir())
+        for path in wrong + [path for path in self.reports if path.is_dir()]:
+            log.warning("%s is not what belongs there; it is now %s.old", path, path.name)
+            os.replace(path, path.with_name(f"{path.name}.old"))
+
+    def check_documents(self, names: Sequence[str], rows: int) -> None:
+        """Raises ValueError if the losses by document of a row that counts are gone or damaged."""
+        for path in map(self.documents, range(rows)):
+            instead = f"bring it back from a copy, or delete {self.path} to learn again"
+            check_archive(path, instead=instead)
+            with np.load(path) as file:
+                if set(file.files) != set(names):
+                    raise ValueError(f"{path} is of other texts ({', '.join(file.files)}); {instead}")
+
+    def forget_checkpoints(self) -> None:
+        """Removes what a stage that is not committed has come to."""
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -95,7 +161,7 @@ class RunFolder:
 
     def tidy(self, stages: int, *, keep: bool) -> None:
         """Removes what a stage that is committed no longer needs."""
-        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        self.forget_checkpoints()
         if not keep:
             for old in range(stages):
                 self.stage(old).unlink(missing_ok=True)
@@ -108,14 +174,21 @@ def replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     yield partial
-    descriptor = os.open(partial, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    sync(partial)
     os.replace(partial, path)
+    sync(path.parent)
+
+
+def replace(path: Path, text: str) -> None:
+    """Puts a text in the place of a file."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def check_archive(path: Path, *, instead: str) -> None:
     """Raises ValueError if a file of weights is truncated or damaged; `instead` says what to do about it."""
+    if not path.exists():
+        raise ValueError(f"{path} is gone; {instead}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -28,6 +28,7 @@ from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive
 from cpt.guard import ADVICE, Guard, RollbackError, all_finite
+from cpt.identity import settle
 from cpt.machine import devices
 from cpt.methods.base import ContinualModule
 from cpt.parts import BASE
@@ -36,6 +37,7 @@ from cpt.preemption import check, deferred, leave_together
 from cpt.scores import Scores
 from cpt.tracking import log_scores, log_stage, tracked
 from cpt.trainers import trainer
+from cpt.verdict import confirm
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,11 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     with timed(phases, "tokenise"):
         data = sequence(plan, corpora, start, module)
         examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
+    settle(plan, place, corpora, start, examined)
     scores = place.scores() or opened(plan, corpora, start, data)
+    place.check_documents(scores.domains, len(scores.rows))
+    if cfg.check == "full":
+        confirm(place)
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
     }
@@ -123,6 +129,7 @@ class Learner:
             self.at = number
             self.commit(domain.name, **costs)
             self.examine(number)
+        confirm(self.place)
 
     def restore(self, number: int) -> None:
         """Gives the module its state after so many stages, if it has another."""
@@ -155,7 +162,7 @@ class Learner:
     def collect(self) -> None:
         """Takes over what the end tasks have given so far."""
         results = self.examination.results(len(self.scores.rows))
-        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg)}
+        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg, self.examination.endtasks.plan)}
 
     def fit(self, number: int, domain: Domain) -> dict[str, int]:
         """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
@@ -215,6 +222,7 @@ class Learner:
             )
             losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
         leave_together(f"before {row} was committed")
+        confirm(self.place)
         means = [(nll.sum() / count.sum()).item() for nll, count in losses.values()]
         check_losses(dict(zip(losses, means, strict=True)), row)
         self.scores.append(row, nll=means, parts=self.parts(), **costs)
@@ -248,6 +256,7 @@ class Learner:
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
         check("before the model was exported")
+        self.place.make_room()
         loading = self.module.export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
@@ -260,6 +269,7 @@ class Learner:
         self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
         self.scores.run["finished"] = True
         report.write(self.place.path, self.scores)
+        self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
 

@@ -12,20 +12,21 @@ from cpt import orders
 from cpt.budget import Budget, share
 from cpt.checks import check, is_own
 from cpt.config import digest, identity, made
-from cpt.endtasks.tasks import checked
+from cpt.endtasks.tasks import Planned, checked
 from cpt.metrics import METRICS, UNITS
 from cpt.sources import Source
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config that has been checked, its text source and the order of its domains."""
+    """A config that has been checked, its text source, the order of its domains and its end tasks."""
 
     cfg: DictConfig
     source: Source
     budget: Budget
     order: list[str]
     config_digest: str
+    endtasks: Planned | None
 
 
 def planned(cfg: DictConfig) -> Plan:
@@ -41,8 +42,8 @@ def planned(cfg: DictConfig) -> Plan:
     share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
     source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
     order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)
-    checked(cfg.endtask, source.names, order)
-    return Plan(cfg, source, Budget(**options), order, digest(made_of))
+    endtasks = checked(cfg.endtask, source.names, order)
+    return Plan(cfg, source, Budget(**options), order, digest(made_of), endtasks)
 
 
 def objective_value(
@@ -60,9 +61,10 @@ def objective_value(
     return value if value is None or math.isfinite(value) else None
 
 
-def endtask_digest(cfg: DictConfig) -> str:
-    """What the end tasks of a config are known by."""
-    return digest(OmegaConf.to_container(cfg.endtask, resolve=True))
+def endtask_digest(cfg: DictConfig, endtasks: Planned | None) -> str:
+    """What the end tasks of a config are known by: their options, and the sizes and times of their data."""
+    stamp = endtasks.stamp if endtasks else ""
+    return digest([OmegaConf.to_container(cfg.endtask, resolve=True), stamp])
 
 
 def is_first_process() -> bool:

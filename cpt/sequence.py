@@ -3,11 +3,16 @@
 import logging
 from pathlib import Path
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from cpt.config import reason
 from cpt.folder import RunFolder
+from cpt.identity import check, is_same
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value, planned
 from cpt.report import table
+from cpt.scores import Scores
+from cpt.verdict import explained
 
 log = logging.getLogger(__name__)
 
@@ -18,32 +23,56 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     Raises ValueError for a config that cannot be run, or that is not the folder's.
     """
     plan = planned(cfg)
+    plan.source.check(plan.order)
     place = RunFolder(folder)
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
         return learned(plan, place)
     place.claim(cfg)
     with place.locked():
+        place.clean()
         return learned(plan, place)
 
 
 def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
-    if is_done(plan.cfg, place.path):
+    check(plan, place)
+    scores = place.scores()
+    if is_finished(scores, plan) and not is_partial(plan, place):
         log.info("%s is finished already", place.path)
-        scores = place.scores()
     else:
         from cpt.learner import fold  # torch and lightning: seconds that a wrong config need not wait for
 
-        scores = fold(plan, place)
+        with explained(place):
+            scores = fold(plan, place)
     log.info("\n%s\n%s", table(scores), place.path / "report.html")
     return objective_value(scores.metrics, plan.cfg.objective)
 
 
+def is_partial(plan: Plan, place: RunFolder) -> bool:
+    """Whether a finished run's model or report is not whole; says so."""
+    lost = place.lost(full=plan.cfg.check == "full")
+    if lost:
+        log.info("%s was finished, but %s: made again, without learning", place.path, "; ".join(lost[:5]))
+    return bool(lost)
+
+
 def is_done(cfg: DictConfig, folder: Path) -> bool:
-    """Whether a folder holds the finished run of this config, with the end tasks that it asks for. Raises
-    ValueError where its scores cannot be read."""
+    """Whether a folder holds the finished run of this config, of these texts, with the end tasks that it asks
+    for, as far as sizes and times tell. Raises ValueError where that cannot be read."""
     place = RunFolder(folder)
     scores = place.scores() if place.is_of(cfg) else None
+    if scores is None or not scores.run["finished"] or place.lost(full=False):
+        return False
+    try:
+        plan = planned(cfg)
+    except HydraException as error:
+        raise ValueError(reason(error)) from error
+    return is_finished(scores, plan) and is_same(plan, place)
+
+
+def is_finished(scores: Scores | None, plan: Plan) -> bool:
+    """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False
-    return cfg.endtask.name == "none" or scores.endtasks.get("digest") == endtask_digest(cfg)
+    asked = endtask_digest(plan.cfg, plan.endtasks)
+    return plan.cfg.endtask.name == "none" or scores.endtasks.get("digest") == asked

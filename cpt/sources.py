@@ -1,7 +1,11 @@
 """Where the text of the domains comes from. A source lists its domains and reads one by documents."""
 
+import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -10,14 +14,15 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from cpt import docstrings
+from cpt.config import digest
 from cpt.files import (
-    KINDS,
     SPLITS,
     UNITS,
     Row,
     cause,
     documents_of,
     files_of,
+    reading,
     split_of,
     stamps,
     text_size,
@@ -25,10 +30,13 @@ from cpt.files import (
     unit_of,
 )
 
+log = logging.getLogger(__name__)
+
 GENERAL = "general"
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 GENERAL_PACKAGES = ("stdlib", "numpy")
 ENTRY = {"path", "name", "splits"}
+FORMAT = 2  # part of every stamp: raise it when the files that cpt.corpus makes of a text change
 
 
 class Source(ABC):
@@ -53,6 +61,10 @@ class Source(ABC):
     def names(self) -> list[str]:
         """The domains that can be learned."""
 
+    def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
+        """Raises ValueError for text of these domains, or general text, that cannot be read as it is meant,
+        as far as that is known at once."""
+
     @abstractmethod
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         """(split, document) of a domain or of `general`; split is train, valid or test."""
@@ -60,6 +72,11 @@ class Source(ABC):
     @abstractmethod
     def fingerprint(self, name: str) -> Any:
         """What decides the result of `read`, cheaply: names, sizes, times."""
+
+
+def stamp_of(source: Source, name: str) -> str:
+    """What a domain's text is known by without reading it: sizes, times, and how it is split."""
+    return f"{name}-{digest([FORMAT, source.fingerprint(name), dict(source.held_out)])}"
 
 
 class InstalledDocs(Source):
@@ -88,35 +105,60 @@ class Texts(Source):
     of the first file) the line."""
 
     def __init__(
-        self, *, root: str, folder: str, column: str, document: str, general: str | None, **shared: Any
+        self,
+        *,
+        root: str,
+        folder: str,
+        column: str,
+        document: str,
+        general: str | None,
+        ignore: Sequence[str] = (),
+        **shared: Any,
     ) -> None:
         super().__init__(**shared)
         if document not in (*UNITS, "auto"):
             raise ValueError(f"domains.document={document}; allowed: {', '.join(UNITS)}, auto")
+        if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore or ()):
+            raise ValueError(f"domains.ignore={ignore}; allowed: a list of names or patterns, like [README*]")
         self.root, self.column, self.document, self.general = Path(root), column, document, general
-        self.corpora = self.root / folder
+        self.corpora, self.patterns = self.root / folder, tuple(ignore or ())
         if not self.corpora.is_dir():
             raise ValueError(f"domains.root={root}: there is no folder {self.corpora}")
         if not self.names:
-            kinds = " ".join(KINDS)
-            raise ValueError(f"{self.corpora} has no sub-folder with {kinds} files; each would be a domain")
+            raise ValueError(f"{self.corpora} has no sub-folder; each would be a domain")
         if general not in (None, GENERAL) and self.folder(GENERAL) is None:
-            raise ValueError(
-                f"domains.general={general}: there are no {' '.join(KINDS)} files in {self.root / general}"
-            )
+            raise ValueError(f"domains.general={general}: there is no folder {self.root / general}")
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
-        folders = (path for path in self.corpora.iterdir() if path.is_dir() and not path.name.startswith("."))
-        others = (self.general, ENDTASKS)
-        return sorted(path.name for path in folders if path.name not in others and files_of(path))
+        with reading(self.corpora):
+            others = (self.general, ENDTASKS)
+            return sorted(path.name for path in self.beside() if path.is_dir() and path.name not in others)
+
+    def beside(self) -> Iterator[Path]:
+        """What lies where the domains' folders are, but for what is hidden or ignored."""
+        return (path for path in self.corpora.iterdir() if path.name[0] != "." and not self.ignored(path))
+
+    def ignored(self, path: Path) -> bool:
+        """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
+        inner = os.path.relpath(path, self.root)
+        names = (*inner.split(os.sep), inner)
+        return any(fnmatch(name, pattern) for pattern in self.patterns for name in names)
+
+    def check(self, order: Sequence[str]) -> None:
+        for folder in filter(None, map(self.folder, (*order, GENERAL))):
+            for path in files_of(folder, ignored=self.ignored):
+                if not os.access(path, os.R_OK):
+                    raise ValueError(f"{path} cannot be read: permission denied")
+        if loose := sorted(path.name for path in self.beside() if not path.is_dir()):
+            log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         folder = self.folder(name)
         if folder is None:
             yield from installed(GENERAL_PACKAGES)
             return
-        files = files_of(folder)
+        files = files_of(folder, ignored=self.ignored)
         unit = unit_of(files) if self.document == "auto" else self.document
         with bar(name, total=sum(map(text_size, files)), unit="B") as progress:
             for path, end in zip(files, accumulate(map(text_size, files)), strict=True):
@@ -130,14 +172,14 @@ class Texts(Source):
         folder = self.folder(name)
         if folder is None:
             return installation(GENERAL_PACKAGES)
-        return [self.column, self.document, stamps(files_of(folder))]
+        return [self.column, self.document, stamps(files_of(folder, ignored=self.ignored))]
 
     def folder(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""
         if name != GENERAL:
             return self.corpora / name
         folder = self.root / self.general if self.general else None
-        return folder if folder is not None and folder.is_dir() and files_of(folder) else None
+        return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
 
 
 class Hub(Source):

@@ -14,7 +14,7 @@ class Fake:
     """Stands for EndTasks: one file per task, which says the weights that it was measured on."""
 
     def __init__(self, when, tasks):
-        self.when, self.tasks = when, tasks
+        self.when, self.tasks, self.by_name, self.stamp = when, tasks, {}, ""
 
     @classmethod
     def read(cls, options, *, order, tokenizer, **names):

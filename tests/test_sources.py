@@ -34,8 +34,9 @@ HOLDER = (
 )
 
 
-def texts(root, *, folder=".", column="text", document="auto", general="general"):
-    return Texts(root=str(root), folder=folder, column=column, document=document, general=general, **SHARED)
+def texts(root, *, folder=".", column="text", document="auto", general="general", ignore=()):
+    places = {"root": str(root), "folder": folder, "general": general, "ignore": ignore}
+    return Texts(column=column, document=document, **places, **SHARED)
 
 
 def hub(entry, *, column="text", streaming=True, general=None, **others):
@@ -183,7 +184,7 @@ def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
         put(tmp_path / "a" / hidden, "hidden\n")
     put(tmp_path / "a" / "readme.md", "not text\n")
     (tmp_path / "a" / "folder.txt").mkdir()
-    assert [text for _, text in read(tmp_path)] == names
+    assert [text for _, text in read(tmp_path, ignore=["*.md"])] == names
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
@@ -221,6 +222,7 @@ BROKEN = {
     "later.jsonl": ('{"text": "b"}\n["c"]\n', "later.jsonl, line 2 has no column 'text'; it has ['c']"),
     "value.jsonl": ('{"text": "b"}\n3\n', "value.jsonl, line 2 has no column 'text'; it has 3"),
     "half.jsonl": ('{"text": "b"}\n{"text"\n', "half.jsonl, line 2 is not JSON: Expecting ':'"),
+    "deep.jsonl": ("[" * 100_000, "deep.jsonl cannot be read: it is nested too deeply"),
     "half.json": ('[{"text": "b"},\n', "half.json, line 1 is not JSON: "),
     "wide.csv": ("id,text\n1,b\n2,b, and c\n", "wide.csv, line 3 has 3 values; allowed: 2"),
     "narrow.csv": ("id,text\n1\n", "narrow.csv, line 2 has 1 values; allowed: 2"),
@@ -246,6 +248,11 @@ def test_broken_compression_and_parquet(tmp_path):
         whole[:10] + b"\xff" * 99 + whole[109:]: "Error -3 while decompressing",
         b'{"text": "b"}\n': "Not a gzipped file",
     }
+    for name, content in (("a.txt.gz", b"One.\n"), ("a.txt.gz", whole[:10] + b"\xff" * 99)):
+        put(tmp_path / "b" / "x.csv", "text\n")
+        (tmp_path / "b" / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"b/{name} cannot be read: "):
+            read(tmp_path, "b")
     path = tmp_path / "a" / "a.jsonl.gz"
     path.parent.mkdir()
     for content, reason in broken.items():
@@ -265,8 +272,6 @@ def test_broken_compression_and_parquet(tmp_path):
 def test_a_sub_folder_with_text_is_a_domain(tmp_path):
     for name in ("zoo", "b.c", "1", "ä b", "general", ".git", "data"):
         put(tmp_path / name / "train.txt", "One.\n")
-    put(tmp_path / "pictures" / "a.png", b"")
-    (tmp_path / "empty").mkdir()
     put(tmp_path / "loose.txt", "One.\n")
     assert texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
     assert texts(tmp_path, general=None).names == ["1", "b.c", "data", "general", "zoo", "ä b"]
@@ -291,17 +296,106 @@ def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeyp
     [
         ({"document": "page"}, "domains.document=page; allowed: file, paragraph, line, auto"),
         ({"folder": "corpora"}, "there is no folder"),
-        ({"folder": "empty"}, "has no sub-folder with .txt .jsonl .json .csv .parquet files"),
-        ({"general": "wiki"}, "domains.general=wiki: there are no"),
+        ({"folder": "empty"}, "has no sub-folder; each would be a domain"),
+        ({"general": "wiki"}, "domains.general=wiki: there is no folder"),
+        ({"ignore": "a"}, "domains.ignore=a; allowed: a list of names or patterns, like [README*]"),
+        ({"ignore": [1]}, "domains.ignore=[1]; allowed: a list of names or patterns"),
     ],
 )
 def test_what_texts_cannot_be_made_of(tmp_path, options, message):
     put(tmp_path / "a" / "a.txt", "One.\n")
-    (tmp_path / "empty" / "inside").mkdir(parents=True)
+    (tmp_path / "empty").mkdir(parents=True)
     with pytest.raises(ValueError) as error:
         texts(tmp_path, **options)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+UNREAD = {
+    "b/notes.md": ("*.md", "b/notes.md is not a file of text; allowed: .txt .jsonl .json .csv .parquet"),
+    "a/a.jsonl.zst": ("*.jsonl.zst", "a/a.jsonl.zst is not a file of text"),
+    "a/deep/er/LICENSE": ("LICENSE", "a/deep/er/LICENSE is not a file of text"),
+    "general/a.png": ("*.png", "general/a.png is not a file of text"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
+    pattern, message = UNREAD[name]
+    for domain in ("a", "b", "general"):
+        put(tmp_path / domain / "a.txt", "One.\n")
+    put(tmp_path / name, b"?")
+    source = texts(tmp_path)
+    with pytest.raises(ValueError) as error:
+        source.check(source.names)
+    assert str(error.value).startswith(f"{tmp_path}/{message}")
+    assert f"domains.ignore=[{pattern}]" in str(error.value)
+    told = texts(tmp_path, ignore=[pattern])
+    told.check(told.names)
+    assert [text for each in ("a", "b") for _, text in told.read(each)] == ["One."] * 2
+
+
+@pytest.mark.parametrize("inside", [[], ["a.jsonl.zst"], [".hidden.txt"]], ids=["empty", "unknown", "hidden"])
+def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path, inside):
+    put(tmp_path / "a" / "a.txt", "One.\n")
+    (tmp_path / "b").mkdir()
+    for name in inside:
+        put(tmp_path / "b" / name, b"?")
+    source = texts(tmp_path)
+    assert source.names == ["a", "b"]
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore=\["):
+        source.check(source.names)
+    source.check(["a"])
+    assert texts(tmp_path, ignore=["b"]).names == ["a"]
+
+
+def refused(real, path):
+    """What os.scandir and os.access say of a path that this user may not read, root or not."""
+
+    def call(given, *mode):
+        if Path(given) == path:
+            if mode:
+                return False
+            raise PermissionError(13, "Permission denied", str(given))
+        return real(given, *mode)
+
+    return call
+
+
+@pytest.mark.parametrize("what", ["a", "a/deep", "a/a.txt", "general"])
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, what):
+    for name in ("a/a.txt", "a/deep/b.txt", "general/a.txt"):
+        put(tmp_path / name, "One.\n")
+    monkeypatch.setattr(os, "scandir", refused(os.scandir, tmp_path / what))
+    monkeypatch.setattr(os, "access", refused(os.access, tmp_path / what))
+    source = texts(tmp_path)
+    assert source.names == ["a"]
+    with pytest.raises(ValueError, match=rf"^{tmp_path / what} cannot be read: .*[Pp]ermission denied"):
+        source.check(["a"])
+
+
+def test_links_are_followed_and_broken_ones_named(tmp_path):
+    put(tmp_path / "elsewhere" / "b.txt", "Two.\n")
+    put(tmp_path / "root" / "a" / "a.txt", "One.\n")
+    (tmp_path / "root" / "a" / "more").symlink_to(tmp_path / "elsewhere")
+    assert [text for _, text in read(tmp_path / "root")] == ["One.", "Two."]
+    (tmp_path / "root" / "a" / "again").symlink_to(tmp_path / "root" / "a")
+    with pytest.raises(ValueError, match="again is a link to a folder that it is in"):
+        read(tmp_path / "root")
+    (tmp_path / "root" / "a" / "again").unlink()
+    (tmp_path / "root" / "a" / "c.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="c.txt is not a file of text"):
+        read(tmp_path / "root")
+
+
+def test_what_lies_beside_the_domains_is_named(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for name in ("a/a.txt", "loose.txt", ".hidden.txt", "README.md"):
+        put(tmp_path / name, "One.\n")
+    texts(tmp_path, ignore=["README*"]).check(["a"])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: loose.txt: in no domain's folder and not read"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,13 @@ def test_a_missing_or_unreadable_file_is_told(root):
         ValueError, match=r"^endtask\.tasks\.law: no test file in .*allowed: test\.jsonl, test\.json"
     ):
         plan(root).task("law")
+    (folder / "test.tsv").write_text("text\tlabel\n")
+    with pytest.raises(
+        ValueError, match=r"law/test\.tsv cannot be read; allowed: \.jsonl \.json \.csv \.parquet"
+    ):
+        plan(root)
+    (folder / "test.tsv").unlink()
+    (folder / "README.md").write_text("beside the splits")
     (folder / "test.jsonl.gz").write_bytes(b"no gzip")
     with pytest.raises(ValueError, match=r"test\.jsonl\.gz cannot be read: Not a gzipped file"):
         plan(root).task("law")

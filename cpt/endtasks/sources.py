@@ -1,7 +1,5 @@
 """Where the examples of end tasks come from: files in folders, and data sets of the Hugging Face hub."""
 
-import csv
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,19 @@ from typing import Any
 import pyarrow as pa
 
 from cpt.endtasks.tasks import Example, TaskSource
-from cpt.files import KINDS, SPLIT_NAME, SPLITS, Row, cause, csv_rows, json_rows, kind, parquet_rows
+from cpt.files import (
+    KINDS,
+    SPLIT_NAME,
+    SPLITS,
+    Row,
+    cause,
+    csv_rows,
+    json_rows,
+    kind,
+    parquet_rows,
+    reading,
+    stamps,
+)
 
 TABLES = tuple(each for each in KINDS if each != ".txt")
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.files calls them
@@ -51,16 +61,25 @@ class FileTasks(TaskSource):
         return self.root / self.values(name).get("path", name)
 
     def files(self, name: str, split: str) -> list[Path]:
-        """The files of a split, sorted."""
+        """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
         folder = self.folder(name)
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
-        named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in sorted(folder.iterdir())]
-        return [
-            path
-            for path, match in named
-            if match and kind(path) in TABLES and SPLITS[match[1].lower()] == FILE_SPLITS[split]
-        ]
+        with reading(folder):
+            found = sorted(path for path in folder.iterdir() if path.name[0] != ".")
+        named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
+        files = [path for path, match in named if match and SPLITS[match[1].lower()] == FILE_SPLITS[split]]
+        if unread := [path for path in files if kind(path) not in TABLES]:
+            raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLES)}, also .gz")
+        if not files and split != "dev":
+            raise ValueError(
+                f"endtask.tasks.{name}: no {split} file in {folder}; allowed: "
+                f"{', '.join(f'{split}{each}' for each in TABLES)}, also .gz"
+            )
+        return files
+
+    def fingerprint(self, name: str) -> Any:
+        return stamps(path for split in FILE_SPLITS for path in self.files(name, split))
 
     def read(self, name: str, split: str) -> list[Example]:
         if self.values(name)["splits"] == "das":
@@ -93,11 +112,6 @@ class FileTasks(TaskSource):
     def examples(self, name: str, split: str) -> Iterator[tuple[Example, Mapping[str, Any]]]:
         """Each example with all of its row."""
         files, columns = self.files(name, split), self.values(name)["columns"]
-        if not files and split != "dev":
-            raise ValueError(
-                f"endtask.tasks.{name}: no {split} file in {self.folder(name)}; allowed: "
-                f"{', '.join(f'{split}{each}' for each in TABLES)}, also .gz"
-            )
         number = 0
         for path in files:
             for where, row in rows_of(path):
@@ -107,15 +121,11 @@ class FileTasks(TaskSource):
 
 def rows_of(path: Path) -> Iterator[Row]:
     """The rows of a table; ValueError if the file cannot be read as what its name says."""
-    try:
+    with reading(path):
         if kind(path) == ".parquet":
             yield from parquet_rows(path, "")
         else:
             yield from (csv_rows if kind(path) == ".csv" else json_rows)(path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
-    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read: {cause(error)}") from error
 
 
 class HubTasks(TaskSource):
@@ -148,6 +158,11 @@ class HubTasks(TaskSource):
 
     def exists(self, name: str) -> bool:
         return False  # a name says nothing: only a domain's is right
+
+    def fingerprint(self, name: str) -> Any:
+        entry = self.values(name)
+        local = sorted(Path(entry["path"]).rglob("*"))
+        return [entry["path"], entry.get("name"), stamps(each for each in local if each.is_file())]
 
     def read(self, name: str, split: str) -> list[Example]:
         entry = self.values(name)

@@ -77,6 +77,9 @@ class SubmoduleTasks(TaskSource):
     def exists(self, name: str) -> bool:
         return name in self.packages
 
+    def fingerprint(self, name: str) -> Any:
+        return installation(self.packages[name])
+
     def read(self, name: str, split: str) -> list[Example]:
         if name not in self.examples:
             self.examples[name] = self.made(name)

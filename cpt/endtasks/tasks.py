@@ -165,6 +165,10 @@ class TaskSource(ABC):
         """The examples of train, dev or test; none for a dev that is not there. ValueError for what can not
         be read."""
 
+    @abstractmethod
+    def fingerprint(self, name: str) -> Any:
+        """What decides the result of `read`, cheaply: names, sizes, times."""
+
     def classes(self, name: str, train: Sequence[Example]) -> list[str]:
         """The labels that a task has, sorted: those of train."""
         return sorted({example.label for example in train})
@@ -185,6 +189,7 @@ class Planned:
     seeds: list[int]
     eval_batch_size: int
     tasks: list[str]
+    stamp: str  # other sizes or times of the data, another stamp
 
     def settings(self, name: str) -> Settings:
         values = self.source.values(name)
@@ -221,7 +226,8 @@ def checked(
             f"endtask={options.get('name')}: no task belongs to a domain of order={list(order)}; "
             f"there are: {', '.join(source.names) or 'none'}"
         )
-    return Planned(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned)
+    stamp = hashed([source.fingerprint(name) for name in learned])
+    return Planned(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
