@@ -151,3 +151,19 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry of the floating-point tensors is finite."""
     floats = [each.detach() for each in tensors if each.is_floating_point() and each.numel()]
     return bool(get_total_norm(floats, norm_type=math.inf).isfinite()) if floats else True
+
+
+def check_state(state: Mapping[str, Tensor], row: str) -> None:
+    """Raises ValueError where something that a stage has left is not finite."""
+    if not all_finite(state.values()):
+        bad = [name for name, value in state.items() if not all_finite([value])]
+        raise ValueError(f"{', '.join(bad[:3])} is not finite after {row}; {ADVICE}")
+
+
+def check_losses(means: Mapping[str, float], row: str) -> None:
+    """Raises ValueError where a loss (nats) of a row is not finite."""
+    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
+        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
+        raise ValueError(
+            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
+        )

@@ -1,10 +1,8 @@
 """The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
 
 import logging
-import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
@@ -27,9 +25,9 @@ from cpt.custom import CustomCallbacks
 from cpt.data import Domain, DomainSequence
 from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive
-from cpt.guard import ADVICE, Guard, RollbackError, all_finite
+from cpt.guard import Guard, RollbackError, check_losses, check_state
 from cpt.identity import settle
-from cpt.machine import devices
+from cpt.machine import devices, keep_threads
 from cpt.methods.base import ContinualModule
 from cpt.parts import BASE
 from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
@@ -183,7 +181,7 @@ class Learner:
         with timed(self.scores.phases, f"learn {domain.name}"):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
-        self.check_state(state, domain.name)
+        check_state(state, domain.name)
         if is_first_process():
             save(state, self.place.stage(number))
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
@@ -207,12 +205,6 @@ class Learner:
                 return fitting
             except RollbackError:
                 self.module.train()
-
-    def check_state(self, state: Mapping[str, torch.Tensor], row: str) -> None:
-        """Raises ValueError where something that a stage has left is not finite."""
-        if not all_finite(state.values()):
-            bad = [name for name, value in state.items() if not all_finite([value])]
-            raise ValueError(f"{', '.join(bad[:3])} is not finite after {row}; {ADVICE}")
 
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
@@ -272,28 +264,6 @@ class Learner:
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
-
-
-def keep_threads(begun: int | None, *, processes: int) -> int:
-    """Has the processor use as many threads as the run began with; gives their number. With others the same
-    sums are added in another order, and the last bits differ."""
-    given = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        given = max(1, given // processes)
-    if begun is not None and begun != given:
-        log.info("computing with %d threads, as this run began, not with %d", begun, given)
-    torch.set_num_threads(begun or given)
-    os.environ["OMP_NUM_THREADS"] = str(begun or given)  # for the processes that Lightning starts
-    return begun or given
-
-
-def check_losses(means: Mapping[str, float], row: str) -> None:
-    """Raises ValueError where a loss (nats) of a row is not finite."""
-    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
-        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
-        raise ValueError(
-            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
-        )
 
 
 def array(values: torch.Tensor) -> np.ndarray:

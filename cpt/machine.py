@@ -1,5 +1,6 @@
-"""The machine's cores and GPUs, shared out among the jobs of a sweep."""
+"""The machine's cores and GPUs, shared out among the jobs of a sweep; the threads that a run keeps."""
 
+import logging
 import os
 import re
 import shutil
@@ -8,6 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
+
+log = logging.getLogger(__name__)
 
 
 def cores() -> int:
@@ -53,3 +56,18 @@ def thread_variables(processes: int, *, threads: int | None) -> dict[str, str]:
     # Threads that wait by spinning halve the speed of the other processes.
     waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if processes > 1 else {}
     return dict.fromkeys(names, str(number)) | waiting
+
+
+def keep_threads(begun: int | None, *, processes: int) -> int:
+    """Has the processor use as many threads as the run began with; gives their number. With others the same
+    sums are added in another order, and the last bits differ."""
+    import torch  # seconds that sweeps need not wait for
+
+    given = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        given = max(1, given // processes)
+    if begun is not None and begun != given:
+        log.info("computing with %d threads, as this run began, not with %d", begun, given)
+    torch.set_num_threads(begun or given)
+    os.environ["OMP_NUM_THREADS"] = str(begun or given)  # for the processes that Lightning starts
+    return begun or given
