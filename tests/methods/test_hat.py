@@ -20,6 +20,7 @@ HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0
 FORMS = {
     "full": [],
     "adapter": ["method.form=adapter", "method.reduction=4"],
+    "ffn": ["method.form=adapter", "method.reduction=4", "method.placement=ffn"],
     "houlsby": ["method.form=adapter", "method.reduction=4", "method.placement=houlsby"],
 }
 SOME = {"heads": ["heads"], "neurons": ["neurons"], "outputs": ["outputs"], "two": ["heads", "outputs"]}
@@ -443,7 +444,7 @@ def test_frozen_layers_still_have_gates(hat):
         ("strength=-1", "method.strength=-1; allowed: 0 or more"),
         ("limit=0", "method.limit=0; allowed: above 0"),
         ("std=0", "method.std=0; allowed: above 0"),
-        ("placement=top", "method.placement=top; allowed: pfeiffer, houlsby"),
+        ("placement=top", "method.placement=top; allowed: pfeiffer, ffn, houlsby"),
         ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
         ("activation=tan", "method.activation=tan; allowed: relu, gelu, silu"),
     ],
