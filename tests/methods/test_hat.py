@@ -421,6 +421,25 @@ def test_a_state_with_more_domains_is_taken(hat):
     assert torch.equal(other.module.taken.taken, work.module.taken.taken)
 
 
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_gates_learn_at_a_rate_of_their_own(form, hat):
+    """Adam's first step is the rate: that of e is gate_rate times that of the weights, to the end of the
+    schedule."""
+    moved, seen = {}, {}
+    for times in (1, 20):
+        work = hat(*FORMS[form], f"method.gate_rate={times}", "trainer.steps=4", "method.strength=0")
+        parts = work.module.gates.parts
+        watch = Watch(lambda m, parts=parts: torch.cat([part.e.detach() for part in parts]))
+        rates = Watch(lambda m: [group["lr"] for group in m.trainer.optimizers[0].param_groups])
+        work.learn(0, watch, rates)
+        first, second = (e for _, e in watch.seen[:2])
+        moved[times], seen[times] = (second - first).abs().median(), rates.seen
+    assert moved[20] / moved[1] == pytest.approx(20, rel=0.05)
+    for (_, plain), (_, own) in zip(seen[1], seen[20], strict=True):
+        assert own == [plain[0], plain[0], 20 * plain[0], 20 * plain[0]]
+        assert plain == plain[:1] * 2
+
+
 def test_frozen_layers_still_have_gates(hat):
     work = hat("freeze.layers=1", *HARSH)
     before = work.weights()
@@ -444,6 +463,7 @@ def test_frozen_layers_still_have_gates(hat):
         ("strength=-1", "method.strength=-1; allowed: 0 or more"),
         ("limit=0", "method.limit=0; allowed: above 0"),
         ("std=0", "method.std=0; allowed: above 0"),
+        ("gate_rate=0", "method.gate_rate=0; allowed: above 0"),
         ("placement=top", "method.placement=top; allowed: pfeiffer, ffn, houlsby"),
         ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
         ("activation=tan", "method.activation=tan; allowed: relu, gelu, silu"),
