@@ -23,17 +23,19 @@ FORMS = {
     "ffn": ["method.form=adapter", "method.reduction=4", "method.placement=ffn"],
     "houlsby": ["method.form=adapter", "method.reduction=4", "method.placement=houlsby"],
 }
+PAPER = ["method.std=1", "method.strength=0.75", "method.gate_rate=1"]
 SOME = {"heads": ["heads"], "neurons": ["neurons"], "outputs": ["outputs"], "two": ["heads", "outputs"]}
 
 
 @pytest.fixture
 def hat(small):
-    return lambda *overrides: made(small("method=hat", ORDER, *overrides))
+    """With the paper's gates, about half of which are open whatever is learned in a few steps."""
+    return lambda *overrides: made(small("method=hat", ORDER, *PAPER, *overrides))
 
 
 @pytest.fixture
 def causal(small_gpt2):
-    return lambda *overrides: made(small_gpt2("method=hat", ORDER, *overrides))
+    return lambda *overrides: made(small_gpt2("method=hat", ORDER, *PAPER, *overrides))
 
 
 def some_batch(vocabulary: int) -> dict[str, Tensor]:
@@ -438,6 +440,20 @@ def test_gates_learn_at_a_rate_of_their_own(form, hat):
     for (_, plain), (_, own) in zip(seen[1], seen[20], strict=True):
         assert own == [plain[0], plain[0], 20 * plain[0], 20 * plain[0]]
         assert plain == plain[:1] * 2
+
+
+def test_what_a_domain_opens_is_learned_and_not_drawn(small):
+    """At the defaults; with the paper's draw and strength, and the weights' rate, hardly a gate turns under
+    AdamW."""
+    turned = {}
+    for name, given in (("default", []), ("paper", PAPER)):
+        work = made(small("method=hat", ORDER, "trainer.steps=40", *given))
+        parts = work.module.gates.parts
+        watch = Watch(lambda m, parts=parts: torch.cat([part.e.detach().clone() for part in parts]))
+        work.learn(0, watch)
+        (_, first), (_, last) = watch.seen[0], watch.seen[-1]
+        turned[name] = ((first > 0) != (last > 0)).float().mean().item()
+    assert turned["paper"] < 0.1 < 0.2 < turned["default"]
 
 
 def test_frozen_layers_still_have_gates(hat):
