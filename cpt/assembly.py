@@ -1,12 +1,13 @@
 """From a checked config to the pieces of a run: the method with its model, its data, its empty scores."""
 
+import logging
 import platform
 from importlib import metadata
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from cpt.base import Base
 from cpt.config import made
@@ -20,11 +21,14 @@ from cpt.replay import NOTHING
 from cpt.scores import Scores
 from cpt.sources import GENERAL
 
+log = logging.getLogger(__name__)
+
 PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
 
 
 def method(cfg: DictConfig, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
+    tell_rate(cfg)
     torch.manual_seed(key(cfg.seed, "method") % 2**63)
     mask = made(cfg.mask)
     # Partial: Hydra would copy a model that is handed through its config.
@@ -39,6 +43,20 @@ def method(cfg: DictConfig, start: Base) -> ContinualModule:
         schedule=instantiate(cfg.schedule),
         seed=cfg.seed,
     )
+
+
+def tell_rate(cfg: DictConfig) -> None:
+    """Tells, in a line, where a method's own rate has no effect: a learning rate that is given stands as it
+    is."""
+    rate = cfg.method.get("rate", 1)
+    if rate != 1 and not OmegaConf.is_interpolation(cfg.optim, "lr"):
+        log.info(
+            "optim.lr=%g is the learning rate as it stands: method.rate=%g of %s has no effect "
+            "(model.lr=… would be multiplied by it)",
+            cfg.optim.lr,
+            rate,
+            cfg.method.name,
+        )
 
 
 def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:

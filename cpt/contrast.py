@@ -4,8 +4,9 @@
                             -----------------------------------------------------------
                             sum_j  exp(sim(o_n, o_j+) / tau) + exp(sim(o_n, o_j-) / tau)
 
-with mean-pooled last hidden states: o of the full model, o+ of a second dropout pass, o- of a pass in which
-each unit is multiplied by its importance, so that only earlier knowledge speaks."""
+with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
+each unit is multiplied by its importance, so that only earlier knowledge speaks. Without dropout o+ would be
+o, whose similarity has no gradient: nothing would pull, and all samples would only be pushed apart."""
 
 from dataclasses import dataclass
 
@@ -16,10 +17,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.blocks import gated
+from cpt.dropout import check_dropout, dropout
 from cpt.importance import SoftMask
 from cpt.model import encoded, nll_of, outputs_at
-from cpt.objectives import Batch
-from cpt.options import number
+from cpt.objectives import Batch, Objective
+from cpt.options import choice, number
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
@@ -55,34 +57,60 @@ def pooled(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
+TEXTS = ("uncorrupted", "corrupted")
+
+
 @dataclass(frozen=True)
 class Contrast:
-    """The contrastive term, `strength` times L_con at a `temperature`."""
+    """The contrastive term, `strength` times L_con at a `temperature`, of a batch's `uncorrupted` text (as
+    released) or of the `corrupted` text that the language-model loss sees.
 
+    Its passes have dropout at `rate` (None: the model's own); raises ValueError where a sample's two passes
+    could not differ."""
+
+    model: PreTrainedModel
+    objective: Objective
     strength: float
     temperature: float
+    text: str
+    rate: float | None
 
     def __post_init__(self) -> None:
         number("contrast", self.strength, allowed="0 or more")
         number("temperature", self.temperature, allowed="above 0")
+        choice("contrast_text", self.text, allowed=TEXTS)
+        if self.strength > 0:
+            check_dropout(self.model, self.rate, option="contrast_dropout", without="contrast=0")
 
-    def losses(self, model: PreTrainedModel, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
-        """The language-model loss, and the contrast against the importances of the soft mask: the pass of the
-        former is its anchor, so that the head is not computed again."""
-        logits, hidden = outputs_at(model, batch)
+    def losses(self, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
+        """The language-model loss, and the contrast against the importances of the soft mask."""
+        logits, hidden = outputs_at(self.model, batch)
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
-        return terms | self.term(model, batch, hidden=hidden, soft=soft)
+        return terms | self.term(batch, hidden=hidden, soft=soft)
 
-    def term(
-        self, model: PreTrainedModel, batch: Batch, *, hidden: Tensor, soft: SoftMask
-    ) -> dict[str, Tensor]:
-        """The contrastive term, a scalar, of hidden states [B, T, D] and two more passes of the encoder; none
-        at strength 0."""
+    def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
+        """The contrastive term, a scalar, of a batch and the hidden states [B, T, D] of the pass over its own
+        ids, which is the anchor where that text is contrasted; else the anchor is a pass more. None at
+        strength 0."""
         if self.strength == 0:
             return {}
-        mask = batch.get("attention_mask")
-        positive = pooled(encoded(model, batch), mask)
-        with gated(soft.groups, soft.gates()):
-            negative = pooled(encoded(model, batch), mask)
-        loss = contrastive(pooled(hidden, mask), positive, negative, temperature=self.temperature)
-        return {"contrast": self.strength * loss}
+        text = self.of_text(batch)
+        with dropout(self.model, self.rate):
+            same = text["input_ids"] is batch["input_ids"]
+            anchor = pooled(hidden, text.get("attention_mask")) if same else self.represented(text)
+            positive = self.represented(text)
+            with gated(soft.groups, soft.gates()):
+                negative = self.represented(text)
+        return {
+            "contrast": self.strength * contrastive(anchor, positive, negative, temperature=self.temperature)
+        }
+
+    def of_text(self, batch: Batch) -> Batch:
+        """The batch with the ids [B, T] that are contrasted."""
+        if self.text == "corrupted":
+            return batch
+        return {**batch, "input_ids": self.objective.uncorrupted(batch)}
+
+    def represented(self, batch: Batch) -> Tensor:
+        """The samples of a batch as vectors [B, D]; the head is not computed."""
+        return pooled(encoded(self.model, batch), batch.get("attention_mask"))

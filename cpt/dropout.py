@@ -33,14 +33,16 @@ def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
             setattr(module, name, before)
 
 
-def check_dropout(model: nn.Module, rate: float | None) -> None:
-    """Raises ValueError if two passes in train mode with dropout at `rate` could not differ."""
+def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
+    """Raises ValueError if two passes in train mode with dropout at `rate` could not differ; `option` is what
+    gives the rate, `without` what does without these passes."""
     if rate is not None and not 0 < rate < 1:
-        raise ValueError(f"proxy_dropout={rate}; allowed: above 0 and below 1, or null for the model's own")
+        raise ValueError(f"method.{option}={rate}; allowed: above 0 and below 1, or null for the model's own")
     own = [before for *_, before in rates(model)]
     if not any(own if rate is None else [rate] * len(own)):
+        given = "null" if rate is None else rate
         reason = "all its dropout rates are 0" if own else "it has no dropout"
         raise ValueError(
-            f"two passes of {type(model).__name__} with proxy_dropout={rate} would not differ: {reason}; "
-            f"allowed: {'proxy_dropout above 0' if own else 'another model'}, or general=null"
+            f"two passes of {type(model).__name__} with method.{option}={given} would not differ: {reason}; "
+            f"allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
         )

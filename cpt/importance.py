@@ -9,7 +9,7 @@ for a loss L that tells what is to be kept: the language-model loss of a domain,
 the divergence of two dropout passes (eq. 3)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, distributed, nn
@@ -108,6 +108,7 @@ def z_score(scores: Tensor) -> Tensor:
 
 
 COMPARED = ("logits", "hidden")
+READ = ("heads", "neurons")  # units within a sub-layer, which another map of it reads
 ROUNDING = 1e-7
 NORMALISATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh_abs": lambda scores: z_score(scores).tanh().abs(),
@@ -130,7 +131,7 @@ class Proxy:
     def __post_init__(self) -> None:
         if self.compared is not None:
             choice("general", self.compared, allowed=(*COMPARED, "null"))
-            check_dropout(self.model, self.rate)
+            check_dropout(self.model, self.rate, option="proxy_dropout", without="general=null")
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's divergence [B]; raises ValueError if it is nowhere more than rounding."""
@@ -151,16 +152,34 @@ class Proxy:
             return soft.measure(self.model, probe, self.losses, passes=2)
 
 
+def writing(group: Units) -> Units:
+    """The units with only those weights that write them; tokens and outputs as they are."""
+    if group.side == "out":
+        return group
+    return replace(group, parts=tuple(part for part in group.parts if part.module is not group.gate))
+
+
 class SoftMask(GradientMask):
     """Lets of each step 1 - I of what it does to the weights that a unit of importance I owns (Ke et al.,
     ICLR 2023, eq. 5); at first all importances are 0.
 
-    `kinds` are those of cpt.blocks: heads, neurons, outputs, tokens."""
+    `kinds` are those of cpt.blocks: heads, neurons, outputs, tokens. A unit owns the weights that write it;
+    of the kinds in `columns` also the columns of the map that reads it."""
 
-    def __init__(self, model: PreTrainedModel, *, kinds: Sequence[str], acts_on: str, normalise: str) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kinds: Sequence[str],
+        acts_on: str,
+        normalise: str,
+        columns: Sequence[str] = ("heads",),
+    ) -> None:
         super().__init__(acts_on=acts_on)
         self.normalise = choice("normalise", normalise, allowed=tuple(NORMALISATIONS))
-        self.groups = units(model, kinds)
+        if not set(columns) <= set(READ):
+            raise ValueError(f"method.columns={list(columns)}; allowed: some of {', '.join(READ)}, or []")
+        self.groups = [group if group.kind in columns else writing(group) for group in units(model, kinds)]
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
         self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)

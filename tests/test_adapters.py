@@ -14,7 +14,7 @@ from cpt.blocks import sublayers
 HOULSBY = {"placement": "houlsby", "reduction": 4, "activation": "gelu"}
 PFEIFFER = HOULSBY | {"placement": "pfeiffer"}
 PLUGINS = {"attention": 0.667, "ffn": 1.0, "output_relu": False}
-ADDED = [(attach, HOULSBY, Bottleneck), (attach_plugins, PLUGINS, Plugin)]
+ADDED = [(attach, HOULSBY, Bottleneck), (attach, PFEIFFER, Bottleneck), (attach_plugins, PLUGINS, Plugin)]
 WIDTH, BLOCKS = 32, 2
 
 
@@ -23,7 +23,7 @@ def family(request) -> str:
     return request.param
 
 
-@pytest.fixture(params=ADDED, ids=["bottleneck", "plugin"])
+@pytest.fixture(params=ADDED, ids=["bottleneck", "pfeiffer", "plugin"])
 def added(request):
     """A way to attach, its options, and the class of what it attaches."""
     return request.param
@@ -81,7 +81,7 @@ def test_a_copy_has_parts_of_its_own(family, added):
 
 
 @pytest.mark.parametrize("family", ["roberta", "gpt2", "llama", "opt"])
-@pytest.mark.parametrize("placement", ["pfeiffer", "houlsby"])
+@pytest.mark.parametrize("placement", ["ffn", "houlsby"])
 def test_bottlenecks_act_on_what_the_projections_write(family, placement):
     """Against the equation, put into the model by hand."""
     model = build(family)
@@ -106,6 +106,68 @@ def test_bottlenecks_act_on_what_the_projections_write(family, placement):
                 plain.get_submodule(name).register_forward_hook(by_hand(name))
     with torch.no_grad():
         torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+def by_hand(part, h):
+    """What a bottleneck adds for h."""
+    down, up = part.down, part.up
+    return functional.gelu(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
+
+
+@pytest.mark.parametrize(("family", "norm"), [
+    ("bert", "output.LayerNorm"),
+    ("roberta", "output.LayerNorm"),
+    ("distilbert", "output_layer_norm"),
+    ("bart", "final_layer_norm"),
+])  # fmt: skip
+def test_pfeiffers_read_the_normalised_sum_and_add_to_the_sum(family, norm):
+    """Of a post-norm block, out = norm(s + A(norm(s))) of the sum s of FFN and residual."""
+    model = build(family)
+    inputs = inputs_of(model)
+    plain = copy.deepcopy(model)
+    shake(model, attach(model, **PFEIFFER))
+    for stack in FAMILIES[family].stacks:
+        for number in range(BLOCKS):
+            part = model.get_submodule(f"{stack}.{number}").adapter
+
+            def renormed(module, args, normed, part=part):
+                return module.forward(args[0] + by_hand(part, normed))
+
+            plain.get_submodule(f"{stack}.{number}.{norm}").register_forward_hook(renormed)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "modernbert", "gpt_neox"])
+def test_pfeiffers_of_a_pre_norm_block_read_the_sum_and_add_to_it(family):
+    """out = s + A(s): the sum is what the next block reads."""
+    model = build(family)
+    inputs = inputs_of(model)
+    plain = copy.deepcopy(model)
+    shake(model, attach(model, **PFEIFFER))
+    for stack in FAMILIES[family].stacks:
+        for number in range(BLOCKS):
+            part = model.get_submodule(f"{stack}.{number}").adapter
+
+            def added(module, args, output, part=part):
+                tensor = isinstance(output, torch.Tensor)
+                hidden = output if tensor else output[0]
+                hidden = hidden + by_hand(part, hidden)
+                return hidden if tensor else (hidden, *output[1:])
+
+            plain.get_submodule(f"{stack}.{number}").register_forward_hook(added)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+def test_the_placements_differ():
+    """On one post-norm model, with the same weights."""
+    found = []
+    for placement in ("pfeiffer", "ffn"):
+        model = build("roberta")
+        shake(model, attach(model, **HOULSBY | {"placement": placement}))
+        found.append(logits(model, inputs_of(model)))
+    assert not torch.allclose(*found, atol=1e-2)
 
 
 @pytest.mark.parametrize("output_relu", [False, True])
@@ -182,7 +244,7 @@ def test_the_maps_are_those_of_the_parts(added):
     scope = put(model, **options)
     linears = [linear for part in parts_of(model, kind) for linear in (part.down, part.up)]
     assert {each.module for each in scope.maps} == set(linears)
-    assert len(scope.maps) == len(linears) == 4 * BLOCKS
+    assert len(scope.maps) == len(linears) == (2 if options == PFEIFFER else 4) * BLOCKS
     for each in scope.maps:
         assert model.get_submodule(each.name) is each.module
         assert each.axis == 0 and each.measured is None
@@ -255,6 +317,10 @@ def test_nothing_is_left_of_a_pass():
     logits(model, inputs_of(model))
     assert all(part.input is None for part in parts_of(model, Plugin))
     assert hooks(model) == count == 2 * 2 * BLOCKS
+    model = build("bert")
+    attach(model, **PFEIFFER)
+    logits(model, inputs_of(model))
+    assert all(part.normed is None for part in parts_of(model, Bottleneck))
 
 
 def test_a_model_takes_them_once(added):

@@ -9,7 +9,9 @@ from conftest import SHARED
 from test_importance import batch_of, needs_golden, roberta
 
 from cpt.contrast import Contrast, contrastive, pooled
+from cpt.dropout import dropout, rates
 from cpt.importance import SoftMask
+from cpt.objectives import Causal
 
 
 def by_loops(anchors, positives, negatives, temperature):
@@ -83,57 +85,143 @@ def test_padding_is_left_out_of_the_mean():
     assert torch.equal(pooled(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
 
 
-def test_the_term_contrasts_the_three_passes():
-    """By hand: whole model, second dropout pass, pass with every unit times its importance; the head of the
-    language model is not run."""
-    model, batch = roberta(rate=0.3), batch_of(4)
-    soft = SoftMask(model, kinds=["heads", "neurons", "outputs"], acts_on="update", normalise="rank")
-    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    mask, headed = batch["attention_mask"][..., None], []
-    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
+def masked(batch):
+    """The batch with two of each sample's tokens corrupted, and their labels."""
+    ids = batch["input_ids"].clone()
+    ids.flatten()[batch["positions"]] = 4
+    labels = torch.full_like(ids, -100).flatten()
+    labels[batch["positions"]] = batch["input_ids"].flatten()[batch["positions"]]
+    return {**batch, "input_ids": ids, "labels": labels.view_as(ids)}
 
-    def mean(hidden):
+
+class Uncorrupting(Causal):
+    """As masked text does: the labels are the text."""
+
+    def uncorrupted(self, batch):
+        return torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+
+
+def contrast(model, *, strength=1.0, temperature=0.1, text="corrupted", rate=0.3, objective=None):
+    return Contrast(model, objective or Causal(), strength, temperature, text, rate)
+
+
+def soft_mask(model, kinds=("heads", "neurons", "outputs")):
+    soft = SoftMask(model, kinds=kinds, acts_on="update", normalise="rank")
+    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+    return soft
+
+
+def by_hand(model, batch, soft, *, rate, passes):
+    """Vectors of so many passes in train mode with dropout at a rate, and of one with each unit times its
+    importance."""
+    inputs, hooks = {name: batch[name] for name in ("input_ids", "attention_mask")}, []
+    mask, gates = batch["attention_mask"][..., None], soft.gates()
+
+    def mean():
+        hidden = model.roberta(**inputs).last_hidden_state
         return (hidden * mask).sum(1) / mask.sum(1)
 
-    torch.manual_seed(5)
-    hidden = model.roberta(**inputs).last_hidden_state
-    term = Contrast(2.0, 0.5).term(model, batch, hidden=hidden, soft=soft)
-    torch.manual_seed(5)
-    passes = [mean(model.roberta(**inputs).last_hidden_state) for _ in range(2)]
-    gates, hooks = soft.gates(), []
-    for number, layer in enumerate(model.roberta.encoder.layer):
-        heads, neurons, outputs = (gates[group.name] for group in soft.groups[3 * number : 3 * number + 3])
+    with dropout(model, rate):
+        found = [mean() for _ in range(passes)]
+        for number, layer in enumerate(model.roberta.encoder.layer):
+            heads, neurons, outputs = (
+                gates[group.name] for group in soft.groups[3 * number : 3 * number + 3]
+            )
 
-        def scale(module, inputs, heads=heads):
-            return (inputs[0] * heads.repeat_interleave(8),)
+            def scale(module, inputs, heads=heads):
+                return (inputs[0] * heads.repeat_interleave(8),)
 
-        hooks += [
-            layer.attention.output.dense.register_forward_pre_hook(scale),
-            layer.output.dense.register_forward_pre_hook(lambda m, x, g=neurons: (x[0] * g,)),
-            layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g),
-        ]
-    passes.append(mean(model.roberta(**inputs).last_hidden_state))
-    expected = 2 * by_loops(*passes, 0.5)
-    assert term["contrast"].item() == pytest.approx(expected, rel=1e-4)
+            hooks += [
+                layer.attention.output.dense.register_forward_pre_hook(scale),
+                layer.output.dense.register_forward_pre_hook(lambda m, x, g=neurons: (x[0] * g,)),
+                layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g),
+            ]
+        found.append(mean())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("own", [0.0, 0.3])
+@pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
+def test_the_term_contrasts_the_three_passes(text, own):
+    """By hand: whole model, second dropout pass, pass with every unit times its importance, all with dropout,
+    also of a model that has none of its own; the head of the language model is not run. Of the corrupted text
+    the pass of the language-model loss is the first."""
+    model, whole = roberta(rate=own), batch_of(4)
+    batch, soft, headed = masked(whole), soft_mask(model), []
+    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
+    hidden = torch.randn(4, 12, 32)
+    options = {"strength": 2.0, "temperature": 0.5, "text": text, "objective": Uncorrupting()}
+    torch.manual_seed(5)
+    term = contrast(model, **options).term(batch, hidden=hidden, soft=soft)
+    torch.manual_seed(5)
+    if text == "uncorrupted":
+        passes = by_hand(model, whole, soft, rate=0.3, passes=2)
+    else:
+        passes = [pooled(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, rate=0.3, passes=1)]
+    assert term["contrast"].item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4)
     assert not headed
-    assert Contrast(0.0, 0.5).term(model, batch, hidden=hidden, soft=soft) == {}
+    assert contrast(model, strength=0.0).term(batch, hidden=hidden, soft=soft) == {}
+
+
+def test_text_that_is_not_corrupted_costs_no_pass_more():
+    """A causal model's, whose language-model pass is the anchor."""
+    model, batch, passes = roberta(rate=0.1), batch_of(3), []
+    model.roberta.register_forward_hook(lambda *_: passes.append(1))
+    hidden = torch.randn(3, 12, 32)
+    contrast(model, text="uncorrupted").term(batch, hidden=hidden, soft=soft_mask(model))
+    assert len(passes) == 2
+    options = {"text": "uncorrupted", "objective": Uncorrupting()}
+    contrast(model, **options).term(masked(batch), hidden=hidden, soft=soft_mask(model))
+    assert len(passes) == 5
+
+
+@pytest.mark.parametrize("own", [0.0, 0.1])
+def test_a_positive_is_not_its_anchor(own):
+    """A model without dropout would only be pushed away."""
+    model, batch, pairs = roberta(rate=own), batch_of(3), []
+    term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
+    before = [(m, name, rate, m.training) for m, name, rate in rates(model)]
+    vectors = Contrast.represented
+
+    def noted(self, batch):
+        pairs.append(vectors(self, batch))
+        return pairs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contrast, "represented", noted)
+        term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
+    anchor, positive, _ = pairs
+    assert not torch.allclose(anchor, positive, rtol=1e-3)
+    assert [(m, name, rate, m.training) for m, name, rate in rates(model)] == before
 
 
 def test_gradients_reach_all_three_passes():
     model, batch = roberta(rate=0.1), batch_of(3)
-    soft = SoftMask(model, kinds=["outputs"], acts_on="update", normalise="rank")
-    soft.set(torch.rand(len(soft.importance)))
     hidden = torch.randn(3, 12, 32, requires_grad=True)
-    Contrast(1.0, 0.1).term(model, batch, hidden=hidden, soft=soft)["contrast"].backward()
+    contrast(model).term(batch, hidden=hidden, soft=soft_mask(model, ["outputs"]))["contrast"].backward()
     assert hidden.grad.abs().sum() > 0
     assert model.roberta.encoder.layer[0].output.dense.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [((-1.0, 0.1), "contrast=-1.0; allowed: 0 or more"), ((1.0, 0.0), "temperature=0.0; allowed: above 0")],
+    ("options", "message"),
+    [
+        ({"strength": -1.0}, "contrast=-1.0; allowed: 0 or more"),
+        ({"temperature": 0.0}, "temperature=0.0; allowed: above 0"),
+        ({"text": "masked"}, "contrast_text=masked; allowed: uncorrupted, corrupted"),
+        ({"rate": 1.0}, "contrast_dropout=1.0; allowed: above 0 and below 1, or null"),
+        (
+            {"rate": None},
+            "null would not differ: all its dropout rates are 0.*or contrast=0",
+        ),
+    ],
 )
-def test_a_wrong_contrast_is_refused(values, message):
+def test_a_wrong_contrast_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Contrast(*values)
+        contrast(roberta(), **options)
+
+
+def test_without_contrast_no_dropout_is_needed():
+    contrast(roberta(), strength=0.0, rate=None)

@@ -8,6 +8,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch.optim import AdamW
 
+from cpt.assembly import tell_rate
 from cpt.config import made
 from cpt.orders import resolve
 from cpt.plan import planned
@@ -94,6 +95,26 @@ def test_das6_is_of_the_papers_size(composed):
     assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.schedules.linear", 0.1)
     assert (cfg.domains.name, cfg.endtask.name) == ("das6", "das6")
     assert resolve_order(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
+
+
+def test_a_methods_own_rate_counts_in_the_papers_experiment(composed):
+    for method, times in (("ncl", 1), ("lora", 3), ("prompt", 10)):
+        cfg = composed("experiment=das6", DATA, f"method={method}")
+        assert cfg.optim.lr == pytest.approx(times * 1e-4)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_experiment_switches_a_methods_rate_off(name, composed, caplog):
+    """A learning rate that is given stands as it is; a line tells where a rate then has no effect."""
+    caplog.set_level("INFO", logger="cpt")
+    needs = [DATA] if "das6" in name else []
+    tell_rate(composed(f"experiment={name}", *needs, "method=lora"))
+    assert not caplog.messages
+    tell_rate(composed(f"experiment={name}", *needs, "method=das", "optim.lr=0.5"))
+    assert not caplog.messages
+    tell_rate(composed(f"experiment={name}", *needs, "method=lora", "optim.lr=0.5"))
+    (line,) = caplog.messages
+    assert line.startswith("optim.lr=0.5 ") and "method.rate=3 of lora has no effect" in line
 
 
 def test_the_papers_end_tasks(composed):

@@ -252,14 +252,14 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
 
 
 def test_the_proxy_needs_dropout():
-    with pytest.raises(ValueError, match="proxy_dropout=None would not differ: all its dropout rates are 0"):
+    with pytest.raises(ValueError, match="proxy_dropout=null would not differ: all its dropout rates are 0"):
         Proxy(roberta(), Causal(), compared="logits", rate=None)
     with pytest.raises(ValueError, match="proxy_dropout=1.5; allowed: above 0 and below 1"):
         Proxy(roberta(), Causal(), compared="logits", rate=1.5)
     with pytest.raises(ValueError, match="general=loss; allowed: logits, hidden, null"):
         Proxy(roberta(), Causal(), compared="loss", rate=0.1)
     with pytest.raises(ValueError, match="it has no dropout; allowed: another model"):
-        check_dropout(torch.nn.Linear(2, 2), 0.1)
+        check_dropout(torch.nn.Linear(2, 2), 0.1, option="proxy_dropout", without="general=null")
     model = roberta(rate=0.1).eval()
     proxy = Proxy(model, Causal(), compared="logits", rate=None)
     with pytest.raises(ValueError, match="two dropout passes of RobertaForMaskedLM do not differ"):
@@ -343,11 +343,13 @@ def test_a_soft_mask_only_rises():
     assert torch.equal(soft.importance, both)
 
 
-def test_factors_follow_the_importances():
-    """Also after they change, after a state is loaded, and once per unit type: a weight that neurons and
-    output units share is scaled by both."""
+@pytest.mark.parametrize("columns", [["heads"], ["heads", "neurons"], []])
+def test_factors_follow_the_importances(columns):
+    """Also after they change, after a state is loaded, and once per unit type: a weight that two types of
+    units own is scaled by both."""
     model = roberta()
-    soft = SoftMask(model, kinds=["heads", "neurons", "outputs"], acts_on="update", normalise="rank")
+    kinds = ["heads", "neurons", "outputs"]
+    soft = SoftMask(model, kinds=kinds, acts_on="update", normalise="rank", columns=columns)
     soft.set(torch.rand(len(soft.importance)))
     heads, neurons, outputs = (soft.gates()[group.name] for group in soft.groups[:3])
     layer, found = model.roberta.encoder.layer[0], {}
@@ -357,9 +359,16 @@ def test_factors_follow_the_importances():
     for map_ in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
         torch.testing.assert_close(found[id(map_.weight)], rows)
         torch.testing.assert_close(found[id(map_.bias)], rows[:, 0])
-    torch.testing.assert_close(found[id(layer.attention.output.dense.weight)], rows.T)
-    assert id(layer.attention.output.dense.bias) not in found
-    torch.testing.assert_close(found[id(layer.output.dense.weight)], (1 - outputs)[:, None] * (1 - neurons))
+    out = layer.attention.output.dense
+    if "heads" in columns:
+        torch.testing.assert_close(found[id(out.weight)], rows.T)
+    assert (id(out.weight) in found) == ("heads" in columns)
+    assert id(out.bias) not in found
+    up = layer.intermediate.dense
+    torch.testing.assert_close(found[id(up.weight)], (1 - neurons)[:, None].expand(48, 32))
+    torch.testing.assert_close(found[id(up.bias)], 1 - neurons)
+    read = 1 - neurons if "neurons" in columns else torch.ones(48)
+    torch.testing.assert_close(found[id(layer.output.dense.weight)], (1 - outputs)[:, None] * read)
     state = {name: value.clone() for name, value in soft.state_dict().items()}
     soft.set(torch.zeros(len(soft.importance)))
     assert all((factor == 1).all() for _, factor in soft.factors())
@@ -379,6 +388,11 @@ def test_importances_take_less_than_a_megabyte_on_a_base_model():
 def test_an_unknown_normalisation_is_refused():
     with pytest.raises(ValueError, match="normalise=softmax; allowed: tanh_abs, tanh_relu, minmax, rank"):
         SoftMask(roberta(), kinds=["heads"], acts_on="update", normalise="softmax")
+
+
+def test_unknown_columns_are_refused():
+    with pytest.raises(ValueError, match=r"columns=\['outputs'\]; allowed: some of heads, neurons, or \[\]"):
+        SoftMask(roberta(), kinds=["heads"], acts_on="update", normalise="rank", columns=["outputs"])
 
 
 @needs_golden

@@ -1,9 +1,14 @@
 """Adapters (Houlsby et al., ICML 2019, section 2.1; Pfeiffer et al., EACL 2021).
 
-    h <- h + W_up act(W_down h + b_down) + b_up,    W_down of D / reduction rows
+    A(h) = W_up act(W_down h + b_down) + b_up,    W_down of D / reduction rows
 
-h is the output of a sub-layer's out projection, before dropout and the residual sum: of attention and FFN
-(`houlsby`) or of the FFN alone (`pfeiffer`). All else is frozen, the language-model head too. W_up begins at
+    houlsby    h <- h + A(h)           h: output of a sub-layer's out projection, before dropout and the sum
+    pfeiffer   h <- norm(s + A(h))     h = norm(s), s: the last residual sum of a block
+               s <- s + A(s)           in pre-norm blocks, whose sum no norm follows
+
+Houlsby's stand behind attention and FFN, or behind the FFN alone (`ffn`). Pfeiffer's form is that of
+adapter-transformers, which the released code uses: the norm runs before and after, and the sum before it is
+the adapter's residual. All else is frozen, the language-model head too. W_up begins at
 zero, so that the first model is the base; one adapter learns all domains, or each domain has its own. The
 released code (ContinualLM) draws both maps from N(0, 0.02) and trains the head of the masked model along."""
 
@@ -33,7 +38,7 @@ def fresh(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 class Adapter(ContinualModule):
-    """Trains bottlenecks behind the sub-layers and nothing else: one set of them, or one `per_domain`, new at
+    """Trains bottlenecks in the blocks and nothing else: one set of them, or one `per_domain`, new at
     each domain (`start=base`) or at first the previous domain's."""
 
     def __init__(

@@ -4,7 +4,7 @@ Only this file touches Lightning's hooks. A method overrides the small hooks bel
 constructor."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -187,10 +187,23 @@ class ContinualModule(LightningModule):
         """How much of the domain's steps is done: 0 at the first of them, 1 at the last."""
         return self.trainer.global_step / max(1, self.trainer.max_steps - 1)
 
+    def rates(self) -> dict[nn.Parameter, float]:
+        """Parameters that learn at a multiple of the learning rate. Here: none."""
+        return {}
+
+    def parameter_groups(self) -> Iterator[dict]:
+        """What is trained, as an optimizer takes it: matrices, and all else, which does not decay, with what
+        their learning rate is multiplied by."""
+        rates = self.rates()
+        for times in dict.fromkeys([1, *rates.values()]):
+            own = [p for p in self.parameters() if p.requires_grad and rates.get(p, 1) == times]
+            yield {"params": [p for p in own if p.ndim >= 2], "times": times}
+            yield {"params": [p for p in own if p.ndim < 2], "times": times, "weight_decay": 0.0}
+
     def configure_optimizers(self) -> dict:
-        matrices = [p for p in self.parameters() if p.requires_grad and p.ndim >= 2]
-        others = [p for p in self.parameters() if p.requires_grad and p.ndim < 2]
-        optimizer = self.make_optimizer([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+        optimizer = self.make_optimizer(list(self.parameter_groups()))
+        for group in optimizer.param_groups:
+            group["lr"] *= group.pop("times")
         steps = self.trainer.max_steps
         scheduler = LambdaLR(optimizer, lambda step: self.schedule(step, steps=steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

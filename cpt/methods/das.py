@@ -29,19 +29,31 @@ class DAS(ContinualModule):
         self,
         *,
         units: Sequence[str],
+        columns: Sequence[str],
         acts_on: str,
         normalise: str,
         general: str | None,
         proxy_dropout: float | None,
         domains: bool,
         contrast: float,
+        contrast_text: str,
+        contrast_dropout: float | None,
         temperature: float,
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        self.masks.append(SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise))
+        options = {"acts_on": acts_on, "normalise": normalise, "columns": columns}
+        self.masks.append(SoftMask(self.model, kinds=units, **options))
         self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
-        self.domains, self.contrast, self.first = domains, Contrast(contrast, temperature), True
+        self.contrast = Contrast(
+            self.model,
+            self.objective,
+            strength=contrast,
+            temperature=temperature,
+            text=contrast_text,
+            rate=contrast_dropout,
+        )
+        self.domains, self.first = domains, True
 
     @property
     def soft(self) -> SoftMask:
@@ -56,7 +68,7 @@ class DAS(ContinualModule):
             self.soft.raise_to(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(self.model, batch, soft=self.soft)
+        return self.contrast.losses(batch, soft=self.soft)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.domains:

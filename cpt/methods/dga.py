@@ -29,19 +29,30 @@ class DGA(ContinualModule):
         self,
         *,
         units: Sequence[str],
+        columns: Sequence[str],
         acts_on: str,
         normalise: str,
         general: str,
         proxy_dropout: float | None,
         contrast: float,
+        contrast_text: str,
+        contrast_dropout: float | None,
         temperature: float,
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
         self.base = Snapshot(self.model, persistent=False)
-        self.masks.append(SoftMask(self.model, kinds=units, acts_on=acts_on, normalise=normalise))
+        options = {"acts_on": acts_on, "normalise": normalise, "columns": columns}
+        self.masks.append(SoftMask(self.model, kinds=units, **options))
         self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
-        self.contrast = Contrast(contrast, temperature)
+        self.contrast = Contrast(
+            self.model,
+            self.objective,
+            strength=contrast,
+            temperature=temperature,
+            text=contrast_text,
+            rate=contrast_dropout,
+        )
 
     @property
     def soft(self) -> SoftMask:
@@ -52,4 +63,4 @@ class DGA(ContinualModule):
         self.soft.set(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(self.model, batch, soft=self.soft)
+        return self.contrast.losses(batch, soft=self.soft)

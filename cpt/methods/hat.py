@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt import adapters, blocks, exported
@@ -75,6 +75,7 @@ class HAT(ContinualModule):
         strength: float,
         limit: float,
         std: float,
+        gate_rate: float,
         placement: str,
         reduction: int,
         activation: str,
@@ -94,6 +95,7 @@ class HAT(ContinualModule):
         self.strength = number("strength", strength, allowed="0 or more")
         self.limit = number("limit", limit, allowed="above 0")
         self.std = number("std", std, allowed="above 0")
+        self.gate_rate = number("gate_rate", gate_rate, allowed="above 0")
         self.masks.append(Taken(gates.groups, acts_on=acts_on))
         self.remember(routing)
 
@@ -116,6 +118,9 @@ class HAT(ContinualModule):
                 parameter.requires_grad_(False)
         for part in self.gates.parts:
             part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
+
+    def rates(self) -> dict[nn.Parameter, float]:
+        return {part.e: self.gate_rate for part in self.gates.parts}
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.gates.redraw(self.drawing(), std=self.std)

@@ -3,9 +3,13 @@
 import making
 import pytest
 import torch
+from conftest import VOCABULARIES, sentences
 from making import ORDER, weights
 
 from cpt import importance, learner
+from cpt.dropout import rates
+from cpt.model import in_mode, token_nll
+from cpt.samples import Stream
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
 NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]
@@ -137,6 +141,41 @@ def test_without_its_contrast_dga_moves_what_it_does_not_protect_as_one_does(mad
     assert torch.equal(*moved.values())
 
 
+FEW = ["model.base.steps=15", "model.base.batch_size=32", "trainer.steps=10", "trainer.batch_size=32"]
+WIDE = ["model.config.hidden_size=128", "model.config.intermediate_size=192", "model.length=64"]
+
+
+@pytest.mark.parametrize("method", ["das", "dga"])
+def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
+    """With the default contrast, in ten steps from a base that has hardly learned, of text that is like what
+    it has: the contrast of corrupted text pushes such a model away from what it knows."""
+    for name, seed in (("general", 0), ("street", 5)):
+        (tmp_path / name).mkdir()
+        text = sentences(VOCABULARIES["general"], count=240, seed=seed)
+        (tmp_path / name / "all.txt").write_text("\n".join(text) + "\n")
+    cfg = small("order=[street]", f"domains.root={tmp_path}", f"method={method}", *FEW, *WIDE)
+    run = making.made(cfg)
+    assert not any(rate for *_, rate in rates(run.module.model))
+    batches = other_batches(run.data.train, run.data.objective)
+    before = loss(run.module, batches)
+    fit(run.module, run.data, cfg.trainer, steps=10)
+    assert loss(run.module, batches) < before
+
+
+def other_batches(texts, objective) -> list:
+    """Training text, in an order that it is not learned in."""
+    options = {"seed": 9, "accumulate": 1, "batch_size": 32, "steps": [4], "rank": 0, "world": 1}
+    stream = Stream({"street": texts["street"]}, objective=objective, **options)
+    return [stream[number] for number in range(4)]
+
+
+@torch.no_grad()
+def loss(module, text) -> float:
+    """Mean negative log-likelihood of its scored tokens, in eval mode."""
+    with in_mode(module, training=False):
+        return torch.cat([token_nll(module.model, batch) for batch in text]).mean().item()
+
+
 def test_das_and_migu_multiply(made):
     module, data, options = made(*ROBERTA, *NEUTRAL, "mask=migu", "mask.acts_on=update", "mask.threshold=0.5")
     module.soft.importance.fill_(0.4)
@@ -182,6 +221,9 @@ def test_das_and_migu_multiply(made):
             "would not differ",
         ),
         (["method.contrast=-1"], "contrast=-1; allowed: 0 or more"),
+        (["method.contrast_text=masked"], "contrast_text=masked; allowed: uncorrupted, corrupted"),
+        (["method.contrast_dropout=0"], "contrast_dropout=0; allowed: above 0 and below 1"),
+        (["method.columns=[outputs]"], "columns=.*; allowed: some of heads, neurons"),
         (["method.normalise=z"], "normalise=z; allowed"),
     ],
 )

@@ -390,7 +390,7 @@ def test_what_was_found_can_be_looked_at(demix):
     [
         ("experts=lora", "method.experts=lora; allowed: ffn, adapter"),
         ("start=random", "method.start=random; allowed: nearest, previous, base"),
-        ("placement=behind", "method.placement=behind; allowed: pfeiffer, houlsby"),
+        ("placement=behind", "method.placement=behind; allowed: pfeiffer, ffn, houlsby"),
         ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
         ("routing.prior=none", "method.routing.prior=none; allowed: uniform, updating, cached"),
     ],

@@ -20,19 +20,22 @@ HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0
 FORMS = {
     "full": [],
     "adapter": ["method.form=adapter", "method.reduction=4"],
+    "ffn": ["method.form=adapter", "method.reduction=4", "method.placement=ffn"],
     "houlsby": ["method.form=adapter", "method.reduction=4", "method.placement=houlsby"],
 }
+PAPER = ["method.std=1", "method.strength=0.75", "method.gate_rate=1"]
 SOME = {"heads": ["heads"], "neurons": ["neurons"], "outputs": ["outputs"], "two": ["heads", "outputs"]}
 
 
 @pytest.fixture
 def hat(small):
-    return lambda *overrides: made(small("method=hat", ORDER, *overrides))
+    """With the paper's gates, about half of which are open whatever is learned in a few steps."""
+    return lambda *overrides: made(small("method=hat", ORDER, *PAPER, *overrides))
 
 
 @pytest.fixture
 def causal(small_gpt2):
-    return lambda *overrides: made(small_gpt2("method=hat", ORDER, *overrides))
+    return lambda *overrides: made(small_gpt2("method=hat", ORDER, *PAPER, *overrides))
 
 
 def some_batch(vocabulary: int) -> dict[str, Tensor]:
@@ -420,6 +423,39 @@ def test_a_state_with_more_domains_is_taken(hat):
     assert torch.equal(other.module.taken.taken, work.module.taken.taken)
 
 
+@pytest.mark.parametrize("form", ["full", "adapter"])
+def test_gates_learn_at_a_rate_of_their_own(form, hat):
+    """Adam's first step is the rate: that of e is gate_rate times that of the weights, to the end of the
+    schedule."""
+    moved, seen = {}, {}
+    for times in (1, 20):
+        work = hat(*FORMS[form], f"method.gate_rate={times}", "trainer.steps=4", "method.strength=0")
+        parts = work.module.gates.parts
+        watch = Watch(lambda m, parts=parts: torch.cat([part.e.detach() for part in parts]))
+        rates = Watch(lambda m: [group["lr"] for group in m.trainer.optimizers[0].param_groups])
+        work.learn(0, watch, rates)
+        first, second = (e for _, e in watch.seen[:2])
+        moved[times], seen[times] = (second - first).abs().median(), rates.seen
+    assert moved[20] / moved[1] == pytest.approx(20, rel=0.05)
+    for (_, plain), (_, own) in zip(seen[1], seen[20], strict=True):
+        assert own == [plain[0], plain[0], 20 * plain[0], 20 * plain[0]]
+        assert plain == plain[:1] * 2
+
+
+def test_what_a_domain_opens_is_learned_and_not_drawn(small):
+    """At the defaults; with the paper's draw and strength, and the weights' rate, hardly a gate turns under
+    AdamW."""
+    turned = {}
+    for name, given in (("default", []), ("paper", PAPER)):
+        work = made(small("method=hat", ORDER, "trainer.steps=40", *given))
+        parts = work.module.gates.parts
+        watch = Watch(lambda m, parts=parts: torch.cat([part.e.detach().clone() for part in parts]))
+        work.learn(0, watch)
+        (_, first), (_, last) = watch.seen[0], watch.seen[-1]
+        turned[name] = ((first > 0) != (last > 0)).float().mean().item()
+    assert turned["paper"] < 0.1 < 0.2 < turned["default"]
+
+
 def test_frozen_layers_still_have_gates(hat):
     work = hat("freeze.layers=1", *HARSH)
     before = work.weights()
@@ -443,7 +479,8 @@ def test_frozen_layers_still_have_gates(hat):
         ("strength=-1", "method.strength=-1; allowed: 0 or more"),
         ("limit=0", "method.limit=0; allowed: above 0"),
         ("std=0", "method.std=0; allowed: above 0"),
-        ("placement=top", "method.placement=top; allowed: pfeiffer, houlsby"),
+        ("gate_rate=0", "method.gate_rate=0; allowed: above 0"),
+        ("placement=top", "method.placement=top; allowed: pfeiffer, ffn, houlsby"),
         ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
         ("activation=tan", "method.activation=tan; allowed: relu, gelu, silu"),
     ],
