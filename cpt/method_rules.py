@@ -23,7 +23,7 @@ from cpt.rules import (
 ACTS_ON = one_of("gradient", "update", "frozen")
 START = one_of("base", "previous")
 BOTTLENECK: Rules = {
-    "placement": one_of("pfeiffer", "houlsby"),
+    "placement": one_of("pfeiffer", "ffn", "houlsby"),
     "reduction": whole(1),
     "activation": one_of("relu", "gelu", "silu"),
 }
@@ -45,7 +45,10 @@ SOFT: Rules = {
     "normalise": one_of("tanh_abs", "tanh_relu", "minmax", "rank"),
     "general": or_null(one_of("logits", "hidden")),
     "proxy_dropout": or_null(number("above 0 and below 1")),
+    "columns": some_of("heads", "neurons", none=True),
     "contrast": number("0 or more"),
+    "contrast_text": one_of("uncorrupted", "corrupted"),
+    "contrast_dropout": or_null(number("0 or more and below 1")),
     "temperature": number("above 0"),
 }
 GATES: Rules = {"s_max": number("above 0"), "limit": number("above 0")}
@@ -94,6 +97,7 @@ METHODS: dict[str, Rules] = {
         "acts_on": ACTS_ON,
         "strength": number("0 or more"),
         "std": number("above 0"),
+        "gate_rate": number("above 0"),
     },
     "inclora": INCREMENTAL,
     "joint": {},
