@@ -3,13 +3,17 @@
 import os
 from pathlib import Path
 
+from cpt.preemption import heed_imports, heeded
+
+if __name__ == "__main__":
+    heed_imports()
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import cpt.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.config import readable
-from cpt.preemption import heeded
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -11,11 +11,12 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired
+from subprocess import Popen
 from types import FrameType
 from typing import Any
 
@@ -113,8 +114,9 @@ def forwarded(process: Popen[bytes]) -> Iterator[None]:
     def hand_on(number: int, frame: FrameType | None) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
-        with suppress(TimeoutExpired):
-            process.wait(SAVING_S)
+        deadline = time.monotonic() + SAVING_S
+        while not has_ended(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
         if callable(before[number]):
             before[number](number, frame)
 
@@ -126,6 +128,14 @@ def forwarded(process: Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child has ended; its exit code is left for who waits for it."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    except ChildProcessError:
+        return True
 
 
 def apart(config: DictConfig) -> DictConfig:

@@ -16,6 +16,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cpt.processes import is_one_of_several
+
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
 EXECUTION = (
     "name",
@@ -119,7 +121,7 @@ def readable(*, errors_only: bool) -> Iterator[None]:
             raise
         print(f"cpt: {reason(error)}", file=sys.stderr, flush=True)
         # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
-        os._exit(1) if "LOCAL_RANK" in os.environ else sys.exit(1)
+        os._exit(1) if is_one_of_several() else sys.exit(1)
 
 
 def made(options: DictConfig, **extra: Any) -> Any:

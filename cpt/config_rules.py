@@ -25,6 +25,9 @@ MODES = ("online", "offline", "disabled")  # of W&B
 BYTES = 261  # the least vocabulary: all bytes, and five special tokens
 POSITIVE = number("above 0")
 SHARE = number("0 to 1")
+# A copy of the model per process. With sharded weights (fsdp, deepspeed) a gradient's norm, masks and what is
+# kept of a model would be those of a shard, without a word.
+STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
 PRECISIONS = (
     *("32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
     *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
@@ -148,7 +151,7 @@ TRAINER: Rules = {
     "trainer.accelerator": TEXT,
     "trainer.devices": Rule(is_devices, "1, 2, …; auto or -1 for all; a list like [0,2]"),
     "trainer.num_nodes": whole(1),
-    "trainer.strategy": TEXT,
+    "trainer.strategy": one_of(*STRATEGIES),
 }
 DATA: Rules = {
     "domains.root": Rule(is_text, "a folder"),

@@ -25,12 +25,13 @@ class OnDevice:
 
     loader: DataLoader
     device: torch.device
+    name: str
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
             yield {name: value.to(self.device) for name, value in batch.items()}
             if number < self.loader.sampler.common:
-                leave_together("between two domains' steps")
+                leave_together(f"in the probe of {self.name}")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -143,7 +144,9 @@ class DomainSequence(LightningDataModule):
             name: shuffled(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
             for name, text in texts.items()
         }
-        return OnDevice(self.shared_out(texts, rows, purpose="probe"), self.trainer.strategy.root_device)
+        return OnDevice(
+            self.shared_out(texts, rows, purpose="probe"), self.trainer.strategy.root_device, self.domain.name
+        )
 
     def shared_out(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str

@@ -12,9 +12,11 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, distributed
+from torch.amp import GradScaler
 from torch.nn.utils import get_total_norm
 
-from cpt.preemption import in_company, notice
+from cpt.preemption import notice, release_children
+from cpt.processes import in_company
 
 log = logging.getLogger(__name__)
 
@@ -67,25 +69,33 @@ class Guard(Callback):
         """Whether the step is made, alike in all processes; `norm` is its gradient's, a scalar. Raises
         ValueError or RollbackError where it must not go on."""
         terms, self.terms = self.terms, {}
-        value = sum(terms.values())
-        if getattr(trainer.precision_plugin, "scaler", None) is None:
-            value = value + norm
-        fine, self.heard = exchanged(value)
+        value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
+        fine, self.heard = exchanged(value if scaler else value + norm)
         if trainer.global_step in self.left_out:
             return False
         if not fine:
             return self.refuse(trainer, terms | {GRADIENT: norm})
         self.in_a_row = 0
-        return True
+        return scaler is None or self.fits(trainer, norm, scaler)
+
+    def fits(self, trainer: Trainer, norm: Tensor, scaler: GradScaler) -> bool:
+        """Whether a gradient has room in float16. Raises ValueError where it has none at any scale: it is no
+        number itself."""
+        if scaler.get_scale() < 1:
+            name = trainer.datamodule.domain.name
+            self.end(
+                f"the {GRADIENT} is {norm.item()} at step {trainer.global_step} of {name}, at every scale"
+            )
+        return math.isfinite(norm.item())
 
     def refuse(self, trainer: Trainer, terms: Mapping[str, Tensor]) -> bool:
         step, name = trainer.global_step, trainer.datamodule.domain.name
         told = f"{named(terms)} at step {step} of {name}"
         if self.policy == "stop":
-            raise ValueError(f"{told}; {self.advice}")
+            self.end(told)
         self.in_a_row += 1
         if max(self.in_a_row, self.rollbacks + 1) > MOST:
-            raise ValueError(f"{told}, and so was {MOST} times before; {self.advice}")
+            self.end(f"{told}, and so was {MOST} times before")
         if self.policy == "rollback":
             self.roll_back(trainer, step, told)
         warn_once(trainer, f"{told}: the step is left out")
@@ -105,7 +115,12 @@ class Guard(Callback):
             told = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
                 self.roll_back(trainer, step - 1, told)
-            raise ValueError(f"{told}; {self.advice}")
+            self.end(told)
+
+    def end(self, told: str) -> None:
+        """Raises ValueError, in all processes alike."""
+        release_children()
+        raise ValueError(f"{told}; {self.advice}")
 
     def leaving(self) -> int:
         """The signal on which all processes leave now, 0 if there is none."""
@@ -136,7 +151,7 @@ def exchanged(value: Tensor) -> tuple[bool, int]:
 
 def named(terms: Mapping[str, Tensor]) -> str:
     """Which of the terms are not finite in some process, in words."""
-    values = torch.stack([value.double() for value in terms.values()])
+    values = torch.stack([value.float() for value in terms.values()])
     if in_company():
         distributed.all_reduce(values)
     found = [

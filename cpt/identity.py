@@ -18,7 +18,8 @@ from omegaconf import DictConfig
 
 from cpt.checksums import checksum
 from cpt.folder import RunFolder, replace
-from cpt.plan import Plan, is_first_process
+from cpt.plan import Plan
+from cpt.processes import is_first_process
 from cpt.sources import stamp_of
 
 if TYPE_CHECKING:

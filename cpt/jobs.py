@@ -37,6 +37,10 @@ HINT = "Set the environment variable HYDRA_FULL_ERROR"
 STATES = ("finished", "finished before", "preempted", "failed")
 
 
+class PreemptedJob(HydraException):  # noqa: N818
+    """What a sweeper gets of a job that goes on when the sweep is started again."""
+
+
 @dataclass(eq=False)
 class Job:
     """A job of the sweep: what was asked for, where it writes and, once it has ended, its exit code."""
@@ -76,9 +80,13 @@ class Job:
         """One of STATES; a run is finished where its scores say so, whatever its process ended with."""
         if self.before:
             return "finished before"
-        if self.code == GO_ON and not self.lost:
-            return "preempted"
-        return "finished" if self.code == 0 and not self.lost and is_finished(self.folder) else "failed"
+        if self.code == 0 and not self.lost and is_finished(self.folder):
+            return "finished"
+        if (
+            self.code and is_finished(self.folder) and finished(self.config, self.folder)
+        ):  # the signal came after all was written
+            return "finished"
+        return "preempted" if self.code == GO_ON and not self.lost else "failed"
 
     @property
     def failed(self) -> bool:
@@ -115,7 +123,8 @@ class Job:
         """What the sweeper gets: the objective, None if the job names none, or its failure."""
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         done.status = JobStatus.COMPLETED if self.whole else JobStatus.FAILED
-        done.return_value = self.objective() if self.whole else HydraException(f"{self}: {self.failure()}")
+        kind = PreemptedJob if self.state == "preempted" else HydraException
+        done.return_value = self.objective() if self.whole else kind(f"{self}: {self.failure()}")
         return done
 
     def objective(self) -> float | list[float | None] | None:

@@ -6,6 +6,7 @@ of a distributed job repeat its command line: with `-m` in it they would run the
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from cpt.clusters import ClusterLauncher
 from cpt.config import readable
 from cpt.jobs import CONTINUES, PARENT, Job, composed, concluded, job_command
 from cpt.machine import shares
-from cpt.preemption import GO_ON, SIGNALS
+from cpt.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.search import OptunaSweeper
 
 log = logging.getLogger(__name__)
@@ -100,8 +101,16 @@ def heeded_signals() -> Iterator[list[int]]:
     received: list[int] = []
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup ignores
+    last = -math.inf
+
+    def receive(given: int, _: object) -> None:
+        nonlocal last
+        if time.monotonic() - last > TOGETHER_S:  # a terminal that closes sends two
+            received.append(given)
+            last = time.monotonic()
+
     for number in heeded:
-        signal.signal(number, lambda given, _: received.append(given))
+        signal.signal(number, receive)
     try:
         yield received
     finally:
@@ -112,11 +121,11 @@ def heeded_signals() -> Iterator[list[int]]:
 def stop(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
     """Ends jobs with all their processes: asks first, kills what is left after so many seconds, or when a
     second signal is received."""
-    deadline, first = time.monotonic() + grace, len(received)
+    deadline, first = time.monotonic() + grace, max(1, len(received))
     for job in jobs:
         job.kill(signal.SIGTERM)
     while any(job.process.poll() is None for job in jobs) and time.monotonic() < deadline:
-        if len(received) > max(1, first):
+        if len(received) > first:
             break
         time.sleep(POLL_S)
     for job in jobs:

@@ -27,11 +27,12 @@ from cpt.examination import Examination, examination
 from cpt.folder import RunFolder, check_archive
 from cpt.guard import Guard, RollbackError, check_losses, check_state
 from cpt.identity import settle
-from cpt.machine import devices, keep_threads
+from cpt.machine import keep_threads
 from cpt.methods.base import ContinualModule
 from cpt.parts import BASE
-from cpt.plan import Plan, endtask_digest, is_first_process, objective_value
+from cpt.plan import Plan, endtask_digest, objective_value
 from cpt.preemption import check, deferred, leave_together
+from cpt.processes import is_first_process
 from cpt.scores import Scores
 from cpt.tracking import log_scores, log_stage, tracked
 from cpt.trainers import trainer
@@ -48,6 +49,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     custom_loggers, callbacks = preflight.checked(cfg, place.path)  # before hours of reading
+    keep_threads(place.path / "threads", processes=trainer(cfg.trainer, label="").num_devices)
     phases: dict[str, float] = {}
     with timed(phases, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
@@ -65,7 +67,6 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     scores.phases = {
         name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
     }
-    scores.run["threads"] = keep_threads(scores.run.get("threads"), processes=devices(cfg, gpus=0))
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
         cfg.logger,

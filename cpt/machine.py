@@ -7,8 +7,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+
+from cpt.processes import is_first_process
 
 log = logging.getLogger(__name__)
 
@@ -58,16 +61,21 @@ def thread_variables(processes: int, *, threads: int | None) -> dict[str, str]:
     return dict.fromkeys(names, str(number)) | waiting
 
 
-def keep_threads(begun: int | None, *, processes: int) -> int:
-    """Has the processor use as many threads as the run began with; gives their number. With others the same
-    sums are added in another order, and the last bits differ."""
+def keep_threads(path: Path, *, processes: int) -> None:
+    """Has the processor use as many threads as the run began with, which a file of its folder remembers. With
+    others the same sums are added in another order, and the last bits differ. `processes` are at work on the
+    run on this machine. Raises ValueError for a file that is damaged."""
     import torch  # seconds that sweeps need not wait for
 
     given = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         given = max(1, given // processes)
-    if begun is not None and begun != given:
-        log.info("computing with %d threads, as this run began, not with %d", begun, given)
-    torch.set_num_threads(begun or given)
-    os.environ["OMP_NUM_THREADS"] = str(begun or given)  # for the processes that Lightning starts
-    return begun or given
+    begun = path.read_text() if path.exists() else str(given)
+    if not begun.isdigit() or int(begun) < 1:
+        raise ValueError(f"{path} is damaged; write the number of threads into it that the run began with")
+    if int(begun) != given:
+        log.info("computing with %s threads, as this run began, not with %d", begun, given)
+    if is_first_process() and not path.exists():
+        path.write_text(begun)
+    torch.set_num_threads(int(begun))
+    os.environ["OMP_NUM_THREADS"] = begun  # for the processes that Lightning starts

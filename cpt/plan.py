@@ -1,7 +1,6 @@
 """A config checked: everything that can be wrong with it is found here, before torch is imported."""
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,10 +64,3 @@ def endtask_digest(cfg: DictConfig, endtasks: Planned | None) -> str:
     """What the end tasks of a config are known by: their options, and the sizes and times of their data."""
     stamp = endtasks.stamp if endtasks else ""
     return digest([OmegaConf.to_container(cfg.endtask, resolve=True), stamp])
-
-
-def is_first_process() -> bool:
-    """Whether this is the process that writes, before any process group exists to ask."""
-    return all(
-        os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "RANK", "SLURM_PROCID", "NODE_RANK")
-    )

@@ -6,14 +6,17 @@ leave, and all processes leave there. A second signal ends the process as it sta
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from subprocess import Popen
+from subprocess import Popen, TimeoutExpired
 from types import FrameType
+
+from cpt.processes import in_company, is_first_process, is_one_of_several, is_started_by_lightning
 
 GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -39,21 +42,39 @@ class Notice:
     """The signal of this process, 0 before one has come."""
 
     number: int = 0
-    at: float = 0.0
     deferrals: int = 0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """The handler of SIGNALS."""
         if self.number:
-            if time.monotonic() - self.at > TOGETHER_S:
-                end_now(number)
-            return
-        self.number, self.at = number, time.monotonic()
-        if not self.deferrals and not in_company():
-            raise Preempted(number)
+            return  # a second one is the watcher's
+        self.number = number
+        self.heed()
+
+    def heed(self) -> None:
+        """Leaves if a signal has come and nothing speaks against it."""
+        if self.number and not self.deferrals and not is_waited_for():
+            raise Preempted(self.number)
 
 
 notice = Notice()
+
+
+def is_waited_for() -> bool:
+    """Whether other processes would hang, or be killed, if this one left alone."""
+    return in_company() or is_started_by_lightning() or bool(children())
+
+
+def watch(received: socket.socket) -> None:
+    """Ends the process on its second signal, also while it waits in a library for what never comes."""
+    first = None
+    while numbers := received.recv(1):
+        number, now = numbers[0], time.monotonic()
+        if number not in SIGNALS or signal.getsignal(number) != notice.receive:
+            continue
+        first = first or now
+        if now - first > TOGETHER_S:
+            end_now(number)
 
 
 def end_now(number: int) -> None:
@@ -66,6 +87,11 @@ def end_now(number: int) -> None:
 def heeded() -> Iterator[None]:
     """While it lasts, SIGNALS end the program by one line and the exit code GO_ON; those that are ignored
     (nohup) stay ignored."""
+    # Python's own part of a signal waits for libraries; what it writes to a socket does not.
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    threading.Thread(target=watch, args=[receiving], daemon=True, name="signals").start()
+    woken = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in before.items():
         if handler != signal.SIG_IGN:
@@ -77,27 +103,49 @@ def heeded() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        sending.close()
+
+
+def heed_imports() -> None:
+    """Until `heeded`, while a program is still being read in: SIGNALS end it with the exit code GO_ON."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, leave_at_once)
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> None:
+    if is_waited_for():
+        notice.number = number
+        return
+    if is_first_process():
+        print(f"cpt: {Preempted(number)}", file=sys.stderr, flush=True)
+    os._exit(GO_ON)
 
 
 def leave(leaving: Preempted) -> None:
     """Says so, waits for the other processes of the run and ends."""
-    if os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         print(f"cpt: {leaving}", file=sys.stderr, flush=True)
     deadline = time.monotonic() + CHILDREN_S
     for child in children():
-        child.wait(max(0.0, deadline - time.monotonic()))
-    # Not sys.exit in a distributed run: a process that has left cannot answer what others ask at their exit.
-    os._exit(GO_ON) if "LOCAL_RANK" in os.environ else sys.exit(GO_ON)
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except TimeoutExpired:
+            child.kill()
+    # Not sys.exit among several: a process that has left cannot answer what others ask at their exit.
+    os._exit(GO_ON) if is_one_of_several() else sys.exit(GO_ON)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """While it lasts, a signal is noted only: whoever opens it calls `check` or `leave_together`."""
+    """While it lasts, a signal is noted only: `check` and `leave_together` heed it, or its end."""
     notice.deferrals += 1
     try:
         yield
     finally:
         notice.deferrals -= 1
+    notice.heed()
 
 
 def check(where: str = "") -> None:
@@ -131,17 +179,6 @@ def agreed(number: int) -> int:
     return int(largest)
 
 
-def in_company() -> bool:
-    """Whether this process works together with others."""
-    distributed = sys.modules.get("torch.distributed")
-    return (
-        distributed is not None
-        and distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
-
-
 class Herald:
     """Tells the other processes of a signal, and hears of theirs, while each works on its own: by the store
     that the process group was made with, asked every `PERIOD_S`."""
@@ -165,12 +202,13 @@ class Herald:
         elif time.monotonic() - self.asked > self.PERIOD_S:
             self.asked = time.monotonic()
             if _get_default_store().check([STORE_KEY]):
-                notice.number, notice.at = int(_get_default_store().get(STORE_KEY)), time.monotonic()
+                notice.number = int(_get_default_store().get(STORE_KEY))
 
 
 def ignore_signals(worker: int = 0) -> None:
     """For processes that prepare data: what is sent to all of a run is their parent's to heed, which ends
     them; of SIGTERM, which it may have to use, they ignore the first."""
+    signal.set_wakeup_fd(-1)  # the parent's
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))

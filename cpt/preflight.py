@@ -24,7 +24,7 @@ from cpt.exported import INDEX
 from cpt.folder import check_archive
 from cpt.freezing import Freeze
 from cpt.methods.prompt import check_tokens
-from cpt.plan import is_first_process
+from cpt.processes import is_first_process
 from cpt.resizing import check_head, check_rows
 from cpt.trainers import trainer
 

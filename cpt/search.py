@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.config import readable
+from cpt.jobs import CONTINUES, PreemptedJob
+from cpt.preemption import GO_ON
 from cpt.spaces import DIGITS, distributions, made_of, values, written
 
 if TYPE_CHECKING:
@@ -153,8 +156,13 @@ class OptunaSweeper(Sweeper):
         """Has the trials of a batch run, and tells Optuna how they ended."""
         overrides = [[*fixed, *written(trial.params)] for trial in batch]
         returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number)
+        left = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
         for trial, each in zip(batch, returned, strict=True):
-            tell(study, trial, each)
+            if each not in left:  # it stays under way
+                tell(study, trial, each)
+        if left:
+            print(f"cpt: {left[0]._return_value}; {CONTINUES}", file=sys.stderr)
+            raise SystemExit(GO_ON)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from omegaconf import DictConfig
 from cpt.config import reason
 from cpt.folder import RunFolder
 from cpt.identity import check, is_same
-from cpt.plan import Plan, endtask_digest, is_first_process, objective_value, planned
+from cpt.plan import Plan, endtask_digest, objective_value, planned
+from cpt.preemption import deferred
+from cpt.processes import is_first_process
 from cpt.report import table
 from cpt.scores import Scores
 from cpt.verdict import explained
@@ -40,7 +42,8 @@ def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
     if is_finished(scores, plan) and not is_partial(plan, place):
         log.info("%s is finished already", place.path)
     else:
-        from cpt.learner import fold  # torch and lightning: seconds that a wrong config need not wait for
+        with deferred():  # libraries do not bear to be left while they are read in
+            from cpt.learner import fold  # seconds that a wrong config need not wait for
 
         with explained(place):
             scores = fold(plan, place)

@@ -11,7 +11,6 @@ from typing import Any
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
 
@@ -79,7 +78,11 @@ def quiet() -> None:
 
 
 class Leaving(Callback):
-    """In an evaluation by several processes: all leave after the same batch."""
+    """Where several processes work together, all leave at the same place: where they first meet, and after a
+    batch of an evaluation."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        leave_together()
 
     def on_validation_batch_end(
         self,
@@ -120,17 +123,12 @@ def trainer(
             logger=list(loggers) or False,
             callbacks=[Bar(label), Leaving(), *callbacks],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
-            plugins=plugins(),
+            plugins=[WholeFile()],
             **theirs,
         )
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
-    # Lightning's handler of SIGTERM ends the program with exit code 0, and waits for other processes.
+    # Lightning's handlers: SIGTERM ends the program with exit code 0 and waits for other processes; on SLURM
+    # SIGUSR1 writes a checkpoint into the working folder.
     made._signal_connector.register_signal_handlers = lambda: None
     return made
-
-
-def plugins() -> list[Any]:
-    """Ours in place of Lightning's: the writer of checkpoints, and SLURM without its handling of signals."""
-    slurm = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
-    return [WholeFile(), *slurm]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from cpt.cache import FOREVER, WATCH
 from cpt.folder import RunFolder
-from cpt.plan import is_first_process
+from cpt.processes import is_first_process
 
 PATIENCE = 60.0  # seconds after which processes speak to each other again: backends end those that do not
 T = TypeVar("T")

@@ -55,6 +55,8 @@ WRONG = {
     "trainer.gradient_clip_val=nan": "trainer.gradient_clip_val=nan; allowed: null or 0 or more",
     "trainer.checkpoint_every=1.5": f"trainer.checkpoint_every=1.5; allowed: {WHOLE}",
     "trainer.log_every_n_steps=0": f"trainer.log_every_n_steps=0; allowed: {WHOLE}",
+    "trainer.strategy=fsdp": "trainer.strategy=fsdp; allowed: auto, ddp, ddp_find_unused_parameters_true, "
+    "ddp_find_unused_parameters_false",
     "trainer.workers=abc": "trainer.workers=abc; allowed: a whole number, 0 or more",
     "trainer.devices=0": "trainer.devices=0; allowed: 1, 2, …; auto or -1 for all; a list like [0,2]",
     "trainer.devices=true": "trainer.devices=true; allowed: 1, 2, …",
@@ -189,7 +191,7 @@ def test_the_values_of_the_rules_are_those_of_the_code():
 
     methods = method_rules.METHODS
     pairs = [
-        (methods["adapter"]["placement"], adapters.PLACES),
+        (methods["adapter"]["placement"], adapters.PLACEMENTS),
         (methods["adapter"]["activation"], adapters.ACTIVATIONS),
         (methods["demix"]["experts"], demix.EXPERTS),
         (methods["demix"]["start"], demix.STARTS),

@@ -343,7 +343,8 @@ def test_the_best_epoch_on_dev_is_taken_and_the_first_of_equals(words, monkeypat
 
 def test_a_loss_that_is_no_number_is_told(words):
     with pytest.raises(
-        ValueError, match=r"^the loss of end task law, seed 3, is nan in epoch 1; a lower rate"
+        ValueError,
+        match=r"^loss or gradient of end task law, seed 3, are not finite at step \d+ of epoch 1; a lower",
     ):
         tuned(model("roberta", words), job(words, lr=1e30))
 
@@ -381,3 +382,24 @@ def test_a_copy_is_not_the_model(words):
         for parameter in made.parameters():
             parameter.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
+
+
+def test_no_step_is_made_on_a_gradient_that_is_no_number(words, monkeypatch):
+    """Of the last step, whose loss is a number: what it spoiled would be published."""
+    norms = []
+
+    def spoiled(classifier):
+        norms.append(classifier)
+        grad = classifier.out.weight.grad
+        if len(norms) == LAST:
+            before.update({name: value.clone() for name, value in classifier.state_dict().items()})
+            grad.fill_(float("nan"))
+        return norm_of(classifier)
+
+    norm_of, before = subject.gradient_norm, {}
+    work = job(words, epochs=1)
+    LAST = work.steps  # noqa: N806
+    monkeypatch.setattr(subject, "gradient_norm", spoiled)
+    with pytest.raises(ValueError, match=f"are not finite at step {LAST} of epoch 1"):
+        tuned(model("roberta", words), work)
+    assert all(torch.equal(value, before[name]) for name, value in norms[-1].state_dict().items())

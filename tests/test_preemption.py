@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
+from conftest import ROOT
 from endtask_fixtures import QUICK, write_task
 from processes import ended, sent, started
 from test_kill import command, finished, whole  # noqa: F401  (a fixture)
@@ -88,7 +89,7 @@ def whole_by_two(corpora, cache, tmp_path_factory):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_processes_leave_and_go_on_together(rank, whole_by_two, corpora, cache, tmp_path):
     start = [*command(corpora, cache), FEW_CHECKPOINTS, *DDP]
-    seen = log_says(tmp_path, "after base, perplexity")
+    seen = log_says(tmp_path, "law (1/2)")
     code, lines = stopped(start, tmp_path, seen=seen, number=signal.SIGTERM, rank=rank, twin=True)
     assert code == GO_ON
     assert len(lines) == 1 and re.fullmatch(r"after step \d+ of 40 of law", lines[0][2])
@@ -190,19 +191,95 @@ def test_a_run_keeps_the_threads_that_it_began_with(small, start, tmp_path, monk
     assert "computing with 2 threads, as this run began, not with 1" in caplog.messages
 
 
-def test_processes_that_prepare_data_leave_with_their_run(corpora, cache, tmp_path):
-    """A signal to the whole group, as a terminal and SLURM send it."""
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    options = [*SMALL, "trainer.steps=200", "trainer.workers=2", FEW_CHECKPOINTS]
-    program = [sys.executable, str(ROOT / "run.py"), *places, *options]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(program, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
+def group_stopped(command, folder, *, seen, wait):
+    """A start in processes of its own, a signal to all of them as a terminal and SLURM send it, some seconds
+    after `seen(pid)`; what the run said."""
+    program = [sys.executable, str(ROOT / "run.py"), *command]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(program, cwd=folder, stdout=log, stderr=log, start_new_session=True)
     deadline = time.monotonic() + 120
-    while "law (1/2)" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+    while not seen(process.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(wait)
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(60) == GO_ON
-    (said,) = filter(None, map(SAID.search, (tmp_path / "log").read_text().splitlines()))
+    assert process.wait(60) == GO_ON, (folder / "log").read_text()
+    text = (folder / "log").read_text()
+    assert "Traceback" not in text
+    (said,) = filter(None, map(SAID.search, text.splitlines()))
+    return said
+
+
+def test_processes_that_prepare_data_leave_with_their_run(corpora, cache, tmp_path):
+    start = [*command(corpora, cache), "trainer.steps=200", "trainer.workers=2", FEW_CHECKPOINTS]
+    seen = log_says(tmp_path, "law (1/2)")
+    said = group_stopped(start, tmp_path, seen=lambda pid: seen(), wait=0.5)
     assert re.fullmatch(r"after step \d+ of 200 of law", said[2])
-    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_signal_while_the_second_process_starts_ends_both(corpora, cache, tmp_path):
+    """The first one waits for it in a library, and Lightning would kill it if the second one left alone."""
+    start = [*command(corpora, cache), *DDP]
+
+    def second(pid):
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+    group_stopped(start, tmp_path, seen=second, wait=1.0)
+
+
+IMPORTS = """
+import os, signal, sys
+from cpt.preemption import heed_imports, heeded, in_company, notice
+mode = sys.argv[1]
+if mode == "before":
+    heed_imports()
+    os.kill(os.getpid(), signal.SIGTERM)
+import types
+sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")  # as far as it is read in so far
+with heeded():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("mode", ["before", "within"])
+def test_a_signal_while_libraries_are_read_in(mode):
+    done = subprocess.run([sys.executable, "-c", IMPORTS, mode], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        GO_ON,
+        "cpt: stopped by SIGTERM; the same command goes on from here\n",
+    )
+
+
+BLOCKED = """
+import ctypes
+from cpt.preemption import heeded
+with heeded():
+    mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)  # for ever, and Python's handlers have no turn
+"""
+
+
+def test_a_second_signal_ends_also_what_waits_in_a_library():
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], **options) as process:
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.7)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 128 + signal.SIGINT
+
+
+def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
+    """Lightning's own order stays: torchrun within a SLURM job is torchrun."""
+    from cpt.trainers import trainer
+
+    slurm = {"NTASKS": 2, "JOB_ID": 7, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}
+    torchrun = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    torchrun |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in ({f"SLURM_{key}": value for key, value in slurm.items()} | torchrun).items():
+        monkeypatch.setenv(name, str(value))
+    made = trainer(composed("strategy=ddp", "trainer.accelerator=cpu").trainer, label="")
+    assert type(made.strategy.cluster_environment).__name__ == "TorchElasticEnvironment"
+    assert made.global_rank == 1

@@ -37,7 +37,6 @@ WRONG = {
     "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
     "trainer.accelerator=tpu": "trainer.accelerator=tpu trainer.devices=1 trainer.strategy=auto",
     "trainer.accelerator=abc": "trainer.accelerator=abc trainer.devices=1 trainer.strategy=auto trainer.pre",
-    "trainer.strategy=abc": "trainer.accelerator=auto trainer.devices=1 trainer.strategy=abc",
     "callbacks=lr_monitor": "callbacks.lr_monitor=LearningRateMonitor writes to loggers, but there is none",
     "+callbacks.x._target_=nowhere.Class": "callbacks.x._target_=nowhere.Class: No module named 'nowhere'",
     "+callbacks.x._target_=builtins.dict": "callbacks.x._target_=builtins.dict; allowed: a lightning.pytorch",

@@ -19,6 +19,8 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 
 import cpt.launcher  # noqa: F401  (registers the sweeper)
+from cpt.jobs import PreemptedJob
+from cpt.preemption import GO_ON
 from cpt.search import OptunaSweeper
 
 optuna = pytest.importorskip("optuna", reason="needs the extra `optuna`")
@@ -216,6 +218,22 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(search, folder, sampler):
     rest = search(loss, LR, "method=ncl,das", n_trials=14, n_jobs=2, sampler=sampler).jobs
     assert rest == whole[10:]  # both of the batch that was killed: their folders go on
     assert results(folder) == best
+
+
+def test_a_preempted_trial_stays_under_way_and_the_search_ends_as_it_did(search, folder, capsys):
+    whole = search(loss, LR, n_trials=4).jobs
+    shutil.rmtree(folder / "sweep")
+    asked = []
+
+    def preempted(values):
+        asked.append(values)
+        return PreemptedJob("#2: preempted (exit 75): …") if len(asked) == 3 else loss(values)
+
+    with pytest.raises(SystemExit) as end:
+        search(preempted, LR, n_trials=4)
+    assert end.value.code == GO_ON
+    assert capsys.readouterr().err == "cpt: #2: preempted (exit 75): …; the same command continues\n"
+    assert search(loss, LR, n_trials=4).jobs == whole[2:]
 
 
 def test_a_finished_search_makes_nothing_and_more_trials_go_on(search, folder):

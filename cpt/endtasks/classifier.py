@@ -1,5 +1,6 @@
 """A sequence classifier on the body of a language model, fine-tuned by a plain loop."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import get_total_norm
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
@@ -150,8 +152,9 @@ def learn_epoch(
     epoch: int,
     step: Callable[[], object],
 ) -> None:
-    """An epoch of training; ValueError where the loss is no number."""
-    device, total = classifier.out.weight.device, torch.zeros((), device=classifier.out.weight.device)
+    """An epoch of training; ValueError where loss or gradient are no numbers, on which no step is made."""
+    device = classifier.out.weight.device
+    failed = torch.full((), math.inf, device=device)  # the first step that was not made
     classifier.train()
     for number, rows in enumerate(job.batches(seed, epoch), start=1):
         batch = job.train.batch(rows, pad=job.pad, device=device)
@@ -159,21 +162,30 @@ def learn_epoch(
             logits = classifier(batch)
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
+        fine = (loss.detach() + gradient_norm(classifier)).isfinite()
+        optimizer.found_inf = (~fine).float()  # with which a fused optimizer makes no step
+        failed = torch.where(fine, failed, failed.clamp_max(number))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        total += loss.detach()
         if number % CHECK_EVERY == 0:
-            check_loss(total, job.name, seed=seed, epoch=epoch)
+            check_steps(failed, job.name, seed=seed, epoch=epoch)
         step()
-    check_loss(total, job.name, seed=seed, epoch=epoch)
+    check_steps(failed, job.name, seed=seed, epoch=epoch)
 
 
-def check_loss(total: Tensor, name: str, *, seed: int, epoch: int) -> None:
-    if not torch.isfinite(total):
+def gradient_norm(classifier: Classifier) -> Tensor:
+    """That of all that is trained, a scalar."""
+    return get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
+
+
+def check_steps(failed: Tensor, name: str, *, seed: int, epoch: int) -> None:
+    """Raises ValueError where a step of an epoch was not made."""
+    if torch.isfinite(failed):
         raise ValueError(
-            f"the loss of end task {name}, seed {seed}, is {total.item()} in epoch {epoch}; a lower rate "
-            f"(endtask.lr, +endtask.tasks.{name}.lr) or endtask.precision=32-true may help"
+            f"loss or gradient of end task {name}, seed {seed}, are not finite at step {int(failed)} of "
+            f"epoch {epoch}; a lower rate (endtask.lr, +endtask.tasks.{name}.lr) or "
+            "endtask.precision=32-true may help"
         )
 
 
