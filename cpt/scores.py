@@ -63,7 +63,6 @@ class Scores(Layout):
         sizes = [len(given) for given in (self.tokens, self.bytes, self.scored)]
         if sizes != [len(self.domains)] * 3 or not all(size > 0 for size in self.bytes):
             raise ValueError(f"tokens, bytes, scored are {sizes} numbers, bytes > 0; columns {self.domains}")
-        self.skipped += [0] * (len(self.rows) - len(self.skipped))  # of a run that an earlier version began
         if self.matrix.shape != (len(self.rows), len(self.domains)):
             raise ValueError(f"nll is {self.matrix.shape}, needed is {(len(self.rows), len(self.domains))}")
         for name in ("parts", *COSTS):
@@ -111,7 +110,9 @@ class Scores(Layout):
         self.nll.append([float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
         for name in COSTS:
-            getattr(self, name).append(int(costs.pop(name, 0)))
+            noted = getattr(self, name)
+            noted += [0] * (len(self.rows) - 1 - len(noted))  # of rows that an earlier version added
+            noted.append(int(costs.pop(name, 0)))
         if costs:
             raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join(COSTS)}")
         self.measure()

@@ -13,7 +13,7 @@ from filelock import FileLock
 from cpt import publishing, sync
 from cpt.config import digest
 from cpt.facts import stage_row, tables, task_rows
-from cpt.scores import Scores
+from cpt.scores import COSTS, Scores
 from cpt.summaries import everything
 
 NASTY = ["lr", "stage", "a/b", "a", "LC", "matrix", "a%2Fb", "b/final", "b"]
@@ -116,7 +116,7 @@ def synced(tmp_path_factory):
 
 def early():
     """The scores of a run that was killed before its first row."""
-    none = {name: [] for name in ("rows", "nll", "parts", "trained", "stored", "seen", "flops", "memory")}
+    none = {name: [] for name in ("rows", "nll", "parts", *COSTS)}
     return dataclasses.replace(scores(finished=False, endtasks=False), **none, metrics={}, phases={})
 
 
@@ -271,10 +271,10 @@ def test_tables_of_metrics_parts_costs_and_texts():
     assert made["parts"].rows[0] == [2, "food", "law", "base", 0.25]
     assert len(made["parts"].rows) == 12
     assert made["costs"].columns == [
-        "stage", "after", "trained", "stored", "tokens", "flops", "memory", "seconds_learn", "seconds_score",
-        "seconds_endtasks",
+        "stage", "after", "trained", "stored", "tokens", "flops", "memory", "skipped", "seconds_learn",
+        "seconds_score", "seconds_endtasks",
     ]  # fmt: skip
-    assert made["costs"].rows[1] == [1, "law", 7, 8, 100, 10**12, 6, 10.0, 0.5, 0.0]
+    assert made["costs"].rows[1] == [1, "law", 7, 8, 100, 10**12, 6, 0, 10.0, 0.5, 0.0]
     assert made["seconds"].rows[0] == ["read the texts", 2.0]
     assert made["texts"].rows[1] == ["food", 101, 10, 401, "{'train': 3}", "dfood"]
 

@@ -101,7 +101,7 @@ def deberta(tmp_path, small):
     """Overrides of a tiny DeBERTa-v2 with a tokenizer, whose encoder hands a parameter to a module."""
     cfg = small()
     texts = Corpora.read(planned(cfg).source, ["law"], cache=Path(cfg.cache_dir))
-    tokenizer = load_tokenizer(trained_tokenizer(texts.general, 300, cache=texts.cache))
+    tokenizer = load_tokenizer(trained_tokenizer(texts.general, 300, objective="masked", cache=texts.cache))
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     positions = {"max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8}
     kinds = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p"}
