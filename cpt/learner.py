@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
@@ -60,13 +60,9 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
         data = sequence(plan, corpora, start, module)
         examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
     settle(plan, place, corpora, start, examined)
-    scores = place.scores() or opened(plan, corpora, start, data)
-    place.check_documents(scores.domains, len(scores.rows))
+    scores = begun(place, opened(plan, corpora, start, data), phases)
     if cfg.check == "full":
         confirm(place)
-    scores.phases = {
-        name: scores.phases.get(name, 0.0) + phases.get(name, 0.0) for name in phases | scores.phases
-    }
     config = OmegaConf.to_container(cfg, resolve=True)
     with tracked(
         cfg.logger,
@@ -90,6 +86,15 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
         learner.learn()
         if is_first_process():
             learner.conclude(start)
+    return scores
+
+
+def begun(place: RunFolder, empty: Scores, phases: Mapping[str, float]) -> Scores:
+    """What a run folder has of the scores, with the seconds that this start has taken so far."""
+    scores = place.scores() or empty
+    place.check_documents(scores.domains, len(scores.rows))
+    for name, seconds in phases.items():
+        scores.phases[name] = scores.phases.get(name, 0.0) + seconds
     return scores
 
 

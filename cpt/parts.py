@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from cpt.anchors import PerParameter
 from cpt.blocks import Projection
@@ -22,6 +23,12 @@ class Scope:
 
     names: tuple[str, ...]
     maps: tuple[Projection, ...]
+
+
+def beyond(model: PreTrainedModel, scope: Scope) -> list[nn.Parameter]:
+    """The parameters of a model that are not in the scope."""
+    inside = {id(model.get_parameter(name)) for name in scope.names}
+    return [parameter for parameter in model.parameters() if id(parameter) not in inside]
 
 
 class Bank(nn.Module):

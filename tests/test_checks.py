@@ -157,7 +157,7 @@ def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(compo
     ],
 )
 def test_what_may_be_said(given, composed):
-    planned(composed(*overrides(given)))
+    assert planned(composed(*overrides(given))).order
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
@@ -165,7 +165,7 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
     chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(
         group, [f"{group}={choice}"]
     )
-    check(composed(*chosen, "model.checkpoint=somewhere"))
+    assert check(composed(*chosen, "model.checkpoint=somewhere")) is None
 
 
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
@@ -237,7 +237,7 @@ def test_the_precisions_are_lightnings():
 
 
 def test_what_a_sweep_gives_later_is_not_missed(composed):
-    check(composed("domains=texts", "model=checkpoint"))
+    assert check(composed("domains=texts", "model=checkpoint")) is None
 
 
 def test_rules_without_rows_say_what_they_allow():

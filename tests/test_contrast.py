@@ -224,4 +224,4 @@ def test_a_wrong_contrast_is_refused(options, message):
 
 
 def test_without_contrast_no_dropout_is_needed():
-    contrast(roberta(), strength=0.0, rate=None)
+    assert contrast(roberta(), strength=0.0, rate=None).strength == 0

@@ -223,7 +223,7 @@ def test_a_signal_while_the_second_process_starts_ends_both(corpora, cache, tmp_
     def second(pid):
         return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
-    group_stopped(start, tmp_path, seen=second, wait=1.0)
+    assert group_stopped(start, tmp_path, seen=second, wait=1.0)[1] == "SIGTERM"
 
 
 IMPORTS = """

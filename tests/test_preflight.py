@@ -164,4 +164,4 @@ def test_an_older_model_file_without_the_new_key_is_taken(small, tmp_path):
     cfg = small()
     OmegaConf.set_struct(cfg, False)
     del cfg.model.resize
-    checked(cfg, tmp_path)
+    assert checked(cfg, tmp_path) == ([], {})

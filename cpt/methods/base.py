@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torchmetrics import Metric
 from transformers import PreTrainedModel
 
 from cpt.data import Domain
@@ -25,37 +24,13 @@ from cpt.guard import Guard
 from cpt.masks import Before, GradientMask, recording
 from cpt.model import in_mode, token_nll
 from cpt.objectives import Batch, Objective
-from cpt.parts import Bank, Scope
+from cpt.parts import Bank, Scope, beyond
 from cpt.randomness import key
 from cpt.replay import Replay
 from cpt.routing import Router, Routing
+from cpt.scoring import DocumentNLL
 
 log = logging.getLogger(__name__)
-
-
-class DocumentNLL(Metric):
-    """Negative log-likelihood by document, summed over processes: nats and scored tokens, each
-    [documents]."""
-
-    full_state_update = False
-
-    def __init__(self, documents: int) -> None:
-        super().__init__()
-        self.add_state("nll", torch.zeros(documents, dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros(documents, dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, nll: Tensor, count: Tensor, documents: Tensor) -> None:
-        self.nll.index_add_(0, documents, nll.to(self.nll))
-        self.count.index_add_(0, documents, count.to(self.count))
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        return self.nll, self.count
-
-
-def beyond(model: PreTrainedModel, scope: Scope) -> list[nn.Parameter]:
-    """The parameters of a model that are not in the scope."""
-    inside = {id(model.get_parameter(name)) for name in scope.names}
-    return [parameter for parameter in model.parameters() if id(parameter) not in inside]
 
 
 class ContinualModule(LightningModule):

@@ -1,0 +1,24 @@
+"""Losses by document, as an evaluation sums them."""
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class DocumentNLL(Metric):
+    """Negative log-likelihood by document, summed over processes: nats and scored tokens, each
+    [documents]."""
+
+    full_state_update = False
+
+    def __init__(self, documents: int) -> None:
+        super().__init__()
+        self.add_state("nll", torch.zeros(documents, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros(documents, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, nll: Tensor, count: Tensor, documents: Tensor) -> None:
+        self.nll.index_add_(0, documents, nll.to(self.nll))
+        self.count.index_add_(0, documents, count.to(self.count))
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        return self.nll, self.count
