@@ -273,8 +273,11 @@ def test_a_second_signal_ends_also_what_waits_in_a_library():
 
 def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
     """Lightning's own order stays: torchrun within a SLURM job is torchrun."""
+    from lightning.pytorch.utilities import rank_zero_only
+
     from cpt.trainers import trainer
 
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a Trainer sets for the whole process
     slurm = {"NTASKS": 2, "JOB_ID": 7, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}
     torchrun = {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "GROUP_RANK": 0, "LOCAL_WORLD_SIZE": 2}
     torchrun |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}

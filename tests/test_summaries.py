@@ -114,7 +114,7 @@ def test_costs_of_the_run_and_of_a_stage():
 
 def test_the_total_of_a_cost():
     scores = made()
-    assert [total(scores, cost) for cost in COSTS] == [800, 30, 3000, 4 * 10**12, 90, 0]
+    assert [total(scores, cost) for cost in COSTS] == [800, 30, 3000, 4 * 10**12, 90, None]
     scores.stored = [0, 50, 30]
     assert total(scores, "stored") == 30
     scores.flops = []
