@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from cpt.preemption import heed_imports, heeded
+from cpt.core.preemption import heed_imports, heeded
 
 if __name__ == "__main__":
     heed_imports()
@@ -12,8 +12,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-import cpt.launcher  # noqa: F401  (registers the sweep launcher)
-from cpt.config import readable
+import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
+from cpt.core.errors import readable
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -21,7 +21,7 @@ def main(cfg: DictConfig) -> float | None:
     # OpenMP's threads spin while they wait, which on a busy machine halves the speed (two cores shared with
     # two other processes: 49 s, with this 25 s) and on an idle one gains nothing (13.4 s, with this 13.3 s).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    from cpt.sequence import run
+    from cpt.run import run
 
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         return run(cfg, folder=Path(HydraConfig.get().runtime.output_dir))

@@ -6,10 +6,10 @@ if the sign-flip test gives p <= 0.05 in the direction claimed, the contrary was
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cpt.comparison.groups import Group, Section
-from cpt.comparison.runs import Pair, Run
-from cpt.endtasks.scores import cube, final
-from cpt.statistics import Difference, paired
+from cpt.evaluation.endtasks.metrics import cube, final
+from cpt.evaluation.statistics import Difference, paired
+from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.runs import Pair, Run
 
 LEVEL = 0.05
 FEW = 2  # the first and the last so many domains (MIGU, Table 4)

@@ -14,11 +14,11 @@ from pathlib import Path
 import claims
 from measuring import ROOT
 
-from cpt.comparison import tables
-from cpt.comparison.command import command
-from cpt.comparison.groups import Section, sections
-from cpt.comparison.runs import Run, found, measured
-from cpt.pages import Block, markdown
+from cpt import report
+from cpt.reporting.comparison import tables
+from cpt.reporting.comparison.groups import Section, sections
+from cpt.reporting.comparison.runs import Run, found, measured
+from cpt.reporting.page import Block, markdown
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- made by benchmarks/das6_mini.py -->", "<!-- end of what is made -->"
@@ -41,7 +41,7 @@ def main() -> None:
         swept(options)
     runs = finished(options.runs)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    command([str(options.runs), "--out", str(RESULTS), "--name", "comparison"])
+    report.main([str(options.runs), "--out", str(RESULTS), "--name", "comparison"])
     (section,) = sections(runs, by_order=False, baseline="ncl")
     raw(runs)
     PAGE.write_text(page(section), encoding="utf-8")

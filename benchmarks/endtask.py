@@ -30,11 +30,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from cpt import endtask
-from cpt.endtasks import classifier
-from cpt.endtasks.encoding import Encoded, Job
-from cpt.endtasks.tasks import Settings
-from cpt.model import train_tokenizer
+from cpt.evaluation.endtasks import classifier, suite
+from cpt.evaluation.endtasks.encoding import Encoded, Job
+from cpt.evaluation.endtasks.tasks import Settings
+from cpt.models.tokenizers import train_tokenizer
 
 Run = Callable[[], object]
 CPU, SEED, CLASSES = torch.device("cpu"), 7, 6
@@ -100,7 +99,7 @@ def ours(made: classifier.Classifier, job: Job) -> Run:
     optimizer, schedule = classifier.optimizer_of(made, job)
 
     def run() -> None:
-        with endtask.bar("cpt", total=job.steps, hidden=False) as bar:
+        with suite.bar("cpt", total=job.steps, hidden=False) as bar:
             classifier.learn_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1, step=bar.update)
 
     return run

@@ -17,14 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import cpt.config  # noqa: F401  (registers the resolvers)
-from cpt.assembly import method, sequence
-from cpt.base import Base, base
-from cpt.corpora import Corpora
-from cpt.data import DomainSequence
+import cpt.core.config  # noqa: F401  (registers the resolvers)
+from cpt.data.corpora import Corpora
+from cpt.data.datamodule import DomainSequence
+from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
-from cpt.plan import planned
-from cpt.samples import Stream
+from cpt.training.assembly import method, sequence
+from cpt.training.plan import planned
+from cpt.training.pretraining import Base, base
 
 ALWAYS = [
     "model=tiny_roberta",

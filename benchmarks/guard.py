@@ -17,8 +17,8 @@ from ground import ground
 from lightning.pytorch.callbacks import Callback
 from measuring import RESULTS
 
-from cpt.guard import Guard
-from cpt.trainers import trainer
+from cpt.optim.guard import Guard
+from cpt.training.trainer import trainer
 
 SHAPES = {
     "4 x 256, 32 x 128 tokens": ["model.length=128", "trainer.batch_size=32"],

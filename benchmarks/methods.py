@@ -21,8 +21,8 @@ from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
 from subjects import Pulse, fit
 
-from cpt.costs import own_names, stored_bytes, trained_parameters
 from cpt.methods.base import ContinualModule
+from cpt.training.costs import own_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
 NCL, DENSE = "ncl", "ncl, dense head"  # the dense head is what the authors' code computes

@@ -27,10 +27,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import torch  # noqa: E402
-from conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
-from processes import ended, sent, started  # noqa: E402
 
-from cpt.preemption import GO_ON, SIGNALS  # noqa: E402
+from cpt.core.preemption import GO_ON, SIGNALS  # noqa: E402
+from tests.conftest import SMALL, VOCABULARIES, sentences  # noqa: E402
+from tests.support.processes import ended, sent, started  # noqa: E402
 
 METHODS = ("ncl", "das", "migu", "ewc", "derpp", "demix")
 DDP = ("strategy=ddp", "trainer.accelerator=cpu")

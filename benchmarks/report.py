@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from measuring import ROOT, foreign_cores, save, spread
 
-from cpt.scores import Scores
+from cpt.evaluation.scores import Scores
 
 METHODS = ("ncl", "one", "joint", "das", "migu", "ewc", "kd", "derpp", "replay", "lora", "demix", "hat")
 ORDERS, SEEDS, TASK_SEEDS, EXAMPLES = 2, 10, 5, 500

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
-from cpt.trainers import Checkpoint, trainer
+from cpt.training.trainer import Checkpoint, trainer
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
 SAVED = 2  # the earliest step at which every counter is above 0

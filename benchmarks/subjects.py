@@ -13,9 +13,9 @@ from ground import Ground, ground
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 
-from cpt.data import Domain
-from cpt.tracking import tracked
-from cpt.trainers import Checkpoint, trainer
+from cpt.data.datamodule import Domain
+from cpt.tracking.loggers import tracked
+from cpt.training.trainer import Checkpoint, trainer
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> N
 
 def bare(course: Course, beat: Beat) -> None:
     """The loop with cpt's head, which is computed at the scored positions only."""
-    from cpt.model import token_nll
+    from cpt.models.forward import token_nll
 
     loop(course, beat, loss_of=lambda model, batch: token_nll(model, batch).sum() * batch["weight"])
 

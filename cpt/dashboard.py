@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from cpt.config import readable
+from cpt.core.errors import readable
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace

@@ -1,168 +1,229 @@
-"""The report of one run, from its folder alone; `python -m cpt.report FOLDER [FOLDER...]` compares runs."""
+"""`python -m cpt.report FOLDER…`: one comparison of the runs below any folders."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
-from cpt import figures
-from cpt.conditions import conditions
-from cpt.conditions import described as described_conditions
-from cpt.endtasks import blocks as endtask_report
-from cpt.formatting import decimals, megabytes, perplexity, shortened
-from cpt.labels import label
-from cpt.metrics import METRICS, UNITS, described
-from cpt.pages import Block, few, plain, written
-from cpt.scores import Scores
+from cpt.evaluation.scores import Scores
+from cpt.reporting.comparison import tables
+from cpt.reporting.comparison.across import heading
+from cpt.reporting.comparison.album import pictures
+from cpt.reporting.comparison.compute import compute
+from cpt.reporting.comparison.exports import KINDS, exported
+from cpt.reporting.comparison.groups import Section, sections
+from cpt.reporting.comparison.runs import FILTERS, Run, asked, begun, found, kept, known, measured
+from cpt.reporting.labels import label
+from cpt.reporting.page import Block, few, plain, written
 
-FORMULAS = (
-    "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
-    "A metric in a unit is that of the matrix in this unit. In brackets: 95 % bootstrap over documents."
-)
+USUAL = "ncl"  # what is compared with where nothing else is asked for
+LC = 6  # columns of the differences that a console shows: up to those of LC
+MODES = ("online", "offline")
 
 
-def write(folder: Path, scores: Scores | None = None) -> Path:
-    """Writes report.md and report.html into a run folder, of these scores or those that stand there; gives
-    the path of the latter."""
-    scores, config = scores or Scores.load(Path(folder) / "scores.json"), Path(folder) / "config.yaml"
-    matrix = Block(
-        title="Perplexity on each test text (column) after each stage (row)",
-        lines=["Framed: a domain's own stage. Colour: change against the base model."],
-        picture=figures.heatmap(scores) if scores.rows else b"",
-        head=["after", *scores.domains],
-        cells=_matrix(scores),
-        folded=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
+class Parser(argparse.ArgumentParser):
+    """Tells what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; --help lists what is allowed")
+
+
+def parser() -> Parser:
+    made = Parser(prog="python -m cpt.report", description="Compares the finished runs below folders.")
+    give = made.add_argument
+    give("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
+    give("--baseline", help=f"the group that others are compared with (default: {USUAL})")
+    give(
+        "--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {', '.join(FILTERS)}"
     )
-    stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
-    code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
-    settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
-    blocks = [_summary(scores), matrix, stages, _parts(scores), _metrics(scores)]
-    blocks += [*endtask_report.blocks(scores, Path(folder)), endtask_report.compute(scores)]
-    blocks += [_texts(scores), _seconds(scores), settings]
-    return written(blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report")
+    give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
+    give("--by", choices=("order",), help="a group per order, not over all orders")
+    give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
+    give("--name", default="comparison", help="what the written files are called")
+    give("--export", default=",".join(KINDS), metavar="KIND,…", help=f"{', '.join(KINDS)}, or none")
+    give("--sync", action="store_true", help="send the runs, also unfinished ones, to Weights & Biases")
+    give("--project", help="W&B project for --sync (default: the one of each run's config)")
+    give("--entity", help="W&B entity for --sync")
+    give("--mode", choices=MODES, default="online", help="W&B mode for --sync")
+    return made
 
 
-def table(scores: Scores) -> str:
-    """For a console of 100 characters: perplexities and headlines; of many domains the first and last."""
-    columns, rows = _ends(len(scores.domains)), _ends(len(scores.rows))
-    names = [shortened(scores.domains[column], width=min(24, 86 // len(columns) - 2)) for column in columns]
-    matrix = [
-        [shortened(row[0], width=12), *(row[1:][column] for column in columns)] for row in _matrix(scores)
-    ]
-    losses = Block(head=["after", *names], cells=[matrix[row] for row in rows])
-    shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
-    metrics = Block(head=["", *UNITS], cells=[[name, *_in_units(scores.metrics[name])] for name in shown])
-    texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
-    title = f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"
-    parts = [title, plain(losses), plain(metrics), endtask_report.line(scores)]
-    return "\n\n".join(filter(None, parts))
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What lies below the folders: all runs, those that are compared, and what cannot be."""
 
-
-def _ends(size: int) -> list[int]:
-    """The places of the first and last few; all if they are few."""
-    return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
-
-
-def _matrix(scores: Scores) -> list[list[str]]:
-    """The name and the perplexities of each row."""
-    losses = figures.perplexities(scores).tolist()
-    return [[row, *map(perplexity, values)] for row, values in zip(scores.rows, losses, strict=True)]
-
-
-def _summary(scores: Scores) -> Block:
-    run = scores.run
-    cells = [
-        ["method", label(scores.run)],
-        ["model", f"{run['model']} ({run['objective']})"],
-        ["perplexity", described_conditions(conditions(scores))],
-        ["order", few(run["order"])],
-        ["seed", str(run["seed"])],
-        ["state", f"{scores.state}; {scores.seconds:,.1f} seconds"],
-        ["trained", f"{max(scores.trained, default=0):,} parameters"],
-        ["stored beside the model", _stored(scores)],
-        *([["steps left out", _skipped(scores)]] if any(scores.skipped) else []),
-        ["domain at test time", "must be known" if scores.needs_domain else "need not be known"],
-        *([["load the model (from this folder)", scores.loading]] if scores.loading else []),
-        ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
-    ]
-    return Block(head=["run", run["name"]], cells=cells, words=2)
-
-
-def _stored(scores: Scores) -> str:
-    growth = "" if scores.growth is None else f", {megabytes(scores.growth)} more with each domain"
-    return megabytes(scores.stored[-1] if scores.stored else 0) + growth
-
-
-def _skipped(scores: Scores) -> str:
-    counts = zip(scores.rows, scores.skipped, strict=True)
-    told = ", ".join(f"{count} of {row}" for row, count in counts if count)
-    return f"{told}: loss or gradient were not finite (on_nonfinite)"
-
-
-def _parts(scores: Scores) -> Block:
-    """Which parts of the model scored each text; nothing of a model without parts."""
-    if not any(scores.parts):
-        return Block()
-    cells = [
-        [row, *(_mixture(parts.get(text, {})) for text in scores.domains)]
-        for row, parts in zip(scores.rows, scores.parts, strict=True)
-    ]
-    return Block(
-        title="Parts of the model that scored each text",
-        lines=["The part of which domain, or the base; with their mean weights where several were mixed."],
-        picture=figures.mixtures(scores) if len(scores.rows) > 1 else b"",
-        head=["after", *scores.domains],
-        cells=cells,
-        words=1 + len(scores.domains),
-        folded=f"{len(scores.rows)} x {len(scores.domains)} texts",
-    )
-
-
-def _mixture(weights: Mapping[str, float]) -> str:
-    """The heaviest parts, with their weights if there are several."""
-    heaviest = sorted(weights, key=weights.get, reverse=True)[:3]
-    told = ", ".join(f"{name} {weights[name]:.2f}" if len(weights) > 1 else name for name in heaviest)
-    return told + ", …" * (len(weights) > len(heaviest))
-
-
-def _metrics(scores: Scores) -> Block:
-    head = ["metric", "meaning", "formula", "nats", "perplexity", "bits per byte"]
-    cells = [[m, *described(METRICS[m].compute), *_in_units(units)] for m, units in scores.metrics.items()]
-    return Block(title="Metrics", lines=[FORMULAS], head=head, cells=cells, words=3)
-
-
-def _in_units(metric: Mapping) -> list[str]:
-    """A metric in nats, as perplexity and in bits per byte, each with its interval if it has one."""
-    bounds, cells = metric.get("interval", {}), []
-    for unit, show in zip(UNITS, (decimals, perplexity, decimals), strict=True):
-        interval = f" [{', '.join(map(show, bounds[unit]))}]" if unit in bounds else ""
-        cells.append(show(metric[unit]) + interval)
-    return cells
-
-
-def _texts(scores: Scores) -> Block:
-    cells = []
-    for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
-        facts = [scores.texts.get(name, {}).get(fact, "–") for fact in ("documents", "digest")]
-        told = [
-            ", ".join(f"{k} {v}" for k, v in f.items()) if isinstance(f, Mapping) else str(f) for f in facts
-        ]
-        cells.append([name, *(f"{size:,}" for size in sizes), *told])
-    head = ["text", "tokens", "scored", "bytes", "documents", "digest"]
-    return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")
-
-
-def _seconds(scores: Scores) -> Block:
-    cells = [[phase, f"{seconds:,.1f}"] for phase, seconds in scores.phases.items()]
-    return Block(title="Seconds", head=["phase", "seconds"], cells=cells, folded=f"{len(cells)} phases")
+    runs: Mapping[Path, Scores]
+    finished: Sequence[Run]
+    damaged: Sequence[str]
+    begun: Sequence[Path]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compares runs: see cpt.comparison.command, which this module, a part of every run, does without."""
-    from cpt.comparison.command import command
+    """What the command line asks for; gives the exit code: 1 if something is wrong or could not be read, 2 if
+    there is no finished run."""
+    try:
+        return _done(parser().parse_args(arguments))
+    except (ValueError, OSError) as error:
+        print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
 
-    return command(arguments)
+
+def _done(asked_for: argparse.Namespace) -> int:
+    there = _found(asked_for)
+    kinds = _kinds(asked_for.export)
+    failed = bool(there.damaged)
+    if any(folder.is_dir() for folder in asked_for.folders) and any((there.runs, there.damaged, there.begun)):
+        failed |= _reported(there, asked_for, kinds=kinds)
+    if not there.finished:
+        print(_nothing(there, asked_for.folders), file=sys.stderr)
+        return 2
+    if asked_for.sync:
+        failed |= _synced(there.runs, asked_for)
+    return int(failed)
+
+
+def _nothing(there: Found, folders: Sequence[Path]) -> str:
+    places = ", ".join(map(str, folders)) or "(give a folder)"
+    if not there.runs and not there.begun and all(": no such folder" in line for line in there.damaged):
+        return f"no scores.json below {places}"
+    counts = [
+        (len(there.runs), "unfinished"),
+        (len(there.damaged), "unreadable"),
+        (len(there.begun), "begun"),
+    ]
+    told = ", ".join(f"{count} {name}" for count, name in counts if count)
+    return f"no finished run below {places}: {told}"
+
+
+def _found(asked_for: argparse.Namespace) -> Found:
+    where = asked(asked_for.where)
+    runs, damaged = found(asked_for.folders)
+    finished = [
+        Run(folder=folder, scores=scores) for folder, scores in runs.items() if scores.run["finished"]
+    ]
+    chosen = kept(finished, where=where) if finished else []
+    left_out = {run.folder for run in finished} - {run.folder for run in chosen}
+    runs = {folder: scores for folder, scores in runs.items() if folder not in left_out}
+    return Found(runs=runs, finished=chosen, damaged=damaged, begun=begun(asked_for.folders))
+
+
+def _kinds(given: str) -> list[str]:
+    kinds = [] if given == "none" else given.split(",")
+    if wrong := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"--export {','.join(wrong)}; allowed: {', '.join(KINDS)}, none")
+    return kinds
+
+
+def _reported(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]) -> bool:
+    """Writes and prints the comparison; whether something of it could not be read."""
+    domains = asked_for.domains.split(",") if asked_for.domains else []
+    chosen = measured(there.finished, domains=known(domains, runs=there.finished) if there.finished else ())
+    compared = sections(chosen, by_order=asked_for.by == "order", baseline=asked_for.baseline or USUAL)
+    check_baseline(compared, asked_for.baseline)
+    bodies = [_section(section, domains=domains) for section in compared]
+    failed = [line for _, faults in bodies for line in faults]
+    others = aside(there, chosen, failed=failed)
+    above = heading(compared)
+    blocks = [*above, *_numbered([body for body, _ in bodies]), *others]
+    stem = (asked_for.out or _first(asked_for.folders)) / asked_for.name
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    page = written(blocks, title="Comparison of runs", stem=stem)
+    beside = {block.title.lower().replace(" ", "_"): _plainly(block) for block in others if _plainly(block)}
+    beside |= {"apart": list(above[0].lines)} if above else {}
+    exported(compared, stem=stem, kinds=kinds if compared else [], beside=beside)
+    _shown(above, compared, others)
+    print(page)
+    print(*there.damaged, *failed, sep="\n", end="\n" * bool(there.damaged or failed), file=sys.stderr)
+    return bool(failed)
+
+
+def _plainly(block: Block) -> list:
+    return [list(row) for row in block.cells] or list(block.lines)
+
+
+def _first(folders: Sequence[Path]) -> Path:
+    return next((folder for folder in folders if folder.is_dir()), Path())
+
+
+def check_baseline(compared: Sequence[Section], baseline: str | None) -> None:
+    """Raises ValueError if no group is called like the baseline that was asked for."""
+    there = {name for section in compared for group in section.groups for name in (group.name, group.plain)}
+    if baseline is not None and compared and baseline not in there:
+        raise ValueError(f"--baseline {baseline}; there is: {', '.join(sorted(there))}")
+
+
+def _numbered(bodies: Sequence[Sequence[Block]]) -> list[Block]:
+    """The blocks of all sections; of several each title says of which it is."""
+    if len(bodies) == 1:
+        return list(bodies[0])
+    return [
+        replace(block, title=f"{block.title} (section {place})")
+        for place, body in enumerate(bodies, start=1)
+        for block in body
+    ]
+
+
+def _section(section: Section, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
+    """The blocks of a section, and a line for each file of predictions that cannot be read."""
+    examples, failed = tables.examples(section)
+    main = tables.main(section, domains=domains)
+    others = [tables.differences(section), tables.ranking(section), tables.tasks(section), examples]
+    return [main, *others, compute(section), *pictures(section)], failed
+
+
+def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list[Block]:
+    """What is not compared: unfinished runs, finished ones without the domains asked for, unreadable ones."""
+    cells = [
+        [str(folder), label(scores.run), str(scores.run["seed"]), scores.state]
+        for folder, scores in there.runs.items()
+        if not scores.run["finished"]
+    ]
+    cells += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in there.begun]
+    head = ("folder", "method", "seed", "state")
+    lines = [*there.damaged, *failed]
+    compared = {run.folder for run in chosen}
+    left_out = [run for run in there.finished if run.folder not in compared]
+    without = [
+        [str(run.folder), label(run.scores.run), str(run.scores.run["seed"]), few(run.scores.domains)]
+        for run in left_out
+    ]
+    return [
+        Block(title="Unfinished runs", head=head, cells=cells, words=4),
+        Block(title="Runs without these domains", head=(*head[:3], "has"), cells=without, words=4),
+        Block(title="Runs that could not be read", lines=lines),
+    ]
+
+
+def _shown(above: Sequence[Block], compared: Sequence[Section], others: Sequence[Block]) -> None:
+    """The main tables without intervals, for a console."""
+    for block in above:
+        table = [plain(block)] if block.cells else []
+        print("\n".join(filter(None, [block.title, *table, *block.lines])), end="\n\n")
+    for section in compared:
+        main = tables.main(section, domains=())
+        print("\n".join([main.title, plain(tables.console(section)), *main.lines]), end="\n\n")
+        if (differences := tables.differences(section)).cells:
+            cells = [row[:LC] for row in differences.cells]
+            first = Block(head=differences.head[:LC], cells=cells, words=2)
+            print("\n".join([differences.title, plain(first), *differences.lines]), end="\n\n")
+    for block in others:
+        if block.cells:
+            print("\n".join([block.title, plain(block)]), end="\n\n")
+
+
+def _synced(runs: Mapping[Path, Scores], asked_for: argparse.Namespace) -> bool:
+    """Sends the runs to W&B; whether one failed."""
+    if find_spec("wandb") is None:
+        raise ValueError("--sync needs the package wandb; pip install wandb")
+    from cpt.tracking.sync import sync
+
+    options = {name: getattr(asked_for, name) for name in ("project", "entity", "mode")}
+    return bool(sync(runs, **options))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from cpt.checksums import FILE, Checksums
-from cpt.folder import RunFolder, check_archive
-from cpt.identity import Identity
+from cpt.core.checksums import FILE, Checksums
+from cpt.core.files import check_archive
+from cpt.training.identity import Identity
+from cpt.training.run_folder import RunFolder
 
 SHARED = re.compile(r"(corpora|packed|base|tokenizers|endtasks)/(.*-)?[0-9a-f]{16}")  # what a cache holds
 AGAIN = "the same command makes it again"

@@ -17,7 +17,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import cpt.config  # noqa: F401  (registers the resolvers)
+import cpt.core.naming  # noqa: F401  (registers the resolvers)
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -106,9 +106,9 @@ def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) 
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a third of a small run; tests/test_report.py looks at them."""
+    """They take a third of a small run; tests/reporting/test_report.py looks at them."""
     for name in ("heatmap", "stages", "mixtures"):
-        monkeypatch.setattr(f"cpt.figures.{name}", lambda scores: b"")
+        monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def start(no_pictures: None) -> Callable[[DictConfig, Path], Any]:
     """Runs a config in a folder, in this process, without the pictures of its report."""
 
     def run(cfg: DictConfig, folder: Path) -> Any:
-        from cpt.sequence import run as run_config
+        from cpt.run import run as run_config
 
         return run_config(cfg, folder=folder)
 

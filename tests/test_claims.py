@@ -4,8 +4,9 @@ import sys
 from dataclasses import replace
 
 import pytest
-from comparing import endtasks, made, run, section
-from conftest import ROOT
+
+from tests.conftest import ROOT
+from tests.support.comparing import endtasks, made, run, section
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import claims  # noqa: E402

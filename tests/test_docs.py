@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from cpt.comparison.command import parser
-from cpt.comparison.runs import FILTERS
-from cpt.scores import VERSION
+from cpt.evaluation.scores import VERSION
+from cpt.report import parser
+from cpt.reporting.comparison.runs import FILTERS
+from tests.conftest import ROOT
 
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
 DOCUMENTS = [README, ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from cpt import exported
-from cpt.adapters import Bottleneck, attach, checked
+from cpt.adapters import export
+from cpt.adapters.bank import Bank
+from cpt.adapters.bottleneck import Bottleneck, attach, checked
+from cpt.adapters.routing import Routing
+from cpt.core.options import choice
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice
-from cpt.parts import Bank
-from cpt.routing import Routing
 
 STARTS = ("base", "previous")
 
@@ -70,4 +70,4 @@ class Adapter(ContinualModule):
             parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.names}}
         else:
             parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        return exported.export(folder, self.model, parts, attach=attach, options=self.options)
+        return export.export(folder, self.model, parts, attach=attach, options=self.options)

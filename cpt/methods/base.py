@@ -18,17 +18,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
-from cpt.data import Domain
-from cpt.freezing import Freeze
-from cpt.guard import Guard
-from cpt.masks import Before, GradientMask, recording
-from cpt.model import in_mode, token_nll
-from cpt.objectives import Batch, Objective
-from cpt.parts import Bank, Scope, beyond
-from cpt.randomness import key
-from cpt.replay import Replay
-from cpt.routing import Router, Routing
-from cpt.scoring import DocumentNLL
+from cpt.adapters.bank import Bank, Scope, beyond
+from cpt.adapters.routing import Router, Routing
+from cpt.core.randomness import key
+from cpt.data.datamodule import Domain
+from cpt.data.objectives import Batch, Objective
+from cpt.data.replay import Replay
+from cpt.evaluation.perplexity import DocumentNLL
+from cpt.masks.base import Before, GradientMask, recording
+from cpt.models.forward import in_mode, token_nll
+from cpt.models.freezing import Freeze
+from cpt.optim.guard import Guard
 
 log = logging.getLogger(__name__)
 

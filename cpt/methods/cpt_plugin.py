@@ -4,8 +4,9 @@
 
 x is what an attention or FFN of the frozen model reads, y what its output projection writes; both have a
 plug-in parallel to them. All domains share the plug-ins. m are the gates of a domain, which protect what they
-opened from the next ones, as in HAT (cpt.gates), but without its regulariser. The norms of the blocks are
-each domain's own, from the base's on. So what is computed for a learned domain never changes, bit for bit.
+opened from the next ones, as in HAT (cpt.adapters.gates), but without its regulariser. The norms of the
+blocks are each domain's own, from the base's on. So what is computed for a learned domain never
+changes, bit for bit.
 
 Released (UIC-Liu-Lab/CPT): the plug-in beside the attention is added in front of the output projection, its
 input is added a second time beside the FFN, and a ReLU follows W2, so that the base's function is lost from
@@ -20,15 +21,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt import exported
-from cpt.adapters import Plugin, attach_plugins
-from cpt.blocks import Units, blocks
-from cpt.gates import Gate, Gates, Taken, annealed, attach, bottleneck_units, hard, regulariser
+from cpt.adapters import export
+from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.gates import Gate, Gates, annealed, attach, bottleneck_units, hard, regulariser
+from cpt.adapters.plugin import Plugin, attach_plugins
+from cpt.adapters.routing import Routing
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
+from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice, number
-from cpt.parts import BASE, Bank
-from cpt.routing import Routing
+from cpt.models.units import Units, blocks
 
 NORMS = ("per_domain", "frozen")
 
@@ -130,7 +132,7 @@ class CPTPlugin(ContinualModule):
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = Parts(self, order)
-        return exported.export(folder, self.model, parts, attach=attach_plugins, options=self.options)
+        return export.export(folder, self.model, parts, attach=attach_plugins, options=self.options)
 
     def folded(self, domain: int) -> dict[str, Tensor]:
         """The domain's plug-ins with its gates folded into their weights, and its norms, by name."""

@@ -9,17 +9,18 @@ apart from what was known (eq. 6):
     L        = L_lm + lambda L_con
 
 The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
-Adam. cpt.importance and cpt.contrast hold the formulas."""
+Adam. cpt.masks.importance and cpt.methods.common.contrast hold the formulas."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from cpt.contrast import Contrast
-from cpt.importance import Proxy, SoftMask, domain_losses
+from cpt.data.objectives import Batch
+from cpt.masks.importance import domain_losses
+from cpt.masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
+from cpt.methods.common.contrast import Contrast
 
 
 class DAS(ContinualModule):

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from cpt import exported
-from cpt.adapters import attach, checked
-from cpt.blocks import sublayers
+from cpt.adapters import export
+from cpt.adapters.bank import BASE, Bank, Scope
+from cpt.adapters.bottleneck import attach, checked
+from cpt.adapters.routing import Routing
+from cpt.core.options import choice
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.model import in_mode, token_nll
-from cpt.objectives import Batch
-from cpt.options import choice
-from cpt.parts import BASE, Bank, Scope
-from cpt.routing import Routing
+from cpt.models.forward import in_mode, token_nll
+from cpt.models.units import sublayers
 
 EXPERTS = ("ffn", "adapter")
 STARTS = ("nearest", "previous", "base")
@@ -106,7 +106,7 @@ class DEMIX(ContinualModule):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
         attached = attach if self.options else None
-        return exported.export(folder, self.model, parts, attach=attached, options=self.options)
+        return export.export(folder, self.model, parts, attach=attached, options=self.options)
 
     def diagnostics(self) -> dict[str, Tensor]:
         record = {f"demix/{name}": getattr(self, name) for name in RECORD}

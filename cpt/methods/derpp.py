@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.memory import PRECISIONS, Reservoir, bytes_per_sample, capacity
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.model import nll_of, outputs_at
-from cpt.objectives import Batch
-from cpt.options import choice, number
+from cpt.methods.common.reservoir import PRECISIONS, Reservoir, bytes_per_sample, capacity
+from cpt.models.forward import nll_of, outputs_at
 
 MATCHED = ("hidden", "logits")
 

@@ -6,18 +6,18 @@ measured on the domain's own text, are protected, and a contrast keeps the domai
     I_h    = 1/N sum_n |dKL(f1(x_n) || f2(x_n))/dg_h|       f1, f2: two dropout passes of the base
     step_h <- (1 - I_h) * step_h,    L = L_lm + lambda L_con
 
-The formulas are those of DAS (cpt.importance, cpt.contrast)."""
+The formulas are those of DAS (cpt.masks.importance, cpt.methods.common.contrast)."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from cpt.anchors import Snapshot
-from cpt.contrast import Contrast
-from cpt.importance import Proxy, SoftMask
+from cpt.data.objectives import Batch
+from cpt.masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
+from cpt.methods.common.contrast import Contrast
+from cpt.models.snapshots import Snapshot
 
 
 class DGA(ContinualModule):

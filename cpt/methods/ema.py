@@ -9,10 +9,10 @@ weights only for a while has less of a part in it."""
 from collections.abc import Iterable
 from typing import Any
 
-from cpt.anchors import Snapshot
+from cpt.core.options import number
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import number
+from cpt.models.snapshots import Snapshot
 
 
 class EMA(ContinualModule):

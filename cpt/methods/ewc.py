@@ -20,11 +20,11 @@ from torch import Tensor, distributed, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cpt.anchors import PerParameter, Snapshot, pull
+from cpt.core.options import choice, number
+from cpt.data.objectives import UNSCORED, Batch
 from cpt.methods.base import ContinualModule
-from cpt.model import logits_at, nll_of
-from cpt.objectives import UNSCORED, Batch
-from cpt.options import choice, number
+from cpt.models.forward import logits_at, nll_of
+from cpt.models.snapshots import PerParameter, Snapshot, pull
 
 ESTIMATORS = ("per_sample", "batch")
 MERGES = ("mean", "decay")

@@ -4,11 +4,11 @@
     step_ij <- (1 - min(a_i^(<t), a_j^(<t))) step_ij                       what earlier domains use stays
     L      = L_lm + c sum a^t (1 - a^(<t)) / sum (1 - a^(<t))              and little is used
 
-s rises from 1/s_max to s_max over a domain's steps; cpt.gates holds the formulas. Parameters that no unit
-owns (embeddings, norms, the biases of what no gate follows, the language-model head) are frozen after the
-first domain; then the model of a domain that has been learned never changes again, bit for bit. On the whole
-model the base is what gates that are all open leave before anything is learned. In adapters it is what gates
-that are all closed leave, at any time.
+s rises from 1/s_max to s_max over a domain's steps; cpt.adapters.gates holds the formulas. Parameters that no
+unit owns (embeddings, norms, the biases of what no gate follows, the language-model head) are frozen after
+the first domain; then the model of a domain that has been learned never changes again, bit for bit. On the
+whole model the base is what gates that are all open leave before anything is learned. In adapters it is what
+gates that are all closed leave, at any time.
 
 Released (ContinualLM), adapters: each linear map is two, both gated and with GELU; e begins at N(0, 0.02^2);
 the head is trained and leaks; masks scale gradients, which weight decay and momentum get around; without
@@ -24,13 +24,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt import adapters, blocks, exported
-from cpt.gates import Gates, Taken, annealed, attach, bottleneck_units, owned, regulariser
+from cpt.adapters import bottleneck, export
+from cpt.adapters.bank import Bank, Scope
+from cpt.adapters.gates import Gates, annealed, attach, bottleneck_units, owned, regulariser
+from cpt.adapters.routing import Routing
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
+from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice, number
-from cpt.parts import Bank, Scope
-from cpt.routing import Routing
+from cpt.models.units import units as find_units
 
 FORMS = ("full", "adapter")
 GATED = ("heads", "neurons", "outputs")
@@ -49,8 +51,8 @@ def check(form: str, units: Sequence[str], shared: str) -> None:
 
 def adapter_gates(model: PreTrainedModel, *, s_max: float, **options: Any) -> tuple[Scope, Gates]:
     """Attaches adapters to the model, and gates to the neurons and outputs of each."""
-    scope = adapters.attach(model, **options)
-    found = [each for each in model.named_modules() if isinstance(each[1], adapters.Bottleneck)]
+    scope = bottleneck.attach(model, **options)
+    found = [each for each in model.named_modules() if isinstance(each[1], bottleneck.Bottleneck)]
     groups = [group for name, part in found for group in bottleneck_units(name, part.down, part.up)]
     gates = attach(model, groups, s_max=s_max)
     return replace(scope, names=scope.names + gates.names), gates
@@ -84,12 +86,12 @@ class HAT(ContinualModule):
         **common: Any,
     ) -> None:
         check(form, units, shared)
-        options = adapters.checked(placement=placement, reduction=reduction, activation=activation)
+        options = bottleneck.checked(placement=placement, reduction=reduction, activation=activation)
         s_max = number("s_max", s_max, allowed="above 0")
         if form == "adapter":
             scope, gates = adapter_gates(model, s_max=s_max, **options)
         else:
-            scope, gates = None, attach(model, blocks.units(model, units) if units else (), s_max=s_max)
+            scope, gates = None, attach(model, find_units(model, units) if units else (), s_max=s_max)
         super().__init__(model=model, scope=scope, **common)
         self.form, self.shared, self.options, self.gates = form, shared, options, gates
         self.strength = number("strength", strength, allowed="0 or more")
@@ -162,9 +164,9 @@ class HAT(ContinualModule):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.form == "full":
             last = self.backbone(len(order) - 1)
-            return exported.export(folder, last, {}, attach=None, options={})
+            return export.export(folder, last, {}, attach=None, options={})
         parts = {name: self.adapter(index) for index, name in enumerate(order)}
-        return exported.export(folder, self.model, parts, attach=adapters.attach, options=self.options)
+        return export.export(folder, self.model, parts, attach=bottleneck.attach, options=self.options)
 
     def adapter(self, domain: int) -> dict[str, Tensor]:
         """The adapters' weights, by name, with a domain's gates in them."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cpt import lora
+from cpt.adapters import lora
+from cpt.core.options import choice
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice
 
 
 class IncLoRA(ContinualModule):

@@ -6,7 +6,7 @@ schedule."""
 
 from collections.abc import Sequence
 
-from cpt.data import Domain
+from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt.anchors import Snapshot
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.model import divergence, nll_of, outputs_at
-from cpt.objectives import Batch
-from cpt.options import choice, number
+from cpt.models.forward import divergence, nll_of, outputs_at
+from cpt.models.snapshots import Snapshot
 
 DISTILLED = ("logits", "hidden")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt.anchors import Snapshot, pull
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice, number
+from cpt.models.snapshots import Snapshot, pull
 
 TOWARDS = ("previous", "base")
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cpt import lora
+from cpt.adapters import lora
+from cpt.adapters.bank import Bank
+from cpt.adapters.routing import Routing
+from cpt.core.options import choice
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice
-from cpt.parts import Bank
-from cpt.routing import Routing
 
 STARTS = ("base", "previous")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cpt.data import Domain
+from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
 
 

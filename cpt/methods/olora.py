@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt import lora
+from cpt.adapters import lora
+from cpt.adapters.bank import Bank
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import choice, number
-from cpt.parts import Bank
 
 PENALTIES = ("l1", "squared")
 Group = tuple[list[Tensor], Tensor]  # A of G maps, each [r, d]; the earlier ones, [G, t r, d]

@@ -6,9 +6,9 @@ ACL 2020), which intransigence compares with."""
 from collections.abc import Iterable
 from typing import Any
 
-from cpt.anchors import Snapshot
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
+from cpt.models.snapshots import Snapshot
 
 
 class One(ContinualModule):

@@ -3,10 +3,11 @@ that stand among a text's embeddings.
 
     min_P  -log p(y | [e(x_1); P; e(x_2); ...; e(x_T)]),    P [n, D]
 
-P stands behind the first token (`cpt.prompts`), in the paper before the text. Each domain has its own prompt
-(Prompt-ONE), or one learns on through all of them; without a prompt the model is the base. In the released
-code (ContinualLM) pre-training fails for want of a module; it would put the prompt behind the text, after
-positions have been added, add positions again, and leave a prompt's vector where classifiers read <s>."""
+P stands behind the first token (`cpt.adapters.prompt`), in the paper before the text. Each domain has its own
+prompt (Prompt-ONE), or one learns on through all of them; without a prompt the model is the base. In the
+released code (ContinualLM) pre-training fails for want of a module; it would put the prompt behind the text,
+after positions have been added, add positions again, and leave a prompt's vector where classifiers read
+<s>."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -17,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt import exported
+from cpt.adapters import export
+from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.prompt import attach, drawn
+from cpt.adapters.routing import Routing
+from cpt.core.options import choice
+from cpt.data.objectives import Batch, Causal, Objective
 from cpt.methods.base import ContinualModule
-from cpt.model import positions_of, token_nll
-from cpt.objectives import Batch, Causal, Objective
-from cpt.options import choice
-from cpt.parts import BASE, Bank
-from cpt.prompts import attach, drawn
-from cpt.routing import Routing
+from cpt.models.forward import token_nll
+from cpt.models.loading import positions_of
 
 STARTS = ("vocabulary", "previous")
 ONLY = 0  # where the bank keeps the one prompt of all domains
@@ -95,7 +97,7 @@ class Prompt(ContinualModule):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         names = order if self.per_domain else order[-1:]
         parts = {name: self.weights(number) for number, name in enumerate(names)}
-        return exported.export(folder, self.model, parts, attach=attach, options=self.options)
+        return export.export(folder, self.model, parts, attach=attach, options=self.options)
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel) -> None:

@@ -6,8 +6,8 @@ for bit."""
 
 from typing import Any
 
+from cpt.data.replay import NOTHING, Replay
 from cpt.methods.base import ContinualModule
-from cpt.replay import NOTHING, Replay
 
 
 class ExperienceReplay(ContinualModule):

@@ -8,10 +8,10 @@ The paper does it once, with the zero-shot model as theta_{t-1} and alpha = 1 - 
 from collections.abc import Iterable
 from typing import Any
 
-from cpt.anchors import Snapshot
+from cpt.core.options import number
+from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
-from cpt.objectives import Batch
-from cpt.options import number
+from cpt.models.snapshots import Snapshot
 
 
 class WiSEFT(ContinualModule):

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from making import ORDER, made, parameter_bytes, same, state_beside_the_model
 
-import cpt.exported
-from cpt.adapters import Bottleneck
-from cpt.data import Domain
-from cpt.model import logits_at, token_nll
-from cpt.samples import Stream
+import cpt.adapters.export
+from cpt.adapters.bottleneck import Bottleneck
+from cpt.data.datamodule import Domain
+from cpt.data.sampling import Stream
+from cpt.models.forward import logits_at, token_nll
+from tests.support.making import ORDER, made, parameter_bytes, same, state_beside_the_model
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
 OWN = "method.per_domain=true"
@@ -249,7 +249,7 @@ def test_what_is_exported_is_loaded(adapter, tmp_path, batch_of):
     with torch.no_grad():
         for number, name in enumerate(["law", "food"]):
             expected = logits_at(work.module.backbone(number), batch)
-            assert torch.equal(logits_at(cpt.exported.load(tmp_path, domain=name), batch), expected)
+            assert torch.equal(logits_at(cpt.adapters.export.load(tmp_path, domain=name), batch), expected)
         last = eval(expression, {"cpt": cpt})
         assert torch.equal(logits_at(last, batch), expected)
 

@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-import making
 import pytest
 import torch
-from endtask_fixtures import QUICK, options, write_task
-from making import ORDER
 
-from cpt.base import base
-from cpt.corpora import Corpora
-from cpt.endtask import EndTasks
-from cpt.endtasks import classifier
-from cpt.model import body
-from cpt.plan import planned
+from cpt.data.corpora import Corpora
+from cpt.evaluation.endtasks import classifier
+from cpt.evaluation.endtasks.suite import EndTasks
+from cpt.models.forward import body
+from cpt.training.plan import planned
+from cpt.training.pretraining import base
+from tests.support import making
+from tests.support.endtask_fixtures import QUICK, options, write_task
+from tests.support.making import ORDER
 
 
 def learner_state(module):

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt import assembly, learner
-from cpt.anchors import Snapshot
-from cpt.base import base
-from cpt.corpora import Corpora
-from cpt.masks import GradientMask
+from cpt.data.corpora import Corpora
+from cpt.data.sampling import Stream
+from cpt.masks.base import GradientMask
 from cpt.methods.base import ContinualModule, DocumentNLL
 from cpt.methods.ncl import NCL
-from cpt.plan import planned
-from cpt.samples import Stream
+from cpt.models.snapshots import Snapshot
+from cpt.training import assembly, loop
+from cpt.training.plan import planned
+from cpt.training.pretraining import base
 
 
 class Half(GradientMask):
@@ -49,7 +49,7 @@ def fitted(small):
         data = assembly.sequence(plan, texts, base(plan.cfg.model, texts, accelerator="cpu"), module)
         data.enter(data.domains[0])
         old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
-        learner.trainer(plan.cfg.trainer, label="", steps=steps).fit(module, datamodule=data)
+        loop.trainer(plan.cfg.trainer, label="", steps=steps).fit(module, datamodule=data)
         return module, {name: value.detach() - old[name] for name, value in module.model.named_parameters()}
 
     return fit
@@ -261,7 +261,7 @@ def test_the_score_is_that_of_the_whole_text(fitted):
     rows = []
     for size in (3, 64):
         data.eval_batch_size = size
-        learner.trainer({"accelerator": "cpu", "devices": 1}, label="").validate(
+        loop.trainer({"accelerator": "cpu", "devices": 1}, label="").validate(
             module, datamodule=data, verbose=False
         )
         rows.append([(nll.sum() / count.sum()).item() for nll, count in module.row()])

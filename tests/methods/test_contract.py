@@ -4,19 +4,19 @@ import hashlib
 import json
 from pathlib import Path
 
-import making
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ROOT
 from lightning.pytorch.callbacks import Callback
-from making import DROPOUT, ORDER
 
-import cpt.exported
-from cpt import learner
+import cpt.adapters.export
 from cpt.methods.base import ContinualModule
+from cpt.training import loop
+from tests.conftest import ROOT
+from tests.support import making
+from tests.support.making import DROPOUT, ORDER
 
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
 LEARNING = [name for name in METHODS if name != "none"]
@@ -69,14 +69,14 @@ def uninterrupted(whole, small, start, tmp_path_factory):
 @pytest.fixture
 def killing(monkeypatch):
     """Makes the next trainers die as a callback says."""
-    trainer = learner.trainer
+    trainer = loop.trainer
 
     def by(killer: Callback | None) -> None:
         def deadly(options, *, callbacks=(), **others):
             extra = [killer] if callbacks and killer else []
             return trainer(options, callbacks=[*callbacks, *extra], **others)
 
-        monkeypatch.setattr(learner, "trainer", deadly)
+        monkeypatch.setattr(loop, "trainer", deadly)
 
     return by
 
@@ -164,7 +164,7 @@ def test_every_loss_term_is_finite_and_moves_something(method, module):
         before = {name: value.clone() for name, value in made.state_dict().items()}
         data.enter(domain)
         made.activate(domain.index)
-        learner.trainer(options, label="", steps=3).fit(made, datamodule=data)
+        loop.trainer(options, label="", steps=3).fit(made, datamodule=data)
         assert any(not torch.equal(before[name], value) for name, value in made.state_dict().items())
     assert "lm" in seen
     assert all(torch.tensor(values).isfinite().all() for values in seen.values())
@@ -230,7 +230,7 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
     rows = json.loads((uninterrupted(method) / "scores.json").read_text())["rows"]
     for number in range(len(rows)):
         with monkeypatch.context() as patched:
-            patched.setattr(learner.RunFolder, moment, dying(getattr(learner.RunFolder, moment), at=number))
+            patched.setattr(loop.RunFolder, moment, dying(getattr(loop.RunFolder, moment), at=number))
             with pytest.raises(KilledError):
                 start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
     start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
@@ -252,13 +252,13 @@ def dying(commit, *, at: int):
 @pytest.mark.parametrize("method", METHODS)
 def test_probes_and_evaluation_leave_no_trace(method, module):
     made, data, options = module(f"method={method}")
-    trainer = learner.trainer(options, label="")
+    trainer = loop.trainer(options, label="")
     before = {name: value.clone() for name, value in made.state_dict().items()}
     modes = [each.training for each in made.modules()]
     hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules())
     trainer.validate(made, datamodule=data, verbose=False)
     first = [(nll.clone(), count.clone()) for nll, count in made.row()]
-    learner.trainer(options, label="").validate(made, datamodule=data, verbose=False)
+    loop.trainer(options, label="").validate(made, datamodule=data, verbose=False)
     for (nll, count), (again, counted) in zip(first, made.row(), strict=True):
         assert torch.equal(nll, again) and torch.equal(count, counted)
     after = made.state_dict()

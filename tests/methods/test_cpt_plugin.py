@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from making import ORDER, Watch, made, same, state_beside_the_model
-from test_blocks import build
 
-import cpt.exported
-from cpt.adapters import Plugin
-from cpt.data import Domain
-from cpt.gates import Gate, annealed
+import cpt.adapters.export
+from cpt.adapters.gates import Gate, annealed
+from cpt.adapters.plugin import Plugin
+from cpt.data.datamodule import Domain
+from cpt.data.sampling import Stream
 from cpt.methods.cpt_plugin import norms_of
-from cpt.model import logits_at, token_nll
-from cpt.samples import Stream
+from cpt.models.forward import logits_at, token_nll
+from tests.models.test_units import build
+from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
 FROZEN = "method.norms=frozen"
@@ -304,7 +304,7 @@ def test_what_is_exported_is_loaded_without_gates(options, plugin, tmp_path):
     expression = work.module.export(tmp_path, ["law", "food"])
     with torch.no_grad():
         for number, name in enumerate(["law", "food"]):
-            loaded = cpt.exported.load(tmp_path, domain=name)
+            loaded = cpt.adapters.export.load(tmp_path, domain=name)
             torch.testing.assert_close(logits_at(loaded, batch), expected[number])
             assert not any(isinstance(part, Gate) for part in loaded.modules())
         torch.testing.assert_close(logits_at(eval(expression, {"cpt": cpt}), batch), expected[1])

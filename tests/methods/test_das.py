@@ -1,15 +1,16 @@
 """DAS and DGA as runs: what they protect, when they measure, and their neutral strength."""
 
-import making
 import pytest
 import torch
-from conftest import VOCABULARIES, sentences
-from making import ORDER, weights
 
-from cpt import importance, learner
-from cpt.dropout import rates
-from cpt.model import in_mode, token_nll
-from cpt.samples import Stream
+from cpt.data.sampling import Stream
+from cpt.masks import importance
+from cpt.models.dropout import rates
+from cpt.models.forward import in_mode, token_nll
+from cpt.training import loop
+from tests.conftest import VOCABULARIES, sentences
+from tests.support import making
+from tests.support.making import ORDER, weights
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
 NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]
@@ -31,7 +32,7 @@ def fit(module, data, options, *, place: int = 0, steps: int = 3) -> None:
     domain = data.domains[place]
     data.enter(domain)
     module.activate(domain.index)
-    learner.trainer(options, label="", steps=steps).fit(module, datamodule=data)
+    loop.trainer(options, label="", steps=steps).fit(module, datamodule=data)
 
 
 @pytest.mark.parametrize("extra", [[], [KINDS, "method.acts_on=gradient"], ["method.acts_on=frozen"]])

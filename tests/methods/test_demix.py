@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from making import DROPOUT, made, same
 
-import cpt.exported
-from cpt.data import Domain
+import cpt.adapters.export
+from cpt.adapters.bank import BASE
+from cpt.data.datamodule import Domain
+from cpt.data.sampling import Subset
 from cpt.methods import demix as method
-from cpt.model import logits_at, token_nll
-from cpt.parts import BASE
-from cpt.samples import Subset
+from cpt.models.forward import logits_at, token_nll
+from tests.support.making import DROPOUT, made, same
 
 THREE = "order=[law,food,space]"
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]
@@ -296,16 +296,18 @@ def test_what_is_exported_is_what_was_learned(experts, small_of, tmp_path):
     for domain in range(3):
         visit(work.module, domain)
     expression = work.module.export(tmp_path, ["law", "food", "space"])
-    assert expression == f'cpt.exported.load("{tmp_path}", domain="space")'
+    assert expression == f'cpt.adapters.export.load("{tmp_path}", domain="space")'
     index = json.loads((tmp_path / "parts.json").read_text())
     options = {"placement": "pfeiffer", "reduction": 16, "activation": "relu"}
-    attached = (None, {}) if experts == "ffn" else ("cpt.adapters.attach", options)
+    attached = (None, {}) if experts == "ffn" else ("cpt.adapters.bottleneck.attach", options)
     assert (index["attach"], index["options"]) == attached
     [batch] = batches(work, "law", rows=5)
     work.module.eval()
     expected = [work.module.nll(batch, domain)[0] for domain in range(3)]
     for domain, name in enumerate(("law", "food", "space")):
-        assert torch.equal(token_nll(cpt.exported.load(tmp_path, domain=name), batch), expected[domain])
+        assert torch.equal(
+            token_nll(cpt.adapters.export.load(tmp_path, domain=name), batch), expected[domain]
+        )
         assert torch.equal(token_nll(work.module.backbone(domain).eval(), batch), expected[domain])
     plain = type(work.module.model).from_pretrained(tmp_path).eval()
     last = work.module.backbone(2 if experts == "ffn" else BASE).eval()

@@ -4,18 +4,18 @@ import hashlib
 import json
 from pathlib import Path
 
-import making
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_distributed import DDP, batches, run
 from torch.nn import functional
 
-from cpt import learner
-from cpt.memory import bytes_per_sample
+from cpt.data.objectives import UNSCORED
+from cpt.data.sampling import Stream
+from cpt.methods.common.reservoir import bytes_per_sample
 from cpt.methods.derpp import widths
-from cpt.objectives import UNSCORED
-from cpt.samples import Stream
+from cpt.training import loop
+from tests.runs.test_distributed import DDP, batches, run
+from tests.support import making
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
@@ -209,10 +209,10 @@ def test_killed_with_a_full_memory_it_ends_with_the_same_bits(
 ):
     cfg = small(ORDER, *DROPOUT, *FEW, f"trainer.accumulate_grad_batches={accumulate}")
     start(cfg, tmp_path / "whole")
-    trainer = learner.trainer
+    trainer = loop.trainer
     with monkeypatch.context() as patched:
         patched.setattr(
-            learner,
+            loop,
             "trainer",
             lambda options, *, callbacks=(), **others: trainer(
                 options, callbacks=[*callbacks, Killer(step=step)] if callbacks else (), **others

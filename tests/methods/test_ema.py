@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from making import (
+
+from tests.support.making import (
     DROPOUT,
     ORDER,
     Watch,
@@ -68,7 +69,7 @@ def test_a_checkpoint_holds_the_average_of_its_step(ema):
 
 def test_masks_count_before_the_average(ema):
     """What a mask leaves of a step is what is averaged."""
-    from test_base import Half
+    from tests.methods.test_base import Half
 
     work = ema("method.decay=0.6")
     work.module.masks.append(Half(acts_on="update", factor=0.0, model=work.module.model))

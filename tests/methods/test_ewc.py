@@ -4,8 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL
-from making import (
+from torch import distributed
+from torch.nn import functional
+
+from cpt.data.corpora import Corpora
+from cpt.methods.ewc import fisher, merged
+from cpt.models.loading import build, load_tokenizer
+from cpt.training.costs import Compute
+from cpt.training.plan import planned
+from cpt.training.pretraining import trained_tokenizer
+from tests.conftest import ROOT, SMALL
+from tests.support.making import (
     DROPOUT,
     ORDER,
     assert_close,
@@ -16,16 +25,7 @@ from making import (
     same,
     state_beside_the_model,
 )
-from processes import ended, started
-from torch import distributed
-from torch.nn import functional
-
-from cpt.base import trained_tokenizer
-from cpt.corpora import Corpora
-from cpt.costs import Compute
-from cpt.methods.ewc import fisher, merged
-from cpt.model import build, load_tokenizer
-from cpt.plan import planned
+from tests.support.processes import ended, started
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
-from making import named
 from transformers import AutoModelForMaskedLM
 
-from cpt.freezing import Freeze
 from cpt.methods.ewc import EWC
+from cpt.models.freezing import Freeze
+from tests.conftest import SHARED
+from tests.support.making import named
 
 GOLDEN = SHARED / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")

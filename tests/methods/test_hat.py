@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from making import DROPOUT, Made, Watch, learned, made, same
 from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
-from cpt import exported, learner
+from cpt.adapters import export
+from cpt.adapters.bank import BASE
 from cpt.methods.hat import overlap
-from cpt.model import logits_at, token_nll
-from cpt.parts import BASE
+from cpt.models.forward import logits_at, token_nll
+from cpt.training import loop
+from tests.support.making import DROPOUT, Made, Watch, learned, made, same
 
 ORDER = "order=[law,food,space]"
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
@@ -340,7 +341,7 @@ def test_a_backbone_is_a_copy_that_computes_its_domain(form, hat):
 
 def load(expression: str) -> torch.nn.Module:
     """The model of an export's expression."""
-    if expression.startswith("cpt.exported.load"):
+    if expression.startswith("cpt.adapters.export.load"):
         import cpt
 
         return eval(expression, {"cpt": cpt})
@@ -365,7 +366,7 @@ def test_adapters_are_exported_for_each_domain(hat, tmp_path):
     expression = work.module.export(tmp_path, ["law", "food"])
     assert torch.equal(plain(load(expression)), function(work, 1))
     for domain, name in enumerate(["law", "food"]):
-        found = exported.load(tmp_path, domain=name)
+        found = export.load(tmp_path, domain=name)
         assert torch.equal(plain(found), function(work, domain))
         assert not any("gate" in key for key in found.state_dict())
 
@@ -399,10 +400,10 @@ class Killer(Callback):
 def test_it_goes_on_within_the_third_domain(form, small, start, tmp_path, monkeypatch):
     cfg = small("method=hat", ORDER, *FORMS[form], *DROPOUT)
     whole = learned(start, cfg, tmp_path / "whole")
-    trainer = learner.trainer
+    trainer = loop.trainer
     with monkeypatch.context() as patched, pytest.raises(KilledError):
         patched.setattr(
-            learner,
+            loop,
             "trainer",
             lambda *args, callbacks=(), **how: trainer(
                 *args, callbacks=[*callbacks, Killer()] if callbacks else (), **how

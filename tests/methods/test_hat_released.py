@@ -8,11 +8,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
 from torch import Tensor, nn
 
-from cpt.blocks import Part, Units, served
-from cpt.gates import Taken, annealed, hard, regulariser, soft
+from cpt.adapters.gates import annealed, hard, regulariser, soft
+from cpt.masks.taken import Taken
+from cpt.models.units import Part, Units, served
+from tests.conftest import SHARED
 
 GOLDEN = SHARED / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")

@@ -4,11 +4,11 @@ import peft  # noqa: F401  (the expressions of `export` name it)
 import pytest
 import torch
 import transformers
-from making import ORDER, assert_close, learned, made, same, state_beside_the_model, weights
 
-from cpt import lora
-from cpt.model import outputs_at
-from cpt.samples import Stream
+from cpt.adapters import lora
+from cpt.data.sampling import Stream
+from cpt.models.forward import outputs_at
+from tests.support.making import ORDER, assert_close, learned, made, same, state_beside_the_model, weights
 
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 STRONG = "optim.lr=0.05"

@@ -4,7 +4,11 @@ import math
 
 import pytest
 import torch
-from making import (
+
+from cpt.data.sampling import Stream
+from cpt.methods.kd import chosen, distillation
+from cpt.models.forward import outputs_at
+from tests.support.making import (
     DROPOUT,
     ORDER,
     Watch,
@@ -15,10 +19,6 @@ from making import (
     same,
     state_beside_the_model,
 )
-
-from cpt.methods.kd import chosen, distillation
-from cpt.model import outputs_at
-from cpt.samples import Stream
 
 
 @pytest.fixture

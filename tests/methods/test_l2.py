@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from making import DROPOUT, ORDER, assert_close, learned, made, parameter_bytes, same, state_beside_the_model
+
+from tests.support.making import (
+    DROPOUT,
+    ORDER,
+    assert_close,
+    learned,
+    made,
+    parameter_bytes,
+    same,
+    state_beside_the_model,
+)
 
 
 @pytest.fixture

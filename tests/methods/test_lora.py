@@ -4,12 +4,21 @@ import peft  # noqa: F401  (the expressions of `export` name it)
 import pytest
 import torch
 import transformers
-from making import DROPOUT, ORDER, Watch, learned, made, parameter_bytes, same, state_beside_the_model
 
-from cpt import lora
-from cpt.model import outputs_at, token_nll
-from cpt.parts import BASE
-from cpt.samples import Stream
+from cpt.adapters import lora
+from cpt.adapters.bank import BASE
+from cpt.data.sampling import Stream
+from cpt.models.forward import outputs_at, token_nll
+from tests.support.making import (
+    DROPOUT,
+    ORDER,
+    Watch,
+    learned,
+    made,
+    parameter_bytes,
+    same,
+    state_beside_the_model,
+)
 
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 STRONG = "optim.lr=0.05"

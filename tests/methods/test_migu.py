@@ -2,19 +2,19 @@
 
 import math
 
-import making
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
-from making import ORDER, weights
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from cpt import learner
-from cpt.blocks import projections
-from cpt.masks import recording
-from cpt.methods.migu import MagnitudeMask, kept, largest, magnitudes
+from cpt.masks.base import recording
+from cpt.masks.migu import MagnitudeMask, kept, largest, magnitudes
+from cpt.models.units import projections
+from cpt.training import loop
+from tests.conftest import SHARED
+from tests.support import making
+from tests.support.making import ORDER, weights
 
 GOLDEN = SHARED / "golden" / "migu_linear.npz"
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -60,7 +60,7 @@ def fit(module, data, options, *, place: int = 0, steps: int = 3, accumulate: in
     data.accumulate = accumulate
     module.activate(place)
     options = {**options, "accumulate_grad_batches": accumulate}
-    learner.trainer(options, label="", steps=steps).fit(module, datamodule=data)
+    loop.trainer(options, label="", steps=steps).fit(module, datamodule=data)
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
@@ -281,7 +281,7 @@ def test_what_masked_rows_do_under_adam(acts_on, made, monkeypatch):
             mask[: len(weight)][lower] = 0
         return mask
 
-    monkeypatch.setattr("cpt.methods.migu.largest", halved)
+    monkeypatch.setattr("cpt.masks.migu.largest", halved)
     fit(module, data, options, steps=3)
     one, two = levels[1:]
     kept = [torch.equal(before[lower], after[lower]) for before, after in zip(one, two, strict=True)]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from making import ORDER, made
 
-from cpt import lora
-from cpt.blocks import projections
-from cpt.methods.migu import kept
-from cpt.model import sequences
-from cpt.samples import Stream
+from cpt.adapters import lora
+from cpt.data.sampling import Stream
+from cpt.masks.migu import kept
+from cpt.models.forward import sequences
+from cpt.models.units import projections
+from tests.support.making import ORDER, made
 
 METHODS = ("lora", "inclora", "olora")
 MIGU = ["mask=migu", "mask.threshold=0.5", "optim.lr=0.05"]

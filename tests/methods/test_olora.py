@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
 
-from cpt import lora
+from cpt.adapters import lora
+from cpt.data.sampling import Stream
 from cpt.methods.olora import grouped, norms, overlap
-from cpt.samples import Stream
+from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
 
 THREE = "order=[law,food,space]"
 STRONG = "optim.lr=0.05"

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
 
-import cpt.exported
-from cpt.model import body, encoded, token_nll
-from cpt.parts import BASE
-from cpt.samples import Subset
+import cpt.adapters.export
+from cpt.adapters.bank import BASE
+from cpt.data.sampling import Subset
+from cpt.models.forward import body, encoded, token_nll
+from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
 
 N, D = 4, 32
 FEW = [f"method.tokens={N}", "trainer.steps=3", "optim.lr=0.03"]
@@ -247,10 +247,10 @@ def test_the_exported_model_is_the_learned_one(made_of, request, tmp_path):
     for number in (0, 1):
         work.learn(number)
     expression = work.module.export(tmp_path, ["law", "food"])
-    assert expression == f'cpt.exported.load("{tmp_path}", domain="food")'
+    assert expression == f'cpt.adapters.export.load("{tmp_path}", domain="food")'
     batch = scored(work, "law")[0]
     for domain, name in enumerate(["law", "food"]):
-        found = token_nll(cpt.exported.load(tmp_path, domain=name), batch)
+        found = token_nll(cpt.adapters.export.load(tmp_path, domain=name), batch)
         assert torch.equal(found, work.module.nll(batch, domain)[0])
     plain = type(work.module.model).from_pretrained(tmp_path)
     assert torch.equal(token_nll(plain, batch), work.module.nll(batch, BASE)[0])
@@ -261,9 +261,9 @@ def test_one_prompt_is_exported_under_the_last_name(prompt, tmp_path):
     work.learn(0)
     assert work.module.export(tmp_path, ["law", "food"]).endswith('domain="food")')
     batch = scored(work, "law")[0]
-    assert torch.equal(token_nll(cpt.exported.load(tmp_path), batch), work.module.nll(batch, 0)[0])
+    assert torch.equal(token_nll(cpt.adapters.export.load(tmp_path), batch), work.module.nll(batch, 0)[0])
     with pytest.raises(ValueError, match="allowed: food$"):
-        cpt.exported.load(tmp_path, domain="law")
+        cpt.adapters.export.load(tmp_path, domain="law")
 
 
 def test_no_tokens_are_the_base_to_the_end(small, start, tmp_path):

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from making import made
 
-from cpt import learner, routing
-from cpt.model import token_nll
-from cpt.parts import BASE
-from cpt.routing import Router, Routing, largest
-from cpt.samples import Subset
+from cpt.adapters import routing
+from cpt.adapters.bank import BASE
+from cpt.adapters.routing import Router, Routing, largest
+from cpt.data.sampling import Subset
+from cpt.models.forward import token_nll
+from cpt.training import loop
+from tests.support.making import made
 
 THREE = "order=[law,food,space]"
 DEFAULTS = {
@@ -428,6 +429,6 @@ def test_an_evaluation_begins_anew_even_with_a_single_text(work):
     run.data.held_out = {"law": run.data.held_out["law"]}
     rows = []
     for _ in range(2):
-        learner.trainer(run.cfg.trainer, label="").validate(run.module, datamodule=run.data, verbose=False)
+        loop.trainer(run.cfg.trainer, label="").validate(run.module, datamodule=run.data, verbose=False)
         rows.append(run.module.row()[0][0])
     assert torch.equal(*rows)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import VOCABULARIES, sentences
+
+from tests.conftest import VOCABULARIES, sentences
 
 DOMAINS = [f"domain{number:02d}" for number in range(12)]
 TINY = ["trainer.steps=1", "trainer.probe_samples=4", "keep_stages=true"]

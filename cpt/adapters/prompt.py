@@ -1,0 +1,144 @@
+"""Prompt tuning (Lester, Al-Rfou and Constant, EMNLP 2021): trained embeddings P [n, D] within a text's own.
+
+    [e(x_1); ...; e(x_T)]  ->  [e(x_1); P; e(x_2); ...; e(x_T)]
+
+The prompt stands behind the first token, so that <s> keeps its place. The model's body gets n tokens more,
+and what it gives is cut back to the T of the text: labels, positions and masks of a batch, the head, and
+whatever an end task puts in its place are those of a model without a prompt. In a causal model the prompt's
+last place predicts the second token, so the n outputs that are cut off there are the first.
+
+peft's PromptTuning puts the prompt before <s>, where the classifiers of masked models read, has no form for
+masked language models, and gives causal ones logits that are n positions longer than the text."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cpt.adapters.bank import Scope
+from cpt.models.forward import body
+from cpt.models.loading import positions_of
+
+NAME = "prompt"
+ALONE = {"past_key_values", "encoder_hidden_states"}  # inputs that do not go with a prompt
+FILLED = {"inputs_embeds": 0, "attention_mask": 1, "token_type_ids": 0}  # what the prompt's places get
+
+
+class Prompt(nn.Module):
+    """Widens the input of a model's body by the prompt `weight` [n, D], and cuts its output back. n is what
+    the weight at work has: 0 changes nothing."""
+
+    def __init__(
+        self, weight: Tensor, *, causal: bool, placeholder: int, limit: int | None, names: tuple[str, ...]
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.causal, self.placeholder, self.limit, self.names = causal, placeholder, limit, names
+        self.within = False  # whether the body's pass is under way: embeddings may be looked up outside it
+
+    def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The body's pre-hook: behind the first token of each row [B, T], n places for the prompt."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        self.check(given)
+        for name, value in (FILLED | {"input_ids": self.placeholder}).items():
+            if name in given:
+                given[name] = inserted(given[name], value, len(self.weight))
+        if "inputs_embeds" in given:
+            given["inputs_embeds"] = self.put_in(given["inputs_embeds"])
+        if "position_ids" in given:
+            given["position_ids"] = self.positions(given["position_ids"])
+        self.within = True
+        return (), given
+
+    def check(self, given: dict[str, Any]) -> None:
+        """Raises ValueError for what can not be widened."""
+        text = given.get("input_ids", given.get("inputs_embeds"))
+        if text is None:
+            raise ValueError("a model with a prompt needs input_ids or inputs_embeds")
+        for name in ALONE & given.keys():
+            raise ValueError(f"a model with a prompt takes no {name}; to generate: use_cache=False")
+        length, width, mask = text.shape[1], len(self.weight), given.get("attention_mask")
+        if self.limit is not None and length + width > self.limit:
+            raise ValueError(f"{length} tokens and a prompt of {width}; allowed: {self.limit} together")
+        if mask is not None and (mask.ndim != 2 or not mask[:, 0].all()):
+            raise ValueError("a prompt takes an attention_mask [B, T] of rows that are padded at their end")
+
+    def positions(self, given: Tensor) -> Tensor:
+        """Positions [B, T] that count on through the prompt, [B, T + n]."""
+        first, width = given[:, :1], len(self.weight)
+        steps = torch.arange(1, width + 1, device=given.device)
+        return torch.cat([first, first + steps, given[:, 1:] + width], dim=1)
+
+    def embed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The hook of the input embedding."""
+        return self.put_in(output) if self.within else output
+
+    def put_in(self, embeddings: Tensor) -> Tensor:
+        """Widened embeddings [B, T + n, D] with the prompt at its places."""
+        prompt = self.weight.to(embeddings).expand(len(embeddings), -1, -1)
+        return torch.cat([embeddings[:, :1], prompt, embeddings[:, 1 + len(self.weight) :]], dim=1)
+
+    def cut(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook of the body: its output, and all layers' where it gives them, at the text's places."""
+        self.within = False
+        if output is not None:  # None where the pass has failed
+            output.last_hidden_state = self.narrowed(output.last_hidden_state)
+            if output.get("hidden_states") is not None:
+                output.hidden_states = tuple(self.narrowed(each) for each in output.hidden_states)
+        return output
+
+    def narrowed(self, hidden: Tensor) -> Tensor:
+        """[B, T, D] of [B, T + n, D]."""
+        width = len(self.weight)
+        return hidden[:, width:] if self.causal else torch.cat([hidden[:, :1], hidden[:, 1 + width :]], dim=1)
+
+
+def inserted(given: Tensor, value: int, width: int) -> Tensor:
+    """`width` times a value behind the first column of [B, T] or [B, T, D]."""
+    between = given.new_full((len(given), width, *given.shape[2:]), value)
+    return torch.cat([given[:, :1], between, given[:, 1:]], dim=1)
+
+
+def attach(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
+    """Gives a model a prompt of so many tokens, its vectors those of random ordinary tokens; what is to be
+    trained. `causal` says that outputs predict the next token and not their own. A model takes one.
+
+    Raises ValueError for models of encoder and decoder."""
+    if model.config.is_encoder_decoder:
+        kind = model.config.model_type
+        raise ValueError(f"a prompt does not go with a {kind}; allowed: masked and causal models")
+    inner, table = body(model), model.get_input_embeddings()
+    special = special_ids(model)
+    part = Prompt(
+        drawn(model, tokens),
+        causal=causal,
+        placeholder=next(number for number in range(len(special) + 1) if number not in special),
+        limit=positions_of(model),
+        names=tuple(inspect.signature(inner.forward).parameters),
+    )
+    inner.add_module(NAME, part)
+    inner.register_forward_pre_hook(part.widen, with_kwargs=True)
+    table.register_forward_hook(part.embed)
+    inner.register_forward_hook(part.cut, always_call=True)
+    return Scope(tuple(name for name, weight in model.named_parameters() if weight is part.weight), ())
+
+
+@torch.no_grad()
+def drawn(model: PreTrainedModel, tokens: int, generator: torch.Generator | None = None) -> Tensor:
+    """What the input embedding gives for so many random tokens that the configuration does not name as
+    special, [tokens, D]; one may come twice."""
+    table = model.get_input_embeddings()
+    special = special_ids(model)
+    ordinary = torch.tensor([number for number in range(table.num_embeddings) if number not in special])
+    chosen = ordinary[torch.randint(len(ordinary), (tokens,), generator=generator)]
+    return table(chosen.to(table.weight.device)).clone()
+
+
+def special_ids(model: PreTrainedModel) -> set[int]:
+    """The token ids that a model's configuration names, the padding's among them."""
+    fields = model.config.to_dict().items()
+    named = [value for name, value in fields if name.endswith("_token_id") and value is not None]
+    return {number for value in named for number in (value if isinstance(value, list) else [value])}

@@ -1,0 +1,198 @@
+"""Which part of a model scores a text: its domain's own, the base's, the last one, or a mixture by Bayes.
+
+DEMIX (Gururangan et al., NAACL 2022, section 5): with experts j and a prior over them,
+
+    p(x_i | x_<i) = sum_j p(x_i | x_<i, D = j) p(D = j | x_<i)
+    p(D = j | x_<i) ~ p(D = j) p(x_<i | D = j)
+
+Here x_<i are the scored tokens that stand before i in the same row: all of them in a causal model, and in a
+masked one those that are predicted (a pseudo-likelihood). Every row begins at the prior. The released code
+takes the token before i alone for x_<i."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+from transformers import PreTrainedModel
+
+from cpt.adapters.bank import BASE, Bank
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch
+from cpt.models.forward import token_nll
+
+LEARNED = ("domain", "posterior", "nearest")
+UNLEARNED = ("base", "last", "posterior", "nearest")
+PRIORS = ("uniform", "updating", "cached")
+LEAST = 1e-3  # of the largest weight: parts with less are not told
+
+
+@dataclass(frozen=True)
+class Routing:
+    """`learned` and `unlearned` say what scores text of domains with and without a part: `domain`, the own
+    part; `base` and `last`; `posterior`, the mixture of all; `nearest`, of all the most probable so far, the
+    first of equals.
+
+    The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, from uniform on,
+    or `cached`: the mean posterior of a text's first `cached` rows, uniform until then. Each text begins
+    anew, and with several processes each has the prior of its share. `top_k` parts are mixed at each
+    position, None for all; `base` says whether the base is among them, as it is before anything is learned.
+
+    Raises ValueError for what is not allowed."""
+
+    learned: str
+    unlearned: str
+    prior: str
+    decay: float
+    cached: int
+    top_k: int | None
+    base: bool
+
+    def __post_init__(self) -> None:
+        choice("routing.learned", self.learned, allowed=LEARNED)
+        choice("routing.unlearned", self.unlearned, allowed=UNLEARNED)
+        choice("routing.prior", self.prior, allowed=PRIORS)
+        number("routing.decay", self.decay, allowed="0 to 1")
+        whole("routing.cached", self.cached)
+        if self.top_k is not None:
+            whole("routing.top_k", self.top_k)
+        if not isinstance(self.base, bool):
+            raise ValueError(f"method.routing.base={self.base}; allowed: true, false")
+
+
+def whole(name: str, value: int) -> int:
+    """The value, a whole number of 1 or more; raises ValueError if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"method.{name}={value}; allowed: a whole number, 1 or more")
+    return value
+
+
+class Router:
+    """Scores texts with the parts of a bank, and remembers which of them it took for each text.
+
+    What it remembers is of the last evaluation, and no part of any state_dict."""
+
+    def __init__(self, bank: Bank, routing: Routing) -> None:
+        self.bank, self.routing = bank, routing
+        self.text: tuple[int, list[int]] | None = None  # that is being scored: its domain and parts
+        self.rows = 0  # of it, that a cached prior has seen
+        self.prior = torch.empty(0)  # of its parts, [n]
+        self.cache = torch.empty(0)  # sum of the posteriors that make up a cached prior, [n]
+        self.taken: dict[int, dict[int, Tensor]] = {}  # by domain and part: weights summed over positions
+
+    @property
+    def needs_domain(self) -> bool:
+        """Whether a text's domain must be known at test time."""
+        return self.routing.learned == "domain"
+
+    @property
+    def parts(self) -> list[int]:
+        """All parts there are."""
+        return [BASE, *self.bank.domains]
+
+    def rule(self, domain: int) -> str:
+        """What scores text of a domain, by the name in the routing."""
+        return self.routing.learned if domain in self.bank.domains else self.routing.unlearned
+
+    def mixed(self, domain: int) -> list[int]:
+        """The parts that score text of a domain: one, or those of the mixture."""
+        parts, rule = self.parts, self.rule(domain)
+        alone = {"domain": domain, "base": BASE, "last": parts[-1]}
+        mixture = parts if self.routing.base or len(parts) == 1 else parts[1:]
+        return [alone[rule]] if rule in alone else mixture
+
+    def top_k(self, domain: int) -> int | None:
+        """How many parts are mixed at a position; None for all."""
+        return 1 if self.rule(domain) == "nearest" else self.routing.top_k
+
+    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        """Negative log-likelihood (nats) at the scored positions, [K], of text of the domain; for one text
+        after another, and of each one batch after another."""
+        parts = self.mixed(domain)
+        self.go_on(domain, parts, batch["positions"].device)
+        likelihood = torch.stack([-token_nll(model, batch, weights=self.bank.weights(j)) for j in parts])
+        if len(parts) == 1:
+            self.take(domain, parts, torch.ones_like(likelihood))
+            return -likelihood[0]
+        rows = batch["positions"] // batch["input_ids"].shape[1]
+        weights = self.weights(likelihood, rows, top_k=self.top_k(domain))
+        self.take(domain, parts, weights.exp())
+        return -torch.logsumexp(weights + likelihood, dim=0)
+
+    def begin(self) -> None:
+        """An evaluation begins: what was remembered of the one before is forgotten."""
+        self.text = None
+        self.taken.clear()
+
+    def go_on(self, domain: int, parts: list[int], device: torch.device) -> None:
+        """Begins anew with another text."""
+        if self.text != (domain, parts):
+            self.text, self.rows, self.taken[domain] = (domain, parts), 0, {}
+            self.prior = torch.full((len(parts),), 1 / len(parts), dtype=torch.double, device=device)
+            self.cache = torch.zeros_like(self.prior)
+
+    def weights(self, likelihood: Tensor, rows: Tensor, *, top_k: int | None) -> Tensor:
+        """Log weights [n, K] of n parts at positions of `rows` [K], ascending, from their log-likelihoods
+        [n, K] there: the posteriors before each position."""
+        before, totals, row = preceding(likelihood, rows)
+        priors = torch.empty_like(totals)
+        for place, total in enumerate(totals.unbind(1)):
+            priors[:, place] = self.prior.log()
+            self.learn(total)
+        weights = (before + priors[:, row]).log_softmax(0)
+        return (weights if top_k is None else largest(weights, top_k)).to(likelihood)
+
+    def learn(self, total: Tensor) -> None:
+        """Moves the prior by the posterior at the end of a row, from the row's log-likelihoods [n]."""
+        if self.routing.prior == "uniform" or self.rows == self.routing.cached:
+            return
+        posterior = (self.prior.log() + total).softmax(0)
+        if self.routing.prior == "updating":
+            self.prior = torch.lerp(self.prior, posterior, self.routing.decay)
+            return
+        self.rows, self.cache = self.rows + 1, self.cache + posterior
+        if self.rows == self.routing.cached:
+            self.prior = self.cache / self.rows
+
+    def take(self, domain: int, parts: list[int], weights: Tensor) -> None:
+        """Remembers the weights [n, K] of the parts."""
+        taken = self.taken[domain]
+        for part, weight in zip(parts, weights.detach().sum(1, dtype=torch.double), strict=True):
+            taken[part] = taken.get(part, 0) + weight
+
+    def used(self, domain: int) -> dict[int, float]:
+        """The parts that scored a domain's text in the last evaluation, with their mean weights over the
+        positions of all processes, whose sum is 1; parts with less than a thousandth of the largest are left
+        out. Asked by every process, also by one that scored none of the text."""
+        taken = self.taken.get(domain, {})
+        sums = summed(torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double))
+        told = torch.where(sums < LEAST * sums.max(), 0, sums)
+        shares = (told / told.sum()).tolist()
+        return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
+
+
+def summed(values: Tensor) -> Tensor:
+    """Values on the CPU, summed over all processes."""
+    if not distributed.is_initialized():
+        return values
+    # Lightning moves a module to the CPU after an evaluation, and NCCL sends from a GPU alone.
+    shared = values.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
+    distributed.all_reduce(shared)
+    return shared.cpu()
+
+
+def preceding(likelihood: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From log-likelihoods [n, K] at positions of `rows` [K], ascending: those of what stands before each
+    position in its row, [n, K], those of each row, [n, R], and the place of each position's row, [K]."""
+    _, row, sizes = rows.unique_consecutive(return_inverse=True, return_counts=True)
+    sums = likelihood.double().cumsum(1)
+    ends = sums[:, sizes.cumsum(0) - 1]
+    starts = torch.cat([ends.new_zeros(len(ends), 1), ends[:, :-1]], dim=1)
+    return sums - likelihood - starts[:, row], ends - starts, row
+
+
+def largest(weights: Tensor, count: int) -> Tensor:
+    """Log weights [n, K] of which the `count` largest, of equals the first, are kept at each position and sum
+    to 1 again."""
+    best = weights.sort(dim=0, descending=True, stable=True).indices[:count]
+    kept = torch.full_like(weights, -torch.inf).scatter(0, best, weights.gather(0, best))
+    return kept.log_softmax(0)

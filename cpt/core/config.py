@@ -1,0 +1,86 @@
+"""What a run is: the leaves of its config that decide the result."""
+
+import hashlib
+import json
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+# How a run is carried out, not what it computes: free to change between two starts of the same run.
+EXECUTION = (
+    "name",
+    "tags",
+    "variant",
+    "logger",
+    "cache_dir",
+    "check",
+    "domains.ignore",  # what is read is known by its content
+    "objective",
+    "keep_stages",
+    "on_nonfinite",
+    "endtask",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "trainer.eval_batch_size",
+    "trainer.checkpoint_every",
+    "trainer.log_every_n_steps",
+    "trainer.workers",
+)
+
+# Options that came later, and the value with which a run is what it was without them: such folders go on.
+NEUTRAL = {"callbacks": {}, "model.resize": False}
+FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
+
+
+def executes(key: str) -> bool:
+    """Whether a config key says how the run is carried out only."""
+    return key == "strategy" or any(key == name or key.startswith(f"{name}.") for name in EXECUTION)
+
+
+def digest(value: Any) -> str:
+    """A hash of any JSON value, 16 hexadecimal digits."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings with dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def identity(cfg: DictConfig) -> dict[str, Any]:
+    """The leaves of the config that decide the result."""
+    tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    leaves = {key: value for key, value in flat(tree) if not executes(key)}
+    return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: value then -> value now` of every leaf that differs."""
+    keys = sorted(set(then) | set(now))
+    shown = ((key, then.get(key, "(absent)"), now.get(key, "(absent)")) for key in keys)
+    return [f"{key}: {before} -> {after}" for key, before, after in shown if before != after]
+
+
+def made(options: DictConfig, **extra: Any) -> Any:
+    """What a choice of a config group stands for; what others read of it, and of choices within it, is not
+    given to it."""
+    told = OmegaConf.to_container(options, resolve=True)
+    return instantiate({**own(told), **extra}, _convert_="all") if told["_target_"] else None
+
+
+def own(options: dict[str, Any]) -> dict[str, Any]:
+    inner = {key: own(value) if isinstance(value, dict) else value for key, value in options.items()}
+    return {key: value for key, value in inner.items() if key not in FOR_OTHERS}
+
+
+OmegaConf.register_new_resolver("times", operator.mul, replace=True)

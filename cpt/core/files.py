@@ -1,0 +1,40 @@
+"""Files written as a whole or not at all, and archives that are whole."""
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from cpt.core.checksums import sync
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which then takes its place: a kill leaves the old file or the new
+    one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    yield partial
+    sync(partial)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def replace(path: Path, text: str) -> None:
+    """Puts a text in the place of a file."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def check_archive(path: Path, *, instead: str) -> None:
+    """Raises ValueError if a file of weights is truncated or damaged; `instead` says what to do about it."""
+    if not path.exists():
+        raise ValueError(f"{path} is gone; {instead}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, OSError) as error:
+        damaged = str(error)
+    if damaged:
+        raise ValueError(f"{path} is truncated or damaged ({damaged}); {instead}")

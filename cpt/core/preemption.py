@@ -1,0 +1,234 @@
+"""Signals that ask a run to leave: what was learned is saved first, and the same command goes on from there.
+
+The first signal is noted. Where nothing would be lost it ends the run at once, by an exception; within
+`deferred()`, and where several processes work together, the run goes on to the next place at which it can
+leave, and all processes leave there. A second signal ends the process as it stands."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from subprocess import Popen, TimeoutExpired
+from types import FrameType
+
+from cpt.core.processes import in_company, is_first_process, is_one_of_several, is_started_by_lightning
+
+GO_ON = 75  # EX_TEMPFAIL of BSD's <sysexits.h>: not failed, to be started again
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+TOGETHER_S = 0.5  # what reaches a process by its group and once more by its launcher is one signal
+CHILDREN_S = 60.0  # that the other processes of a run have to leave
+STORE_KEY = "cpt/preempted"
+
+
+class Preempted(BaseException):
+    """The run leaves on a signal; `where` says how far it came."""
+
+    def __init__(self, number: int, where: str = "") -> None:
+        super().__init__(number, where)
+        self.number, self.where = number, where
+
+    def __str__(self) -> str:
+        place = f" {self.where}" if self.where else ""
+        return f"stopped by {signal.Signals(self.number).name}{place}; the same command goes on from here"
+
+
+@dataclass
+class Notice:
+    """The signal of this process, 0 before one has come."""
+
+    number: int = 0
+    deferrals: int = 0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGNALS."""
+        if self.number:
+            return  # a second one is the watcher's
+        self.number = number
+        self.heed()
+
+    def heed(self) -> None:
+        """Leaves if a signal has come and nothing speaks against it."""
+        if self.number and not self.deferrals and not is_waited_for():
+            raise Preempted(self.number)
+
+
+notice = Notice()
+
+
+def is_waited_for() -> bool:
+    """Whether other processes would hang, or be killed, if this one left alone."""
+    return in_company() or is_started_by_lightning() or bool(children())
+
+
+def watch(received: socket.socket) -> None:
+    """Ends the process on its second signal, also while it waits in a library for what never comes."""
+    first = None
+    while numbers := received.recv(1):
+        number, now = numbers[0], time.monotonic()
+        if number not in SIGNALS or signal.getsignal(number) != notice.receive:
+            continue
+        first = first or now
+        if now - first > TOGETHER_S:
+            end_now(number)
+
+
+def end_now(number: int) -> None:
+    for child in children():
+        child.kill()
+    os._exit(128 + number)
+
+
+@contextmanager
+def heeded() -> Iterator[None]:
+    """While it lasts, SIGNALS end the program by one line and the exit code GO_ON; those that are ignored
+    (nohup) stay ignored."""
+    # Python's own part of a signal waits for libraries; what it writes to a socket does not.
+    receiving, sending = socket.socketpair()
+    sending.setblocking(False)
+    threading.Thread(target=watch, args=[receiving], daemon=True, name="signals").start()
+    woken = signal.set_wakeup_fd(sending.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, notice.receive)
+    try:
+        yield
+    except Preempted as leaving:
+        leave(leaving)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(woken)
+        sending.close()
+
+
+def heed_imports() -> None:
+    """Until `heeded`, while a program is still being read in: SIGNALS end it with the exit code GO_ON."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, leave_at_once)
+
+
+def leave_at_once(number: int, frame: FrameType | None) -> None:
+    if is_waited_for():
+        notice.number = number
+        return
+    if is_first_process():
+        print(f"cpt: {Preempted(number)}", file=sys.stderr, flush=True)
+    os._exit(GO_ON)
+
+
+def leave(leaving: Preempted) -> None:
+    """Says so, waits for the other processes of the run and ends."""
+    if is_first_process():
+        print(f"cpt: {leaving}", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + CHILDREN_S
+    for child in children():
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except TimeoutExpired:
+            child.kill()
+    # Not sys.exit among several: a process that has left cannot answer what others ask at their exit.
+    os._exit(GO_ON) if is_one_of_several() else sys.exit(GO_ON)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """While it lasts, a signal is noted only: `check` and `leave_together` heed it, or its end."""
+    notice.deferrals += 1
+    try:
+        yield
+    finally:
+        notice.deferrals -= 1
+    notice.heed()
+
+
+def check(where: str = "") -> None:
+    """Leaves if a signal has come to this process; for where no other one waits for it."""
+    if notice.number:
+        raise Preempted(notice.number, where)
+
+
+def leave_together(where: str = "") -> None:
+    """Leaves if a signal has come to any process; called by all of them."""
+    if number := agreed(notice.number):
+        leave_all(number, where)
+
+
+def leave_all(number: int, where: str = "") -> None:
+    """Leaves with all other processes, which know of the signal as well."""
+    release_children()
+    raise Preempted(number, where)
+
+
+def agreed(number: int) -> int:
+    """The largest of the processes' numbers; a collective where there are several."""
+    if not in_company():
+        return number
+    import torch
+    from torch import distributed
+
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor(number, device=device)
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+    return int(largest)
+
+
+class Herald:
+    """Tells the other processes of a signal, and hears of theirs, while each works on its own: by the store
+    that the process group was made with, asked every `PERIOD_S`."""
+
+    PERIOD_S = 0.5
+
+    def __init__(self) -> None:
+        self.asked = 0.0
+
+    def check(self) -> None:
+        """Leaves its own work if a signal has come to any process."""
+        if in_company():
+            self.exchange()
+        check()
+
+    def exchange(self) -> None:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        if notice.number:
+            _get_default_store().set(STORE_KEY, str(notice.number))
+        elif time.monotonic() - self.asked > self.PERIOD_S:
+            self.asked = time.monotonic()
+            if _get_default_store().check([STORE_KEY]):
+                notice.number = int(_get_default_store().get(STORE_KEY))
+
+
+def ignore_signals(worker: int = 0) -> None:
+    """For processes that prepare data: what is sent to all of a run is their parent's to heed, which ends
+    them; of SIGTERM, which it may have to use, they ignore the first."""
+    signal.set_wakeup_fd(-1)  # the parent's
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+
+
+def observers() -> list[threading.Thread]:
+    """Lightning's threads that kill this process as soon as one that it has started ends with a code."""
+    return [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
+
+
+_released: list[Popen] = []
+
+
+def children() -> list[Popen]:
+    """The other processes of the run that this one has started."""
+    return _released + [child for thread in observers() for child in thread._child_processes]
+
+
+def release_children() -> None:
+    """They may end with GO_ON from now on."""
+    for thread in observers():
+        _released.extend(thread._child_processes)
+        thread._child_processes = []

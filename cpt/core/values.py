@@ -1,0 +1,98 @@
+"""What a value of the config may be: a test, and the words for what it allows. Nothing here needs torch."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpt.core.options import INTERVALS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which values there may be, and how that is said."""
+
+    allows: Callable[[Any], bool]
+    allowed: str
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises ValueError, `key=value; allowed: …`, for a value that there may not be."""
+        if not self.allows(value):
+            raise ValueError(f"{key}={shown(value)}; allowed: {self.allowed}")
+
+
+Rules = Mapping[str, Rule]
+
+
+def shown(value: Any) -> str:
+    """A value as one gives it on the command line."""
+    return {None: "null", True: "true", False: "false"}[value] if is_word(value) else str(value)
+
+
+def is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def is_list(value: Any, entry: Callable[[Any], bool]) -> bool:
+    """Whether it is a list, and all in it is as `entry` says."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(entry, value))
+
+
+def is_pattern(value: Any) -> bool:
+    """Whether it is a regular expression."""
+    try:
+        re.compile(value)
+    except (re.error, TypeError):
+        return False
+    return True
+
+
+def number(interval: str) -> Rule:
+    """A number of one of cpt.core.options.INTERVALS."""
+    return Rule(lambda value: is_number(value) and INTERVALS[interval](value), interval)
+
+
+def whole(least: int) -> Rule:
+    return Rule(lambda value: is_whole(value, least), f"a whole number, {least} or more")
+
+
+def one_of(*choices: str | int) -> Rule:
+    """One of some words or numbers."""
+    known = [(type(choice), choice) for choice in choices]
+    return Rule(lambda value: (type(value), value) in known, ", ".join(dict.fromkeys(map(str, choices))))
+
+
+def some_of(*choices: str, none: bool = False) -> Rule:
+    """A list of some words, each once; with `none` also the empty one."""
+
+    def allows(value: Any) -> bool:
+        known = is_list(value, lambda entry: entry in choices)
+        return known and len(set(value)) == len(value) and (none or len(value) > 0)
+
+    listed = ", ".join(choices)
+    return Rule(allows, f"some of {listed}, or []" if none else f"one or more of {listed}")
+
+
+def or_null(rule: Rule) -> Rule:
+    return Rule(lambda value: value is None or rule.allows(value), f"null or {rule.allowed}")
+
+
+YES_NO = Rule(lambda value: isinstance(value, bool), "true, false")
+TEXT = Rule(is_text, "a text")
+TEXTS = Rule(lambda value: is_list(value, is_text), "a list of texts")
+MAPPING = Rule(lambda value: isinstance(value, Mapping), "keys with values, {key: value}")
+PATTERN = Rule(is_pattern, "a regular expression")

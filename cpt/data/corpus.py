@@ -1,0 +1,183 @@
+"""The documents of one domain on disk, without duplicates, split into train, valid and test."""
+
+import hashlib
+import json
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from datasets.arrow_writer import ArrowWriter
+
+from cpt.core.cache import made_once
+from cpt.core.randomness import key, sample_keys
+from cpt.data.sources.base import Source, stamp_of
+
+log = logging.getLogger(__name__)
+SPLITS = ("train", "valid", "test")
+DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
+BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A domain's text; `facts` holds its digest and its counts of documents and bytes."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    def documents(self, split: str) -> Dataset:
+        """The documents of a split, memory-mapped, with a column `text`."""
+        chosen = np.flatnonzero(np.load(self.folder / "splits.npy", mmap_mode="r") == SPLITS.index(split))
+        return Dataset.from_file(str(self.folder / "documents.arrow")).select(chosen)
+
+
+def in_batches(documents: Dataset) -> Iterator[list[str]]:
+    """Documents in lists of BATCH, or fewer where they are long: memory does not grow with the text."""
+    batch: list[str] = []
+    size = 0
+    for few in documents.iter(batch_size=16):
+        for text in few["text"]:
+            batch.append(text)
+            size += len(text)
+            if len(batch) == BATCH or size >= CHARACTERS:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def corpus(source: Source, name: str, *, cache: Path) -> Corpus:
+    """A domain's text as its source has it now, read once for all runs.
+
+    Raises ValueError for a domain with too few documents to train on and hold some out, and for text that
+    changes while it is read.
+    """
+    stamp = stamp_of(source, name)
+
+    def make(partial: Path) -> None:
+        write(partial, source.read(name), name=name, held_out=source.held_out)
+        if stamp_of(source, name) != stamp:
+            raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
+
+    folder = made_once(cache / "corpora" / stamp, make=make)
+    return Corpus(folder, json.loads((folder / "facts.json").read_text()))
+
+
+def facts_anew(source: Source, name: str) -> dict[str, Any]:
+    """The facts of a domain's text, every document read again and nothing written."""
+    hashes, given, sizes = counted(encoded(source.read(name)))
+    return describe(hashes, given, assign(hashes, given, name=name, held_out=source.held_out), sizes)
+
+
+def write(
+    folder: Path, documents: Iterable[tuple[str, str]], *, name: str, held_out: Mapping[str, float]
+) -> None:
+    """Writes documents, their splits and the facts about them into a folder."""
+    with ArrowWriter(
+        path=str(folder / "documents.arrow"), features=Features({"text": Value("large_string")})
+    ) as writer:
+        hashes, given, sizes = counted(stored(writer, encoded(documents)))
+        writer.finalize()
+    splits = assign(hashes, given, name=name, held_out=held_out)
+    np.save(folder / "splits.npy", splits)
+    facts = describe(hashes, given, splits, sizes)
+    log.info("%s: %s", name, summary(facts))
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def encoded(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, bytes]]:
+    """Documents as UTF-8, mended where they are no Unicode."""
+    return ((split, text.encode(errors="replace")) for split, text in documents)
+
+
+def stored(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Hands documents on and writes them."""
+    waiting = 0
+    for split, raw in documents:
+        writer.write({"text": raw.decode()})
+        waiting += len(raw)
+        if waiting >= CHARACTERS:
+            writer.write_examples_on_file()
+            waiting = 0
+        yield split, raw
+
+
+def counted(documents: Iterable[tuple[str, bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The hash, split and bytes of each document, which is all that memory holds."""
+    hashes, given, sizes = array("Q"), array("b"), array("Q")
+    for split, raw in documents:
+        hashes.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
+        given.append(SPLITS.index(split))
+        sizes.append(len(raw))
+    return np.asarray(hashes, np.uint64), np.asarray(given, np.int8), np.asarray(sizes, np.int64)
+
+
+def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float]) -> np.ndarray:
+    """The split of each document, [documents] int8, DROPPED for copies.
+
+    Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
+    its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
+    documents' own. SPARED are the held-out documents beyond the most."""
+    if not len(hashes):
+        raise ValueError(f"domain {name} has no text: its files are empty")
+    order = np.lexsort((np.arange(len(given)), given))
+    _, first = np.unique(hashes[order], return_index=True)
+    splits = np.full(len(given), DROPPED, np.int8)
+    splits[order[first]] = given[order[first]]
+    train = np.flatnonzero(splits == 0)
+    ranked = train[np.argsort(sample_keys(key("split", int(held_out["seed"])), hashes[train]), kind="stable")]
+    taken = 0
+    for split in ("valid", "test"):
+        if not (given == SPLITS.index(split)).any():
+            count = max(1, round(held_out[split] * len(train)))
+            splits[ranked[taken : taken + count]] = SPLITS.index(split)
+            taken += count
+    spare(splits, hashes, held_out=held_out)
+    left = [int((splits == number).sum()) for number in range(len(SPLITS))]
+    if min(left) == 0:
+        found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
+        raise ValueError(
+            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
+            "allowed: at least one for each, all different "
+            "(domains.document=line or paragraph makes more of a .txt file)"
+        )
+    return splits
+
+
+def spare(splits: np.ndarray, hashes: np.ndarray, *, held_out: Mapping[str, float]) -> None:
+    """Keeps at most `most` documents of each held-out split, those with the smallest hash under the seed."""
+    stream = key("most", int(held_out["seed"]))
+    for split in (1, 2):
+        held = np.flatnonzero(splits == split)
+        ranked = held[np.argsort(sample_keys(stream, hashes[held]), kind="stable")]
+        splits[ranked[held_out.get("most") or len(ranked) :]] = SPARED
+
+
+def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
+    """Digests of the text with its splits and of what is trained on, documents and bytes per split, and how
+    many copies were left out."""
+    held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
+    content = hashlib.blake2b(hashes.tobytes() + splits.tobytes(), digest_size=8)
+    trained = hashlib.blake2b(hashes[splits == 0].tobytes(), digest_size=8)
+    return {
+        "digest": content.hexdigest(),
+        "train_digest": trained.hexdigest(),
+        "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
+        "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
+        "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
+        "held_out_copies": held_out_copies,
+    }
+
+
+def summary(facts: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
+    return (
+        f"{sum(facts['bytes'].values()) / 1e6:.2f} MB, documents: {counts}; "
+        f"left out: {facts['duplicates']} duplicates and "
+        f"{facts['held_out_copies']} valid or test documents that also stand elsewhere"
+    )

@@ -1,0 +1,170 @@
+"""The sequence of domains as a LightningDataModule that every method shares."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from cpt.core.preemption import ignore_signals, leave_together
+from cpt.core.randomness import key, shuffled
+from cpt.data.budget import Budget
+from cpt.data.objectives import Batch, Objective
+from cpt.data.packing import Packed
+from cpt.data.replay import Pool, Replay
+from cpt.data.sampling import From, Share, Stream, Subset
+from cpt.data.sources.base import GENERAL
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """A loader's batches on a device, as often as they are asked for. Between two of them a run may leave."""
+
+    loader: DataLoader
+    device: torch.device
+    name: str
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self.loader):
+            yield {name: value.to(self.device) for name, value in batch.items()}
+            if number < self.loader.sampler.common:
+                leave_together(f"in the probe of {self.name}")
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What is learned in one stage: the text of its name, or a mixture of several texts."""
+
+    name: str
+    index: int  # place in the order
+    parts: tuple[str, ...]
+
+
+class DomainSequence(LightningDataModule):
+    """The domains in the order they are learned; `enter` chooses what the loaders give.
+
+    `train` and `held_out` are the packed texts by name: those of the domains, in the order of the matrix's
+    columns, and that of `general`, if there is one, last. `replay` says how much earlier text stands among a
+    domain's samples: that of the stages before it, and the general text.
+
+    Raises ValueError for sizes below 1 and for replay that cannot be had."""
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        *,
+        train: Mapping[str, Packed],
+        held_out: Mapping[str, Packed],
+        objective: Objective,
+        budget: Budget,
+        replay: Replay,
+        seed: int,
+        accumulate: int,
+        eval_batch_size: int,
+        probe_samples: int,
+        workers: int,
+    ) -> None:
+        super().__init__()
+        sizes = {"accumulate_grad_batches": accumulate, "eval_batch_size": eval_batch_size}
+        for name, value in (sizes | {"probe_samples": probe_samples}).items():
+            if value < 1:
+                raise ValueError(f"trainer.{name}={value}; allowed: 1 or more")
+        self.domains, self.train, self.held_out = tuple(domains), train, held_out
+        self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
+        self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
+        self.replay, self.domain = replay, None
+        most = max((len(self.past(domain)) for domain in self.domains), default=0)
+        replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
+        self.places = {
+            part: place for domain in self.domains for place, part in enumerate(domain.parts, domain.index)
+        }
+
+    def __iter__(self) -> Iterator[Domain]:
+        return iter(self.domains)
+
+    def __len__(self) -> int:
+        return len(self.domains)
+
+    def enter(self, domain: Domain) -> None:
+        """Makes a domain the current one."""
+        self.domain = domain
+
+    def steps(self, domain: Domain) -> int:
+        """Optimizer steps that a domain is learned for."""
+        return sum(self.steps_by_part(domain))
+
+    def steps_by_part(self, domain: Domain) -> list[int]:
+        texts = [self.train[part] for part in domain.parts]
+        return [self.budget.steps_for(text, length=text.length) for text in texts]
+
+    def past(self, domain: Domain) -> list[str]:
+        """The texts that were learned before a domain, each once."""
+        before = self.domains[: self.domains.index(domain)]
+        return list(dict.fromkeys(part for each in before for part in each.parts))
+
+    def earlier(self, domain: Domain) -> list[Pool]:
+        """What a domain's batches replay."""
+        past = {name: self.train[name] for name in self.past(domain)}
+        general = {GENERAL: self.train[GENERAL]} if self.replay.general else {}
+        return self.replay.pools(past, general, stage=domain.name, seed=self.seed)
+
+    def train_dataloader(self) -> DataLoader:
+        """The current domain from the trainer's step on; resuming costs the same anywhere."""
+        stream = Stream(
+            {part: self.train[part] for part in self.domain.parts},
+            objective=self.objective,
+            seed=self.seed,
+            batch_size=self.budget.batch_size,
+            steps=self.steps_by_part(self.domain),
+            accumulate=self.accumulate,
+            rank=self.trainer.global_rank,
+            world=self.trainer.world_size,
+            earlier=self.earlier(self.domain),
+        )
+        return self.loader(stream, From(self.trainer.global_step * self.accumulate, len(stream)))
+
+    def val_dataloader(self) -> DataLoader:
+        """All held-out texts, the same masked positions for every model; each process has its share of the
+        batches."""
+        rows = {name: np.arange(len(text)) for name, text in self.held_out.items()}
+        return self.shared_out(self.held_out, rows, purpose="score")
+
+    def probe(self) -> OnDevice:
+        """A fixed random subset of the current domain's training text, with fixed masks; the process's share
+        of it."""
+        texts = {part: self.train[part] for part in self.domain.parts}
+        share = math.ceil(self.probe_samples / len(texts))
+        rows = {
+            name: shuffled(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
+            for name, text in texts.items()
+        }
+        return OnDevice(
+            self.shared_out(texts, rows, purpose="probe"), self.trainer.strategy.root_device, self.domain.name
+        )
+
+    def shared_out(
+        self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str
+    ) -> DataLoader:
+        batches = Subset(
+            texts, rows, objective=self.objective, batch_size=self.eval_batch_size, purpose=purpose
+        )
+        return self.loader(
+            batches, Share(len(batches), rank=self.trainer.global_rank, world=self.trainer.world_size)
+        )
+
+    def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
+        pinned = self.trainer.strategy.root_device.type == "cuda"
+        return DataLoader(
+            batches,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.workers,
+            pin_memory=pinned,
+            worker_init_fn=ignore_signals,
+        )

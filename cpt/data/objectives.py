@@ -1,0 +1,110 @@
+"""What a language model has to predict: rows of token ids in, a batch with labels out.
+
+In both objectives `labels[b, t]` is the token that the model's output at position t should predict, so that a
+loss never asks which objective it serves."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from cpt.core.randomness import draws
+
+UNSCORED = -100
+Batch = dict[str, Tensor]
+
+
+class Objective(ABC):
+    """Makes batches. `scored` counts ahead what `batch` will score, from each row's size alone; the token
+    that the output at position t predicts stands `ahead` places after t."""
+
+    ahead: int
+
+    @abstractmethod
+    def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Input ids and labels, both [B, T], of rows with ids [B, T], text at `present` [B, T], a key per
+        row."""
+
+    @abstractmethod
+    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Scored positions per row, [B], of rows with so many tokens of text (of all tokens)."""
+
+    @abstractmethod
+    def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens per row, [B], that the objective may score: what bits per byte are counted over."""
+
+    @abstractmethod
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        """The ids [B, T] of a batch as the text has them."""
+
+    def batch(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> Batch:
+        """`input_ids` and `labels` [B, T] (-100: not scored), `positions` [K] of the scored ones in the
+        flattened batch, and `attention_mask` [B, T] only where a row is padded."""
+        present = np.arange(ids.shape[1]) < lengths[:, None]
+        inputs, labels = self.labels(ids, present, keys)
+        batch = {"input_ids": inputs, "labels": labels, "positions": np.flatnonzero(labels != UNSCORED)}
+        if not present.all():
+            batch["attention_mask"] = present.astype(np.int64)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+class Masked(Objective):
+    """Masked language modelling (Devlin et al., NAACL 2019, section 3.1): `rate` of a row's text tokens are
+    predicted; of these 80 % are replaced by the mask token, 10 % by a random token, 10 % stay. The number per
+    row is fixed (rounded, at least 1), so that the batch's count of scored tokens is known before it is
+    made."""
+
+    ahead = 0
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float | None) -> None:
+        if rate is None or not 0 < rate < 1:
+            raise ValueError(f"model.mask_rate={rate}; allowed: above 0 and below 1")
+        if tokenizer.mask_token_id is None:
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path} has no mask token; allowed: model.objective=causal"
+            )
+        self.rate, self.mask = rate, tokenizer.mask_token_id
+        self.special = np.asarray(sorted(tokenizer.all_special_ids))
+        self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)
+
+    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return np.minimum(text_tokens, np.maximum(1, np.rint(self.rate * text_tokens))).astype(np.int64)
+
+    def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return text_tokens
+
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        return torch.where(batch["labels"] == UNSCORED, batch["input_ids"], batch["labels"])
+
+    def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        text = present & ~np.isin(ids, self.special)
+        lottery = np.where(text, draws(keys, ids.shape[1], stream=0), 2.0)
+        counts = self.scored(text.sum(1), present.sum(1))
+        chosen = lottery.argsort(1, kind="stable").argsort(1, kind="stable") < counts[:, None]
+        fate = draws(keys, ids.shape[1], stream=1)
+        token = self.plain[(draws(keys, ids.shape[1], stream=2) * len(self.plain)).astype(np.int64)]
+        inputs = np.where(chosen & (fate < 0.8), self.mask, ids)
+        inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), token, inputs)
+        return inputs, np.where(chosen, ids, UNSCORED)
+
+
+class Causal(Objective):
+    """Next-token prediction: every token of a row but its first, separators included."""
+
+    ahead = 1
+
+    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return lengths - 1
+
+    def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        return lengths
+
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        return batch["input_ids"]
+
+    def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        following = np.full_like(ids, UNSCORED)
+        following[:, :-1] = np.where(present[:, 1:], ids[:, 1:], UNSCORED)
+        return ids, following

@@ -1,0 +1,144 @@
+"""Earlier text mixed into a domain's batches: of the domains before it, and the general text.
+
+Which row is drawn when is a function of the seed, the stage and the number of the draw, so nothing is stored:
+Ibrahim et al., TMLR 2024 (arXiv 2403.08763), where replayed samples displace new ones, or beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cpt.core.randomness import key, sample_keys, shuffled
+
+if TYPE_CHECKING:  # a config is checked without torch
+    from cpt.data.packing import Packed
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How much earlier text is mixed in: shares of the batch size for the `past` domains together and the
+    `general` text, instead of new samples or, with `adds`, on top of them. `memory` samples are kept of all
+    past domains together; None keeps all.
+
+    Raises ValueError for what is no share, no memory or no choice."""
+
+    past: float
+    general: float
+    memory: int | None
+    adds: bool
+
+    def __post_init__(self) -> None:
+        shares = (self.past, self.general)
+        if not all(is_number(each) and 0 <= each < 1 for each in shares) or sum(map(exact, shares)) >= 1:
+            raise ValueError(
+                f"replay has past={self.past}, general={self.general}; "
+                "allowed: shares of 0 or more whose sum is below 1"
+            )
+        whole = is_number(self.memory) and self.memory >= 1 and self.memory % 1 == 0
+        if self.memory is not None and not (whole and self.past):
+            raise ValueError(
+                f"replay has memory={self.memory}, past={self.past}; "
+                "allowed: a whole number of samples, 1 or more, with past above 0; or null"
+            )
+        if not isinstance(self.adds, bool):
+            raise ValueError(f"replay has adds={self.adds}; allowed: true, false")
+
+    def check(self, *, domains: int, general: bool, batch_size: int) -> None:
+        """Raises ValueError if it asks for more than there is: past domains that do not fit into the memory,
+        general text, or more of a batch than can be displaced."""
+        if self.memory is not None and self.memory < domains:
+            raise ValueError(
+                f"replay has memory={self.memory} for {domains} past domains; "
+                "allowed: a sample or more for each, or null"
+            )
+        if self.general and not general:
+            raise ValueError(
+                f"replay has general={self.general}, but there is no general text to train on; allowed: 0"
+            )
+        # Counts of two kinds may round up in the same step.
+        new = batch_size * (1 - exact(self.past) - exact(self.general))
+        if self.past and self.general and not self.adds and new < 1:
+            raise ValueError(
+                f"replay has past={self.past}, general={self.general}, which leaves {float(new):g} new "
+                f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more, or adds=true"
+            )
+
+    def pools(
+        self, past: Mapping[str, Packed], general: Mapping[str, Packed], *, stage: str, seed: int
+    ) -> list[Pool]:
+        """What a stage draws from: the texts before it, by name, and the general text."""
+        kinds = [("past", self.past, past, self.memory), ("general", self.general, general, None)]
+        return [
+            Pool(texts, share=exact(share), adds=self.adds, memory=memory, seed=seed, place=(stage, kind))
+            for kind, share, texts, memory in kinds
+            if texts
+        ]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Texts that a stage draws from in turn, a `share` of its samples; `place` names the stage and the kind.
+
+    Each turn draws a row of every text, in an order of its own. The rows of a text come in a shuffle of what
+    is kept of it, epoch by epoch: of t texts in a memory of m samples the first m div t of a fixed shuffle,
+    so that what is kept later was kept before."""
+
+    texts: Mapping[str, Packed]
+    _: KW_ONLY
+    share: Fraction
+    adds: bool
+    memory: int | None
+    seed: int
+    place: tuple[str, str]
+
+    def count(self, samples: int) -> int:
+        """How many are drawn in the steps of so many samples; exact, since a float would drift."""
+        return samples * self.share.numerator // self.share.denominator
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Rows of each text, [t]."""
+        return np.array([len(text) for text in self.texts.values()])
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """Rows of each text that can be drawn, [t]."""
+        if self.memory is None:
+            return self.sizes
+        return np.minimum(self.sizes, int(self.memory) // len(self.texts))
+
+    @cached_property
+    def shuffles(self) -> np.ndarray:
+        """Keys of what is kept of each text, the same in all stages, and of the order it comes in, [2, t]."""
+        kept = [key(self.seed, "memory", name) for name in self.texts]
+        return np.array([kept, [self.stream("rows", name) for name in self.texts]], np.uint64)
+
+    def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Place of the text, row and key of the samples with these numbers, each [B]."""
+        turns, seats = np.divmod(draws, len(self.texts))
+        parts = shuffled(seats, len(self.texts), stream=sample_keys(self.stream("turns"), turns))
+        (memory, order), kept = self.shuffles[:, parts], self.kept[parts]
+        epochs, places = np.divmod(turns, kept)
+        items = shuffled(places, kept, stream=sample_keys(order, epochs))
+        rows = shuffled(items, self.sizes[parts], stream=memory)
+        return parts, rows, sample_keys(self.stream("masks"), draws)
+
+    def stream(self, *purpose: str) -> int:
+        return key(self.seed, *self.place, *purpose)
+
+
+def exact(share: float) -> Fraction:
+    """The share as it is written: 0.1 is a tenth."""
+    return Fraction(str(share))
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+NOTHING = Replay(past=0.0, general=0.0, memory=None, adds=False)

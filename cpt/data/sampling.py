@@ -1,0 +1,186 @@
+"""Batches as functions of their number: nothing depends on workers, on ranks or on where a run was
+resumed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.data.budget import share
+from cpt.data.objectives import Batch, Objective
+from cpt.data.packing import Packed
+from cpt.data.replay import Pool
+
+
+class Stream(Dataset):
+    """The training batches of one domain for one process.
+
+    Position p of the domain's stream holds row `p mod rows` of the shuffle of epoch `p div rows`. A domain of
+    several parts holds the positions of all its parts in one shuffle, so it gives exactly the samples that
+    they would give one after another. Step s goes on where step s - 1 ended, by `batch_size` positions less
+    what is displaced by draws from earlier text, and shares its samples out among the processes and their
+    accumulated parts."""
+
+    def __init__(
+        self,
+        texts: Mapping[str, Packed],
+        *,
+        objective: Objective,
+        seed: int,
+        batch_size: int,
+        steps: Sequence[int],
+        accumulate: int,
+        rank: int,
+        world: int,
+        earlier: Sequence[Pool] = (),
+    ) -> None:
+        share(batch_size, accumulate=accumulate, world=world)
+        self.names, self.objective, self.seed, self.earlier = list(texts), objective, seed, tuple(earlier)
+        self.texts = [*texts.values(), *(text for pool in earlier for text in pool.texts.values())]
+        self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
+        self.steps, self.ends = sum(steps), np.cumsum([self.new(count) for count in steps])
+        self.starts = np.concatenate([[0], self.ends[:-1]])
+
+    def __len__(self) -> int:
+        return self.steps * self.accumulate
+
+    def __getitem__(self, number: int) -> Batch:
+        """Batch `number` of this process. `weight` is what each scored token's loss is multiplied by, so that
+        the mean over processes and accumulated parts is the mean over the scored tokens of the whole step."""
+        step, part = divmod(number, self.accumulate)
+        parts, rows, keys = self.samples(step)
+        piece = part * self.world + self.rank
+        mine = slice(*(len(rows) * each // (self.accumulate * self.world) for each in (piece, piece + 1)))
+        batch = assembled(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
+        batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
+        return batch
+
+    def new(self, steps: int) -> int:
+        """How many positions of the stream so many steps take."""
+        samples = steps * self.batch_size
+        return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
+
+    def samples(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Part, row and key of the samples of a step, each [B]; parts after its own are those of the earlier
+        pools. What is drawn from them stands in random places, so that each process has its mixture."""
+        found, first = [self.locate(np.arange(self.new(step), self.new(step + 1)))], len(self.names)
+        for pool in self.earlier:
+            begin, end = (pool.count(each * self.batch_size) for each in (step, step + 1))
+            parts, rows, keys = pool.locate(np.arange(begin, end))
+            found.append((parts + first, rows, keys))
+            first += len(pool.texts)
+        new, drawn = len(found[0][0]), sum(len(parts) for parts, *_ in found[1:])
+        stream = sample_keys(key(self.seed, "places", *self.names), np.array([step]))
+        order = amid(new, shuffled(np.arange(drawn), new + drawn, stream=stream))
+        return tuple(np.concatenate(each)[order] for each in zip(*found, strict=True))
+
+    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Part, row and key of the samples at positions of the stream, each [B]."""
+        if len(self.names) > 1:
+            positions = shuffled(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
+        parts = np.searchsorted(self.ends, positions, side="right")
+        rows, keys = np.empty_like(positions), np.empty(len(positions), np.uint64)
+        for part in np.unique(parts):
+            here = parts == part
+            count = len(self.texts[part])
+            epoch, place = np.divmod(positions[here] - self.starts[part], count)
+            stream = sample_keys(key(self.seed, self.names[part]), epoch)
+            rows[here] = shuffled(place, count, stream=stream)
+            keys[here] = sample_keys(stream, rows[here])
+        return parts, rows, keys
+
+    def scored(self, parts: np.ndarray, rows: np.ndarray) -> int:
+        count = 0
+        for part in np.unique(parts):
+            text, chosen = self.texts[part], rows[parts == part]
+            count += int(self.objective.scored(text.text_tokens[chosen], text.row_lengths[chosen]).sum())
+        return count
+
+
+def amid(new: int, places: np.ndarray) -> np.ndarray:
+    """The order in which what follows `new` items comes to stand at `places` among them."""
+    order = np.full(new + len(places), -1)
+    order[places] = np.arange(new, len(order))
+    order[order < 0] = np.arange(new)
+    return order
+
+
+class Subset(Dataset):
+    """Fixed rows of several texts in batches, each of one text: evaluation and probes. The masks are those of
+    the text's name and the row alone, so every model meets the same ones."""
+
+    def __init__(
+        self,
+        texts: Mapping[str, Packed],
+        rows: Mapping[str, np.ndarray],
+        *,
+        objective: Objective,
+        batch_size: int,
+        purpose: str,
+    ) -> None:
+        self.texts, self.objective, self.purpose = texts, objective, purpose
+        self.blocks = [
+            (name, rows[name][at : at + batch_size])
+            for name in texts
+            for at in range(0, len(rows[name]), batch_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, number: int) -> Batch:
+        """Batch `number`; `column` is the text's place, `documents` [K] the document of each scored token."""
+        name, rows = self.blocks[number]
+        text = self.texts[name]
+        keys = sample_keys(key(self.purpose, name), rows)
+        batch = assembled([text], self.objective, np.zeros(len(rows), np.int64), rows, keys)
+        owners = np.roll(text.document_of(rows), -self.objective.ahead, axis=1)
+        batch["documents"] = torch.from_numpy(owners.ravel()[batch["positions"].numpy()])
+        batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
+        batch["column"] = torch.tensor(list(self.texts).index(name))
+        return batch
+
+
+def assembled(
+    texts: Sequence[Packed],
+    objective: Objective,
+    parts: np.ndarray,
+    rows: np.ndarray,
+    keys: np.ndarray,
+) -> Batch:
+    """The objective's batch of rows that may come from several texts."""
+    ids, lengths = np.empty((len(rows), texts[0].length), np.int64), np.empty(len(rows), np.int64)
+    for part in np.unique(parts):
+        here = parts == part
+        ids[here], lengths[here] = texts[part].ids(rows[here]), texts[part].row_lengths[rows[here]]
+    return objective.batch(ids, lengths, keys)
+
+
+class From(Sampler[int]):
+    """The numbers from `start` to `total`; its length is `total`, since Lightning's count of batches goes on
+    too."""
+
+    def __init__(self, start: int, total: int) -> None:
+        self.start, self.total = start, total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.total))
+
+    def __len__(self) -> int:
+        return self.total
+
+
+class Share(Sampler[int]):
+    """Every `world`-th number below `total`, from `rank` on: a process's part of an evaluation; each process
+    has at least `common`."""
+
+    def __init__(self, total: int, *, rank: int, world: int) -> None:
+        self.numbers, self.common = range(rank, total, world), total // world
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)

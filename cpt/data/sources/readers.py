@@ -1,0 +1,213 @@
+"""Files of text: which there are, what a document in them is, and the documents one after another.
+
+The readers are the standard library's and pyarrow's, a file at a time: those of `datasets` take the types of
+a whole table from its first rows, and say neither the file nor the line of what they cannot read."""
+
+import csv
+import gzip
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+log = logging.getLogger(__name__)
+KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "dev", "val"), "valid")}
+SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})([-_]\d+(-of-\d+)?)?", re.IGNORECASE)
+UNITS = ("file", "paragraph", "line")
+MANY_FILES, FIRST_LINES = 20, 10_000
+ROWS_AT_ONCE = 100
+
+Row = tuple[str, Any]  # where it stands, what stands there
+
+
+def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Files with their sizes and times: other values, other text."""
+    stats = ((path, path.stat()) for path in files)
+    return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def kind(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: False) -> list[Path]:
+    """The text files below a folder, in the order they are read; no hidden ones, and none that are `ignored`.
+
+    Raises ValueError for what is neither and cannot be read, and for a folder without text."""
+    found = sorted(walk(folder, ignored))
+    if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
+        more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
+        raise ValueError(
+            f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also .gz, or leave out "
+            f"what is not text: domains.ignore=[{pattern_of(unread[0])}]"
+        )
+    if not found:
+        raise ValueError(
+            f"{folder} has no {' '.join(KINDS)} file; each sub-folder is a domain, but for "
+            f"domains.ignore=[{folder.name}]"
+        )
+    return found
+
+
+def walk(
+    folder: Path, ignored: Callable[[Path], bool], above: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """All that is no folder below a folder, links followed."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
+    with reading(folder):
+        entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
+    for entry in entries:
+        path = folder / entry.name
+        if ignored(path):
+            continue
+        if entry.is_dir():
+            yield from walk(path, ignored, above | {real})
+        else:
+            yield path
+
+
+def pattern_of(path: Path) -> str:
+    """What to ignore where a file is no text."""
+    return f"*{''.join(path.suffixes[-2:])}" if path.suffix else path.name
+
+
+def text_size(path: Path) -> int:
+    """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB."""
+    if path.suffix != ".gz":
+        return path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-min(4, path.stat().st_size), 2)
+        return int.from_bytes(file.read(), "little")
+
+
+def split_of(path: Path, folder: Path) -> str:
+    """The split that a file's name or a folder it is in says (test.txt, train-00000-of-00002.parquet, dev/a);
+    train where they say nothing."""
+    said = (SPLIT_NAME.fullmatch(part.split(".")[0]) for part in path.relative_to(folder).parts)
+    return next((SPLITS[match[1].lower()] for match in said if match), "train")
+
+
+def unit_of(files: Sequence[Path]) -> str:
+    """What `document=auto` means for these files."""
+    texts = [path for path in files if kind(path) == ".txt"]
+    if len(texts) >= MANY_FILES or not texts:
+        return "file"
+    with reading(texts[0]):
+        paragraphs = list(islice(units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
+    unit = "paragraph" if len(paragraphs) > 1 else "line"
+    log.info("%s: %d .txt files, a document is a %s (domains.document)", texts[0].parent, len(texts), unit)
+    return unit
+
+
+def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
+    """The documents of a file, streamed; ValueError if it cannot be read, or not as what its name says."""
+    rows = {".csv": csv_rows, ".jsonl": json_rows, ".json": json_rows}
+    with reading(path):
+        if kind(path) == ".txt":
+            yield from (text for text in units(lines(path), unit) if text and not text.isspace())
+        elif kind(path) == ".parquet":
+            yield from texts_of(parquet_rows(path, column), column)
+        else:
+            yield from texts_of(rows[kind(path)](path), column)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors of the libraries that read a file or a folder as a ValueError that names it."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
+    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read: {cause(error)}") from error
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a file, ended by line feeds; ValueError for one that is not UTF-8."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                where = f"line {number}, byte {error.start + 1}"
+                raise ValueError(f"{path} is not UTF-8: {where} ({error.reason})") from error
+            yield text[:-2] + "\n" if text.endswith("\r\n") else text
+
+
+def units(text: Iterator[str], unit: str) -> Iterator[str]:
+    """Lines of text joined to what a document is."""
+    if unit == "line":
+        return (line.rstrip("\n") for line in text)
+    if unit == "file":
+        return iter(["".join(text)])
+    return ("".join(group).rstrip("\n") for blank, group in groupby(text, key=str.isspace) if not blank)
+
+
+def json_rows(path: Path) -> Iterator[Row]:
+    """The values of a file with one on each line, or with a single array of them."""
+    text = enumerate(lines(path), start=1)
+    for number, line in text:
+        try:
+            if number == 1 and line.lstrip().startswith("["):
+                whole = json.loads("".join([line, *(rest for _, rest in text)]))
+                yield from ((f"{path}, value {place}", row) for place, row in enumerate(whole, start=1))
+            elif not line.isspace():
+                yield f"{path}, line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path}, line {number} is not JSON: {error.msg} (column {error.colno})"
+            ) from error
+
+
+def csv_rows(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(2**31 - 1)  # the module's own limit is shorter than documents are
+    reader = csv.reader(lines(path), strict=True)
+    header = next(reader, [])
+    for row in filter(None, reader):
+        where = f"{path}, line {reader.line_num}"
+        if len(row) != len(header):
+            raise ValueError(
+                f"{where} has {len(row)} values; allowed: {len(header)}, as many as there are names"
+            )
+        yield where, dict(zip(header, row, strict=True))
+
+
+def parquet_rows(path: Path, column: str) -> Iterator[Row]:
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        wanted = [column] if column in names else names
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted):
+            yield from ((str(path), row) for row in batch.to_pylist())
+
+
+def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
+    """The text column of rows; empty values are passed over."""
+    for where, row in rows:
+        if not isinstance(row, Mapping) or column not in row:
+            has = ", ".join(row) if isinstance(row, Mapping) else f"{row!r:.60}"
+            raise ValueError(f"{where} has no column {column!r}; it has {has} (domains.column)")
+        if row[column] is not None and not isinstance(row[column], str):
+            raise ValueError(f"{where}: column {column!r} is not text: {row[column]!r:.60}")
+        if row[column] and not row[column].isspace():
+            yield row[column]
+
+
+def cause(error: BaseException) -> str:
+    """What an error goes back to, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())

@@ -1,0 +1,116 @@
+"""Domains in folders of text files."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cpt.data.sources.base import GENERAL, Source
+from cpt.data.sources.installed_docs import GENERAL_PACKAGES, installation, installed
+from cpt.data.sources.readers import (
+    UNITS,
+    documents_of,
+    files_of,
+    reading,
+    split_of,
+    stamps,
+    text_size,
+    unit_of,
+)
+
+log = logging.getLogger(__name__)
+ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
+
+
+class Texts(Source):
+    """Sub-folders of text files. `document` says what a document of a .txt file is; `auto` takes the file
+    where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
+    of the first file) the line."""
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        folder: str,
+        column: str,
+        document: str,
+        general: str | None,
+        ignore: Sequence[str] = (),
+        **shared: Any,
+    ) -> None:
+        super().__init__(**shared)
+        if document not in (*UNITS, "auto"):
+            raise ValueError(f"domains.document={document}; allowed: {', '.join(UNITS)}, auto")
+        if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore or ()):
+            raise ValueError(f"domains.ignore={ignore}; allowed: a list of names or patterns, like [README*]")
+        self.root, self.column, self.document, self.general = Path(root), column, document, general
+        self.corpora, self.patterns = self.root / folder, tuple(ignore or ())
+        if not self.corpora.is_dir():
+            raise ValueError(f"domains.root={root}: there is no folder {self.corpora}")
+        if not self.names:
+            raise ValueError(f"{self.corpora} has no sub-folder; each would be a domain")
+        if general not in (None, GENERAL) and self.folder(GENERAL) is None:
+            raise ValueError(f"domains.general={general}: there is no folder {self.root / general}")
+
+    @cached_property
+    def names(self) -> list[str]:
+        with reading(self.corpora):
+            others = (self.general, ENDTASKS)
+            return sorted(path.name for path in self.beside() if path.is_dir() and path.name not in others)
+
+    def beside(self) -> Iterator[Path]:
+        """What lies where the domains' folders are, but for what is hidden or ignored."""
+        return (path for path in self.corpora.iterdir() if path.name[0] != "." and not self.ignored(path))
+
+    def ignored(self, path: Path) -> bool:
+        """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
+        inner = os.path.relpath(path, self.root)
+        names = (*inner.split(os.sep), inner)
+        return any(fnmatch(name, pattern) for pattern in self.patterns for name in names)
+
+    def check(self, order: Sequence[str]) -> None:
+        for folder in filter(None, map(self.folder, (*order, GENERAL))):
+            for path in files_of(folder, ignored=self.ignored):
+                if not os.access(path, os.R_OK):
+                    raise ValueError(f"{path} cannot be read: permission denied")
+        if loose := sorted(path.name for path in self.beside() if not path.is_dir()):
+            log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
+
+    def read(self, name: str) -> Iterator[tuple[str, str]]:
+        folder = self.folder(name)
+        if folder is None:
+            yield from installed(GENERAL_PACKAGES)
+            return
+        files = files_of(folder, ignored=self.ignored)
+        unit = unit_of(files) if self.document == "auto" else self.document
+        with bar(name, total=sum(map(text_size, files)), unit="B") as progress:
+            for path, end in zip(files, accumulate(map(text_size, files)), strict=True):
+                split = split_of(path, folder)
+                for text in documents_of(path, column=self.column, unit=unit):
+                    progress.update(len(text))
+                    yield split, text
+                progress.update(end - progress.n)
+
+    def fingerprint(self, name: str) -> Any:
+        folder = self.folder(name)
+        if folder is None:
+            return installation(GENERAL_PACKAGES)
+        return [self.column, self.document, stamps(files_of(folder, ignored=self.ignored))]
+
+    def folder(self, name: str) -> Path | None:
+        """The folder of a domain's files; None for general text that is not there."""
+        if name != GENERAL:
+            return self.corpora / name
+        folder = self.root / self.general if self.general else None
+        return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
+
+
+def bar(name: str, **options: Any) -> tqdm:
+    """The progress of reading a text, with the time left where its size is known."""
+    return tqdm(desc=f"reading {name}", unit_scale=True, disable=None, leave=False, **options)

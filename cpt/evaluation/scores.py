@@ -1,0 +1,174 @@
+"""What a run has measured: `scores.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+
+from cpt.core.schema import check
+from cpt.evaluation.endtasks.metrics import check_endtasks
+from cpt.evaluation.metrics import GENERAL, METRICS, UNITS, Array, Arrays, Layout, intervals, values
+
+VERSION = 3
+COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
+LATER = {"conditions", "skipped"}  # fields that files of this version may lack
+RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
+RUN |= {"order": list[str], "seed": int, "finished": bool}
+RUN_KEYS = tuple(RUN)
+METRIC = {"interval": dict[str, list[float | None]], **dict.fromkeys(UNITS, float | None)}
+
+
+@dataclass(kw_only=True)
+class Scores(Layout):
+    """What a run has measured so far: `scores.json`, in which a number that is not finite is null."""
+
+    scored: list[int]  # per column, positions that are scored
+    run: dict[str, Any]  # RUN_KEYS
+    texts: dict[str, dict[str, Any]]  # per column, digest, documents, ...
+    config_digest: str
+    versions: dict[str, str]
+    nll: list[list[float | None]] = field(default_factory=list)  # [row][column], nats per scored token
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    parts: list[dict[str, dict[str, float]]] = field(default_factory=list)  # [row]{text: {part: weight}}
+    trained: list[int] = field(default_factory=list)  # [row], parameters that the stage trained
+    stored: list[int] = field(default_factory=list)  # [row], bytes that the method keeps beside the model
+    seen: list[int] = field(default_factory=list)  # [row], tokens that the stage's steps read
+    flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
+    memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
+    skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
+    endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
+    conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
+    needs_domain: bool = False  # whether a text's domain must be known at test time
+    loading: str = ""  # a Python expression that loads the exported model
+    objective: float | list[float | None] | None = None  # what a sweeper minimises
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        check(vars(self), declared(type(self)))
+        check(self.run, RUN, of="run")
+        for names in (self.rows, self.domains):
+            if not isinstance(names, list) or len(set(names)) != len(names):
+                raise ValueError(f"rows or domains are {names}, allowed is a list of different names")
+        if self.rows[:1] not in ([], ["base"]) or GENERAL in [*self.domains[:1], *self.domains[:-1]]:
+            raise ValueError(f"rows {self.rows[:2]}, columns {self.domains}: base is first, general last")
+        sizes = [len(given) for given in (self.tokens, self.bytes, self.scored)]
+        if sizes != [len(self.domains)] * 3 or not all(size > 0 for size in self.bytes):
+            raise ValueError(f"tokens, bytes, scored are {sizes} numbers, bytes > 0; columns {self.domains}")
+        if self.matrix.shape != (len(self.rows), len(self.domains)):
+            raise ValueError(f"nll is {self.matrix.shape}, needed is {(len(self.rows), len(self.domains))}")
+        for name in ("parts", *COSTS):
+            if (given := len(getattr(self, name))) not in (0, len(self.rows)):
+                raise ValueError(
+                    f"{name} has {given} entries, needed is none or one for each row {self.rows}"
+                )
+        check_metrics(self.metrics)
+        check_endtasks(self.endtasks, rows=self.rows)
+
+    @property
+    def matrix(self) -> Array:
+        """The losses as [row, column]; nan where one was not finite."""
+        return np.array(self.nll or np.empty((0, len(self.domains))), dtype=float)
+
+    @property
+    def diagonal(self) -> dict[str, float]:
+        """Loss (nats) on each learned domain in the row of its name."""
+        return {d: float(self.matrix[self.rows.index(d), self.domains.index(d)]) for d in self.learned}
+
+    @property
+    def state(self) -> str:
+        """How far the run is, for people."""
+        done = f"{len(self.rows)} rows done, the last: {self.rows[-1]}" if self.rows else "no row done"
+        return f"{'finished' if self.run['finished'] else 'unfinished'}, {done}"
+
+    @property
+    def growth(self) -> float | None:
+        """Bytes that the method stores more with each domain, a mean; None before there are two."""
+        return (self.stored[-1] - self.stored[1]) / (len(self.stored) - 2) if len(self.stored) > 2 else None
+
+    def append(
+        self,
+        row: str,
+        *,
+        nll: Sequence[float],
+        parts: Mapping[str, Mapping[str, float]] | None = None,
+        **costs: int,
+    ) -> None:
+        """Adds the row of the model after a stage ("base" first) and measures anew, without intervals; what
+        of COSTS is not given is 0."""
+        if row in self.rows or len(nll) != len(self.domains):
+            raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
+        self.rows.append(row)
+        self.nll.append([float(x) for x in nll])
+        self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
+        for name in COSTS:
+            noted = getattr(self, name)
+            noted += [0] * (len(self.rows) - 1 - len(noted))  # of rows that an earlier version added
+            noted.append(int(costs.pop(name, 0)))
+        if costs:
+            raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join(COSTS)}")
+        self.measure()
+
+    def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
+        """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
+        measured = values(self.matrix, layout=self)
+        self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
+        if nll_sums is not None:
+            for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
+                self.metrics[name]["interval"] = interval
+
+    @classmethod
+    def load(cls, path: Path) -> Scores:
+        """The scores in a file; a ValueError of one line if it is damaged, foreign or of another version."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or data.get("version") != VERSION:
+                raise ValueError(f"needed is cpt's format, version {VERSION}")
+            if differing := sorted(({f.name for f in fields(cls)} ^ set(data)) - LATER):
+                raise ValueError(f"missing or unknown: {', '.join(differing)}")
+            return cls(**data)
+        except (ValueError, RecursionError) as error:
+            advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
+            raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
+
+    def save(self, path: Path) -> None:
+        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
+        text = json.dumps(asdict(self), default=lambda array: array.tolist())
+        plain = json.loads(text, parse_constant=lambda constant: None)  # nan and infinity are not JSON
+        lines = [f'"{key}": {json.dumps(value)}' for key, value in plain.items()]
+        temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write("{\n" + ",\n".join(lines) + "\n}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@cache
+def declared(kind: type) -> dict[str, Any]:
+    """The types of a class's fields."""
+    return get_type_hints(kind)
+
+
+def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError for a metric that is unknown, lacks a unit, or whose interval has not two bounds."""
+    for name, metric in metrics.items():
+        if name not in METRICS:
+            raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
+        check({"interval": {}} | metric, METRIC, of=f"metrics.{name}")
+        for unit, bounds in metric.get("interval", {}).items():
+            if unit not in UNITS or len(bounds) != 2:
+                raise ValueError(
+                    f"metrics.{name}.interval.{unit}: needed are two bounds in {', '.join(UNITS)}"
+                )

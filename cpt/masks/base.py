@@ -1,0 +1,96 @@
+"""Masks over gradients and steps: they go with every method, and with each other."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from cpt.models.units import Projection
+
+ACTS_ON = ("gradient", "update", "frozen")
+
+
+class GradientMask(nn.Module):
+    """Scales what a step does to each weight. Masks multiply, so their order is free.
+
+    `acts_on` is `gradient` (the gradient is scaled before clipping and the optimizer; Adam divides most of a
+    constant factor out again), `update` (the step itself is: p <- p_old + factor (p_new - p_old), weight
+    decay included) or `frozen` (as `update`, and the optimizer's moments as well; its count of steps is one
+    for all rows of a parameter)."""
+
+    def __init__(self, *, acts_on: str) -> None:
+        super().__init__()
+        if acts_on not in ACTS_ON:
+            raise ValueError(f"acts_on={acts_on}; allowed: {', '.join(ACTS_ON)}")
+        self.acts_on = acts_on
+        self.recording = False  # whether the forward passes under way are those of the training loss
+
+    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+        """Hooks on the model, for masks that need activations; called once. `maps` are the linear maps that
+        are trained, None for all within the blocks."""
+
+    def activate(self, domain: int) -> None:
+        """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""
+
+    def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Parameters with their factors, broadcastable to them; asked for once per optimizer step."""
+        return iter(())
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What there is to look at after a domain, by name: importances, how often a row was chosen."""
+        return {}
+
+
+@contextmanager
+def recording(masks: Iterable[GradientMask]) -> Iterator[None]:
+    """While it lasts, forward passes are those of the training loss."""
+    for mask in masks:
+        mask.recording = True
+    try:
+        yield
+    finally:
+        for mask in masks:
+            mask.recording = False
+
+
+@dataclass(frozen=True)
+class Before:
+    """A parameter before the optimizer's step, and the optimizer's state of it where that is masked too."""
+
+    parameter: nn.Parameter
+    factor: Tensor
+    old: Tensor
+    state: dict[str, Tensor] | None
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, factor: Tensor, optimizer: Optimizer | None) -> "Before":
+        state = None
+        if optimizer is not None:
+            state = {name: value.clone() for name, value in moments(parameter, optimizer).items()}
+        return cls(parameter, factor, parameter.detach().clone(), state)
+
+    @torch.no_grad()
+    def scale(self, optimizer: Optimizer) -> None:
+        """Leaves of the step what the factor says."""
+        # lerp is exact at both ends: factor 1 leaves the step's bits and factor 0 the old ones.
+        factor = self.factor.to(self.old)
+        self.parameter.copy_(torch.lerp(self.old, self.parameter, factor))
+        if self.state is not None:
+            for name, value in moments(self.parameter, optimizer).items():
+                value.copy_(
+                    torch.lerp(self.state.get(name, torch.zeros_like(value)), value, factor.to(value))
+                )
+
+
+def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state that has an entry for every weight of a parameter; none before the first step."""
+    state = optimizer.state.get(parameter, {})
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim
+    }

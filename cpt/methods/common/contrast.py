@@ -1,0 +1,116 @@
+"""The contrast of DAS and DGA: what the model knows now against what it knew (Ke et al., ICLR 2023, eq. 6)
+
+    L_con = -1/N sum_n log  exp(sim(o_n, o_n+) / tau)
+                            -----------------------------------------------------------
+                            sum_j  exp(sim(o_n, o_j+) / tau) + exp(sim(o_n, o_j-) / tau)
+
+with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
+each unit is multiplied by its importance, so that only earlier knowledge speaks. Without dropout o+ would be
+o, whose similarity has no gradient: nothing would pull, and all samples would only be pushed apart."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from cpt.core.options import choice, number
+from cpt.data.objectives import Batch, Objective
+from cpt.masks.soft import SoftMask
+from cpt.models.dropout import check_dropout, dropout
+from cpt.models.forward import encoded, nll_of, outputs_at
+from cpt.models.units import gated
+
+
+def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
+    """L_con of vectors, each [N, D], a scalar; sim is the cosine. The positives and negatives of all
+    processes count."""
+    others, before = everyones(torch.stack([positives, negatives], dim=1))
+    candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
+    similarity = functional.normalize(anchors, dim=-1) @ candidates.T
+    own = before + torch.arange(len(anchors), device=anchors.device)
+    return functional.cross_entropy(similarity / temperature, own)
+
+
+def everyones(vectors: Tensor) -> tuple[Tensor, int]:
+    """The rows [N, ...] of all processes, one process after another, and how many stand before the own
+    ones; gradients go back to whose row it is."""
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return vectors, 0
+    sizes = [
+        torch.zeros((), dtype=torch.long, device=vectors.device) for _ in range(distributed.get_world_size())
+    ]
+    distributed.all_gather(sizes, torch.tensor(len(vectors), device=vectors.device))
+    missing = max(sizes) - len(vectors)  # processes may differ by a row, gathered tensors may not
+    padded = functional.pad(vectors, [0, 0] * (vectors.ndim - 1) + [0, int(missing)])
+    parts = [part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)]
+    return torch.cat(parts), int(sum(sizes[: distributed.get_rank()]))
+
+
+def pooled(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
+    if attention_mask is None:
+        return hidden.mean(1)
+    weights = attention_mask.to(hidden)[..., None]
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+TEXTS = ("uncorrupted", "corrupted")
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The contrastive term, `strength` times L_con at a `temperature`, of a batch's `uncorrupted` text (as
+    released) or of the `corrupted` text that the language-model loss sees.
+
+    Its passes have dropout at `rate` (None: the model's own); raises ValueError where a sample's two passes
+    could not differ."""
+
+    model: PreTrainedModel
+    objective: Objective
+    strength: float
+    temperature: float
+    text: str
+    rate: float | None
+
+    def __post_init__(self) -> None:
+        number("contrast", self.strength, allowed="0 or more")
+        number("temperature", self.temperature, allowed="above 0")
+        choice("contrast_text", self.text, allowed=TEXTS)
+        if self.strength > 0:
+            check_dropout(self.model, self.rate, option="contrast_dropout", without="contrast=0")
+
+    def losses(self, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
+        """The language-model loss, and the contrast against the importances of the soft mask."""
+        logits, hidden = outputs_at(self.model, batch)
+        terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
+        return terms | self.term(batch, hidden=hidden, soft=soft)
+
+    def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
+        """The contrastive term, a scalar, of a batch and the hidden states [B, T, D] of the pass over its own
+        ids, which is the anchor where that text is contrasted; else the anchor is a pass more. None at
+        strength 0."""
+        if self.strength == 0:
+            return {}
+        text = self.of_text(batch)
+        with dropout(self.model, self.rate):
+            same = text["input_ids"] is batch["input_ids"]
+            anchor = pooled(hidden, text.get("attention_mask")) if same else self.represented(text)
+            positive = self.represented(text)
+            with gated(soft.groups, soft.gates()):
+                negative = self.represented(text)
+        return {
+            "contrast": self.strength * contrastive(anchor, positive, negative, temperature=self.temperature)
+        }
+
+    def of_text(self, batch: Batch) -> Batch:
+        """The batch with the ids [B, T] that are contrasted."""
+        if self.text == "corrupted":
+            return batch
+        return {**batch, "input_ids": self.objective.uncorrupted(batch)}
+
+    def represented(self, batch: Batch) -> Tensor:
+        """The samples of a batch as vectors [B, D]; the head is not computed."""
+        return pooled(encoded(self.model, batch), batch.get("attention_mask"))

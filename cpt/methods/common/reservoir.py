@@ -1,0 +1,189 @@
+"""A reservoir of learned samples with the model's outputs on them, as they were when each was learned.
+
+Reservoir sampling: Vitter, ACM Transactions on Mathematical Software 11(1), 1985, algorithm R."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+
+from cpt.core.randomness import draws, key, sample_keys, shuffled
+from cpt.data.objectives import UNSCORED, Batch
+
+PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+SAMPLE = ("input_ids", "labels", "attention_mask")
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def bytes_per_sample(*, length: int, scored: int, width: int, precision: str) -> int:
+    """What a slot takes, and a reservoir nothing more: ids and labels (int32) of `length` tokens, the row's
+    length (int32), a count (int64), and `width` numbers at each of `scored` positions."""
+    return 8 * length + 12 + scored * width * PRECISIONS[precision].itemsize
+
+
+def capacity(*, memory: int | None, memory_bytes: int | None, sample_bytes: int) -> int:
+    """Slots of a memory given in samples or in bytes; raises ValueError if it is not given once or holds
+    none."""
+    if (memory is None) == (memory_bytes is None):
+        raise ValueError(
+            f"method.memory={memory} and method.memory_bytes={memory_bytes}; allowed: exactly one, "
+            "the other null"
+        )
+    if memory is None:
+        if memory_bytes < sample_bytes:
+            raise ValueError(
+                f"method.memory_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample"
+            )
+        return int(memory_bytes // sample_bytes)
+    if memory < 1 or memory != int(memory):
+        raise ValueError(f"method.memory={memory}; allowed: a whole number of samples from 1 on")
+    return int(memory)
+
+
+def offered(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:
+    """The slot that each sample [B] of a stream takes; `slots` or more: it is not kept. The first ones fill
+    the slots; number k, counted from 0, draws one of k + 1 places, so that it stays with probability
+    slots / (k + 1)."""
+    return np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
+
+
+def processes() -> tuple[int, int]:
+    """The rank of this process and how many there are."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+class Reservoir(nn.Module):
+    """`samples` slots, each a row of `length` ids with its labels and the outputs, [scored, width], at its
+    scored positions; a row with less of either is padded.
+
+    Of w processes, r keeps a reservoir of its own samples in the slots r, r + w, r + 2w, ... and draws from
+    these; how many it was offered stands in `seen[r]`. The others' slots are stale there until a state_dict
+    is made, which brings all shards to all processes (a collective: every process has to make it). Another
+    number of processes that goes on shares out samples and counts evenly, so every sample of the stream is as
+    likely to be kept as before. (Where w does not divide the slots, some processes have one slot more.)"""
+
+    def __init__(
+        self, *, samples: int, length: int, scored: int, width: int, precision: str, seed: int
+    ) -> None:
+        super().__init__()
+        self.seed = seed
+        self.register_buffer("input_ids", torch.zeros(samples, length, dtype=torch.int32))
+        self.register_buffer("labels", torch.full((samples, length), UNSCORED, dtype=torch.int32))
+        self.register_buffer("lengths", torch.zeros(samples, dtype=torch.int32))
+        self.register_buffer("outputs", torch.zeros(samples, scored, width, dtype=PRECISIONS[precision]))
+        self.register_buffer("seen", torch.zeros(samples, dtype=torch.int64))
+
+    @property
+    def bytes(self) -> int:
+        """What all buffers take."""
+        return sum(buffer.nbytes for buffer in self.buffers())
+
+    def slots(self) -> np.ndarray:
+        """This process's slots; raises ValueError where there are fewer than processes."""
+        rank, world = processes()
+        if len(self.lengths) < world:
+            raise ValueError(
+                f"the memory holds {len(self.lengths)} samples; allowed: one or more for each of {world} "
+                "processes"
+            )
+        return np.arange(rank, len(self.lengths), world)
+
+    def count(self) -> int:
+        """How many samples this process was offered; if the state is of another number of processes, its
+        share of theirs."""
+        rank, world = processes()
+        if int((self.seen > 0).sum()) not in (0, world):
+            self.share_out(world)
+        return int(self.seen[rank])
+
+    @torch.no_grad()
+    def share_out(self, world: int) -> None:
+        """Moves filled slots to the front, so that each process has as many, and splits the count evenly."""
+        order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
+        for buffer in (self.input_ids, self.labels, self.lengths, self.outputs):
+            buffer.copy_(buffer[order.to(buffer.device)])
+        self.seen.zero_()
+        self.seen[:world] = (total + torch.arange(world).flip(0)) // world
+
+    @torch.no_grad()
+    def add(self, batch: Batch, outputs: Tensor) -> None:
+        """Offers a batch's samples with the outputs [K, width] at its scored positions; in half precision
+        these are cut to its range."""
+        (rank, world), own, numbers = processes(), self.slots(), np.arange(len(batch["input_ids"]))
+        numbers += self.count()
+        keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
+        places = offered(numbers, draws(keys, 1, stream=0)[:, 0], len(own))
+        self.seen[:world] += len(numbers)
+        # Of two samples of a batch that take the same slot, the later one stays.
+        rows = {own[place]: row for row, place in enumerate(places) if place < len(own)}
+        if rows:
+            parts = outputs.split((batch["labels"] != UNSCORED).sum(1).tolist())
+            for slot, row in rows.items():
+                self.put(slot, {name: batch[name][row] for name in SAMPLE if name in batch}, parts[row])
+
+    def put(self, slot: int, sample: Batch, outputs: Tensor) -> None:
+        """Writes a sample, `input_ids`, `labels` and perhaps `attention_mask`, each [T], with its outputs.
+        Outputs that are not finite, as of a step that is left out, are not taken."""
+        if not outputs.isfinite().all():
+            return
+        self.input_ids[slot], self.labels[slot] = sample["input_ids"], sample["labels"]
+        present = sample.get("attention_mask", torch.ones_like(sample["labels"]))
+        self.lengths[slot] = present.sum()
+        limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
+        self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
+
+    def draw(self, count: int, *, purpose: str) -> Tensor:
+        """Different slots of this process, uniform, as many as asked for or as are filled; the purpose names
+        the draw."""
+        stream = key(self.seed, purpose, *processes(), self.count())
+        own = torch.from_numpy(self.slots())
+        filled = own[self.lengths[own] > 0]
+        order = shuffled(np.arange(min(count, len(filled))), len(filled), stream=stream)
+        return filled[torch.from_numpy(order)]
+
+    def batch(self, slots: Tensor) -> Batch:
+        """The samples in slots [B] as an objective's batch, without a weight, where the outputs are."""
+        labels = self.labels[slots].long()
+        batch = {"input_ids": self.input_ids[slots].long(), "labels": labels}
+        batch["positions"] = (labels.flatten() != UNSCORED).nonzero().flatten()
+        present = torch.arange(labels.shape[1]) < self.lengths[slots][:, None]
+        if not present.all():
+            batch["attention_mask"] = present.long()
+        return {name: value.to(self.outputs.device) for name, value in batch.items()}
+
+    def outputs_of(self, slots: Tensor) -> Tensor:
+        """The stored outputs [K, width] at the scored positions of the samples in slots [B]."""
+        scored = (self.labels[slots] != UNSCORED).sum(1, keepdim=True)
+        places = torch.arange(self.outputs.shape[1])
+        chosen = (slots[:, None] * len(places) + places)[places < scored]
+        return self.outputs.flatten(0, 1)[chosen.to(self.outputs.device)]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Brings the slots of every process to all; a collective."""
+        _, world = processes()
+        for rank in range(world) if world > 1 else ():
+            for buffer in self.buffers():
+                # Lightning moves a module to the CPU after a fit, and NCCL sends from a GPU alone.
+                device = "cuda" if distributed.get_backend() == "nccl" else buffer.device
+                shard = buffer[rank::world].to(device).contiguous()
+                distributed.broadcast(shard.view(torch.uint8), src=rank)
+                buffer[rank::world] = shard.to(buffer.device)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.gather()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Reservoir":
+        # Outputs are moved but never cast: double() or Lightning's true half precision would change what is
+        # stored. The rest stays on the CPU, where reading it waits for no GPU.
+        def moved(buffer: Tensor) -> Tensor:
+            if buffer is not self.outputs:
+                return buffer
+            return fn(buffer.view(BITS[buffer.itemsize])).view(buffer.dtype)
+
+        return super()._apply(moved, recurse)

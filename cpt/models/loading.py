@@ -1,0 +1,109 @@
+"""From a checkpoint or a configuration to a Hugging Face model and its tokenizer, unmodified."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+from cpt.data.objectives import Causal, Masked, Objective
+from cpt.models.tokenizers import SPECIAL
+
+AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
+
+
+def objective_name(wanted: str, config: PretrainedConfig) -> str:
+    """`masked` or `causal`; for `auto`, what the checkpoint was saved as, else what its architecture is
+    for."""
+    if wanted not in (*AUTO, "auto"):
+        raise ValueError(f"model.objective={wanted}; allowed: masked, causal, auto")
+    saved = (config.architectures or [""])[0]
+    possible = {
+        "masked": type(config) in MODEL_FOR_MASKED_LM_MAPPING,
+        "causal": type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not saved.endswith("ForMaskedLM"),
+    }
+    if saved.endswith(("ForCausalLM", "LMHeadModel")):
+        possible["masked"] = False
+    found = [name for name, can in possible.items() if can]
+    if not found or (wanted != "auto" and wanted not in found):
+        raise ValueError(
+            f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}; "
+            f"allowed: {', '.join(found) or 'models with a masked or causal language-model head'}"
+        )
+    return found[0] if wanted == "auto" else wanted
+
+
+def objective(name: str, tokenizer: PreTrainedTokenizerBase, *, mask_rate: float | None) -> Objective:
+    """The objective by name."""
+    return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
+
+
+def configuration(checkpoint: str) -> PretrainedConfig:
+    """A checkpoint's configuration; raises ValueError if there is no such checkpoint."""
+    try:
+        return AutoConfig.from_pretrained(checkpoint)
+    except OSError as error:
+        raise ValueError(
+            f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded: {error}"
+        ) from error
+
+
+def load(checkpoint: str | Path, objective: str) -> PreTrainedModel:
+    """The model of a checkpoint in float32 and train mode, with the head that the objective needs."""
+    return AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32).train()
+
+
+def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def build(
+    config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, objective: str, *, seed: int
+) -> PreTrainedModel:
+    """A new model of a configuration (`model_type` and its arguments) for a tokenizer."""
+    fields = dict(config)
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
+    ids |= {"cls_token_id": ids["bos_token_id"], "sep_token_id": ids["eos_token_id"]}
+    full = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AUTO[objective].from_config(full)
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """The longest sequence a model takes; None where its positions have no end.
+
+    RoBERTa's learned positions start behind the padding id, so it takes fewer than it has.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            limit = module.num_embeddings - module.padding_idx - 1
+    return limit if limit and limit > 0 else None
+
+
+def check_length(length: int, model: PreTrainedModel) -> None:
+    """Raises ValueError for samples longer than the model's positions."""
+    limit = positions_of(model)
+    if length < 2 or (limit is not None and length > limit):
+        raise ValueError(
+            f"model.length={length}; allowed: 2 to {limit}, the positions of this {model.config.model_type}"
+        )
+
+
+def skeleton(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of the same class and configuration, as its authors wrote it and without storage."""
+    with torch.device("meta"):
+        return type(model)(deepcopy(model.config))

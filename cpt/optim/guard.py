@@ -1,0 +1,183 @@
+"""No step on numbers that are none: every loss and gradient is looked at before the optimizer sees it.
+
+The gradient's norm is needed for clipping anyway, so that one number tells of all; with several processes it
+goes round together with what signals they have had, once per step."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, distributed
+from torch.amp import GradScaler
+from torch.nn.utils import get_total_norm
+
+from cpt.core.preemption import notice, release_children
+from cpt.core.processes import in_company
+
+log = logging.getLogger(__name__)
+POLICIES = ("stop", "skip", "rollback")
+ADVICE = (
+    "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_val) may help; "
+    "on_nonfinite=skip or rollback goes on without such steps"
+)
+GRADIENT = "norm of the gradient"
+MOST = 10  # steps in a row that are left out, rollbacks of one domain
+
+
+class RollbackError(Exception):
+    """A step is not to be made: the domain goes on from its last checkpoint."""
+
+
+class Guard(Callback):
+    """Decides for every optimizer step of one domain whether it is made.
+
+    Where the loss or the gradient is not finite, `stop` raises a ValueError; `skip` leaves the step out;
+    `rollback` goes back to the last checkpoint and leaves out all steps from there to this one (Chowdhery et
+    al., JMLR 2023, section 5.1). `advice` says what the user may change. In float16 the scaler leaves out
+    steps whose scaled gradient overflows, as it is meant to; there only the loss is looked at."""
+
+    def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"on_nonfinite={policy}; allowed: {', '.join(POLICIES)}")
+        self.policy, self.advice = policy, advice
+        self.terms: dict[str, Tensor] = {}
+        self.left_out: set[int] = set()
+        self.failed: int | None = None  # the step that is rolled back from
+        self.in_a_row = self.rollbacks = 0
+        self.heard = 0  # the signal that all processes know of
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.guard = self
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.terms.clear()
+        if self.failed is not None:
+            self.left_out.update(range(trainer.global_step, self.failed + 1))
+            self.failed = None
+
+    def see(self, terms: Mapping[str, Tensor]) -> None:
+        """Takes the terms of the loss, scalars, of one of the accumulated parts of a step."""
+        for name, value in terms.items():
+            self.terms[name] = self.terms.get(name, 0) + value.detach()
+
+    def allows(self, trainer: Trainer, norm: Tensor) -> bool:
+        """Whether the step is made, alike in all processes; `norm` is its gradient's, a scalar. Raises
+        ValueError or RollbackError where it must not go on."""
+        terms, self.terms = self.terms, {}
+        value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
+        fine, self.heard = exchanged(value if scaler else value + norm)
+        if trainer.global_step in self.left_out:
+            return False
+        if not fine:
+            return self.refuse(trainer, terms | {GRADIENT: norm})
+        self.in_a_row = 0
+        return scaler is None or self.fits(trainer, norm, scaler)
+
+    def fits(self, trainer: Trainer, norm: Tensor, scaler: GradScaler) -> bool:
+        """Whether a gradient has room in float16. Raises ValueError where it has none at any scale: it is no
+        number itself."""
+        if scaler.get_scale() < 1:
+            name = trainer.datamodule.domain.name
+            self.end(
+                f"the {GRADIENT} is {norm.item()} at step {trainer.global_step} of {name}, at every scale"
+            )
+        return math.isfinite(norm.item())
+
+    def refuse(self, trainer: Trainer, terms: Mapping[str, Tensor]) -> bool:
+        step, name = trainer.global_step, trainer.datamodule.domain.name
+        told = f"{named(terms)} at step {step} of {name}"
+        if self.policy == "stop":
+            self.end(told)
+        self.in_a_row += 1
+        if max(self.in_a_row, self.rollbacks + 1) > MOST:
+            self.end(f"{told}, and so was {MOST} times before")
+        if self.policy == "rollback":
+            self.roll_back(trainer, step, told)
+        warn_once(trainer, f"{told}: the step is left out")
+        self.left_out.add(step)
+        return False
+
+    def roll_back(self, trainer: Trainer, step: int, told: str) -> None:
+        """Raises RollbackError, if there have not been too many."""
+        warn_once(trainer, f"{told}: going back to the last checkpoint")
+        self.failed, self.rollbacks = step, self.rollbacks + 1
+        raise RollbackError(told)
+
+    def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
+        """Raises ValueError or RollbackError where the last step has left weights that are not finite."""
+        if not all_finite(weights):
+            step, name = trainer.global_step, trainer.datamodule.domain.name
+            told = f"the weights are not finite after step {step} of {name}"
+            if self.policy == "rollback" and self.rollbacks < MOST:
+                self.roll_back(trainer, step - 1, told)
+            self.end(told)
+
+    def end(self, told: str) -> None:
+        """Raises ValueError, in all processes alike."""
+        release_children()
+        raise ValueError(f"{told}; {self.advice}")
+
+    def leaving(self) -> int:
+        """The signal on which all processes leave now, 0 if there is none."""
+        return self.heard if in_company() else notice.number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left_out": sorted(self.left_out)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left_out.update(state["left_out"])
+
+
+def warn_once(trainer: Trainer, message: str) -> None:
+    """Of all processes the first says it."""
+    if trainer.is_global_zero:
+        log.warning(message)
+
+
+def exchanged(value: Tensor) -> tuple[bool, int]:
+    """Whether a scalar of every process is finite, and the signal that one of them has had."""
+    if not in_company():
+        return math.isfinite(value.item()), 0
+    told = torch.stack([(~value.isfinite()).to(value.dtype), value.new_tensor(notice.number)])
+    distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
+    bad, number = told.tolist()
+    return not bad, int(number)
+
+
+def named(terms: Mapping[str, Tensor]) -> str:
+    """Which of the terms are not finite in some process, in words."""
+    values = torch.stack([value.float() for value in terms.values()])
+    if in_company():
+        distributed.all_reduce(values)
+    found = [
+        f"the {name}{' loss' * (name != GRADIENT)} is {value}"
+        for name, value in zip(terms, values.tolist(), strict=True)
+        if not math.isfinite(value)
+    ]
+    return " and ".join(found)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every entry of the floating-point tensors is finite."""
+    floats = [each.detach() for each in tensors if each.is_floating_point() and each.numel()]
+    return bool(get_total_norm(floats, norm_type=math.inf).isfinite()) if floats else True
+
+
+def check_state(state: Mapping[str, Tensor], row: str) -> None:
+    """Raises ValueError where something that a stage has left is not finite."""
+    if not all_finite(state.values()):
+        bad = [name for name, value in state.items() if not all_finite([value])]
+        raise ValueError(f"{', '.join(bad[:3])} is not finite after {row}; {ADVICE}")
+
+
+def check_losses(means: Mapping[str, float], row: str) -> None:
+    """Raises ValueError where a loss (nats) of a row is not finite."""
+    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
+        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
+        raise ValueError(
+            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
+        )

@@ -1,0 +1,115 @@
+"""Differences of groups from their baselines, and ranks: what a comparison concludes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cpt.evaluation.endtasks.metrics import Array, correct
+from cpt.evaluation.statistics import Difference, paired, paired_examples, ranks
+from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.measures import COMPARED, Measure
+from cpt.reporting.comparison.notes import counts
+from cpt.reporting.comparison.runs import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast:
+    """A group's difference from its baseline, and its p-value corrected for the number of groups compared."""
+
+    difference: Difference
+    holm: float
+
+
+def present(section: Section, measures: Sequence[Measure]) -> list[Measure]:
+    """Those that some group has."""
+    return [
+        measure
+        for measure in measures
+        if any(group.mean(measure.key) is not None for group in section.groups)
+    ]
+
+
+@lru_cache(maxsize=256)  # tables and exports ask for the same ones
+def contrasts(section: Section, measure: Measure) -> dict[str, Contrast]:
+    """By group, its mean difference from its baseline over the orders and seeds that both have."""
+    found = {}
+    for group in section.groups:
+        if baseline := section.baselines.get(group.name):
+            found[group.name] = paired(group.by_pair(measure.key), baseline.by_pair(measure.key))
+    return corrected({name: each for name, each in found.items() if each.n})
+
+
+def corrected(found: Mapping[str, Difference]) -> dict[str, Contrast]:
+    """With p-values by Holm's step-down procedure (Holm 1979): the k-th smallest of m times m - k + 1, never
+    below the one before it, at most 1."""
+    told, least = {}, 0.0
+    ordered = sorted(found.items(), key=lambda item: item[1].p)
+    for place, (name, difference) in enumerate(ordered):
+        least = max(least, min(1.0, difference.p * (len(ordered) - place)))
+        told[name] = Contrast(difference=difference, holm=least)
+    return {name: told[name] for name in found}
+
+
+def ranked(section: Section) -> dict[str, dict[str, float]]:
+    """By measure, the mean rank of each group that has it, among those of one model (and order, if groups are
+    told apart by it), over the orders and seeds that all these have."""
+    beside = defaultdict(list)
+    for group in section.groups:
+        beside[group.model, group.order].append(group)
+    measures = present(section, COMPARED)
+    return {
+        measure.key: {name: rank for each in beside.values() for name, rank in _ranks(each, measure).items()}
+        for measure in measures
+    }
+
+
+def _ranks(groups: Sequence[Group], measure: Measure) -> dict[str, float]:
+    sign = -1 if measure.higher else 1
+    having = [g for g in groups if g.mean(measure.key) is not None and counts(g, measure.key)]
+    table = {
+        group.name: {pair: sign * value for pair, value in group.by_pair(measure.key).items()}
+        for group in having
+    }
+    return (
+        {name: rank for name, rank in ranks(table).items() if math.isfinite(rank)} if len(table) > 1 else {}
+    )
+
+
+@lru_cache(maxsize=16)
+def on_examples(section: Section) -> tuple[dict[str, Contrast], list[str]]:
+    """Differences in accuracy over the test examples of the end tasks, by group, where the predictions are
+    kept; and a line for each group of which they cannot be read."""
+    found, failed = {}, []
+    loaded: dict[str, dict] = {}
+    for group in section.groups:
+        if baseline := section.baselines.get(group.name):
+            try:
+                pairs = _pairs(*(_predicted(each, loaded) for each in (group, baseline)))
+                found[group.name] = paired_examples(pairs)
+            except ValueError as error:
+                failed.append(f"{group.name}: {error}")
+    return corrected({name: each for name, each in found.items() if each.n}), failed
+
+
+def _pairs(one: Mapping, other: Mapping) -> dict[tuple, tuple[Array, Array]]:
+    return {key: (one[key], other[key]) for key in one if key in other}
+
+
+def _predicted(group: Group, loaded: dict[str, dict]) -> dict[tuple, Array]:
+    """Which examples were right, by task, and order, seed and end-task seed; read once."""
+    if group.name not in loaded:
+        told = defaultdict(list)
+        for run in group.runs:
+            for (task, seed), right in _correct(run).items():
+                told[task, (*run.pair, seed)].append(right)
+        loaded[group.name] = {key: arrays[0] for key, arrays in told.items()}
+    return loaded[group.name]
+
+
+def _correct(run: Run) -> dict[tuple[str, int], Array]:
+    there = correct(run.folder, run.scores.rows, run.scores.endtasks)
+    return {key: right for key, right in there.items() if not run.domains or key[0] in run.domains}

@@ -1,0 +1,213 @@
+"""A comparison as data: CSV (a line per run), LaTeX (the main table) and JSON (everything)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cpt.core.files import replacing
+from cpt.evaluation.conditions import described
+from cpt.evaluation.scores import RUN_KEYS
+from cpt.reporting.comparison.differences import Contrast, contrasts, on_examples, present, ranked
+from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.measures import COMPARED, COSTS, MEASURES, Measure, told
+from cpt.reporting.comparison.notes import counts
+from cpt.reporting.comparison.runs import Run
+from cpt.reporting.formatting import one_line
+from cpt.reporting.summary import everything
+
+CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate")  # columns of the CSV
+KINDS = ("csv", "latex", "json")
+IN_TABLE = (
+    "LC/perplexity",
+    "CPT/nats",
+    "FG/nats",
+    "general_drift/nats",
+    "endtask/MF1",
+    "endtask/forget_rate",
+)
+SPECIAL = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "→": r"$\rightarrow$",
+    "±": r"$\pm$",
+    "…": r"\ldots{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with (OWASP, CSV injection)
+Fault = Mapping[str, Any]
+
+
+def exported(sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], beside: Fault) -> list[Path]:
+    """Writes STEM.csv, .tex, .json, whichever are asked for; `beside` goes into the JSON as it is."""
+    writers: dict[str, tuple[str, Callable[[], str]]] = {
+        "csv": (".csv", lambda: table(sections, top=stem.parent)),
+        "latex": (".tex", lambda: latex(sections)),
+        "json": (".json", lambda: data(sections, top=stem.parent, beside=beside)),
+    }
+    paths = []
+    for suffix, text in (writers[kind] for kind in kinds):
+        paths.append(stem.with_name(stem.name + suffix))
+        with replacing(paths[-1]) as partial:
+            partial.write_text(text(), encoding="utf-8")
+    return paths
+
+
+def table(sections: Sequence[Section], *, top: Path) -> str:
+    """A line per run: what it is, its group, the measures of the comparison and every number of its report.
+
+    The latter are of all its texts, whatever `--domains` says; the former (`compared/…`) are not.
+    """
+    lines = [
+        {
+            **_facts(run, top=top),
+            "section": number,
+            "group": group.name,
+            **{name: run.conditions[name] for name in CONDITIONS},
+            **{f"compared/{key}": value for key, value in run.values.items()},
+            **{
+                f"{name}/value" if name in RUN_KEYS else name: x for name, x in everything(run.scores).items()
+            },
+        }
+        for number, section in enumerate(sections, start=1)
+        for group in section.groups
+        for run in group.runs
+    ]
+    columns = dict.fromkeys(name for line in lines for name in line)
+    return _csv(list(columns), lines)
+
+
+def _csv(columns: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    rows = ([line.get(name, "") for name in columns] for line in lines)
+    csv.writer(text, lineterminator="\n").writerows(map(defused, row) for row in (columns, *rows))
+    return text.getvalue()
+
+
+def defused(value: Any) -> Any:
+    """With an apostrophe before a text that a spreadsheet would take for a formula; numbers stay."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
+def _facts(run: Run, *, top: Path) -> dict[str, Any]:
+    told = {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
+    place = Path(os.path.relpath(run.folder, top)).as_posix()
+    return {"folder": place, **told, "order": " ".join(run.scores.run["order"])}
+
+
+def latex(sections: Sequence[Section]) -> str:
+    """A booktabs table per section: mean ± standard deviation, the best mean of each column in bold."""
+    head = "% needs \\usepackage{booktabs}\n"
+    return head + "\n".join(_tabular(section) for section in sections)
+
+
+def _tabular(section: Section) -> str:
+    measures = [measure for measure in present(section, MEASURES) if measure.key in IN_TABLE]
+    best = {measure.key: _best(section.groups, measure) for measure in measures}
+    rows = [
+        [
+            escaped(group.name),
+            str(len(group.runs)),
+            *(_cell(group, each, best[each.key]) for each in measures),
+        ]
+        for group in section.groups
+    ]
+    head = ["group", "n", *(escaped(measure.title) for measure in measures)]
+    body = [" & ".join(row) + r" \\" for row in (head, *rows)]
+    return "\n".join(
+        [
+            f"% {escaped(section.title)}",
+            f"% {escaped(described(section.conditions))}",
+            rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
+            r"\toprule",
+            body[0],
+            r"\midrule",
+            *body[1:],
+            r"\bottomrule",
+            r"\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _best(groups: Sequence[Group], measure: Measure) -> float | None:
+    counting = [group.mean(measure.key) for group in groups if counts(group, measure.key)]
+    means = [mean for mean in counting if mean is not None]
+    return (max if measure.higher else min)(means, default=None)
+
+
+def _cell(group: Group, measure: Measure, best: float | None) -> str:
+    """Bold also where another mean is as good in the digits shown."""
+    spread = group.spread(measure.key)
+    text = escaped(told(spread, show=measure.show, bounds=False)).replace("-", "$-$", 1 if spread.n else 0)
+    equal = best is not None and spread.mean is not None and counts(group, measure.key)
+    equal = equal and measure.show(spread.mean) == measure.show(best)
+    return rf"\textbf{{{text}}}" if equal else text
+
+
+def escaped(text: str) -> str:
+    """As LaTeX prints it, on one line."""
+    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], one_line(text))
+
+
+def data(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
+    """Groups with their spreads, differences, ranks, values by run. A number that is not finite is null."""
+    told = {"version": 1, "sections": [_section(section, top=top) for section in sections], **beside}
+    return json.dumps(_finite(told), indent=1, ensure_ascii=False) + "\n"
+
+
+def _section(section: Section, *, top: Path) -> dict[str, Any]:
+    differing = {
+        each.key: {name: _contrast(given) for name, given in contrasts(section, each).items()}
+        for each in present(section, COMPARED)
+    }
+    examples, _ = on_examples(section)
+    return {
+        "title": section.title,
+        "objective": section.objective,
+        "domains": section.domains,
+        "conditions": dict(section.conditions),
+        "groups": [_group(group) for group in section.groups],
+        "baselines": {name: group.name for name, group in section.baselines.items()},
+        "differences": {key: found for key, found in differing.items() if found},
+        "differences_on_examples": {name: _contrast(given) for name, given in examples.items()},
+        "ranks": {key: found for key, found in ranked(section).items() if found},
+        "runs": [
+            {**_facts(run, top=top), "group": group.name, "values": run.values}
+            for group in section.groups
+            for run in group.runs
+        ],
+    }
+
+
+def _group(group: Group) -> dict[str, Any]:
+    """Its spreads by key, of those that a run of it has."""
+    keys = dict.fromkeys(
+        [each.key for each in (*MEASURES, *COSTS)] + [k for r in group.runs for k in r.values]
+    )
+    spreads = {key: asdict(group.spread(key)) for key in keys if group.mean(key) is not None}
+    facts = {"name": group.name, "method": group.method, "model": group.model, "orders": list(group.orders)}
+    return {**facts, "runs": len(group.runs), "spreads": spreads}
+
+
+def _contrast(given: Contrast) -> dict[str, Any]:
+    return {**given.difference._asdict(), "p_holm": given.holm}
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which has neither nan nor infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,104 @@
+"""What runs are compared by: the columns of the comparison, and how a group's numbers are told."""
+
+from __future__ import annotations
+
+import statistics as stdlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cpt.evaluation.statistics import interval
+from cpt.reporting.formatting import decimals, megabytes, perplexity
+
+NONE = "–"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f}"
+
+
+def whole(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+def power(number: float) -> str:
+    """Three digits and a power of ten."""
+    return "0" if number == 0 else f"{number:.2e}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A number of a run: its key in `Run.values`, what its column is called, and how it is shown."""
+
+    key: str
+    title: str
+    show: Callable[[float], str]
+    higher: bool = False  # whether more is better
+
+
+MEASURES = (
+    Measure(key="LC/perplexity", title="LC (perplexity)", show=perplexity),
+    Measure(key="LC/bits_per_byte", title="LC (bits per byte)", show=decimals),
+    Measure(key="CPT/nats", title="CPT", show=decimals),
+    Measure(key="FG/nats", title="FG", show=decimals),
+    Measure(key="BWT_zs/nats", title="BWT_zs", show=decimals, higher=True),
+    Measure(key="FWT_zs/nats", title="FWT_zs", show=decimals, higher=True),
+    Measure(key="general_drift/nats", title="general drift", show=decimals),
+    Measure(key="intransigence/nats", title="intransigence", show=decimals),
+    Measure(key="endtask/MF1", title="MF1 (%)", show=percent, higher=True),
+    Measure(key="endtask/Acc", title="Acc (%)", show=percent, higher=True),
+    Measure(key="endtask/forward", title="forward MF1 (%)", show=percent, higher=True),
+    Measure(key="endtask/forget_rate", title="forget rate (%)", show=percent),
+)
+COSTS = (
+    Measure(key="cost/tokens", title="tokens", show=whole),
+    Measure(key="cost/flops", title="FLOPs", show=power),
+    Measure(key="cost/learning", title="learning (s)", show=whole),
+    Measure(key="cost/seconds", title="all (s)", show=whole),
+    Measure(key="cost/memory", title="peak memory", show=megabytes),
+    Measure(key="cost/trained", title="trained", show=whole),
+    Measure(key="cost/stored", title="stored", show=megabytes),
+    Measure(key="cost/growth", title="per domain", show=megabytes),
+)
+COMPARED = tuple(  # differences and ranks
+    measure for measure in MEASURES if measure.key not in ("BWT_zs/nats", "endtask/forward")
+)
+
+
+def task(name: str) -> Measure:
+    """The last score of an end task."""
+    return Measure(key=f"task/{name}", title=name, show=percent, higher=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A group's numbers in one: mean, standard deviation and 95 % bootstrap interval over its runs, None
+    where there are too few; n of `runs` have the number."""
+
+    n: int
+    runs: int
+    mean: float | None = None
+    sd: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    """Over runs; None: the run has no such number. The standard deviation is the sample's (n - 1)."""
+    there = [value for value in values if value is not None]
+    sizes = {"n": len(there), "runs": len(values)}
+    if len(there) < 2:
+        return Spread(**sizes, mean=there[0] if there else None)
+    low, high = interval(there)
+    mean, sd = stdlib.fmean(there), stdlib.stdev(there)
+    return Spread(**sizes, mean=mean, sd=sd, low=float(low), high=float(high))
+
+
+def told(given: Spread, *, show: Callable[[float], str], bounds: bool) -> str:
+    """`53.10 ± 0.30 [52.80, 53.40] (3)`: mean, deviation, interval if wanted, and how many runs have the
+    number if not all have."""
+    if given.mean is None:
+        return NONE
+    deviation = "" if given.sd is None else f" ± {show(given.sd)}"
+    if bounds and given.low is not None:
+        deviation += f" [{show(given.low)}, {show(given.high)}]"
+    return show(given.mean) + deviation + f" ({given.n})" * (given.n < given.runs)

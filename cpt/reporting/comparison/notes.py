@@ -1,0 +1,80 @@
+"""What a reader of a comparison must know of its runs."""
+
+from __future__ import annotations
+
+from cpt.evaluation.conditions import described
+from cpt.reporting.comparison.groups import Group, Section, differing, order_names
+from cpt.reporting.page import few
+
+FROM_BASE = ("one", "dga")  # methods that learn each domain from the base
+ALONE = (
+    "`one` and `dga` learn every domain from the base: their CPT counts; their LC and FG compare models that "
+    "never met."
+)
+ASSUMED = (
+    "runs do not say all of this, being of an earlier cpt; it is taken from the others, as their texts have "
+    "exactly as many tokens, scored tokens and bytes"
+)
+MASKED = (
+    "Bits per byte of a masked model are its loss on masked tokens times tokens per byte: no code length, "
+    "and comparable within these runs only."
+)
+APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a method is measured by
+SETTINGS = 8  # so many differing settings are named
+
+
+def counts(group: Group, key: str) -> bool:
+    """Whether a group is ranked by a measure: what is said of one model after all domains is not true of
+    models that learned a domain each."""
+    return group.method not in FROM_BASE or key.startswith(APART)
+
+
+def notes(section: Section) -> list[str]:
+    """What the names stand for, and what keeps groups from being compared."""
+    kinds = (_conditions, _orders, _alone, _copies, _settings, _baselines)
+    return [line for kind in kinds for line in kind(section)]
+
+
+def _conditions(section: Section) -> list[str]:
+    """What perplexity means here."""
+    lines = [f"Perplexity of all these runs: {described(section.conditions)}."]
+    assumed = [run for run in section.runs if run.assumed]
+    if assumed:
+        names = ", ".join(dict.fromkeys(name for run in assumed for name in run.assumed))
+        lines.append(f"{len(assumed)} of {len(section.runs)} {ASSUMED} ({names}).")
+    return [*lines, MASKED] if section.objective == "masked" else lines
+
+
+def _orders(section: Section) -> list[str]:
+    """What the orders are called, where there are several."""
+    names = order_names(section.runs)
+    lines = [f"order {name}: {few(order)}" for order, name in names.items() if name != ",".join(order)]
+    return lines if len(names) > 1 else []
+
+
+def _alone(section: Section) -> list[str]:
+    return [ALONE] * any(group.method in FROM_BASE for group in section.groups)
+
+
+def _copies(section: Section) -> list[str]:
+    return [
+        f"{group.name}: runs with one order and seed; copies, or they differ in more than config.yaml says."
+        for group in section.groups
+        if len({run.pair for run in group.runs}) < len(group.runs)
+    ]
+
+
+def _settings(section: Section) -> list[str]:
+    """Settings beside those of a method in which the groups differ: the comparison is then of these too."""
+    own = ("method.", "mask.", "replay.", "routing.", "model.")
+    keys = [key for key in differing(section.runs) if not key.startswith(own)]
+    more = f" and {len(keys) - SETTINGS} more" * (len(keys) > SETTINGS)
+    return [f"The runs differ beyond their methods, in {', '.join(keys[:SETTINGS])}{more}."] * bool(keys)
+
+
+def _baselines(section: Section) -> list[str]:
+    if section.baselines or len(section.groups) < 2:
+        return []
+    return [
+        f"No differences: no single group {section.baseline} with the same model and orders to compare with."
+    ]

@@ -1,0 +1,157 @@
+"""The report of one run, from its folder alone; `python -m cpt.report FOLDER [FOLDER...]` compares runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from cpt.evaluation.conditions import conditions
+from cpt.evaluation.conditions import described as described_conditions
+from cpt.evaluation.metrics import METRICS, UNITS, described
+from cpt.evaluation.scores import Scores
+from cpt.reporting import endtasks as endtask_report
+from cpt.reporting import figures
+from cpt.reporting.formatting import decimals, megabytes, perplexity, shortened
+from cpt.reporting.labels import label
+from cpt.reporting.page import Block, few, plain, written
+
+FORMULAS = (
+    "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
+    "A metric in a unit is that of the matrix in this unit. In brackets: 95 % bootstrap over documents."
+)
+
+
+def write(folder: Path, scores: Scores | None = None) -> Path:
+    """Writes report.md and report.html into a run folder, of these scores or those that stand there; gives
+    the path of the latter."""
+    scores, config = scores or Scores.load(Path(folder) / "scores.json"), Path(folder) / "config.yaml"
+    matrix = Block(
+        title="Perplexity on each test text (column) after each stage (row)",
+        lines=["Framed: a domain's own stage. Colour: change against the base model."],
+        picture=figures.heatmap(scores) if scores.rows else b"",
+        head=["after", *scores.domains],
+        cells=_matrix(scores),
+        folded=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
+    )
+    stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
+    code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+    settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
+    blocks = [_summary(scores), matrix, stages, _parts(scores), _metrics(scores)]
+    blocks += [*endtask_report.blocks(scores, Path(folder)), endtask_report.compute(scores)]
+    blocks += [_texts(scores), _seconds(scores), settings]
+    return written(blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report")
+
+
+def table(scores: Scores) -> str:
+    """For a console of 100 characters: perplexities and headlines; of many domains the first and last."""
+    columns, rows = _ends(len(scores.domains)), _ends(len(scores.rows))
+    names = [shortened(scores.domains[column], width=min(24, 86 // len(columns) - 2)) for column in columns]
+    matrix = [
+        [shortened(row[0], width=12), *(row[1:][column] for column in columns)] for row in _matrix(scores)
+    ]
+    losses = Block(head=["after", *names], cells=[matrix[row] for row in rows])
+    shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
+    metrics = Block(head=["", *UNITS], cells=[[name, *_in_units(scores.metrics[name])] for name in shown])
+    texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
+    title = f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"
+    parts = [title, plain(losses), plain(metrics), endtask_report.line(scores)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _ends(size: int) -> list[int]:
+    """The places of the first and last few; all if they are few."""
+    return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
+
+
+def _matrix(scores: Scores) -> list[list[str]]:
+    """The name and the perplexities of each row."""
+    losses = figures.perplexities(scores).tolist()
+    return [[row, *map(perplexity, values)] for row, values in zip(scores.rows, losses, strict=True)]
+
+
+def _summary(scores: Scores) -> Block:
+    run = scores.run
+    cells = [
+        ["method", label(scores.run)],
+        ["model", f"{run['model']} ({run['objective']})"],
+        ["perplexity", described_conditions(conditions(scores))],
+        ["order", few(run["order"])],
+        ["seed", str(run["seed"])],
+        ["state", f"{scores.state}; {scores.seconds:,.1f} seconds"],
+        ["trained", f"{max(scores.trained, default=0):,} parameters"],
+        ["stored beside the model", _stored(scores)],
+        *([["steps left out", _skipped(scores)]] if any(scores.skipped) else []),
+        ["domain at test time", "must be known" if scores.needs_domain else "need not be known"],
+        *([["load the model (from this folder)", scores.loading]] if scores.loading else []),
+        ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
+    ]
+    return Block(head=["run", run["name"]], cells=cells, words=2)
+
+
+def _stored(scores: Scores) -> str:
+    growth = "" if scores.growth is None else f", {megabytes(scores.growth)} more with each domain"
+    return megabytes(scores.stored[-1] if scores.stored else 0) + growth
+
+
+def _skipped(scores: Scores) -> str:
+    counts = zip(scores.rows, scores.skipped, strict=True)
+    told = ", ".join(f"{count} of {row}" for row, count in counts if count)
+    return f"{told}: loss or gradient were not finite (on_nonfinite)"
+
+
+def _parts(scores: Scores) -> Block:
+    """Which parts of the model scored each text; nothing of a model without parts."""
+    if not any(scores.parts):
+        return Block()
+    cells = [
+        [row, *(_mixture(parts.get(text, {})) for text in scores.domains)]
+        for row, parts in zip(scores.rows, scores.parts, strict=True)
+    ]
+    return Block(
+        title="Parts of the model that scored each text",
+        lines=["The part of which domain, or the base; with their mean weights where several were mixed."],
+        picture=figures.mixtures(scores) if len(scores.rows) > 1 else b"",
+        head=["after", *scores.domains],
+        cells=cells,
+        words=1 + len(scores.domains),
+        folded=f"{len(scores.rows)} x {len(scores.domains)} texts",
+    )
+
+
+def _mixture(weights: Mapping[str, float]) -> str:
+    """The heaviest parts, with their weights if there are several."""
+    heaviest = sorted(weights, key=weights.get, reverse=True)[:3]
+    told = ", ".join(f"{name} {weights[name]:.2f}" if len(weights) > 1 else name for name in heaviest)
+    return told + ", …" * (len(weights) > len(heaviest))
+
+
+def _metrics(scores: Scores) -> Block:
+    head = ["metric", "meaning", "formula", "nats", "perplexity", "bits per byte"]
+    cells = [[m, *described(METRICS[m].compute), *_in_units(units)] for m, units in scores.metrics.items()]
+    return Block(title="Metrics", lines=[FORMULAS], head=head, cells=cells, words=3)
+
+
+def _in_units(metric: Mapping) -> list[str]:
+    """A metric in nats, as perplexity and in bits per byte, each with its interval if it has one."""
+    bounds, cells = metric.get("interval", {}), []
+    for unit, show in zip(UNITS, (decimals, perplexity, decimals), strict=True):
+        interval = f" [{', '.join(map(show, bounds[unit]))}]" if unit in bounds else ""
+        cells.append(show(metric[unit]) + interval)
+    return cells
+
+
+def _texts(scores: Scores) -> Block:
+    cells = []
+    for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
+        facts = [scores.texts.get(name, {}).get(fact, "–") for fact in ("documents", "digest")]
+        told = [
+            ", ".join(f"{k} {v}" for k, v in f.items()) if isinstance(f, Mapping) else str(f) for f in facts
+        ]
+        cells.append([name, *(f"{size:,}" for size in sizes), *told])
+    head = ["text", "tokens", "scored", "bytes", "documents", "digest"]
+    return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")
+
+
+def _seconds(scores: Scores) -> Block:
+    cells = [[phase, f"{seconds:,.1f}"] for phase, seconds in scores.phases.items()]
+    return Block(title="Seconds", head=["phase", "seconds"], cells=cells, folded=f"{len(cells)} phases")

@@ -1,0 +1,284 @@
+"""A search over a config's values with Optuna (`hydra/sweeper=optuna`); the same command goes on with it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from cpt.core.errors import readable
+from cpt.core.preemption import GO_ON
+from cpt.sweeps.jobs import CONTINUES, PreemptedJob
+from cpt.sweeps.search_space import DIGITS, distributions, made_of, values, written
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+log = logging.getLogger(__name__)
+SAMPLERS = ("tpe", "random", "nsga2", "grid")
+DIRECTIONS = ("minimize", "maximize")
+JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
+
+
+class OptunaSweeper(Sweeper):
+    """Asks Optuna for `n_jobs` trials, has them run, tells their objectives, until there are `n_trials`."""
+
+    def __init__(
+        self,
+        *,
+        params: Mapping[str, Any] | None,
+        sampler: str,
+        options: Mapping[str, Any],
+        seed: int,
+        direction: str | Sequence[str],
+        n_trials: int | None,
+        n_jobs: int,
+    ) -> None:
+        self.params, self.sampler, self.options = dict(params or {}), sampler, dict(options)
+        self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
+
+    def check(self) -> None:
+        """Raises ValueError for an option that there cannot be, or if Optuna is missing."""
+        given = "hydra.sweeper"
+        if self.sampler not in SAMPLERS:
+            raise ValueError(f"{given}.sampler={self.sampler}; allowed: {', '.join(SAMPLERS)}")
+        if type(self.n_jobs) is not int or self.n_jobs < 1:
+            raise ValueError(f"{given}.n_jobs={self.n_jobs}; allowed: 1, 2, …")
+        endless = self.n_trials is None and self.sampler == "grid"  # the grid ends
+        if not endless and (type(self.n_trials) is not int or self.n_trials < 1):
+            raise ValueError(f"{given}.n_trials={self.n_trials}; allowed: 1, 2, …; with grid also null")
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(f"{given}.seed={self.seed}; allowed: 0, 1, 2, …")
+        try:
+            import optuna
+        except ImportError as error:
+            advice = "pip install -e '.[optuna]' in the checkout of cpt"
+            raise ValueError(f"hydra/sweeper=optuna needs Optuna ({error}): {advice}") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            self.check()
+        self.hydra_context, self.config = hydra_context, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Runs what the search still lacks; one process at a time is at work on it."""
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            space, fixed = self.parsed(arguments)
+            cfg = self.hydra_context.config_loader.load_sweep_config(self.config, fixed)
+            folder = Path(cfg.hydra.sweep.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with FileLock(folder / ".study.lock", timeout=0):
+                    self.search(folder, space, fixed, objective=cfg.get("objective"))
+            except Timeout as error:
+                raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
+
+    def parsed(self, arguments: Sequence[str]) -> tuple[dict[str, Override], list[str]]:
+        """What is searched for by key, and the overrides that all trials share."""
+        lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        given = {each.get_key_element(): each for each in parser.parse_overrides(lines)}
+        space = {key: each for key, each in given.items() if each.is_sweep_override()}
+        if not space:
+            raise ValueError(
+                "nothing to search for; give values like method=ncl,das or "
+                "'optim.lr=tag(log,interval(1e-4,1e-2))'"
+            )
+        return space, [each.input_line or key for key, each in given.items() if key not in space]
+
+    def search(
+        self, folder: Path, space: Mapping[str, Override], fixed: list[str], *, objective: Any
+    ) -> None:
+        names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
+        study = opened(folder, directions=self.directions(names), made_of=made_of(space, fixed, names))
+        total = self.n_trials or math.inf
+        if self.sampler == "grid":
+            total = min(total, enqueue_grid(study, space))
+        left = int(total) - len(trials(study, "COMPLETE"))
+        retry(study, keys=space.keys())
+        asked = Asked(study, distributions(space, grid=self.sampler == "grid"), self.made)
+        while left > 0:
+            batch = asked.batch(min(self.n_jobs, left))
+            self.run(study, batch, fixed)
+            left -= len(batch)
+        conclude(study, folder, names)
+
+    def directions(self, names: Sequence[str]) -> list[str]:
+        """A direction for each objective."""
+        many = isinstance(self.direction, Sequence) and not isinstance(self.direction, str)
+        given = [str(each) for each in self.direction] if many else [str(self.direction)] * len(names)
+        if len(given) != len(names) or set(given) - set(DIRECTIONS):
+            allowed = f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}, for objective={names}"
+            raise ValueError(f"hydra.sweeper.direction={self.direction}; allowed: {allowed}")
+        return given
+
+    def made(self, number: int) -> BaseSampler:
+        """The sampler of one trial. What it draws depends on the seed and the trials told so far, not on how
+        often the search was started."""
+        from optuna import samplers
+
+        seed = (self.seed * 1_000_003 + number) % 2**32
+        if self.sampler in ("random", "grid"):
+            return samplers.RandomSampler(seed=seed)
+        kind, extra = {
+            "tpe": (samplers.TPESampler, {"constant_liar": True}),  # trials at once keep apart
+            "nsga2": (samplers.NSGAIISampler, {}),
+        }[self.sampler]
+        try:
+            return kind(seed=seed, **extra, **self.options)
+        except TypeError as error:
+            raise ValueError(f"hydra.sweeper.options={self.options}: {error}") from error
+
+    def run(self, study: Study, batch: Sequence[FrozenTrial], fixed: list[str]) -> None:
+        """Has the trials of a batch run, and tells Optuna how they ended."""
+        overrides = [[*fixed, *written(trial.params)] for trial in batch]
+        returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number)
+        left = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
+        for trial, each in zip(batch, returned, strict=True):
+            if each not in left:  # it stays under way
+                tell(study, trial, each)
+        if left:
+            print(f"cpt: {left[0]._return_value}; {CONTINUES}", file=sys.stderr)
+            raise SystemExit(GO_ON)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where the trials of a batch come from."""
+
+    study: Study
+    distributions: Mapping[str, BaseDistribution]
+    sampler: Any  # of a trial's number
+
+    def batch(self, size: int) -> list[FrozenTrial]:
+        """First those that a killed search left running: their run folders go on; then new ones."""
+        batch = trials(self.study, "RUNNING")[:size]
+        while len(batch) < size:
+            self.study.sampler = self.sampler(len(self.study.trials))
+            asked = self.study.ask(dict(self.distributions))
+            batch.append(self.study.trials[asked.number])
+        return batch
+
+
+def opened(folder: Path, *, directions: list[str], made_of: dict[str, Any]) -> Study:
+    """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+    path = str(folder / JOURNAL)
+    # Open, not link: FAT and some network file systems know no links; FileLock keeps a second search out.
+    storage = optuna.storages.JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))
+    known = optuna.study.get_all_study_names(storage)
+    if not known:
+        study = optuna.create_study(storage=storage, study_name="search", directions=directions)
+        study.set_user_attr("made_of", {**made_of, "directions": directions})
+        return study
+    study = optuna.load_study(study_name="search", storage=storage)
+    then, now = study.user_attrs.get("made_of", {}), {**made_of, "directions": directions}
+    if changed := [f"{key}: {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
+        raise ValueError(
+            f"{path} is another search ({'; '.join(changed)}); take them back or choose another name=…"
+        )
+    return study
+
+
+def enqueue_grid(study: Study, space: Mapping[str, Override]) -> int:
+    """Puts all points that the study does not know in its queue, in the order of a sweep without a search."""
+    points = list(itertools.product(*(values(each) for each in space.values())))
+    known = [told(trial) for trial in study.trials]
+    for point in points:
+        params = dict(zip(space, point, strict=True))
+        if params not in known:
+            study.enqueue_trial(params)
+    return len(points)
+
+
+def retry(study: Study, *, keys: Set[str]) -> None:
+    """What failed at an earlier start is tried again, and its run goes on where it failed. What was killed
+    while it was asked for never had a run."""
+    for trial in trials(study, "RUNNING"):
+        if trial.params.keys() != keys:
+            study.tell(trial.number, state=trial.state.FAIL)
+    others = [told(trial) for trial in study.trials if trial.state.name != "FAIL"]
+    for trial in trials(study, "FAIL"):
+        if trial.params.keys() == keys and trial.params not in others:
+            study.enqueue_trial(trial.params)
+            others.append(trial.params)
+
+
+def told(trial: FrozenTrial) -> dict[str, Any]:
+    """A trial's values, also while it waits."""
+    return trial.params or trial.system_attrs.get("fixed_params", {})
+
+
+def trials(study: Study, *states: str) -> list[FrozenTrial]:
+    return [trial for trial in study.trials if trial.state.name in states]
+
+
+def tell(study: Study, trial: FrozenTrial, returned: JobReturn) -> None:
+    """The objective of a trial; one that has failed, or has no finite objective, fails."""
+    from optuna.trial import TrialState
+
+    label, value = f"trial {trial.number}, {' '.join(written(trial.params))}", returned._return_value
+    got = list(value) if isinstance(value, Sequence) else [value]
+    whole = len(got) == len(study.directions) and all(is_number(each) for each in got)
+    if returned.status is JobStatus.COMPLETED and whole:
+        study.tell(trial.number, got)
+        log.info("%s: %s", label, shown(got))
+    else:
+        study.tell(trial.number, state=TrialState.FAIL)
+        log.error("%s: failed, objective %s", label, value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def shown(found: Sequence[float]) -> str:
+    return ", ".join(f"{value:.{DIGITS}g}" for value in found)
+
+
+def conclude(study: Study, folder: Path, names: Sequence[str]) -> None:
+    """Writes and tells the best trials: one, or the Pareto front of several objectives.
+
+    Raises ValueError if no trial has finished."""
+    complete = trials(study, "COMPLETE")
+    if not complete:
+        raise ValueError("no trial of the search has an objective; the same command tries again")
+    several = len(names) > 1
+    best = study.best_trials if several else [study.best_trial]
+    found = [
+        {
+            "trial": t.number,
+            "params": dict(line.split("=", 1) for line in written(t.params)),
+            "values": t.values,
+        }
+        for t in best
+    ]
+    results = {"name": "optuna", "objective": list(names), "finished": len(complete), "best": found}
+    OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
+    title = f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"
+    lines = [f"trial {t.number}: {shown(t.values)}: {' '.join(written(t.params))}" for t in best]
+    log.info("%s", "\n".join([title, *lines, str(folder / RESULTS)]))

@@ -1,0 +1,139 @@
+"""Curves while a run goes on: metrics.csv in the run folder, and Weights & Biases."""
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from cpt.core.config import digest
+from cpt.core.preemption import Preempted
+from cpt.evaluation.scores import Scores
+from cpt.reporting.tables import stage_row
+from cpt.tracking.wandb_run import opened, publish, publish_stage
+
+
+class LongCSV(Logger):
+    """metrics.csv with the columns step, name, value. Lines are only ever added: Lightning's own CSVLogger
+    deletes the file of a run that is resumed. Of two lines with one step and name, the later one counts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The config stands in config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([("step", "name", "value")] if new else [])
+            writer.writerows((step, name, value) for name, value in metrics.items() if name != "epoch")
+
+
+@contextmanager
+def tracked(
+    options: Mapping[str, Any],
+    folder: Path,
+    *,
+    group: str,
+    job: str,
+    tags: Sequence[str],
+    config: Mapping[str, Any],
+    custom: Sequence[Logger] = (),
+) -> Iterator[list[Logger]]:
+    """The loggers of one run, with `custom` ones among them; its W&B run ends with it, as finished or as
+    failed."""
+    loggers: list[Logger] = [LongCSV(folder / "metrics.csv")] if options.get("csv") else []
+    loggers += custom
+    for logger in custom:
+        logger.log_hyperparams(dict(config))
+    if not options.get("wandb"):
+        yield loggers
+        return
+    tracker = wandb_logger(options, folder, group=group, job=job, tags=tags, config=config)
+    failed = True
+    try:
+        yield [*loggers, tracker]
+        failed = False
+    except Preempted:
+        tracker.experiment.mark_preempting()  # W&B's state `preempted`, not `failed`
+        raise
+    finally:
+        finish(tracker, failed=failed)
+
+
+def wandb_logger(
+    options: Mapping[str, Any],
+    folder: Path,
+    *,
+    group: str,
+    job: str,
+    tags: Sequence[str],
+    config: Mapping[str, Any],
+) -> WandbLogger:
+    """One W&B run per run folder: the same folder is the same run, also after a restart."""
+    if rank_zero_only.rank != 0:
+        return WandbLogger(save_dir=str(folder))
+    # The run is made here: Lightning would hand on an option that W&B warns of, and join a run that is still
+    # open.
+    about = {"name": folder.name, "group": group, "job_type": job, "tags": list(tags), "config": dict(config)}
+    places = {name: options.get(name) for name in ("project", "entity", "mode")}
+    return WandbLogger(experiment=opened(digest([group, folder.name]), folder, **about, **places))
+
+
+@rank_zero_only
+def finish(tracker: WandbLogger, *, failed: bool) -> None:
+    tracker.experiment.finish(exit_code=int(failed))
+
+
+@rank_zero_only
+def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mapping[str, np.ndarray]) -> None:
+    """The last row of the matrix, `ppl/<text>` over `stage`, what the run has cost, and on W&B histograms of
+    the distributions."""
+    row = len(scores.rows) - 1
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            publish_stage(logger.experiment, scores, row=row, distributions=distributions)
+        else:
+            logger.log_metrics(without_stage(stage_row(scores, row)), step=row)
+
+
+@rank_zero_only
+def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> None:
+    """Everything that the report in the folder says, for W&B; every metric, for custom loggers."""
+    for logger in loggers:
+        if isinstance(logger, WandbLogger):
+            publish(logger.experiment, scores, folder=folder)
+        elif not isinstance(logger, LongCSV):
+            logger.log_metrics(final(scores), step=len(scores.rows) - 1)
+
+
+def final(scores: Scores) -> dict[str, float]:
+    """The metrics of a run, METRIC/UNIT."""
+    return {
+        f"{metric}/{unit}": value
+        for metric, units in scores.metrics.items()
+        for unit, value in units.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def without_stage(points: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in points.items() if name != "stage"}

@@ -1,0 +1,200 @@
+"""Makes W&B runs of run folders, with the identifiers that the runs themselves would have used."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import yaml
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from cpt.core.config import digest
+from cpt.core.errors import reason
+from cpt.evaluation.scores import Scores
+from cpt.tracking.wandb_run import OVER_STAGE, opened, publish, publish_stage
+
+if TYPE_CHECKING:
+    import wandb
+
+log = logging.getLogger(__name__)
+MODES = ("online", "offline")
+REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
+ENOUGH = 3  # so many runs that W&B did not take, and none that it did: it will take no other
+WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
+STAGES = tuple(names.removesuffix("*") for names in OVER_STAGE)
+# The machine that sends a run is not the one that made it.
+SETTINGS = {
+    "x_disable_stats": True,
+    "x_disable_meta": True,
+    "x_disable_machine_info": True,
+    "disable_git": True,
+}
+
+Curves = list[tuple[int, dict[str, float]]]
+
+
+class Record(NamedTuple):
+    """What a run folder holds beside its scores."""
+
+    path: Path
+    config: dict[str, Any]
+    curves: Curves
+    distributions: list[dict[str, np.ndarray]]  # [row], by name
+
+
+def sync(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
+    """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`).
+
+    A run that W&B knows keeps its curves and gets what is missing. One that is at work is left out. What
+    cannot be read or sent is named in the log and the rest is done; gives how many those were. ValueError if
+    W&B refuses, or takes none.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode={mode}; allowed: {', '.join(MODES)}")
+    failed, sent = 0, 0
+    with logging_redirect_tqdm():
+        for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):
+            try:
+                sent += _sent(path.resolve(), scores, project=project, entity=entity, mode=mode)
+            except (UnreadableError, ConnectionError) as error:
+                failed += 1
+                log.error("%s: %s", path, reason(error))
+                if failed >= ENOUGH and not sent and isinstance(error, ConnectionError):
+                    raise ValueError(f"W&B took none of {failed} runs; {reason(error)}") from None
+    return failed
+
+
+class UnreadableError(Exception):
+    """A run folder whose files cannot be read."""
+
+
+def _sent(path: Path, scores: Scores, *, mode: str, **place: str | None) -> bool:
+    """Whether the run was sent: not while it is at work."""
+    if at_work(path, scores):
+        log.warning("%s: is at work; left out", path)
+        return False
+    record = read(path, scores)
+    with _files(path, mode) as folder:
+        rebuild(record, scores, folder=folder, mode=mode, **place)
+    return True
+
+
+def at_work(path: Path, scores: Scores) -> bool:
+    """Whether a process holds the folder of a run that is not finished."""
+    lock = path / ".lock"
+    if scores.run["finished"] or not lock.exists():
+        return False
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turns what can be wrong with files into UnreadableError."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
+
+
+def read(path: Path, scores: Scores) -> Record:
+    """The files of a run, none of which has to be there; UnreadableError if one is damaged."""
+    with reading():
+        distributions = [_arrays(path, row) for row in range(len(scores.rows))]
+        return Record(path, _config(path / "config.yaml"), curves(path / "metrics.csv"), distributions)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    told = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not isinstance(told, dict):
+        raise ValueError(f"{path.name} is no mapping")
+    return told
+
+
+def _arrays(path: Path, row: int) -> dict[str, np.ndarray]:
+    """What a method let one see after a stage."""
+    archive = path / "diagnostics" / f"{row:03d}.npz"
+    if not archive.exists():
+        return {}
+    with np.load(archive) as arrays:
+        return dict(arrays)
+
+
+def curves(path: Path) -> Curves:
+    """The curves of training in metrics.csv, a dictionary per step; what is over stages stands in the scores.
+
+    Of two lines with one step and name the later counts; a line that a kill cut off is left out.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        known = {(step, name): value for step, name, value in filter(None, map(_point, csv.reader(file)))}
+    lines = ((step, name, value) for (step, name), value in known.items())
+    return [(step, {n: v for _, n, v in each}) for step, each in groupby(lines, key=itemgetter(0))]
+
+
+def _point(line: list[str]) -> tuple[int, str, float] | None:
+    try:
+        step, name, value = line
+        return None if name.startswith(STAGES) else (int(step), name, float(value))
+    except ValueError:
+        return None
+
+
+def identifier(path: Path, scores: Scores) -> str:
+    """That of the run's last start with W&B, also within a sweep of W&B's; else what a start would take."""
+    names = [WANDB_FOLDER.fullmatch(each.name) for each in (path / "wandb").glob("*")]
+    starts = [name.groups() for name in names if name]
+    return max(starts)[1] if starts else digest([scores.run["name"], path.name])
+
+
+@contextmanager
+def _files(path: Path, mode: str) -> Iterator[Path]:
+    """Where W&B puts its files: of an earlier rebuild nothing is left, so that it is not sent twice."""
+    if mode == "online":
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+            yield Path(temporary)
+    else:
+        shutil.rmtree(path / REBUILT, ignore_errors=True)
+        (path / REBUILT).mkdir()
+        yield path / REBUILT
+
+
+def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None) -> None:
+    """The W&B run of one folder, ended as the run itself ended."""
+    about = {"name": record.path.name, "group": scores.run["name"], "job_type": scores.run["method"]}
+    about["tags"] = [str(tag) for tag in record.config.get("tags") or []]
+    own = identifier(record.path, scores)
+    run = opened(own, folder, config=record.config, settings=SETTINGS, **about, **place)
+    failed = True
+    try:
+        with reading():
+            fill(run, record, scores)
+        failed = not scores.run["finished"]
+    finally:
+        run.finish(exit_code=int(failed))
+
+
+def fill(run: wandb.Run, record: Record, scores: Scores) -> None:
+    """What the W&B run has not yet: curves if it is new, the stages after its last, the result."""
+    known = int(run.summary.get("stage", -1)) if run.resumed else -1
+    for step, points in () if run.resumed else record.curves:
+        run.log({"trainer/global_step": step, **points})
+    for row in range(known + 1, len(scores.rows)):
+        publish_stage(run, scores, row=row, distributions=record.distributions[row])
+    publish(run, scores, folder=record.path)

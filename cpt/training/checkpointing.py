@@ -1,0 +1,63 @@
+"""The trainer's state within a domain: one file that is always whole and finite."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from cpt.core.files import replacing
+from cpt.core.preemption import leave_all
+from cpt.optim.guard import Guard
+
+
+def save(state: Any, path: Path) -> None:
+    """Writes tensors to a file that is the old one or the new one at any time. Raises OSError where it cannot
+    be written."""
+    try:
+        with replacing(path) as partial:
+            torch.save(state, partial)
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error):  # what torch makes of a full disk
+            raise
+        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+
+
+class WholeFile(TorchCheckpointIO):
+    """Lightning's checkpoints, written where they belong: its own writer takes the way through the system's
+    temporary folder, which may be too small, and copies from there in pieces."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        save(checkpoint, Path(path))
+
+
+class Checkpoint(Callback):
+    """Saves the trainer's state every `every` optimizer steps, after the last one, and when a signal asks the
+    run to leave, which it then does."""
+
+    def __init__(self, path: Path, *, every: int, guard: Guard) -> None:
+        if every < 1:
+            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps")
+        self.path, self.every, self.guard, self.step = path, every, guard, 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step = trainer.global_step
+        if self.guard.policy == "rollback" and self.step == 0:
+            self.save(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step, leaving = trainer.global_step, self.guard.leaving()
+        if step == self.step:  # within the parts of a step
+            return
+        self.step = step
+        if leaving or step % self.every == 0 or step == trainer.max_steps:
+            self.save(trainer, pl_module)
+        if leaving:
+            name = trainer.datamodule.domain.name
+            leave_all(leaving, f"after step {step} of {trainer.max_steps} of {name}")
+
+    def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.guard.check_weights(trainer, pl_module.parameters())
+        trainer.save_checkpoint(self.path)

@@ -1,0 +1,157 @@
+"""What a method costs: what it trains, keeps beside the model, reads and computes."""
+
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import PreTrainedModel
+
+from cpt.data.objectives import Batch
+from cpt.models.loading import skeleton
+
+
+def own_names(model: PreTrainedModel) -> set[str]:
+    """The names in the state_dict of a model as its authors wrote it, without what was attached since."""
+    return set(skeleton(model).state_dict())
+
+
+def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
+    """Bytes of a method's state_dict beyond the model's own weights; what has two names counts once."""
+    # peft moves the weight of a map that it adapts one level down.
+    inside = {f"model.{name}" for name in own}
+    beside = [value for name, value in state.items() if name.replace(".base_layer", "") not in inside]
+    return sum({each.data_ptr(): each.nbytes for each in beside}.values())
+
+
+def trained_parameters(module: nn.Module) -> int:
+    """How many numbers the optimizer moves."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def attention(query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **options: Any) -> int:
+    """Operations of attention, from shapes [B, H, T, D]."""
+    return sdpa_flop_count(query, key, value)
+
+
+def attention_backward(
+    grad: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *rest: Any, **options: Any
+) -> int:
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+ON_CPU = {  # the processor's own attention, which the counter lacks
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+}
+
+
+class Nowhere:
+    """In place of torch's ModuleTracker, which says in which module an operation is: only the sum is asked
+    for, and its hooks on the inputs of modules break torch.autograd.grad where such an input is a parameter
+    (DeBERTa-v2 hands its relative positions to a norm)."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        """Nothing is watched."""
+
+    def __exit__(self, *args: Any) -> None:
+        """Nothing was watched."""
+
+
+class Compute(Callback):
+    """Measures a stage: tokens that its steps read, floating-point operations, peak memory.
+
+    Operations are those of matrix products, convolutions and attention, forward, backward and a method's own
+    passes: counted during the first step, which stands for all, and during what a method does before and
+    after the domain. What was measured before a kill comes back with the trainer's state."""
+
+    def __init__(self) -> None:
+        self.tokens, self.memory = 0, 0
+        self.flops = {"before": 0, "step": 0, "after": 0}
+        self.counter: FlopCounterMode | None = None
+        self.counted_from = 0
+
+    def costs(self, trainer: Trainer) -> dict[str, int]:
+        """Of all processes together; memory of the one that needs most. Asked by every process."""
+        flops = self.flops["before"] + self.flops["step"] * trainer.max_steps + self.flops["after"]
+        own = torch.tensor([self.tokens, flops], dtype=torch.float64, device=trainer.strategy.root_device)
+        # float64: exact up to 2^53 tokens, and to 16 digits beyond.
+        tokens, flops = trainer.strategy.reduce(own, reduce_op="sum").tolist()
+        return {"seen": int(tokens), "flops": int(flops), "memory": self.memory}
+
+    def begin(self) -> None:
+        self.counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
+        self.counter.mod_tracker = Nowhere()
+        self.counter.__enter__()
+
+    def end(self, phase: str) -> None:
+        if self.counter is not None:
+            self.counter.__exit__(None, None, None)
+            self.flops[phase] = self.counter.get_total_flops()
+            self.counter = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget_peak(trainer.strategy.root_device)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.global_step == 0:
+            self.begin()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        if self.flops["step"] == 0 and self.counted_from < trainer.global_step + 1:
+            self.end("before")
+            self.begin()
+            self.counted_from = trainer.global_step + 1
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self.counted_from:
+            self.end("step")
+        present = batch.get("attention_mask")
+        self.tokens += batch["input_ids"].numel() if present is None else int(present.sum())
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begin()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.end("after")
+        self.memory = max(self.memory, peak(trainer.strategy.root_device))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.end("before")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens, "memory": self.memory, **self.flops}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tokens, self.memory = state["tokens"], state["memory"]
+        self.flops = {phase: state[phase] for phase in self.flops}
+
+
+def forget_peak(device: torch.device) -> None:
+    """From now on, `peak` is that of what comes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes since: of a GPU, what was allocated; of a CPU, what the process held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "linux":
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

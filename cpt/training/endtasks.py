@@ -1,0 +1,99 @@
+"""When the end tasks of a run are due, and on which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from transformers import PreTrainedTokenizerBase
+
+from cpt.adapters.bank import BASE
+from cpt.core.preemption import Preempted, leave_together
+from cpt.data.datamodule import DomainSequence
+from cpt.data.sources.base import GENERAL
+from cpt.methods.base import ContinualModule
+from cpt.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from cpt.evaluation.endtasks.suite import EndTasks
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The end tasks of a run's domains, measured on copies of what the module hands on after a stage."""
+
+    endtasks: EndTasks
+    place: RunFolder
+    module: ContinualModule
+    data: DomainSequence
+
+    def name(self, number: int) -> str:
+        """The stage's, as the row of the matrix."""
+        return "base" if number == 0 else self.data.domains[number - 1].name
+
+    def due(self, number: int) -> list[str]:
+        """The tasks that are asked for after so many stages."""
+        stages = [domain.parts for domain in self.data.domains[:number]]
+        return self.endtasks.due(
+            stages[-1] if stages else (),
+            learned=list(dict.fromkeys(part for parts in stages for part in parts)),
+            final=number == len(self.data),
+            alone=self.module.alone,
+        )
+
+    def missing(self, number: int) -> bool:
+        """Whether something of that is not in the run folder yet."""
+        folder = self.place.endtasks(number, self.name(number))
+        together()  # nobody works before all have asked: all get the same answer
+        missing = self.endtasks.missing(folder, self.due(number))
+        together()
+        return bool(missing)
+
+    def measure(self, number: int, device: torch.device) -> None:
+        """Fine-tunes what is missing after a stage, whose weights the module has; each process its share."""
+        several = together()
+        with suppress(Preempted):  # the other processes are waited for
+            self.endtasks.measure(
+                lambda task: self.module.backbone(self.data.places.get(task, BASE)),
+                self.due(number),
+                folder=self.place.endtasks(number, self.name(number)),
+                device=device,
+                rank=distributed.get_rank() if several else 0,
+                world=distributed.get_world_size() if several else 1,
+                label=f"end tasks after {self.name(number)}",
+            )
+        leave_together(f"in the end tasks after {self.name(number)}")
+
+    def results(self, rows: int) -> dict:
+        """The `endtasks` of scores.json, from the files of so many rows."""
+        folders = [self.place.endtasks(number, self.name(number)) for number in range(rows)]
+        return self.endtasks.results(folders)
+
+
+def together() -> bool:
+    """Waits for the other processes, if there are any; whether there are."""
+    several = distributed.is_available() and distributed.is_initialized()
+    if several:
+        distributed.barrier()
+    return several
+
+
+def examination(
+    options: Mapping[str, Any],
+    place: RunFolder,
+    *,
+    module: ContinualModule,
+    data: DomainSequence,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Examination | None:
+    """The end tasks of a run; None where it has none."""
+    if options["name"] == "none":
+        return None
+    from cpt.evaluation.endtasks.suite import EndTasks
+
+    order = [name for name in data.held_out if name != GENERAL]
+    return Examination(EndTasks.read(options, order=order, tokenizer=tokenizer), place, module, data)

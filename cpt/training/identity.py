@@ -1,0 +1,261 @@
+"""What a run is made of, known by contents: its texts in their order, its base, its tokenizer, its end tasks.
+
+The folder of a run remembers it from its first start. Later starts compare: sizes and times first, contents
+where those differ, or of everything with `check=full`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from cpt.core.checksums import checksum
+from cpt.core.files import replace
+from cpt.core.processes import is_first_process
+from cpt.data.sources.base import stamp_of
+from cpt.training.plan import Plan
+from cpt.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from cpt.data.corpora import Corpora
+    from cpt.training.endtasks import Examination
+    from cpt.training.pretraining import Base
+
+log = logging.getLogger(__name__)
+CHECKS = ("fast", "full")
+WEIGHTS = (".safetensors", ".bin")
+OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
+FACTS = ("digest", "documents", "bytes")
+SHOWN = 8  # things that a message lists
+
+
+@dataclass
+class Identity:
+    """What a run folder remembers."""
+
+    order: list[str]
+    texts: dict[str, dict[str, Any]]  # by name: digest, stamp (sizes and times), documents, bytes
+    base: dict[str, list[Any]] = field(default_factory=dict)  # by file: size, time, checksum
+    tokenizer: str = ""
+    endtasks: dict[str, str] = field(default_factory=dict)  # by task, the digest of its examples
+
+    @classmethod
+    def load(cls, place: RunFolder) -> Identity | None:
+        """What a folder remembers; what its scores say where an older cpt made it; None of a new one. Raises
+        ValueError for a file that is damaged."""
+        path = place.identity
+        if not path.exists():
+            scores = place.scores()
+            known = {name: dict(facts) for name, facts in scores.texts.items()} if scores else {}
+            return cls(list(scores.run["order"]), known) if scores else None
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error}); delete it: the run is then compared with its scores.json"
+            ) from None
+
+    def save(self, place: RunFolder) -> None:
+        replace(place.identity, json.dumps(asdict(self), indent=1))
+
+
+def check(plan: Plan, place: RunFolder) -> None:
+    """Compares what a run folder was begun with with what there is now, before anything else is done.
+
+    Raises ValueError for texts, domains or a base that are others now; the message names them."""
+    if plan.cfg.check not in CHECKS:
+        raise ValueError(f"check={plan.cfg.check}; allowed: {', '.join(CHECKS)}")
+    then = Identity.load(place)
+    if then is None:
+        return
+    before = deepcopy(then)
+    compare_order(then, plan, place)
+    if wrong := [*changed_texts(then, plan), *changed_checkpoint(then, plan.cfg)]:
+        raise ValueError(refusal(place, wrong))
+    if not place.identity.exists():
+        log.info("%s was made by an older cpt: its texts are what they were", place.path)
+    if then != before and is_first_process():
+        then.save(place)
+
+
+def is_same(plan: Plan, place: RunFolder) -> bool:
+    """Whether sizes and times say that nothing has changed; nothing is read, nothing told."""
+    then = Identity.load(place)
+    if then is None or then.order != plan.order or any(stamps_differ(then, plan)):
+        return False
+    given = plan.cfg.model.checkpoint
+    return given is None or not any(others(then.base, checkpoint_files(given)))
+
+
+def refusal(place: RunFolder, wrong: list[str]) -> str:
+    told = "; ".join(wrong[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
+    return (
+        f"{place.path} was begun with other contents ({told}); bring back what it had, "
+        f"choose another name=…, or delete {place.path}"
+    )
+
+
+def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
+    """Raises ValueError where other domains, or another order of them, would be learned."""
+    if then.order == plan.order:
+        return
+    new = [name for name in plan.order if name not in then.order]
+    gone = [name for name in then.order if name not in plan.order]
+    kinds = [f"{kind}: {listed(names)}" for kind, names in (("new", new), ("gone", gone)) if names]
+    told = ", ".join(kinds) or f"{listed(then.order)} -> {listed(plan.order)}"
+    going_on = f"'order=[{','.join(then.order)}]' 'hydra.run.dir={place.path}' goes on with what it had, "
+    raise ValueError(
+        f"order={plan.cfg.order} means other domains than when {place.path} was begun ({told}); "
+        f"{'bring them back, ' if gone else going_on}another name=… begins a new run, or delete the folder"
+    )
+
+
+def listed(names: list[str]) -> str:
+    return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
+
+
+def changed_texts(then: Identity, plan: Plan) -> Iterator[str]:
+    """The texts whose content is another, by name; takes over the stamps of those that only look so."""
+    full = plan.cfg.check == "full" and is_first_process()
+    for name in list(then.texts) if full else list(stamps_differ(then, plan)):
+        stamp = stamp_of(plan.source, name)
+        facts = read_now(plan, name, full=full)
+        if facts["digest"] == then.texts[name]["digest"]:
+            then.texts[name]["stamp"] = stamp
+        else:
+            yield difference(name, then.texts[name], facts)
+
+
+def stamps_differ(then: Identity, plan: Plan) -> Iterator[str]:
+    """The texts that look changed."""
+    return (name for name, told in then.texts.items() if told.get("stamp") != stamp_of(plan.source, name))
+
+
+def read_now(plan: Plan, name: str, *, full: bool) -> Mapping[str, Any]:
+    """The facts of a text as it is now, for all runs or, if `full`, from its files again."""
+    from cpt.data.corpus import corpus, facts_anew  # pyarrow and datasets: seconds, rarely needed
+
+    log.info("comparing the text of %s with the one that the run was begun with", name)
+    if full:
+        return facts_anew(plan.source, name)
+    return corpus(plan.source, name, cache=Path(plan.cfg.cache_dir)).facts
+
+
+def difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"the text of {name} changed: {size(then)} -> {size(now)}"
+
+
+def size(facts: Mapping[str, Any]) -> str:
+    """A text's documents, bytes and digest, for people."""
+    documents, count = sum(facts["documents"].values()), sum(facts["bytes"].values())
+    return f"{documents} documents, {count} bytes, {facts['digest'][:8]}"
+
+
+def changed_checkpoint(then: Identity, cfg: DictConfig) -> Iterator[str]:
+    """The files of a given checkpoint that are others now; takes over the times of those that only look
+    so."""
+    if cfg.model.checkpoint is None or not then.base:
+        return
+    found = checkpoint_files(cfg.model.checkpoint)
+    for name in list(then.base) if cfg.check == "full" else list(others(then.base, found)):
+        if name not in found:
+            yield f"model.checkpoint={cfg.model.checkpoint} has no {name} any more"
+        elif (now := known(found[name]))[2] != then.base[name][2]:
+            yield f"{name} of model.checkpoint={cfg.model.checkpoint} changed"
+        else:
+            then.base[name] = now
+
+
+def others(then: Mapping[str, list[Any]], found: Mapping[str, Path]) -> Iterator[str]:
+    """The files that are gone, or have another size or time."""
+    return (name for name, told in then.items() if name not in found or told[:2] != look(found[name]))
+
+
+def look(path: Path) -> list[int]:
+    """The size and time of a file."""
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+def known(path: Path) -> list[Any]:
+    return [*look(path), checksum(path)]
+
+
+def checkpoint_files(checkpoint: str) -> dict[str, Path]:
+    """What a model and its tokenizer are read from, by name: of a folder, or of a name on the hub what has
+    been fetched."""
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        config = None
+        with suppress(ValueError):  # a folder that is gone is no name of the hub
+            config = try_to_load_from_cache(checkpoint, "config.json")
+        if not isinstance(config, str):
+            return {}
+        folder = Path(config).parent
+    return {path.name: path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT}
+
+
+def base_files(start: Base, cfg: DictConfig) -> dict[str, Path]:
+    """What the base is known by; the settings of one that is built here are the config's."""
+    files = checkpoint_files(start.checkpoint)
+    return {name: path for name, path in files.items() if cfg.model.checkpoint or path.suffix in WEIGHTS}
+
+
+def settle(
+    plan: Plan, place: RunFolder, corpora: Corpora, start: Base, examination: Examination | None
+) -> None:
+    """Compares what has been read and made with what the folder remembers, and remembers it.
+
+    Raises ValueError for texts, a base or a tokenizer that are others now; the message names them. End tasks
+    whose data are others are told."""
+    if not is_first_process():
+        return
+    then = Identity.load(place)
+    now = gathered(plan, corpora, start, examination, then or Identity(plan.order, {}))
+    if then is not None:
+        if wrong := list(differences(then, now)):
+            raise ValueError(refusal(place, wrong))
+        for task in now.endtasks:
+            if then.endtasks.get(task, now.endtasks[task]) != now.endtasks[task]:
+                log.info("end task %s: its data changed; it is measured again", task)
+    now.save(place)
+
+
+def gathered(
+    plan: Plan, corpora: Corpora, start: Base, examination: Examination | None, then: Identity
+) -> Identity:
+    """What a run is made of now; what of the base looks the same is not read again."""
+    from cpt.data.corpora import tokenizer_digest
+
+    texts = {
+        name: {"stamp": each.folder.name, **{fact: each.facts[fact] for fact in FACTS}}
+        for name, each in corpora.by_name.items()
+    }
+    base = {
+        name: then.base[name] if then.base.get(name, [])[:2] == look(path) else known(path)
+        for name, path in base_files(start, plan.cfg).items()
+    }
+    tasks = examination.endtasks.by_name if examination else {}
+    endtasks = then.endtasks | {name: task.content for name, task in tasks.items()}
+    return Identity(plan.order, texts, base, tokenizer_digest(start.tokenizer), endtasks)
+
+
+def differences(then: Identity, now: Identity) -> Iterator[str]:
+    """What of a run is not what it was begun with, for people."""
+    for name, told in then.texts.items():
+        if told["digest"] != now.texts[name]["digest"]:
+            yield difference(name, told, now.texts[name])
+    for name, (*_, value) in then.base.items():
+        if name not in now.base or now.base[name][2] != value:
+            yield f"the base model changed: {name}"
+    if then.tokenizer not in ("", now.tokenizer):
+        yield "the tokenizer of the base model changed"

@@ -1,0 +1,287 @@
+"""The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from heapq import nlargest
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig, OmegaConf
+
+from cpt.adapters.bank import BASE
+from cpt.core.files import check_archive
+from cpt.core.preemption import check, deferred, leave_together
+from cpt.core.processes import is_first_process
+from cpt.core.threads import keep_threads
+from cpt.data.corpora import Corpora
+from cpt.data.datamodule import Domain, DomainSequence
+from cpt.evaluation.objective import objective_value
+from cpt.evaluation.scores import Scores
+from cpt.methods.base import ContinualModule
+from cpt.optim.guard import Guard, RollbackError, check_losses, check_state
+from cpt.reporting import run_report
+from cpt.tracking.loggers import log_scores, log_stage, tracked
+from cpt.training import preflight
+from cpt.training.assembly import method, opened, sequence
+from cpt.training.callbacks import CustomCallbacks
+from cpt.training.checkpointing import Checkpoint, save
+from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
+from cpt.training.endtasks import Examination, examination
+from cpt.training.identity import settle
+from cpt.training.plan import Plan, endtask_digest
+from cpt.training.pretraining import Base, base
+from cpt.training.run_folder import RunFolder
+from cpt.training.trainer import trainer
+from cpt.training.verdict import confirm
+
+log = logging.getLogger(__name__)
+HEAVIEST = 20  # parts that a text's row names, of more
+
+
+def fold(plan: Plan, place: RunFolder) -> Scores:
+    """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
+    cfg = plan.cfg
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    custom_loggers, callbacks = preflight.checked(cfg, place.path)  # before hours of reading
+    keep_threads(place.path / "threads", processes=trainer(cfg.trainer, label="").num_devices)
+    phases: dict[str, float] = {}
+    with timed(phases, "read the texts"):
+        corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+    with timed(phases, "make the base"):
+        start = base(cfg.model, corpora, accelerator=cfg.trainer.accelerator)
+        module = method(cfg, start)
+    with timed(phases, "tokenise"):
+        data = sequence(plan, corpora, start, module)
+        examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
+    settle(plan, place, corpora, start, examined)
+    scores = begun(place, opened(plan, corpora, start, data), phases)
+    if cfg.check == "full":
+        confirm(place)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    with tracked(
+        cfg.logger,
+        place.path,
+        group=str(cfg.name),
+        job=cfg.method.name,
+        tags=cfg.tags,
+        config=config,
+        custom=custom_loggers,
+    ) as loggers:
+        learner = Learner(
+            cfg,
+            place,
+            module=module,
+            data=data,
+            examination=examined,
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(callbacks, place.path / "callbacks"),
+        )
+        learner.learn()
+        if is_first_process():
+            learner.conclude(start)
+    return scores
+
+
+def begun(place: RunFolder, empty: Scores, phases: Mapping[str, float]) -> Scores:
+    """What a run folder has of the scores, with the seconds that this start has taken so far."""
+    scores = place.scores() or empty
+    place.check_documents(scores.domains, len(scores.rows))
+    for name, seconds in phases.items():
+        scores.phases[name] = scores.phases.get(name, 0.0) + seconds
+    return scores
+
+
+class Learner:
+    """A run at work: its method, its data and its scores so far."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        place: RunFolder,
+        *,
+        module: ContinualModule,
+        data: DomainSequence,
+        examination: Examination | None,
+        scores: Scores,
+        loggers: Sequence[Logger],
+        callbacks: CustomCallbacks,
+    ) -> None:
+        self.cfg, self.place, self.module, self.data = cfg, place, module, data
+        self.examination, self.scores, self.loggers = examination, scores, loggers
+        self.callbacks = callbacks
+        self.at = 0  # the stage whose weights the module has
+        self.own = own_names(module.model)
+        scores.needs_domain = module.needs_domain
+
+    def learn(self) -> None:
+        """Every stage that is not committed yet, and every end task that is missing."""
+        if not self.scores.rows:
+            self.commit("base")
+        done = len(self.scores.rows)
+        for number in range(done):
+            self.examine(number)
+        self.restore(done - 1)
+        for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
+            costs = self.fit(number, domain)
+            self.at = number
+            self.commit(domain.name, **costs)
+            self.examine(number)
+        confirm(self.place)
+
+    def restore(self, number: int) -> None:
+        """Gives the module its state after so many stages, if it has another."""
+        if number == self.at:
+            return
+        path = self.place.stage(number)
+        check_archive(path, instead=f"delete {self.place.path} to start again")
+        self.module.load_state_dict(torch.load(path, weights_only=True))
+        self.at = number
+        log.info("going on after %s", self.scores.rows[number])
+
+    def examine(self, number: int) -> None:
+        """The end tasks that are due after a stage and not measured yet."""
+        if self.examination is None or not self.examination.missing(number):
+            return
+        row = self.scores.rows[number]
+        if number != self.at and not self.place.stage(number).exists():
+            raise ValueError(
+                f"endtask.when={self.cfg.endtask.when} needs the weights after {row}, which were not kept; "
+                "allowed: endtask.when=last, or a new name=… (keep_stages=true keeps them for later)"
+            )
+        self.scores.run["finished"] = False
+        self.restore(number)
+        with timed(self.scores.phases, f"end tasks {row}"):
+            self.examination.measure(number, trainer(self.cfg.trainer, label=row).strategy.root_device)
+        if is_first_process():
+            self.collect()
+            self.save()
+
+    def collect(self) -> None:
+        """Takes over what the end tasks have given so far."""
+        results = self.examination.results(len(self.scores.rows))
+        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg, self.examination.endtasks.plan)}
+
+    def fit(self, number: int, domain: Domain) -> dict[str, int]:
+        """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
+        take them."""
+        checkpoint = self.place.checkpoint(number, domain.name)
+        if checkpoint.exists():
+            check_archive(
+                checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
+            )
+            log.info("going on within %s", domain.name)
+        self.data.enter(domain)
+        self.module.activate(domain.index)
+        self.module.train()
+        compute, guard = Compute(), Guard(policy=self.cfg.on_nonfinite)
+        saving = Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every, guard=guard)
+        # Last, so that a checkpoint has what the others did at its step.
+        callbacks = [compute, guard, *self.callbacks.entering(number), saving]
+        with timed(self.scores.phases, f"learn {domain.name}"):
+            fitting = self.fitted(number, domain, checkpoint, callbacks)
+        state = self.module.state_dict()  # by every process: a method may bring its shards together
+        check_state(state, domain.name)
+        if is_first_process():
+            save(state, self.place.stage(number))
+        kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
+        return kept | compute.costs(fitting) | {"skipped": len(guard.left_out)}
+
+    def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
+        """The trainer that has learned a domain to its end, however often it was rolled back."""
+        while True:
+            fitting = trainer(
+                self.cfg.trainer,
+                label=f"{domain.name} ({number}/{len(self.data)})",
+                folder=self.place.path / "lightning",
+                loggers=self.loggers,
+                steps=self.data.steps(domain),
+                callbacks=callbacks,
+            )
+            path = str(checkpoint) if checkpoint.exists() else None
+            try:
+                with deferred():
+                    fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
+                return fitting
+            except RollbackError:
+                self.module.train()
+
+    def commit(self, row: str, **costs: int) -> None:
+        """Evaluates, and writes the row: what a restart finds is the run up to here."""
+        with timed(self.scores.phases, f"score {row}"):
+            trainer(self.cfg.trainer, label=f"scoring after {row}").validate(
+                self.module, datamodule=self.data, verbose=False
+            )
+            losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
+        leave_together(f"before {row} was committed")
+        confirm(self.place)
+        means = [(nll.sum() / count.sum()).item() for nll, count in losses.values()]
+        check_losses(dict(zip(losses, means, strict=True)), row)
+        self.scores.append(row, nll=means, parts=self.parts(), **costs)
+        perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
+        shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
+        log.info("after %s, perplexity: %s", row, shown)
+        looked_at = {name: array(values) for name, values in self.module.diagnostics().items()}
+        log_stage(self.loggers, self.scores, distributions=looked_at)
+        if is_first_process():
+            number = len(self.scores.rows) - 1
+            arrays = {name: np.stack([nll.cpu(), count.cpu()]) for name, (nll, count) in losses.items()}
+            self.place.save_documents(number, arrays)
+            self.place.save_diagnostics(number, looked_at)
+            self.save()
+            self.place.tidy(number, keep=self.cfg.keep_stages)
+
+    def parts(self) -> dict[str, dict[str, float]]:
+        """The parts of the model that scored each text, by name: the heaviest of them."""
+        places = self.data.places
+        names = {place: name for name, place in places.items()} | {BASE: "base"}
+        used = {text: self.module.used(places.get(text, BASE)) for text in self.scores.domains}
+        return {
+            text: {names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.get)}
+            for text, each in used.items()
+        }
+
+    def save(self) -> None:
+        self.scores.seconds = sum(self.scores.phases.values())
+        self.scores.save(self.place.scores_file)
+
+    def conclude(self, start: Base) -> None:
+        """Intervals, the exported model, the report and the run's summary; then the run is finished."""
+        check("before the model was exported")
+        self.place.make_room()
+        loading = self.module.export(self.place.model, [domain.name for domain in self.data])
+        self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
+        start.tokenizer.save_pretrained(self.place.model)
+        check("before the report was written")
+        rows = self.place.load_documents(len(self.scores.rows))
+        sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
+        self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
+        if self.examination is not None:
+            self.collect()
+        self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
+        self.scores.run["finished"] = True
+        run_report.write(self.place.path, self.scores)
+        self.place.seal()
+        log_scores(self.loggers, self.scores, folder=self.place.path)
+        self.save()  # last: a run that says that it is finished has all that it leaves
+
+
+def array(values: torch.Tensor) -> np.ndarray:
+    """The same for numpy, which has no bfloat16."""
+    return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
+
+
+@contextmanager
+def timed(phases: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the seconds of a phase to the others."""
+    began = time.perf_counter()
+    yield
+    phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - began

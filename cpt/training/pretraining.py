@@ -1,0 +1,181 @@
+"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, made once for all
+runs."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt.core.cache import made_once
+from cpt.core.config import digest
+from cpt.core.files import check_archive
+from cpt.core.preemption import deferred
+from cpt.data.budget import Budget
+from cpt.data.corpora import Corpora, tokenizer_digest
+from cpt.data.corpus import Corpus
+from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.objectives import Objective
+from cpt.data.replay import NOTHING
+from cpt.data.sources.base import GENERAL
+from cpt.methods.ncl import NCL
+from cpt.models import loading, tokenizers
+from cpt.models.freezing import Freeze
+from cpt.models.resizing import fit_rows
+from cpt.optim.guard import Guard
+from cpt.optim.schedules import linear
+from cpt.training.checkpointing import Checkpoint
+from cpt.training.trainer import trainer
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
+CHECKPOINT_EVERY = 200
+READ_AT_ONCE = 100
+ADVICE = (
+    "this is the base model, not yet the run: a lower rate (model.base.optim.lr) or a clipped gradient "
+    "(model.base.gradient_clip_val) may help"
+)
+
+
+@dataclass(frozen=True)
+class Base:
+    """Where the sequence starts: the folder or name of a model, its tokenizer and its objective."""
+
+    checkpoint: str
+    tokenizer: PreTrainedTokenizerBase
+    objective_name: str
+    objective: Objective
+    length: int
+    resize: bool = False
+
+    def model(self) -> PreTrainedModel:
+        """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
+        loaded = loading.load(self.checkpoint, self.objective_name)
+        fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
+        loading.check_length(self.length, loaded)
+        return loaded
+
+
+def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
+    """The base of a model config, made if it is not in the cache.
+
+    Raises ValueError for a config with neither a checkpoint nor an architecture, or an objective that does
+    not fit."""
+    if cfg.checkpoint is not None:
+        config = loading.configuration(cfg.checkpoint)
+        return assembled(cfg, cfg.checkpoint, loading.load_tokenizer(cfg.checkpoint), config)
+    check_buildable(cfg)
+    untrained = loading.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
+    objective = loading.objective_name(cfg.objective, untrained)
+    learned = trained_tokenizer(corpora.general, cfg.vocabulary, objective=objective, cache=corpora.cache)
+    tokenizer = loading.load_tokenizer(learned)
+    new = assembled(cfg, "", tokenizer, untrained)
+    decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
+    settings = OmegaConf.to_container(OmegaConf.create(decides))
+    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(tokenizer), settings]
+    folder = made_once(
+        corpora.cache / "base" / f"{cfg.name}-{digest(made_of)}",
+        make=lambda partial: pretrain(partial, cfg, new, corpora, accelerator=accelerator),
+    )
+    return assembled(cfg, str(folder), tokenizer, untrained)
+
+
+def check_buildable(cfg: DictConfig) -> None:
+    """Raises ValueError for a model config with neither a checkpoint nor an architecture."""
+    if cfg.config is None or cfg.base is None:
+        raise ValueError(
+            f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
+        )
+
+
+def assembled(cfg: DictConfig, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any) -> Base:
+    name = loading.objective_name(cfg.objective, config)
+    objective = loading.objective(name, tokenizer, mask_rate=cfg.mask_rate)
+    return Base(checkpoint, tokenizer, name, objective, cfg.length, bool(cfg.get("resize")))
+
+
+def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
+    """The folder of a tokenizer learned from the general text, for an objective."""
+
+    def make(folder: Path) -> None:
+        log.info("learning a vocabulary of %d from the general text", vocabulary)
+        learned = tokenizers.train_tokenizer(batches(general), vocabulary=vocabulary, objective=objective)
+        learned.save_pretrained(folder)
+
+    made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
+    return made_once(cache / "tokenizers" / digest(made_of), make=make)
+
+
+def batches(general: Corpus) -> Iterator[list[str]]:
+    documents = general.documents("train")
+    return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
+
+
+def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, accelerator: str) -> None:
+    """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
+    log.info("pre-training the base model %s on the general text: %d steps", cfg.name, cfg.base.steps)
+    model = loading.build(
+        OmegaConf.to_container(cfg.config), new.tokenizer, new.objective_name, seed=cfg.base.seed
+    )
+    loading.check_length(cfg.length, model)
+    data = general_only(cfg, new, corpora)
+    schedule = partial(linear, warmup=cfg.base.warmup)
+    optimizer = instantiate(cfg.base.optim)
+    module = NCL(
+        model=model.train(),
+        objective=new.objective,
+        length=cfg.length,
+        masks=(),
+        replay=NOTHING,
+        freeze=Freeze(),
+        optimizer=optimizer,
+        schedule=schedule,
+        seed=cfg.base.seed,
+    )
+    checkpoint = folder / "base.ckpt"
+    if checkpoint.exists():
+        check_archive(checkpoint, instead="delete it to pre-train the base from its beginning")
+    alone: Mapping[str, Any] = {
+        "accelerator": accelerator,
+        "devices": 1,
+        "log_every_n_steps": 10,
+        "gradient_clip_val": cfg.base.gradient_clip_val,
+    }
+    guard = Guard(advice=ADVICE)
+    callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
+    fitting = trainer(alone, label="base", steps=cfg.base.steps, callbacks=callbacks)
+    path = str(checkpoint) if checkpoint.exists() else None
+    with deferred():
+        fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    module.cpu()
+    model.save_pretrained(folder)
+    new.tokenizer.save_pretrained(folder)
+    checkpoint.unlink(missing_ok=True)
+
+
+def general_only(cfg: DictConfig, new: Base, corpora: Corpora) -> DomainSequence:
+    """The general text as the only domain."""
+    domain = Domain(GENERAL, 0, (GENERAL,))
+    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=cfg.length)
+    budget = Budget(steps=cfg.base.steps, epochs=None, tokens=None, batch_size=cfg.base.batch_size)
+    data = DomainSequence(
+        [domain],
+        train={GENERAL: packed},
+        held_out={},
+        objective=new.objective,
+        budget=budget,
+        replay=NOTHING,
+        seed=cfg.base.seed,
+        accumulate=1,
+        eval_batch_size=cfg.base.batch_size,
+        probe_samples=cfg.base.batch_size,
+        workers=0,
+    )
+    data.enter(domain)
+    return data

@@ -1,0 +1,167 @@
+"""The run folder: its config, what has been committed to it, and what a killed run left in it."""
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock, Timeout
+from omegaconf import DictConfig, OmegaConf
+
+from cpt.core.cache import discard
+from cpt.core.checksums import FILE, Checksums, size_of, sync
+from cpt.core.config import differences, identity
+from cpt.core.files import check_archive, replace, replacing
+from cpt.evaluation.scores import Scores
+
+log = logging.getLogger(__name__)
+
+# Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
+BY_CONTENT = ("order", "domains.root")
+
+
+class RunFolder:
+    """One run's folder. `scores.json` is replaced last of all in each stage; what it does not count is made
+    again.
+
+    Raises ValueError if the folder was made with another config.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.model, self.scores_file = path / "model", path / "scores.json"
+        self.config, self.identity = path / "config.yaml", path / "identity.json"
+        self.outputs = path / FILE
+
+    def claim(self, cfg: DictConfig) -> None:
+        """Remembers the config, or compares it with the remembered one."""
+        if not self.config.exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            replace(self.config, OmegaConf.to_yaml(cfg, resolve=True))
+            return
+        if changed := self.changes(cfg):
+            raise ValueError(
+                f"{self.path} was made with another config ({'; '.join(changed)}); "
+                "take these values back, choose another name=…, or delete the folder"
+            )
+
+    def is_of(self, cfg: DictConfig) -> bool:
+        """Whether the folder remembers this config."""
+        return self.config.exists() and not self.changes(cfg)
+
+    def changes(self, cfg: DictConfig) -> list[str]:
+        """What of a config is not what the folder remembers; where contents are remembered, they count."""
+        then, now = identity(OmegaConf.load(self.config)), identity(cfg)
+        if self.identity.exists() or self.scores_file.exists():
+            for key in BY_CONTENT:
+                then.pop(key, None)
+                now.pop(key, None)
+        return differences(then, now)
+
+    def clean(self) -> None:
+        """Removes what processes that died left half written. The caller holds the lock."""
+        patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
+        for pattern in (".scores.json.*.tmp", "*.partial", "endtasks/*/*.partial", *patterns):
+            for left in self.path.glob(pattern):
+                discard(left)
+
+    def seal(self) -> None:
+        """Remembers the checksums of what a finished run is asked for; the disk holds it then."""
+        paths = [path for path in (*self.model.rglob("*"), *self.reports) if path.is_file()]
+        for path in (*paths, self.model, self.path):
+            sync(path)
+        replace(self.outputs, Checksums.of(self.path, paths).text())
+
+    @property
+    def reports(self) -> list[Path]:
+        return [self.path / f"report.{suffix}" for suffix in ("html", "md")]
+
+    def lost(self, *, full: bool) -> list[str]:
+        """What of a finished run's model and report is gone or partial; damaged too, if all is read."""
+        if self.outputs.exists():
+            try:
+                told = Checksums.load(self.outputs)
+            except ValueError as error:
+                return [str(error)]
+            return list(told.damaged(self.path) if full else told.lost(self.path))
+        needed = (self.model / "config.json", *self.reports)  # an older cpt kept no checksums
+        return [f"{path.relative_to(self.path)} is gone" for path in needed if not size_of(path)]
+
+    def make_room(self) -> None:
+        """Puts aside what stands where the model's folder or the report belongs and is none."""
+        wrong = [self.model] * (self.model.exists() and not self.model.is_dir())
+        for path in wrong + [path for path in self.reports if path.is_dir()]:
+            log.warning("%s is not what belongs there; it is now %s.old", path, path.name)
+            os.replace(path, path.with_name(f"{path.name}.old"))
+
+    def check_documents(self, names: Sequence[str], rows: int) -> None:
+        """Raises ValueError if the losses by document of a row that counts are gone or damaged."""
+        for path in map(self.documents, range(rows)):
+            instead = f"bring it back from a copy, or delete {self.path} to learn again"
+            check_archive(path, instead=instead)
+            with np.load(path) as file:
+                if set(file.files) != set(names):
+                    raise ValueError(f"{path} is of other texts ({', '.join(file.files)}); {instead}")
+
+    def forget_checkpoints(self) -> None:
+        """Removes what a stage that is not committed has come to."""
+        shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps a second start of the same run out; a killed run's lock is gone with it."""
+        try:
+            with FileLock(self.path / ".lock", timeout=0):
+                yield
+        except Timeout as error:
+            raise ValueError(
+                f"another process is at work in {self.path}; wait for it or choose another name=…"
+            ) from error
+
+    def scores(self) -> Scores | None:
+        """What has been committed."""
+        return Scores.load(self.scores_file) if self.scores_file.exists() else None
+
+    def stage(self, number: int) -> Path:
+        """The method's state after so many stages."""
+        return self.path / "stages" / f"{number:03d}.pt"
+
+    def checkpoint(self, number: int, name: str) -> Path:
+        """The trainer's state within a stage."""
+        return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
+
+    def endtasks(self, row: int, name: str) -> Path:
+        """Predictions of the models fine-tuned after a stage."""
+        return self.path / "endtasks" / f"{row:03d}-{name}"
+
+    def documents(self, row: int) -> Path:
+        """Losses by document of one row of the matrix."""
+        return self.path / "documents" / f"{row:03d}.npz"
+
+    def save_documents(self, row: int, losses: dict[str, np.ndarray]) -> None:
+        with replacing(self.documents(row)) as partial, partial.open("wb") as file:
+            np.savez(file, **losses)
+
+    def save_diagnostics(self, row: int, values: dict[str, np.ndarray]) -> None:
+        """What a method lets one look at after a stage: importances, how often a row was chosen."""
+        if values:
+            path = self.path / "diagnostics" / f"{row:03d}.npz"
+            with replacing(path) as partial, partial.open("wb") as file:
+                np.savez(file, **values)
+
+    def load_documents(self, rows: int) -> list[dict[str, np.ndarray]]:
+        loaded = []
+        for row in range(rows):
+            with np.load(self.documents(row)) as file:
+                loaded.append(dict(file))
+        return loaded
+
+    def tidy(self, stages: int, *, keep: bool) -> None:
+        """Removes what a stage that is committed no longer needs."""
+        self.forget_checkpoints()
+        if not keep:
+            for old in range(stages):
+                self.stage(old).unlink(missing_ok=True)

@@ -1,0 +1,342 @@
+"""Bottlenecks and plug-ins on every family that blocks are known of: at first the base bit for bit, then what
+the equations say, at the places where the model has them."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cpt.adapters.bottleneck import Bottleneck, attach
+from cpt.adapters.plugin import Plugin, attach_plugins
+from cpt.models.units import sublayers
+from tests.models.test_units import FAMILIES, build, hooks, inputs_of, logits
+
+HOULSBY = {"placement": "houlsby", "reduction": 4, "activation": "gelu"}
+PFEIFFER = HOULSBY | {"placement": "pfeiffer"}
+PLUGINS = {"attention": 0.667, "ffn": 1.0, "output_relu": False}
+ADDED = [(attach, HOULSBY, Bottleneck), (attach, PFEIFFER, Bottleneck), (attach_plugins, PLUGINS, Plugin)]
+WIDTH, BLOCKS = 32, 2
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(params=ADDED, ids=["bottleneck", "pfeiffer", "plugin"])
+def added(request):
+    """A way to attach, its options, and the class of what it attaches."""
+    return request.param
+
+
+@torch.no_grad()
+def shake(model, scope, *, scale: float = 0.2) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for name in scope.names:
+        parameter = model.get_parameter(name)
+        parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+def parts_of(model, kind) -> list:
+    return [part for part in model.modules() if isinstance(part, kind)]
+
+
+def test_at_first_the_model_is_the_base_bit_for_bit_and_then_it_is_not(family, added):
+    put, options, kind = added
+    model = build(family)
+    inputs, keys = inputs_of(model), set(model.state_dict())
+    with torch.no_grad():
+        before = logits(model, inputs)
+        scope = put(model, **options)
+        assert torch.equal(logits(model, inputs), before)
+        shake(model, scope)
+        assert not torch.allclose(logits(model, inputs), before, atol=1e-3)
+    assert keys < set(model.state_dict())
+    assert set(model.state_dict()) - keys == set(scope.names)
+
+
+def test_each_part_has_a_gradient(family, added):
+    """So each is run, with what its sub-layer reads or writes."""
+    put, options, kind = added
+    model = build(family)
+    scope = put(model, **options)
+    shake(model, scope)
+    logits(model, inputs_of(model)).square().sum().backward()
+    assert all(model.get_parameter(name).grad.any() for name in scope.names)
+
+
+def test_a_copy_has_parts_of_its_own(family, added):
+    put, options, kind = added
+    model = build(family)
+    scope = put(model, **options)
+    shake(model, scope)
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        before = logits(model, inputs)
+        other = copy.deepcopy(model)
+        assert torch.equal(logits(other, inputs), before)
+        shake(other, scope)
+        assert torch.equal(logits(model, inputs), before)
+        assert not torch.equal(logits(other, inputs), before)
+
+
+@pytest.mark.parametrize("family", ["roberta", "gpt2", "llama", "opt"])
+@pytest.mark.parametrize("placement", ["ffn", "houlsby"])
+def test_bottlenecks_act_on_what_the_projections_write(family, placement):
+    """Against the equation, put into the model by hand."""
+    model = build(family)
+    inputs = inputs_of(model)
+    plain = copy.deepcopy(model)
+    scope = attach(model, **HOULSBY | {"placement": placement})
+    shake(model, scope)
+    state = model.state_dict()
+
+    def by_hand(name):
+        down, up, c, b = (
+            state[f"{name}.adapter.{key}"] for key in ("down.weight", "up.weight", "down.bias", "up.bias")
+        )
+        return lambda module, args, h: h + functional.gelu(h @ down.T + c) @ up.T + b
+
+    places = [FAMILIES[family].down] + [FAMILIES[family].out] * (placement == "houlsby")
+    assert len(scope.names) == 4 * BLOCKS * len(places)
+    for stack in FAMILIES[family].stacks:
+        for number in range(BLOCKS):
+            for place in places:
+                name = f"{stack}.{number}.{place}"
+                plain.get_submodule(name).register_forward_hook(by_hand(name))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+def by_hand(part, h):
+    """What a bottleneck adds for h."""
+    down, up = part.down, part.up
+    return functional.gelu(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
+
+
+@pytest.mark.parametrize(("family", "norm"), [
+    ("bert", "output.LayerNorm"),
+    ("roberta", "output.LayerNorm"),
+    ("distilbert", "output_layer_norm"),
+    ("bart", "final_layer_norm"),
+])  # fmt: skip
+def test_pfeiffers_read_the_normalised_sum_and_add_to_the_sum(family, norm):
+    """Of a post-norm block, out = norm(s + A(norm(s))) of the sum s of FFN and residual."""
+    model = build(family)
+    inputs = inputs_of(model)
+    plain = copy.deepcopy(model)
+    shake(model, attach(model, **PFEIFFER))
+    for stack in FAMILIES[family].stacks:
+        for number in range(BLOCKS):
+            part = model.get_submodule(f"{stack}.{number}").adapter
+
+            def renormed(module, args, normed, part=part):
+                return module.forward(args[0] + by_hand(part, normed))
+
+            plain.get_submodule(f"{stack}.{number}.{norm}").register_forward_hook(renormed)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "modernbert", "gpt_neox"])
+def test_pfeiffers_of_a_pre_norm_block_read_the_sum_and_add_to_it(family):
+    """out = s + A(s): the sum is what the next block reads."""
+    model = build(family)
+    inputs = inputs_of(model)
+    plain = copy.deepcopy(model)
+    shake(model, attach(model, **PFEIFFER))
+    for stack in FAMILIES[family].stacks:
+        for number in range(BLOCKS):
+            part = model.get_submodule(f"{stack}.{number}").adapter
+
+            def added(module, args, output, part=part):
+                tensor = isinstance(output, torch.Tensor)
+                hidden = output if tensor else output[0]
+                hidden = hidden + by_hand(part, hidden)
+                return hidden if tensor else (hidden, *output[1:])
+
+            plain.get_submodule(f"{stack}.{number}").register_forward_hook(added)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+def test_the_placements_differ():
+    """On one post-norm model, with the same weights."""
+    found = []
+    for placement in ("pfeiffer", "ffn"):
+        model = build("roberta")
+        shake(model, attach(model, **HOULSBY | {"placement": placement}))
+        found.append(logits(model, inputs_of(model)))
+    assert not torch.allclose(*found, atol=1e-2)
+
+
+@pytest.mark.parametrize("output_relu", [False, True])
+@pytest.mark.parametrize(("family", "entrances"), [
+    ("roberta", ("attention.self.query", "intermediate.dense")),
+    ("gpt2", ("attn.c_attn", "mlp.c_fc")),
+    ("llama", ("self_attn.q_proj", "mlp.gate_proj")),
+    ("opt", ("self_attn.q_proj", "fc1")),
+])  # fmt: skip
+def test_plugins_map_what_the_sub_layer_reads_to_what_it_writes(family, entrances, output_relu):
+    model = build(family)
+    inputs = inputs_of(model)
+    plain = copy.deepcopy(model)
+    scope = attach_plugins(model, **PLUGINS | {"output_relu": output_relu})
+    shake(model, scope)
+    state, read = model.state_dict(), {}
+
+    def by_hand(name, entrance):
+        w, c, v, b = (
+            state[f"{name}.plugin.{key}"] for key in ("down.weight", "down.bias", "up.weight", "up.bias")
+        )
+
+        def add(module, args, output):
+            extra = (read[entrance] @ w.T + c).clamp(min=0) @ v.T + b
+            return output + (extra.clamp(min=0) if output_relu else extra)
+
+        return add
+
+    def noted(name):
+        return lambda module, args: read.update({name: args[0]})
+
+    for stack in FAMILIES[family].stacks:
+        for number in range(BLOCKS):
+            for first, last in zip(entrances, (FAMILIES[family].out, FAMILIES[family].down), strict=True):
+                first, last = f"{stack}.{number}.{first}", f"{stack}.{number}.{last}"
+                plain.get_submodule(first).register_forward_pre_hook(noted(first))
+                plain.get_submodule(last).register_forward_hook(by_hand(last, first))
+    with torch.no_grad():
+        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
+
+
+def test_a_plugin_of_cross_attention_reads_the_decoder():
+    """BART names keys first, which read the encoder's states, of another length."""
+    model = build("bart")
+    scope = attach_plugins(model, **PLUGINS)
+    assert sum(".encoder_attn." in name for name in scope.names) == 4 * BLOCKS
+    shake(model, scope)
+    ids = torch.arange(3, 15).view(2, 6)
+    model(input_ids=ids, decoder_input_ids=ids[:, :4])
+
+
+def test_sizes_and_numbers_of_parameters():
+    """2 D d + d + D of each."""
+    model, d = build("roberta"), WIDTH // 4
+    scope = attach(model, **HOULSBY)
+    count = sum(model.get_parameter(name).numel() for name in scope.names)
+    assert count == 2 * BLOCKS * (2 * WIDTH * d + d + WIDTH)
+    model = build("roberta")
+    scope = attach_plugins(model, **PLUGINS)
+    count = sum(model.get_parameter(name).numel() for name in scope.names)
+    assert count == BLOCKS * sum(2 * WIDTH * a + a + WIDTH for a in (21, 32))
+    assert len(scope.names) == len(set(scope.names)) == 4 * 2 * BLOCKS
+    model = build("roberta")
+    attach(model, **HOULSBY | {"reduction": 1000})
+    assert {part.down.out_features for part in parts_of(model, Bottleneck)} == {1}
+    model = build("roberta")
+    attach_plugins(model, **PLUGINS | {"attention": 0.001})
+    assert [part.down.out_features for part in parts_of(model, Plugin)] == [1, 32, 1, 32]
+
+
+def test_the_maps_are_those_of_the_parts(added):
+    put, options, kind = added
+    model = build("gpt2")
+    scope = put(model, **options)
+    linears = [linear for part in parts_of(model, kind) for linear in (part.down, part.up)]
+    assert {each.module for each in scope.maps} == set(linears)
+    assert len(scope.maps) == len(linears) == (2 if options == PFEIFFER else 4) * BLOCKS
+    for each in scope.maps:
+        assert model.get_submodule(each.name) is each.module
+        assert each.axis == 0 and each.measured is None
+        assert [segment.tolist() for segment in each.segments] == [list(range(each.module.out_features))]
+
+
+def test_how_they_begin():
+    torch.manual_seed(0)
+    model, other = build("roberta"), build("roberta")
+    attach(model, **HOULSBY | {"reduction": 1})
+    attach_plugins(other, **PLUGINS)
+    for part in parts_of(model, Bottleneck) + parts_of(other, Plugin):
+        assert part.down.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert not (part.down.bias.any() or part.up.weight.any() or part.up.bias.any())
+    model = build("roberta")
+    attach_plugins(model, **PLUGINS | {"output_relu": True})
+    for part in parts_of(model, Plugin):
+        assert part.up.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_a_bottleneck_made_new_is_the_base_again():
+    model = build("llama")
+    inputs = inputs_of(model)
+    before = logits(model, inputs)
+    shake(model, attach(model, **HOULSBY))
+    for part in parts_of(model, Bottleneck):
+        part.reset(torch.Generator().manual_seed(3))
+    assert torch.equal(logits(model, inputs), before)
+    drawn = parts_of(model, Bottleneck)[0].down.weight.clone()
+    parts_of(model, Bottleneck)[0].reset(torch.Generator().manual_seed(3))
+    assert torch.equal(drawn, parts_of(model, Bottleneck)[0].down.weight)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+def test_activations(activation):
+    part = Bottleneck(4, 3, activation=activation, like=torch.zeros(1))
+    shaken = {name: torch.randn(value.shape) for name, value in part.state_dict().items()}
+    part.load_state_dict(shaken)
+    x = torch.randn(5, 4)
+    inner = getattr(functional, activation)(x @ shaken["down.weight"].T + shaken["down.bias"])
+    torch.testing.assert_close(part(x), inner @ shaken["up.weight"].T + shaken["up.bias"])
+
+
+def test_parts_have_the_type_of_what_they_stand_at(added):
+    put, options, kind = added
+    model = build("roberta").bfloat16()
+    scope = put(model, **options)
+    shake(model, scope)
+    assert {model.get_parameter(name).dtype for name in scope.names} == {torch.bfloat16}
+    assert logits(model, inputs_of(model)).dtype == torch.bfloat16
+
+
+def test_under_autocast_they_change_no_type_and_at_first_no_bit(added):
+    put, options, kind = added
+    model = build("roberta").float()
+    inputs = inputs_of(model)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        before = logits(model, inputs)
+        put(model, **options)
+        after = logits(model, inputs)
+    assert after.dtype == before.dtype
+    assert torch.equal(after, before)
+
+
+def test_nothing_is_left_of_a_pass():
+    """The input that a plug-in took is gone, so that the model can be copied."""
+    model = build("gpt2")
+    attach_plugins(model, **PLUGINS)
+    count = hooks(model)
+    logits(model, inputs_of(model))
+    assert all(part.input is None for part in parts_of(model, Plugin))
+    assert hooks(model) == count == 2 * 2 * BLOCKS
+    model = build("bert")
+    attach(model, **PFEIFFER)
+    logits(model, inputs_of(model))
+    assert all(part.normed is None for part in parts_of(model, Bottleneck))
+
+
+def test_a_model_takes_them_once(added):
+    put, options, kind = added
+    model = build("roberta")
+    put(model, **options)
+    with pytest.raises((KeyError, ValueError)):
+        put(model, **options)
+
+
+def test_sub_layers_are_those_wanted_block_by_block():
+    model = build("bert")
+    names = [place.out.name for place in sublayers(model, ("heads", "neurons"))]
+    layers = [f"bert.encoder.layer.{number}" for number in range(BLOCKS)]
+    out, down = FAMILIES["bert"].out, FAMILIES["bert"].down
+    assert names == [f"{layer}.{place}" for layer in layers for place in (out, down)]
+    assert [p.out.name for p in sublayers(model, ("neurons",))] == [f"{layer}.{down}" for layer in layers]
+    assert [p.out.name for p in sublayers(model, ("heads",))] == [f"{layer}.{out}" for layer in layers]

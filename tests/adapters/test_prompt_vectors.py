@@ -1,0 +1,355 @@
+"""Prompts against batches that are widened by hand, on the tiny models of the tests of units in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch.func import functional_call
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification, RobertaConfig
+
+from cpt.adapters.prompt import attach, drawn, special_ids
+from cpt.models.forward import body, encoded, outputs_at, token_nll
+from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
+
+N, B, T = 5, 3, 7
+CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.auto.__name__]
+MASKED = [name for name, family in FAMILIES.items() if "MaskedLM" in family.auto.__name__]
+
+
+def prompted(name: str, *, tokens: int = N, **changes):
+    """A model with a prompt, the prompt, and the weights with which it has none."""
+    model = build(name, **changes)
+    [parameter] = attach(model, tokens=tokens, causal=name in CAUSAL).names
+    part = model.get_submodule(parameter.rpartition(".")[0])
+    return model, part, {parameter: part.weight.detach()[:0]}
+
+
+def padded_batch(seed: int = 2) -> dict[str, torch.Tensor]:
+    """Ids [B, T] with rows of 7, 5 and 3 tokens, as an objective makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, V, (B, T), generator=generator)
+    present = torch.arange(T) < torch.tensor([[7], [5], [3]])
+    labels = torch.where(present & (torch.rand(B, T, generator=generator) < 0.6), ids, -100)
+    labels[:, 1] = ids[:, 1]
+    batch = {"input_ids": ids.where(present, 0), "attention_mask": present.long(), "labels": labels}
+    return batch | {"positions": (labels.flatten() != -100).nonzero().flatten()}
+
+
+def widened(model, prompt: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Embeddings [B, T + n, D] by hand."""
+    found = model.get_input_embeddings()(ids)
+    return torch.cat([found[:, :1], prompt.expand(len(ids), -1, -1), found[:, 1:]], dim=1)
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_it_is_the_model_of_the_widened_input(name):
+    """Causal: the outputs for tokens 2 to T + 1, wherever the tokens before them stand."""
+    model, part, none = prompted(name)
+    inputs = inputs_of(model)
+    embeddings = widened(model, part.weight, inputs["input_ids"])
+    expected = functional_call(model, none, kwargs={"inputs_embeds": embeddings}).logits
+    places = [0, *range(N + 1, N + T)] if name in MASKED else list(range(N, N + T))
+    found = model(**inputs).logits
+    assert found.shape == (B, T, V)
+    close(found, expected[:, places])
+    assert (found - functional_call(model, none, kwargs=inputs).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_without_tokens_it_is_the_base_bit_for_bit(name):
+    inputs = inputs_of(model := build(name))
+    batch = padded_batch()
+    base, padded = model(**inputs).logits, outputs_at(model, batch)
+    with_prompt, part, none = prompted(name)
+    assert torch.equal(functional_call(with_prompt, none, kwargs=inputs).logits, base)
+    for one, other in zip(outputs_at(with_prompt, batch, weights=none), padded, strict=True):
+        assert torch.equal(one, other)
+    empty, *_ = prompted(name, tokens=0)
+    assert torch.equal(empty(**inputs).logits, base)
+    assert torch.equal(outputs_at(empty, batch)[0], padded[0])
+
+
+@pytest.mark.parametrize("name", [*MASKED, *CAUSAL])
+def test_a_padded_row_is_the_row_without_padding(name):
+    model, *_ = prompted(name)
+    batch = padded_batch()
+    found = encoded(model, batch)
+    assert found.shape == (B, T, 32)
+    for row, length in enumerate((7, 5, 3)):
+        alone = encoded(model, {"input_ids": batch["input_ids"][row : row + 1, :length]})
+        close(found[row, :length], alone[0])
+
+
+def by_hand(model, none, batch, *, embeddings):
+    """Logits [K, V] at `positions` of a widened batch, whose embeddings are given; the prompt of the model is
+    off, and its head sees what the body puts out at each place."""
+    handle = model.get_input_embeddings().register_forward_hook(lambda *_: embeddings)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logits = functional_call(model, none, kwargs=inputs).logits
+    handle.remove()
+    return logits.flatten(0, 1)[batch["positions"]]
+
+
+@pytest.mark.parametrize("name", ["roberta", "bert", "modernbert", "gpt2", "llama", "opt"])
+def test_labels_and_positions_of_a_batch_need_no_change(name):
+    """Against labels that are moved by hand: a masked token's with the token, in a causal model to the place
+    before the token that they name; in a widened batch with its own ids and mask."""
+    model, part, none = prompted(name)
+    batch = padded_batch()
+    wide = {"input_ids": torch.full((B, T + N), 3), "attention_mask": torch.ones(B, T + N, dtype=torch.long)}
+    for key in wide:
+        wide[key][:, 0], wide[key][:, N + 1 :] = batch[key][:, 0], batch[key][:, 1:]
+    labels = torch.full((B, T + N), -100)
+    if name in MASKED:
+        labels[:, 0], labels[:, N + 1 :] = batch["labels"][:, 0], batch["labels"][:, 1:]
+    else:
+        labels[:, N:] = batch["labels"]
+    wide["positions"] = (labels.flatten() != -100).nonzero().flatten()
+    logits = by_hand(model, none, wide, embeddings=widened(model, part.weight, batch["input_ids"]))
+    expected = functional.cross_entropy(logits.float(), labels.flatten()[wide["positions"]], reduction="none")
+    torch.testing.assert_close(token_nll(model, batch), expected, rtol=1e-5, atol=1e-5)
+
+
+class Listener:
+    """Notes the inputs of the body's layers and what the body looks up."""
+
+    def __init__(self, model, *names: str) -> None:
+        self.seen = {}
+        for name in names:
+            model.get_submodule(name).register_forward_pre_hook(self.note(name), with_kwargs=True)
+
+    def note(self, name):
+        return lambda module, args, kwargs: self.seen.update({name: (args, kwargs)})
+
+
+def test_the_first_token_stays_first_and_no_place_counts_as_padding():
+    """RoBERTa counts positions from ids that are not the padding's."""
+    model, *_ = prompted("roberta")
+    batch = padded_batch()
+    listener = Listener(model, "roberta.embeddings.word_embeddings", "roberta.embeddings.position_embeddings")
+    encoded(model, batch)
+    (ids,), (positions,) = (args for args, _ in listener.seen.values())
+    assert ids.shape == (B, T + N)
+    assert torch.equal(ids[:, 0], batch["input_ids"][:, 0])
+    assert torch.equal(ids[:, N + 1 :], batch["input_ids"][:, 1:])
+    assert (ids[:, 1 : N + 1] != model.config.pad_token_id).all()
+    for row, length in enumerate((7, 5, 3)):
+        assert positions[row].tolist() == [*range(1, N + length + 1), *[0] * (T - length)]
+
+
+@pytest.mark.parametrize("pad", [0, 1, 3])
+def test_the_placeholder_is_no_special_token(pad):
+    model, part, _ = prompted("roberta", pad_token_id=pad, bos_token_id=4, eos_token_id=2)
+    assert part.placeholder not in (pad, 4, 2)
+
+
+def test_the_mask_is_one_at_the_prompt():
+    model, part, _ = prompted("modernbert")
+    batch = padded_batch()
+    seen = {}
+    body(model).register_forward_pre_hook(lambda m, a, k: seen.update(k), with_kwargs=True)
+    encoded(model, batch)
+    assert seen["attention_mask"].sum(1).tolist() == [N + 7, N + 5, N + 3]
+    assert seen["attention_mask"][:, : N + 1].all()
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "opt"])
+def test_embeddings_and_positional_inputs_are_taken_too(name):
+    model, *_ = prompted(name)
+    ids = inputs_of(model)["input_ids"]
+    inner = body(model)
+    found = inner(input_ids=ids).last_hidden_state
+    assert torch.equal(inner(ids).last_hidden_state, found)
+    table = model.get_input_embeddings()(ids)
+    assert table.shape == (B, T, 32)
+    close(inner(inputs_embeds=table).last_hidden_state, found)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
+def test_positions_that_are_given_count_on_through_the_prompt(name):
+    model, *_ = prompted(name)
+    ids, first = inputs_of(model)["input_ids"], 1 if name == "roberta" else 0
+    given = torch.arange(first, first + T).expand(B, T)
+    logits = model(input_ids=ids).logits
+    close(model(input_ids=ids, position_ids=given).logits, logits)
+    assert not torch.allclose(model(input_ids=ids, position_ids=given + 1).logits, logits) or name == "llama"
+
+
+def test_token_types_that_are_given_are_widened():
+    model, *_ = prompted("bert")
+    ids = inputs_of(model)["input_ids"]
+    kinds = torch.zeros(B, T, dtype=torch.long)
+    assert torch.equal(model(ids, token_type_ids=kinds).logits, model(ids).logits)
+    kinds[:, 1:] = 1
+    assert not torch.equal(model(ids, token_type_ids=kinds).logits, model(ids).logits)
+
+
+def test_hidden_states_of_all_layers_are_those_of_the_text():
+    model, *_ = prompted("roberta")
+    found = model(**inputs_of(model), output_hidden_states=True)
+    assert [tuple(each.shape) for each in found.hidden_states] == [(B, T, 32)] * 3
+    assert torch.equal(found.hidden_states[-1], encoded(model, inputs_of(model)))
+
+
+def test_a_causal_model_generates_as_it_scores():
+    model, *_ = prompted("gpt2")
+    ids = inputs_of(model)["input_ids"]
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)
+    for _ in range(3):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(found, ids)
+    with pytest.raises(ValueError, match="takes no past_key_values; to generate: use_cache=False$"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+def test_only_the_prompt_is_named_and_all_of_it_learns(name):
+    model, part, none = prompted(name)
+    model.requires_grad_(False)
+    part.weight.requires_grad_(True)
+    token_nll(model, padded_batch()).sum().backward()
+    assert list(none) == [n for n, p in model.named_parameters() if p.grad is not None]
+    assert (part.weight.grad.abs().sum(1) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+def test_a_prompt_fits_a_batch(name):
+    model, part, _ = prompted(name)
+    model.requires_grad_(False)
+    optimizer = torch.optim.Adam([part.weight.requires_grad_(True)], lr=0.1)
+    losses = []
+    for _ in range(30):
+        losses.append(token_nll(model, padded_batch()).mean())
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_prompt_of_no_tokens_has_a_gradient():
+    model, part, _ = prompted("roberta", tokens=0)
+    model.requires_grad_(False)
+    part.weight.requires_grad_(True)
+    token_nll(model, padded_batch()).sum().backward()
+    assert part.weight.grad.shape == (0, 32)
+
+
+def test_the_keys_of_the_base_stay():
+    model, *_ = prompted("roberta")
+    assert model.state_dict().keys() - build("roberta").state_dict().keys() == {"roberta.prompt.weight"}
+
+
+def test_a_copy_has_a_prompt_of_its_own():
+    model, part, _ = prompted("roberta")
+    inputs = inputs_of(model)
+    before = model(**inputs).logits
+    other = copy.deepcopy(model)
+    assert torch.equal(other(**inputs).logits, before)
+    other.roberta.prompt.weight.data.zero_()
+    assert torch.equal(model(**inputs).logits, before)
+    assert not torch.equal(other(**inputs).logits, before)
+    part.weight.data.add_(1)
+    assert not torch.equal(model(**inputs).logits, before)
+    assert (other.roberta.prompt.weight == 0).all()
+
+
+def test_the_embedding_is_itself_outside_a_pass_of_the_body_even_after_an_error():
+    model, part, _ = prompted("roberta")
+    table, ids = model.get_input_embeddings(), inputs_of(model)["input_ids"]
+    assert torch.equal(table(ids), table.weight[ids])
+    model(input_ids=ids)
+    assert torch.equal(table(ids), table.weight[ids])
+    with pytest.raises(IndexError):
+        model(input_ids=ids + V)
+    assert torch.equal(table(ids), table.weight[ids])
+    assert not part.within
+
+
+def test_an_end_task_on_the_body_reads_the_first_token():
+    """A classifier's body is the language model's, so it has its prompt; <s> is where it was."""
+    model, part, none = prompted("roberta")
+    config = RobertaConfig(**SIZES, num_labels=3)
+    classifier = AutoModelForSequenceClassification.from_config(config).double().eval()
+    classifier.roberta = model.roberta
+    batch = padded_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    found = classifier(**inputs).logits
+    close(found, classifier.classifier(encoded(model, batch)))
+    part.weight.data.add_(1)
+    assert not torch.equal(classifier(**inputs).logits, found)
+
+
+def test_a_prompt_and_a_text_fill_the_positions():
+    model, *_ = prompted("roberta", tokens=30)  # of 39: the padding id's are not to be had
+    model(input_ids=torch.full((1, 9), 5))
+    with pytest.raises(ValueError, match="^10 tokens and a prompt of 30; allowed: 39 together$"):
+        model(input_ids=torch.full((1, 10), 5))
+    with pytest.raises(ValueError, match="^10 tokens and a prompt of 30; allowed: 39 together$"):
+        model(inputs_embeds=torch.zeros(1, 10, 32).double())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 4)}, "^a model with a prompt needs input_ids or inputs_embeds$"),
+        (
+            {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])},
+            r"^a prompt takes an attention_mask \[B, T\] of rows that are padded at their end$",
+        ),
+        (
+            {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 1, 3, 3)},
+            r"^a prompt takes an attention_mask \[B, T\] of rows that are padded at their end$",
+        ),
+    ],
+)
+def test_inputs_that_can_not_be_widened_are_told(inputs, message):
+    model, *_ = prompted("gpt2")
+    with pytest.raises(ValueError, match=message):
+        body(model)(**inputs)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_models_of_encoder_and_decoder_are_told(name):
+    with pytest.raises(
+        ValueError, match=f"^a prompt does not go with a {name}; allowed: masked and causal models$"
+    ):
+        attach(build(name), tokens=N, causal=False)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gemma2", "electra"])
+def test_a_prompt_begins_as_embeddings_of_ordinary_tokens(name):
+    model, part, _ = prompted(name, tokens=400 if name == "gemma2" else 30)
+    table = model.get_input_embeddings()
+    rows = table(torch.arange(V))
+    ids = [(rows == vector).all(1).nonzero().flatten().tolist() for vector in part.weight]
+    assert all(len(each) == 1 and each[0] not in (0, 1, 2) for each in ids)
+    assert len({each[0] for each in ids}) > 15
+    if name == "gemma2":  # 400 draws of 57 ids
+        assert {each[0] for each in ids} == set(range(3, V))
+
+
+def test_a_draw_is_the_generators():
+    model = build("roberta")
+    one, same, other = (drawn(model, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert not one.requires_grad
+
+
+def test_special_ids_may_be_lists():
+    model = build("llama", eos_token_id=[2, 7])
+    assert special_ids(model) == {0, 1, 2, 7}
+
+
+def test_half_precision():
+    model, part, _ = prompted("llama")
+    model.bfloat16()
+    assert model(**inputs_of(model)).logits.dtype == torch.bfloat16
+    model.float()
+    part.double()
+    assert model(**inputs_of(model)).logits.dtype == torch.float32

@@ -1,0 +1,244 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from cpt.core.config import differences, identity, made
+from cpt.core.errors import readable, reason
+from cpt.core.naming import LONGEST, choices
+from cpt.training.plan import planned
+from tests.conftest import ROOT
+
+GROUPS = sorted(path.parent.name for path in ROOT.glob("conf/*/*.yaml"))
+CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
+
+
+def test_the_groups_are_those_of_the_house():
+    assert {
+        "model",
+        "method",
+        "mask",
+        "replay",
+        "routing",
+        "domains",
+        "optim",
+        "schedule",
+        "trainer",
+        "strategy",
+        "logger",
+    } <= set(GROUPS)
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_yaml_composes_and_resolves(group, choice, composed):
+    chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(
+        group, [f"{group}={choice}"]
+    )
+    assert identity(composed(*chosen, "model.checkpoint=somewhere", "+domains.root=here"))
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "model"])
+def test_every_model_names_itself(choice, composed):
+    assert composed(f"model={choice}").model.name == choice
+
+
+@pytest.mark.parametrize("group", ["method", "mask", "replay", "domains"])
+def test_every_choice_is_called_as_its_file(group, composed):
+    names = [name for each, name in CHOICES if each == group]
+    assert [composed(f"{group}={name}")[group].name for name in names] == names
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "schedule"])
+def test_every_schedule_instantiates_and_warms_up(choice, composed):
+    policy = instantiate(composed(f"schedule={choice}").schedule)
+    factors = [policy(step, steps=100) for step in range(100)]
+    assert 0 < factors[0] < factors[5] < max(factors) <= 1
+    assert min(factors) >= 0
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "optim"])
+def test_every_optimizer_instantiates(choice, composed):
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = instantiate(composed(f"optim={choice}").optim)([weight])
+    weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "strategy"])
+def test_every_strategy_makes_a_trainer(choice, composed):
+    from cpt.training.trainer import trainer
+
+    made = trainer(composed(f"strategy={choice}", "trainer.accelerator=cpu").trainer, label="")
+    assert made.world_size == {"single": 1}.get(choice, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.precision=8", "Precision 8 is invalid. Allowed"),
+        ("+trainer.colour=blue", "trainer: .*'colour'"),
+    ],
+)
+def test_a_trainer_that_cannot_be_made(override, told, composed):
+    from cpt.training.trainer import trainer
+
+    with pytest.raises(ValueError, match=told):
+        trainer(composed(override, "trainer.accelerator=cpu").trainer, label="")
+
+
+def test_a_run_folder_is_named_by_its_choices():
+    assert choices([], "ncl", 0, 0) == "ncl_order-0_seed-0"
+    overrides = [
+        "method=das",
+        "order=1",
+        "seed=3",
+        "trainer.steps=5",
+        "name=x",
+        "logger=none",
+        "+trainer.devices=2",
+    ]
+    assert choices(overrides, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
+    assert (
+        choices(["domains.root=../a b/c"], "ncl", "[b,a]", 0) == "ncl_order-.b.a_seed-0_domains.root-...a.b.c"
+    )
+
+
+def test_a_long_name_is_cut_and_stays_different():
+    long = [choices([f"domains.root={'x' * 200}{end}"], "ncl", 0, 0) for end in "ab"]
+    assert len(set(long)) == 2
+    assert max(map(len, long)) < LONGEST + 20
+
+
+def test_what_carries_a_run_out_does_not_identify_it(composed):
+    assert identity(composed("strategy=ddp", "logger=none", "name=x")) == identity(composed())
+    assert differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1"))) == [
+        "seed: 0 -> 1",
+        "trainer.steps: 250 -> 7",
+    ]
+
+
+def test_a_folder_from_before_an_option_was_there_is_gone_on_with(composed):
+    now = composed()
+    before = OmegaConf.create({key: value for key, value in now.items() if key != "callbacks"})
+    before.model = {key: value for key, value in before.model.items() if key != "resize"}
+    assert identity(before) == identity(now)
+    assert differences(identity(before), identity(composed("model.resize=true", "callbacks=lr_monitor"))) == [
+        "callbacks.lr_monitor._target_: (absent) -> lightning.pytorch.callbacks.LearningRateMonitor",
+        "callbacks.lr_monitor.logging_interval: (absent) -> step",
+        "model.resize: (absent) -> True",
+    ]
+
+
+def test_a_given_checkpoint_is_not_learned_at_the_rate_of_a_tiny_model(composed):
+    assert composed().optim.lr == 2e-3
+    assert composed("model.checkpoint=somewhere").optim.lr == 1e-4
+
+
+def test_a_method_may_learn_at_a_rate_of_its_own(composed):
+    assert composed("+method.rate=4").optim.lr == composed("optim=sgd", "+method.rate=4").optim.lr == 8e-3
+    assert composed("+method.rate=4", "model.checkpoint=somewhere").optim.lr == 4e-4
+    assert composed("+method.rate=4", "optim.lr=0.5").optim.lr == 0.5
+
+
+def test_what_is_for_others_is_not_given_to_a_choice(composed):
+    cfg = composed("mask=migu", "+mask.rate=3", "+mask.inner={name: a, size: 2}")
+    cfg.mask._target_ = "builtins.dict"
+    options = made(cfg.mask)
+    assert options["inner"] == {"size": 2} and not {"name", "rate"} & set(options)
+
+
+def test_an_error_ends_in_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, readable(errors_only=True):
+        raise ValueError("first line\n  second line")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "cpt: first line second line\n"
+    with pytest.raises(ValueError, match="kept"), readable(errors_only=False):
+        raise ValueError("kept")
+
+
+def test_the_reason_of_a_failed_instantiation_is_the_cause():
+    try:
+        instantiate(
+            {
+                "_target_": "cpt.data.budget.Budget",
+                "steps": 0,
+                "epochs": None,
+                "tokens": None,
+                "batch_size": 1,
+            }
+        )
+    except InstantiationException as error:
+        assert reason(error).startswith("the budget of a domain is trainer.steps=0")
+    else:
+        pytest.fail("a budget of 0 steps was accepted")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("order=7", "order=7 is not known; allowed: 0 (sympy networkx pandas), 1"),
+        ("order=[sympy,law]", "unknown domain law; there are: networkx, pandas, sympy"),
+        ("order=[sympy,sympy]", "only once"),
+        ("objective=LC.furlongs", "objective=LC.furlongs; allowed: METRIC.UNIT of ZS"),
+        ("domains.score_on=train", "domains.score_on=train; allowed: valid, test"),
+        (
+            "trainer.epochs=2",
+            "trainer.steps=250 trainer.epochs=2, trainer.batch_size=32; allowed: exactly one of",
+        ),
+        ("trainer.accumulate_grad_batches=5", "trainer.batch_size=32 is not a multiple of"),
+        ("domains.held_out.test=0", "shares above 0 and below 0.5"),
+        ("domains.held_out.most=0", "allowed: null, or 1 document or more"),
+    ],
+)
+def test_wrong_choices_are_named_with_what_is_allowed(override, told, composed):
+    with pytest.raises((ValueError, InstantiationException)) as raised:
+        planned(composed(override))
+    assert told in reason(raised.value)
+
+
+def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    told = [sys.executable, str(ROOT / "run.py"), *arguments]
+    return subprocess.run(told, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["order=9"], "order=9 is not known"),
+        (["domains=texts"], "domains.root"),
+        (["domains=texts", "domains.root=nowhere"], "there is no folder nowhere"),
+        (["method=unheard_of"], "Could not find 'method/unheard_of'"),
+        (["trainer.setps=5"], "setps"),
+    ],
+)
+def test_bad_input_on_the_command_line(arguments, told, tmp_path):
+    ended = command(*arguments, folder=tmp_path)
+    assert ended.returncode != 0
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_traceback_on_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    ended = command("order=9", folder=tmp_path)
+    assert ended.returncode != 0
+    assert "Traceback" in ended.stderr
+
+
+def test_a_wrong_config_is_found_without_torch(tmp_path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['run.py', 'order=9']; import runpy\n"
+        f"try: runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')\n"
+        "except SystemExit as ended: print(ended.code, {'torch', 'lightning', 'datasets'} & set(sys.modules))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.splitlines()[-1] == "1 set()", ended.stderr

@@ -1,0 +1,130 @@
+"""Numbers by position: the published values, functions of their arguments alone, and even."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from cpt.core.randomness import draws, key, mixed, sample_keys, shuffled
+
+WORD = 2**64
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def splitmix(state: int, count: int) -> list[int]:
+    """The first outputs of SplitMix64 as its authors publish it, in plain integers."""
+    outputs = []
+    for _ in range(count):
+        state = (state + GOLDEN) % WORD
+        word = state
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % WORD
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB % WORD
+        outputs.append(word ^ (word >> 31))
+    return outputs
+
+
+def test_the_words_are_splitmix64s():
+    assert splitmix(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    states = np.array([0, GOLDEN, 2 * GOLDEN % WORD], np.uint64)
+    assert mixed(states).tolist() == splitmix(0, 3)
+    assert mixed(WORD - 1).tolist() == splitmix(WORD - 1, 1)
+    assert mixed(np.arange(6).reshape(2, 3)).shape == (2, 3)
+
+
+def test_a_key_is_the_same_in_every_process_and_tells_its_parts_apart():
+    assert key("probe", "news", 3) == 16634162284742173032
+    keys = [
+        key("ab", "c"),
+        key("a", "bc"),
+        key("abc"),
+        key("ab", "c", ""),
+        key(1, 2),
+        key(12),
+        key("c", "ab"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= each < WORD for each in keys)
+    assert key(0, "a") == key("0", "a")
+
+
+def test_a_samples_key_is_a_function_of_stream_and_number():
+    stream = splitmix(7, 1)[0]
+    expected = [splitmix(stream ^ (number * GOLDEN % WORD), 1)[0] for number in (0, 1, 5, 10**12)]
+    assert sample_keys(7, np.array([0, 1, 5, 10**12])).tolist() == expected
+    streams, numbers = np.array([3, 4, 3], np.uint64), np.array([9, 9, 2])
+    alone = [int(sample_keys(int(a), np.array([b]))[0]) for a, b in zip(streams, numbers, strict=True)]
+    assert sample_keys(streams, numbers).tolist() == alone
+
+
+def test_keys_do_not_meet():
+    keys = np.concatenate([sample_keys(key("s", stream), np.arange(2000)) for stream in range(50)])
+    assert len(np.unique(keys)) == len(keys)
+
+
+def test_a_draw_depends_on_its_rows_key_its_place_and_its_stream():
+    keys = sample_keys(1, np.arange(20))
+    whole = draws(keys, 11, stream=0)
+    picked = [13, 2, 2, 7]
+    assert np.array_equal(draws(keys[picked], 11, stream=0), whole[picked])
+    assert np.array_equal(draws(keys, 5, stream=0), whole[:, :5])
+    others = np.stack([whole, draws(keys, 11, stream=1), draws(keys, 11, stream=2)])
+    assert len(np.unique(others)) == others.size
+    row = splitmix((int(keys[4]) + 2 * GOLDEN) % WORD, 1)[0]
+    expected = [(splitmix(row ^ (place * GOLDEN % WORD), 1)[0] >> 11) / 2**53 for place in range(11)]
+    assert draws(keys, 11, stream=2)[4].tolist() == expected
+
+
+def test_draws_are_uniform_and_places_independent():
+    numbers = draws(sample_keys(2, np.arange(20_000)), 3, stream=0)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    counts = np.stack([np.histogram(column, bins=20, range=(0, 1))[0] for column in numbers.T])
+    assert ((counts - 1000) ** 2 / 1000).sum(1).max() < 40  # 19 degrees of freedom: one in 300
+    assert np.abs(np.corrcoef(numbers.T) - np.eye(3)).max() < 0.025
+
+
+@pytest.mark.parametrize("counts", [range(1, 70), (127, 128, 129, 256, 257, 1000, 4097)])
+def test_every_item_comes_once(counts):
+    for count, stream in itertools.product(counts, (0, 5)):
+        items = shuffled(np.arange(count), count, stream=stream)
+        assert items.dtype == np.int64
+        assert sorted(items.tolist()) == list(range(count))
+
+
+def test_an_item_depends_on_its_position_count_and_stream_alone():
+    whole = shuffled(np.arange(1000), 1000, stream=3)
+    picked = [999, 0, 0, 512]
+    assert shuffled(np.array(picked), 1000, stream=3).tolist() == whole[picked].tolist()
+    streams = np.array([3, 4, 3], np.uint64)
+    mixed_up = shuffled(np.array([7, 7, 8]), 1000, stream=streams)
+    alone = [int(shuffled(np.array([p]), 1000, stream=s)[0]) for p, s in ((7, 3), (7, 4), (8, 3))]
+    assert mixed_up.tolist() == alone
+    assert shuffled(np.arange(0), 10, stream=0).tolist() == []
+
+
+def test_the_order_stays_what_it_was_in_earlier_versions():
+    assert shuffled(np.arange(12), 12, stream=1).tolist() == [6, 9, 0, 2, 7, 1, 11, 10, 3, 8, 5, 4]
+    assert shuffled(np.array([10**9 - 1]), 10**9, stream=1).tolist() == [287203451]
+
+
+def evenness(counts: np.ndarray) -> float:
+    """Chi-squared of counts that should be equal."""
+    return float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 6, 17])
+def test_every_item_comes_to_every_place_equally_often(count):
+    streams = sample_keys(key("even"), np.arange(20_000))
+    at = [shuffled(np.full(len(streams), place), count, stream=streams) for place in range(count)]
+    table = np.stack([np.bincount(items, minlength=count) for items in at])
+    freedom = (count - 1) ** 2
+    assert evenness(table.ravel()) < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_are_not_neighbours_any_more():
+    streams = sample_keys(key("pairs"), np.arange(20_000))
+    first, second = (shuffled(np.full(len(streams), place), 64, stream=streams) for place in (0, 1))
+    steps = Counter(((second - first) % 64).tolist())
+    assert 0 not in steps
+    assert evenness(np.array([steps[step] for step in range(1, 64)])) < 62 + 4 * np.sqrt(2 * 62)

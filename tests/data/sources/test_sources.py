@@ -1,0 +1,611 @@
+"""Every kind of file and layout gives its documents, and every wrong one an error that names it."""
+
+import csv
+import gzip
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from cpt.data.sources import docstrings
+from cpt.data.sources.base import GENERAL
+from cpt.data.sources.hub import Hub
+from cpt.data.sources.installed_docs import InstalledDocs
+from cpt.data.sources.readers import text_size
+from cpt.data.sources.texts import Texts
+from tests.support.data_fixtures import SHARED
+
+ROOT = Path(__file__).parents[3]
+MINI = ROOT.parent / "shared" / "data" / "das6-mini"
+DOCUMENTS = [
+    'One, "quoted".',
+    "Zwei\nZeilen, ä 漢 🙂",
+    "form\x0cfeed\u2028and\x85others",
+    "NA",
+    "2020-01-01",
+    "7",
+    "x" * 200_000,
+]
+HOLDER = (
+    "Documentation that is long enough to be prose, and that is worded like the English of any other text."
+)
+
+
+def texts(root, *, folder=".", column="text", document="auto", general="general", ignore=()):
+    places = {"root": str(root), "folder": folder, "general": general, "ignore": ignore}
+    return Texts(column=column, document=document, **places, **SHARED)
+
+
+def hub(entry, *, column="text", streaming=True, general=None, **others):
+    catalogue = {"news": entry, **others}
+    return Hub(catalogue=catalogue, column=column, streaming=streaming, general=general, **SHARED)
+
+
+def put(path, content):
+    """A file, its folders, and compression where its name asks for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+def read(root, name="a", **options):
+    return list(texts(root, **options).read(name))
+
+
+def in_lines(documents, column):
+    return "".join(json.dumps({"id": 1, column: text, "meta": None}) + "\n\n" for text in documents)
+
+
+def put_csv(path, documents, column):
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    with plain.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", column])
+        rows.writerows((number, text) for number, text in enumerate(documents))
+    if plain != path:
+        put(path, plain.read_bytes())
+        plain.unlink()
+
+
+def put_parquet(path, documents, column):
+    table = pa.table({"id": list(range(len(documents))), column: documents})
+    pq.write_table(table, path, row_group_size=2)
+
+
+WRITERS = {
+    "a.jsonl": lambda path, *what: put(path, in_lines(*what)),
+    "a.jsonl.gz": lambda path, *what: put(path, in_lines(*what)),
+    "lines.json": lambda path, *what: put(path, "\ufeff" + in_lines(*what)),
+    "array.json": lambda path, found, column: put(
+        path, " " + json.dumps([{column: each} for each in found], indent=1)
+    ),
+    "a.csv": put_csv,
+    "a.csv.gz": put_csv,
+    "a.parquet": put_parquet,
+}
+
+
+@pytest.mark.parametrize("column", ["text", "body"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_table_gives_its_documents(tmp_path, name, column):
+    (tmp_path / "a").mkdir()
+    WRITERS[name](tmp_path / "a" / name, DOCUMENTS, column)
+    assert read(tmp_path, column=column) == [("train", text) for text in DOCUMENTS]
+
+
+def test_tables_pass_over_what_is_empty(tmp_path):
+    put(tmp_path / "a" / "a.jsonl", '{"text": null}\n{"text": ""}\n{"text": " \\n"}\n{"text": "b"}\n')
+    put(tmp_path / "a" / "b.csv", 'text,id\n"",1\n" ",2\n\nc,3\n')
+    put_parquet(tmp_path / "a" / "c.parquet", [None, "", "d"], "text")
+    put(tmp_path / "a" / "d.jsonl", "")
+    put(tmp_path / "a" / "e.csv", "")
+    put(tmp_path / "a" / "f.json", "[]")
+    assert [text for _, text in read(tmp_path)] == ["b", "c", "d"]
+
+
+def test_files_of_one_domain_may_have_other_columns(tmp_path):
+    put(tmp_path / "a" / "a.jsonl", '{"text": "b", "n": 1}\n{"n": "x", "text": "c"}\n')
+    put(tmp_path / "a" / "b.jsonl", '{"text": "d", "m": {"deep": 2}}\n')
+    assert [text for _, text in read(tmp_path)] == ["b", "c", "d"]
+
+
+PLAIN = "\ufeffOne.\r\nMore.\r\n\r\n  \r\nTwo.\n\n\nThree.\x0cStill\u2028three."
+UNITS = {
+    "file": ["One.\nMore.\n\n  \nTwo.\n\n\nThree.\x0cStill\u2028three."],
+    "paragraph": ["One.\nMore.", "Two.", "Three.\x0cStill\u2028three."],
+    "line": ["One.", "More.", "Two.", "Three.\x0cStill\u2028three."],
+}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("document, expected", [*UNITS.items(), ("auto", UNITS["paragraph"])])
+def test_what_a_document_of_a_text_file_is(tmp_path, name, document, expected):
+    put(tmp_path / "a" / name, PLAIN)
+    assert [text for _, text in read(tmp_path, document=document)] == expected
+
+
+def test_auto_takes_the_line_where_no_blank_line_separates(tmp_path, caplog):
+    caplog.set_level("INFO")
+    put(tmp_path / "a" / "a.txt", "\n\nOne.\nTwo.\n\n")
+    put(tmp_path / "a" / "b.txt", "Three.\n\nFour.\n")
+    assert [text for _, text in read(tmp_path)] == ["One.", "Two.", "Three.", "Four."]
+    assert "2 .txt files, a document is a line" in caplog.text
+
+
+def test_auto_looks_at_the_first_lines_only(tmp_path):
+    put(tmp_path / "a" / "a.txt", "x\n" * 10_000 + "\ny\n")
+    assert len(read(tmp_path)) == 10_001
+    put(tmp_path / "a" / "a.txt", "x\n" * 9_998 + "\ny\n")
+    assert len(read(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("count, expected", [(19, 38), (20, 20)])
+def test_auto_takes_the_file_where_there_are_many(tmp_path, count, expected):
+    for number in range(count):
+        put(tmp_path / "a" / f"{number}.txt", f"One {number}.\n\nTwo.\n")
+    put(tmp_path / "a" / "b.jsonl", '{"text": "of another kind"}\n')
+    assert len(read(tmp_path)) == expected + 1
+
+
+SPLIT_OF = {
+    "train.jsonl": "train",
+    "valid.jsonl.gz": "valid",
+    "validation.jsonl": "valid",
+    "dev.jsonl": "valid",
+    "val.jsonl": "valid",
+    "test.jsonl": "test",
+    "Test.jsonl.gz": "test",
+    "test-00000-of-00002.jsonl": "test",
+    "dev_3.jsonl": "valid",
+    "data/test.jsonl": "test",
+    "test/train.jsonl": "test",
+    "valid/2020/a.jsonl": "valid",
+    "news.jsonl": "train",
+    "testing.jsonl": "train",
+    "test-cases.jsonl": "train",
+    "my.test.jsonl": "train",
+}
+
+
+@pytest.mark.parametrize("name, split", SPLIT_OF.items())
+def test_the_split_is_in_the_name(tmp_path, name, split):
+    put(tmp_path / "a" / name, '{"text": "b"}\n')
+    assert read(tmp_path) == [(split, "b")]
+
+
+def test_files_are_read_in_order_with_whatever_names_they_have(tmp_path):
+    names = ["[1].txt", "a b.txt", "a%20b::c.txt", "a*?.txt", "sub/deep/x.txt"]
+    for name in reversed(names):
+        put(tmp_path / "a" / name, f"{name}\n")
+    for hidden in (".b.txt", "._a.txt", ".cache/c.txt"):
+        put(tmp_path / "a" / hidden, "hidden\n")
+    put(tmp_path / "a" / "readme.md", "not text\n")
+    (tmp_path / "a" / "folder.txt").mkdir()
+    assert [text for _, text in read(tmp_path, ignore=["*.md"])] == names
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_the_size_of_a_text_is_known_before_it_is_read(tmp_path, name):
+    for content in ("", "One.\n" * 5000):
+        put(tmp_path / name, content)
+        assert text_size(tmp_path / name) == len(content)
+    (tmp_path / name).write_bytes(b"")
+    assert text_size(tmp_path / name) == 0
+
+
+def test_text_is_streamed(tmp_path):
+    put(tmp_path / "a" / "a.txt", b"One.\nTwo.\n\xff\n")
+    documents = texts(tmp_path, document="line").read("a")
+    assert [next(documents), next(documents)] == [("train", "One."), ("train", "Two.")]
+    with pytest.raises(ValueError, match="line 3, byte 1"):
+        next(documents)
+
+
+BROKEN = {
+    "latin.txt": ("caf\xe9\n".encode("latin-1"), "latin.txt is not UTF-8: line 1, byte 4"),
+    "latin.jsonl": (
+        '{"text": "b"}\n{"text": "\xe9"}\n'.encode("latin-1"),
+        "latin.jsonl is not UTF-8: line 2, byte 11",
+    ),
+    "latin.csv.gz": ("text\n\xe9\n".encode("latin-1"), "latin.csv.gz is not UTF-8: line 2, byte 1"),
+    "utf16.txt": ("One.\n".encode("utf-16"), "utf16.txt is not UTF-8: line 1, byte 1"),
+    "no.jsonl": (
+        '{"text": "b"}\n{"body": "b", "id": 1}\n',
+        "no.jsonl, line 2 has no column 'text'; it has body, id",
+    ),
+    "no.csv": ("id,body\n1,b\n", "no.csv, line 2 has no column 'text'; it has id, body (domains.column)"),
+    "number.jsonl": ('{"text": 5}\n', "number.jsonl, line 1: column 'text' is not text: 5"),
+    "list.jsonl": ('["b"]\n', "list.jsonl, value 1 has no column 'text'; it has 'b'"),
+    "later.jsonl": ('{"text": "b"}\n["c"]\n', "later.jsonl, line 2 has no column 'text'; it has ['c']"),
+    "value.jsonl": ('{"text": "b"}\n3\n', "value.jsonl, line 2 has no column 'text'; it has 3"),
+    "half.jsonl": ('{"text": "b"}\n{"text"\n', "half.jsonl, line 2 is not JSON: Expecting ':'"),
+    "deep.jsonl": ("[" * 100_000, "deep.jsonl cannot be read: it is nested too deeply"),
+    "half.json": ('[{"text": "b"},\n', "half.json, line 1 is not JSON: "),
+    "wide.csv": ("id,text\n1,b\n2,b, and c\n", "wide.csv, line 3 has 3 values; allowed: 2"),
+    "narrow.csv": ("id,text\n1\n", "narrow.csv, line 2 has 1 values; allowed: 2"),
+    "quote.csv": ('id,text\n1,"b\n2,c\n', "quote.csv cannot be read: unexpected end of data"),
+    "not.parquet": (b"PAR1 but not really", "not.parquet cannot be read: Parquet magic bytes not found"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_named_on_one_line(tmp_path, name):
+    content, message = BROKEN[name]
+    put(tmp_path / "a" / name, content)
+    with pytest.raises(ValueError) as error:
+        read(tmp_path, document="line")
+    assert f"{tmp_path / 'a' / message}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_broken_compression_and_parquet(tmp_path):
+    whole = gzip.compress("".join(f'{{"text": "{number * 7919}"}}\n' for number in range(3000)).encode())
+    broken = {
+        whole[:-900]: "Compressed file ended",
+        whole[:10] + b"\xff" * 99 + whole[109:]: "Error -3 while decompressing",
+        b'{"text": "b"}\n': "Not a gzipped file",
+    }
+    for name, content in (("a.txt.gz", b"One.\n"), ("a.txt.gz", whole[:10] + b"\xff" * 99)):
+        put(tmp_path / "b" / "x.csv", "text\n")
+        (tmp_path / "b" / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"b/{name} cannot be read: "):
+            read(tmp_path, "b")
+    path = tmp_path / "a" / "a.jsonl.gz"
+    path.parent.mkdir()
+    for content, reason in broken.items():
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"a.jsonl.gz cannot be read: {reason}"):
+            read(tmp_path)
+    path.unlink()
+    raw = pa.array([b"caf\xe9"]).view(pa.string())
+    pq.write_table(pa.table({"text": raw}), tmp_path / "a" / "latin.parquet")
+    with pytest.raises(ValueError, match=r"latin.parquet is not UTF-8: "):
+        read(tmp_path)
+    pq.write_table(pa.table({"id": [1], "body": ["b"]}), tmp_path / "a" / "latin.parquet")
+    with pytest.raises(ValueError, match=r"latin.parquet has no column 'text'; it has id, body"):
+        read(tmp_path)
+
+
+def test_a_sub_folder_with_text_is_a_domain(tmp_path):
+    for name in ("zoo", "b.c", "1", "ä b", "general", ".git", "data"):
+        put(tmp_path / name / "train.txt", "One.\n")
+    put(tmp_path / "loose.txt", "One.\n")
+    assert texts(tmp_path).names == ["1", "b.c", "data", "zoo", "ä b"]
+    assert texts(tmp_path, general=None).names == ["1", "b.c", "data", "general", "zoo", "ä b"]
+    assert texts(tmp_path, general="zoo").names == ["1", "b.c", "data", "general", "ä b"]
+    assert list(texts(tmp_path, general="zoo").read(GENERAL)) == [("train", "One.")]
+
+
+def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeypatch):
+    put(tmp_path / "a" / "a.txt", "One.\n")
+    put(tmp_path / "docs" / "__init__.py", f'"""{HOLDER} {HOLDER}"""')
+    monkeypatch.setattr("cpt.data.sources.texts.GENERAL_PACKAGES", ("docs",))
+    monkeypatch.syspath_prepend(tmp_path)
+    for source in (texts(tmp_path), texts(tmp_path, general=None), hub({"path": "somewhere"})):
+        assert list(source.read(GENERAL)) == [("train", f"{HOLDER} {HOLDER}")]
+        assert source.fingerprint(GENERAL) == InstalledDocs(
+            packages={}, general=["docs"], **SHARED
+        ).fingerprint(GENERAL)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"document": "page"}, "domains.document=page; allowed: file, paragraph, line, auto"),
+        ({"folder": "corpora"}, "there is no folder"),
+        ({"folder": "empty"}, "has no sub-folder; each would be a domain"),
+        ({"general": "wiki"}, "domains.general=wiki: there is no folder"),
+        ({"ignore": "a"}, "domains.ignore=a; allowed: a list of names or patterns, like [README*]"),
+        ({"ignore": [1]}, "domains.ignore=[1]; allowed: a list of names or patterns"),
+    ],
+)
+def test_what_texts_cannot_be_made_of(tmp_path, options, message):
+    put(tmp_path / "a" / "a.txt", "One.\n")
+    (tmp_path / "empty").mkdir(parents=True)
+    with pytest.raises(ValueError) as error:
+        texts(tmp_path, **options)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+UNREAD = {
+    "b/notes.md": ("*.md", "b/notes.md is not a file of text; allowed: .txt .jsonl .json .csv .parquet"),
+    "a/a.jsonl.zst": ("*.jsonl.zst", "a/a.jsonl.zst is not a file of text"),
+    "a/deep/er/LICENSE": ("LICENSE", "a/deep/er/LICENSE is not a file of text"),
+    "general/a.png": ("*.png", "general/a.png is not a file of text"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
+    pattern, message = UNREAD[name]
+    for domain in ("a", "b", "general"):
+        put(tmp_path / domain / "a.txt", "One.\n")
+    put(tmp_path / name, b"?")
+    source = texts(tmp_path)
+    with pytest.raises(ValueError) as error:
+        source.check(source.names)
+    assert str(error.value).startswith(f"{tmp_path}/{message}")
+    assert f"domains.ignore=[{pattern}]" in str(error.value)
+    told = texts(tmp_path, ignore=[pattern])
+    told.check(told.names)
+    assert [text for each in ("a", "b") for _, text in told.read(each)] == ["One."] * 2
+
+
+@pytest.mark.parametrize("inside", [[], ["a.jsonl.zst"], [".hidden.txt"]], ids=["empty", "unknown", "hidden"])
+def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path, inside):
+    put(tmp_path / "a" / "a.txt", "One.\n")
+    (tmp_path / "b").mkdir()
+    for name in inside:
+        put(tmp_path / "b" / name, b"?")
+    source = texts(tmp_path)
+    assert source.names == ["a", "b"]
+    with pytest.raises(ValueError, match=rf"^{tmp_path / 'b'}.*domains.ignore=\["):
+        source.check(source.names)
+    source.check(["a"])
+    assert texts(tmp_path, ignore=["b"]).names == ["a"]
+
+
+def refused(real, path):
+    """What os.scandir and os.access say of a path that this user may not read, root or not."""
+
+    def call(given, *mode):
+        if Path(given) == path:
+            if mode:
+                return False
+            raise PermissionError(13, "Permission denied", str(given))
+        return real(given, *mode)
+
+    return call
+
+
+@pytest.mark.parametrize("what", ["a", "a/deep", "a/a.txt", "general"])
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch, what):
+    for name in ("a/a.txt", "a/deep/b.txt", "general/a.txt"):
+        put(tmp_path / name, "One.\n")
+    monkeypatch.setattr(os, "scandir", refused(os.scandir, tmp_path / what))
+    monkeypatch.setattr(os, "access", refused(os.access, tmp_path / what))
+    source = texts(tmp_path)
+    assert source.names == ["a"]
+    with pytest.raises(ValueError, match=rf"^{tmp_path / what} cannot be read: .*[Pp]ermission denied"):
+        source.check(["a"])
+
+
+def test_links_are_followed_and_broken_ones_named(tmp_path):
+    put(tmp_path / "elsewhere" / "b.txt", "Two.\n")
+    put(tmp_path / "root" / "a" / "a.txt", "One.\n")
+    (tmp_path / "root" / "a" / "more").symlink_to(tmp_path / "elsewhere")
+    assert [text for _, text in read(tmp_path / "root")] == ["One.", "Two."]
+    (tmp_path / "root" / "a" / "again").symlink_to(tmp_path / "root" / "a")
+    with pytest.raises(ValueError, match="again is a link to a folder that it is in"):
+        read(tmp_path / "root")
+    (tmp_path / "root" / "a" / "again").unlink()
+    (tmp_path / "root" / "a" / "c.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="c.txt is not a file of text"):
+        read(tmp_path / "root")
+
+
+def test_what_lies_beside_the_domains_is_named(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for name in ("a/a.txt", "loose.txt", ".hidden.txt", "README.md"):
+        put(tmp_path / name, "One.\n")
+    texts(tmp_path, ignore=["README*"]).check(["a"])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: loose.txt: in no domain's folder and not read"
+    ]
+
+
+@pytest.mark.parametrize(
+    "shared, message",
+    [
+        ({"score_on": "train"}, "domains.score_on=train; allowed: valid, test"),
+        ({"held_out": {"valid": 0.5, "test": 0.1, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
+        ({"held_out": {"valid": 0.1, "test": 0.5, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
+        ({"held_out": {"valid": 0, "test": 0.1, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
+        ({"held_out": {"valid": 0.1, "test": 0, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
+    ],
+)
+def test_what_no_source_can_be_made_of(shared, message):
+    with pytest.raises(ValueError, match=message):
+        InstalledDocs(packages={}, general=[], **{**SHARED, **shared})
+    assert InstalledDocs(packages={}, general=[], **SHARED).score_on == "test"
+
+
+def test_the_fingerprint_is_that_of_the_files(tmp_path):
+    path = tmp_path / "a" / "a.txt"
+    put(path, "One.\n")
+    put(tmp_path / "b" / "b.txt", "One.\n")
+
+    def fingerprint(**options):
+        return json.dumps(texts(tmp_path, **options).fingerprint("a"))
+
+    first = fingerprint()
+    put(tmp_path / "b" / "c.txt", "Two.\n")
+    assert fingerprint() == first
+    os.utime(path, ns=(1, 1))
+    seen = {first, fingerprint(), fingerprint(column="body"), fingerprint(document="line")}
+    path.write_text("Longer.\n")
+    os.utime(path, ns=(1, 1))
+    seen |= {fingerprint()}
+    path = path.rename(path.with_name("test.txt"))
+    seen |= {fingerprint()}
+    put(tmp_path / "a" / "b.txt", "Two.\n")
+    seen |= {fingerprint()}
+    assert len(seen) == 7
+
+
+def test_installed_docs_are_the_prose_of_packages(tmp_path, monkeypatch):
+    put(tmp_path / "docs" / "__init__.py", f'"""{HOLDER} {HOLDER}"""')
+    put(tmp_path / "more.py", f'def f():\n    """{HOLDER[:-1]} here. {HOLDER}"""')
+    monkeypatch.syspath_prepend(tmp_path)
+    source = InstalledDocs(packages={"b": ["docs"], "a": ["more"]}, general=["docs", "more"], **SHARED)
+    assert source.names == ["b", "a"]
+    assert list(source.read("b")) == [("train", f"{HOLDER} {HOLDER}")]
+    assert len(list(source.read(GENERAL))) == 2
+    before = source.fingerprint("a"), source.fingerprint("b")
+    put(tmp_path / "more.py", f'def g():\n    """{HOLDER}"""')
+    assert source.fingerprint("a") != before[0]
+    assert source.fingerprint("b") == before[1]
+
+
+def test_a_package_goes_by_its_import_name():
+    source = InstalledDocs(packages={"a": ["yaml"], "b": ["no_such_package"]}, general=["filelock"], **SHARED)
+    assert len(source.fingerprint("a")) == len(docstrings.modules("yaml")) > 5
+    with pytest.raises(ValueError, match="'no_such_package'"):
+        source.fingerprint("b")
+
+
+@pytest.fixture
+def dataset(tmp_path, monkeypatch):
+    """A local data set in two files and three splits, as datasets.load_dataset takes it."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for split in ("train", "validation", "test"):
+        put(tmp_path / "news" / f"{split}.jsonl", in_lines([f"{split} {n}" for n in range(3)], "text"))
+    return tmp_path / "news"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_gives_its_splits(dataset, streaming):
+    found = list(hub({"path": str(dataset)}, streaming=streaming).read("news"))
+    theirs = {"train": "train", "valid": "validation", "test": "test"}
+    assert found == [(ours, f"{name} {n}") for ours, name in theirs.items() for n in range(3)]
+
+
+def test_a_data_set_gives_the_splits_that_are_asked_for(dataset):
+    wanted = {"train": "validation", "test": "train[:2]"}
+    found = list(hub({"path": str(dataset), "splits": wanted}, streaming=False).read("news"))
+    assert found == [("train", f"validation {n}") for n in range(3)] + [
+        ("test", f"train {n}") for n in range(2)
+    ]
+
+
+def test_the_general_text_may_be_of_the_catalogue(dataset):
+    source = hub(
+        {"path": str(dataset)}, general="wiki", wiki={"path": str(dataset), "splits": {"train": "test"}}
+    )
+    assert source.names == ["news"]
+    assert [text for _, text in source.read(GENERAL)] == ["test 0", "test 1", "test 2"]
+
+
+def test_the_fingerprint_of_a_local_data_set_is_that_of_its_files(dataset):
+    source = hub({"path": str(dataset)})
+    before = source.fingerprint("news")
+    assert source.fingerprint("news") == before
+    put(dataset / "test.jsonl", '{"text": "another"}\n')
+    others = [
+        source,
+        hub({"path": str(dataset)}, column="body"),
+        hub({"path": str(dataset), "name": "default"}),
+    ]
+    seen = {json.dumps(each) for each in (before, *(other.fingerprint("news") for other in others))}
+    assert len(seen) == 4
+
+
+HUB_ERRORS = {
+    "column": ({}, "news \\(train\\) has no column 'body'; it has id, text, meta \\(domains.column\\)"),
+    "split": ({"splits": {"train": "rest"}}, r"rest.*'train', 'validation', 'test'"),
+    "config": ({"name": "other"}, "'other' not found"),
+    "missing": ({"path": "nowhere"}, "domains.catalogue.news, path=.*nowhere: "),
+}
+
+
+@pytest.mark.parametrize("wrong", HUB_ERRORS)
+def test_what_a_data_set_cannot_give(dataset, monkeypatch, wrong):
+    monkeypatch.chdir(dataset.parent)
+    change, message = HUB_ERRORS[wrong]
+    entry = {"path": str(dataset), **change}
+    if wrong == "missing":
+        entry["path"] = str(dataset.parent / "nowhere")
+    with pytest.raises(ValueError, match=message) as error:
+        list(hub(entry, column="body" if wrong == "column" else "text").read("news"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
+    (dataset / "train.jsonl").write_bytes(b'{"id": 1, "text": "caf\xe9", "meta": null}\n')
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=r"domains.catalogue.news, path=.*news: .*utf-8"):
+            list(hub({"path": str(dataset)}, streaming=streaming).read("news"))
+    (dataset / "train.jsonl").write_bytes(b'{"id": 1, "text"')
+    with pytest.raises(ValueError, match=r"domains.catalogue.news, path=.*news: .*JSON"):
+        list(hub({"path": str(dataset)}, streaming=False).read("news"))
+    (dataset / "README.md").write_text(
+        "---\nconfigs:\n- config_name: x\n  data_files:\n  - split: all\n    path: test.jsonl\n---\n"
+    )
+    with pytest.raises(ValueError, match="has the splits all; allowed: train, .* splits={train: all}"):
+        list(hub({"path": str(dataset)}).read("news"))
+    assert len(list(hub({"path": str(dataset), "splits": {"train": "all"}}).read("news"))) == 3
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"name": "ecthr_a"}, "domains.catalogue.news={'name': 'ecthr_a'}; allowed: path, and optionally"),
+        ({"path": "x", "config": "y"}, "allowed: path, and optionally name and splits"),
+        ({"path": "x", "splits": {"dev": "y"}}, "allowed: path, and optionally name and splits"),
+    ],
+)
+def test_what_an_entry_must_be(entry, message):
+    with pytest.raises(ValueError, match=message):
+        hub(entry)
+    with pytest.raises(ValueError, match="needs a catalogue"):
+        Hub(catalogue={}, column="text", streaming=True, general=None, **SHARED)
+    with pytest.raises(ValueError, match="domains.general=wiki; allowed: null, news"):
+        hub({"path": "x"}, general="wiki")
+
+
+def configured(name, **changes):
+    settings = OmegaConf.load(ROOT / "conf" / "domains" / f"{name}.yaml")
+    del settings["name"]
+    return instantiate(OmegaConf.merge(settings, changes), _convert_="all")
+
+
+def test_the_layout_of_das6(tmp_path):
+    domains = ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
+    for folder in [*(f"corpora/{name}" for name in domains), "general"]:
+        for split in ("train", "valid", "test"):
+            put(tmp_path / folder / f"{split}.jsonl.gz", in_lines([f"{folder} {split}"], "text"))
+    source = configured("das6", root=str(tmp_path))
+    assert source.names == sorted(domains)
+    assert all(sorted(order) == sorted(domains) for order in source.orders)
+    assert list(source.read("ai")) == [(split, f"corpora/ai {split}") for split in ("test", "train", "valid")]
+    assert list(source.read(GENERAL)) == [(split, f"general {split}") for split in ("test", "train", "valid")]
+
+
+def test_the_layout_of_m2d2(tmp_path):
+    domains = [f"field.{number}" for number in range(31)]
+    for name in domains:
+        for split in ("train", "valid", "test"):
+            put(tmp_path / name / f"{split}.txt", f"First {split} of {name}.\n\nSecond.\n")
+    source = configured("m2d2", root=str(tmp_path))
+    assert source.names == sorted(domains)
+    assert Counter(split for split, _ in source.read("field.7")) == {"train": 2, "valid": 2, "test": 2}
+    assert ("valid", "First valid of field.7.") in source.read("field.7")
+
+
+def test_the_other_configured_sources(tmp_path):
+    put(tmp_path / "a" / "a.txt", "One.\n\nTwo.\n")
+    assert len(list(configured("texts", root=str(tmp_path)).read("a"))) == 2
+    assert configured("hub", catalogue={"news": {"path": "x"}}).names == ["news"]
+    docs = configured("installed_docs")
+    assert all(sorted(order) == sorted(docs.names) for order in docs.orders)
+    assert all(len(docs.fingerprint(name)) > 100 for name in (*docs.names, GENERAL))
+
+
+@pytest.mark.skipif(not MINI.is_dir(), reason="das6-mini lies beside the project only where it is developed")
+def test_the_real_das6():
+    source = configured("das6", root=str(MINI))
+    assert source.names == sorted(source.orders[0])
+    found = Counter()
+    for split, text in source.read("phone"):
+        assert text.strip()
+        found[split] += 1
+    for split in ("train", "valid", "test"):
+        with gzip.open(MINI / "corpora" / "phone" / f"{split}.jsonl.gz", "rt") as lines:
+            assert found[split] == sum(1 for line in lines if json.loads(line)["text"])

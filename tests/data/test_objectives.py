@@ -1,0 +1,194 @@
+"""What has to be predicted: against loops over rows and places."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cpt.core.randomness import sample_keys
+from cpt.data.objectives import UNSCORED, Causal, Masked
+from tests.support.data_fixtures import framed
+
+SPECIAL = [0, 1, 2, 98]
+MASK = 2
+
+
+class Vocabulary(SimpleNamespace):
+    def __len__(self):
+        return self.size
+
+
+def vocabulary(**changes):
+    fields = {"mask_token_id": MASK, "all_special_ids": SPECIAL, "size": 100, "name_or_path": "tiny"}
+    return Vocabulary(**fields | changes)
+
+
+def masked(rate=0.15):
+    return Masked(vocabulary(), rate=rate)
+
+
+def random_rows(count, length, *, seed=0, short=True):
+    """Ids with special tokens among them, the lengths of the rows, and a key for each."""
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(0, 100, (count, length))
+    lengths = draw.integers(1, length + 1, count) if short else np.full(count, length)
+    return ids, lengths, sample_keys(5, np.arange(count))
+
+
+def text_places(ids, lengths):
+    """Per row, the places of what is neither special nor padding."""
+    return [
+        [place for place in range(size) if row[place] not in SPECIAL]
+        for row, size in zip(ids.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def scored_places(batch):
+    return [
+        [place for place, label in enumerate(row) if label != UNSCORED] for row in batch["labels"].tolist()
+    ]
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.15, 0.3, 0.99])
+def test_masks_are_of_text_alone_and_counted_ahead(rate):
+    objective = masked(rate)
+    ids, lengths, keys = random_rows(300, 21)
+    text = text_places(ids, lengths)
+    batch = objective.batch(ids, lengths, keys)
+    counts = objective.scored(np.array([len(places) for places in text]), lengths)
+    for places, chosen, count in zip(text, scored_places(batch), counts, strict=True):
+        assert set(chosen) <= set(places)
+        assert len(chosen) == count
+        assert abs(count - rate * len(places)) <= max(0.5, 1 - rate * len(places))
+        assert count >= min(1, len(places))
+    assert {0, 1} <= set(counts.tolist())
+    assert objective.scorable(counts, lengths) is counts
+
+
+def test_a_row_without_text_is_not_scored():
+    ids, lengths, keys = (
+        np.array([[0, 1, 98, 1], [0, 5, 6, 7]]),
+        np.array([4, 1]),
+        np.arange(2, dtype=np.uint64),
+    )
+    batch = masked().batch(ids, lengths, keys)
+    assert scored_places(batch) == [[], []]
+    assert batch["input_ids"].tolist() == ids.tolist()
+    assert batch["positions"].tolist() == []
+    assert masked().scored(np.array([0, 0]), lengths).tolist() == [0, 0]
+
+
+def test_labels_are_the_ids_and_all_else_is_untouched():
+    ids, lengths, keys = random_rows(200, 30)
+    batch = masked().batch(ids, lengths, keys)
+    labels, inputs = batch["labels"].numpy(), batch["input_ids"].numpy()
+    scored = labels != UNSCORED
+    assert (labels[scored] == ids[scored]).all()
+    assert (inputs[~scored] == ids[~scored]).all()
+    assert (inputs != ids).any()
+    flat = [number for number, label in enumerate(labels.ravel().tolist()) if label != UNSCORED]
+    assert batch["positions"].tolist() == flat
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+    assert torch.nn.CrossEntropyLoss().ignore_index == UNSCORED
+
+
+def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
+    ids, lengths, keys = random_rows(3000, 64, short=False)
+    ids[np.isin(ids, SPECIAL)] = 50
+    batch = masked().batch(ids, lengths, keys)
+    inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+    scored = labels != UNSCORED
+    assert scored.mean() == pytest.approx(10 / 64)
+    before, after = ids[scored], inputs[scored]
+    count = len(before)
+    assert (after == MASK).mean() == pytest.approx(0.8, abs=0.01)
+    replaced = after[(after != MASK) & (after != before)]
+    assert len(replaced) / count == pytest.approx(0.1 * 95 / 96, abs=0.006)
+    assert (after == before).mean() == pytest.approx(0.1 * 97 / 96, abs=0.006)
+    seen = np.bincount(replaced, minlength=100)
+    assert seen[SPECIAL].tolist() == [0, 0, 0, 0]
+    usual = np.delete(seen, [*SPECIAL, 50])
+    assert usual.min() > 0
+    assert ((usual - usual.mean()) ** 2 / usual.mean()).sum() < 95 + 4 * np.sqrt(2 * 95)
+
+
+def test_every_place_is_masked_equally_often():
+    ids, lengths = np.full((6000, 20), 50), np.full(6000, 20)
+    batch = masked().batch(ids, lengths, sample_keys(9, np.arange(6000)))
+    counts = (batch["labels"] != UNSCORED).sum(0).numpy()
+    assert counts.sum() == 3 * 6000
+    assert ((counts - 900) ** 2 / 900).sum() < 19 + 4 * np.sqrt(2 * 19)
+
+
+def test_a_row_is_the_same_in_any_batch():
+    objective = masked()
+    ids, lengths, keys = random_rows(40, 25)
+    whole = objective.batch(ids, lengths, keys)
+    for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
+        part = objective.batch(ids[picked], lengths[picked], keys[picked])
+        for name in ("input_ids", "labels"):
+            assert torch.equal(part[name], whole[name][picked])
+
+
+def test_other_keys_other_masks():
+    objective = masked()
+    ids, lengths, keys = random_rows(50, 40, short=False)
+    batches = [objective.batch(ids, lengths, keys + np.uint64(number)) for number in range(3)]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        same = (batches[first]["labels"] == batches[second]["labels"]).all(1)
+        assert same.float().mean() < 0.05
+    assert torch.equal(objective.batch(ids, lengths, keys)["input_ids"], batches[0]["input_ids"])
+
+
+def test_the_mask_covers_padding_and_only_then_exists():
+    ids, lengths, keys = random_rows(3, 4)
+    lengths = np.array([4, 2, 4])
+    for objective in (masked(), Causal()):
+        expected = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]
+        assert objective.batch(ids, lengths, keys)["attention_mask"].tolist() == expected
+        assert "attention_mask" not in objective.batch(ids[[0, 2]], lengths[[0, 2]], keys[[0, 2]])
+
+
+def test_causal_labels_are_the_tokens_that_follow():
+    objective = Causal()
+    ids, lengths, keys = random_rows(60, 9)
+    batch = objective.batch(ids, lengths, keys)
+    for row, size, labels in zip(ids.tolist(), lengths.tolist(), batch["labels"].tolist(), strict=True):
+        assert labels == [row[t + 1] if t + 1 < size else UNSCORED for t in range(9)]
+    assert torch.equal(batch["input_ids"], torch.from_numpy(ids))
+    assert objective.scored(np.zeros(60), lengths).tolist() == [len(each) for each in scored_places(batch)]
+    assert objective.scorable(np.zeros(60), lengths) is lengths
+
+
+def test_ahead_is_where_the_label_stands():
+    ids, lengths, keys = random_rows(20, 12)
+    for objective in (masked(), Causal()):
+        labels = objective.batch(ids, lengths, keys)["labels"].numpy()
+        rows, places = np.nonzero(labels != UNSCORED)
+        assert (labels[rows, places] == ids[rows, places + objective.ahead]).all()
+
+
+def test_with_a_real_tokenizer():
+    tokenizer = framed()
+    objective = Masked(tokenizer, rate=0.5)
+    ids = np.array(tokenizer(["ba de ki lo mu na pe ri so tu"] * 50)["input_ids"])
+    batch = objective.batch(ids, np.full(50, ids.shape[1]), sample_keys(0, np.arange(50)))
+    assert (batch["labels"][:, [0, -1]] == UNSCORED).all()
+    assert (batch["input_ids"] == tokenizer.mask_token_id).sum() > 100
+    assert batch["input_ids"].max() < len(tokenizer)
+    replaced = batch["input_ids"][(batch["input_ids"] != torch.from_numpy(ids))]
+    assert not set(replaced.tolist()) & set(tokenizer.all_special_ids) - {tokenizer.mask_token_id}
+
+
+@pytest.mark.parametrize("rate", [None, 0, 1, -0.1, 1.5])
+def test_what_is_no_rate(rate):
+    with pytest.raises(ValueError, match=f"model.mask_rate={rate}; allowed: above 0 and below 1"):
+        masked(rate)
+
+
+def test_a_tokenizer_without_a_mask():
+    with pytest.raises(
+        ValueError, match="the tokenizer tiny has no mask token; allowed: model.objective=causal"
+    ):
+        Masked(vocabulary(mask_token_id=None), rate=0.15)

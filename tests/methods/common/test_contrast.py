@@ -1,0 +1,227 @@
+"""The contrastive loss against loops and the authors' numbers, and what the released code got wrong."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from cpt.data.objectives import Causal
+from cpt.masks.soft import SoftMask
+from cpt.methods.common.contrast import Contrast, contrastive, pooled
+from cpt.models.dropout import dropout, rates
+from tests.conftest import SHARED
+from tests.masks.test_importance import batch_of, needs_golden, roberta
+
+
+def by_loops(anchors, positives, negatives, temperature):
+    """The formula, one pair after another."""
+
+    def similarity(a, b):
+        a, b = a.tolist(), b.tolist()
+        dot = sum(x * y for x, y in zip(a, b, strict=True))
+        return dot / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b)) / temperature
+
+    total = 0.0
+    for n, anchor in enumerate(anchors):
+        below = sum(math.exp(similarity(anchor, other)) for other in [*positives, *negatives])
+        total -= math.log(math.exp(similarity(anchor, positives[n])) / below)
+    return total / len(anchors)
+
+
+def vectors(count: int, *, seed: int = 0):
+    draw = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, 6, dtype=torch.float64, generator=draw) for _ in range(3))
+
+
+@needs_golden
+@pytest.mark.parametrize("size", ["b8", "b5"])
+def test_value_and_gradients_are_those_of_the_authors_code(size):
+    """Their second argument is the anchor."""
+    arrays = np.load(SHARED / "golden" / "contrast.npz")
+    z1, z2, z3 = (torch.from_numpy(arrays[f"{size}_z{number}"]).requires_grad_() for number in (1, 2, 3))
+    loss = contrastive(z2, z1, z3, temperature=0.05)
+    theirs = torch.from_numpy(np.asarray(arrays[f"{size}_loss3"]))
+    torch.testing.assert_close(loss, theirs, rtol=1e-4, atol=1e-6)
+    for ours, name in zip(torch.autograd.grad(loss, [z1, z2, z3]), ("dz1", "dz2", "dz3"), strict=True):
+        theirs = torch.from_numpy(arrays[f"{size}_loss3_{name}"])
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_the_loss_is_the_formula(temperature):
+    three = vectors(5)
+    expected = by_loops(*three, temperature)
+    assert contrastive(*three, temperature=temperature).item() == pytest.approx(expected, rel=1e-9)
+    assert contrastive(*(4 * each for each in three), temperature=temperature).item() == pytest.approx(
+        expected
+    )
+
+
+def test_swapping_samples_leaves_the_loss():
+    three, order = vectors(5), torch.tensor([3, 1, 4, 0, 2])
+    swapped = contrastive(*(each[order] for each in three), temperature=0.1)
+    torch.testing.assert_close(swapped, contrastive(*three, temperature=0.1))
+
+
+def test_a_samples_positive_is_its_own_second_pass():
+    """The released code pairs neighbours: two different texts."""
+    anchors, _, negatives = vectors(6)
+    right = contrastive(anchors, anchors, negatives, temperature=0.05)
+    neighbours = anchors.view(3, 2, 6).flip(1).reshape(6, 6)
+    assert right < 0.05 < 2 < contrastive(anchors, neighbours, negatives, temperature=0.05)
+
+
+def test_negatives_push():
+    anchors, positives, negatives = vectors(4)
+    far = contrastive(anchors, positives, -anchors, temperature=0.1)
+    near = contrastive(anchors, positives, anchors, temperature=0.1)
+    assert near > far + 1
+
+
+def test_padding_is_left_out_of_the_mean():
+    hidden = torch.arange(12.0).view(1, 4, 3)
+    assert torch.equal(pooled(hidden, None), hidden.mean(1))
+    assert torch.equal(pooled(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+
+
+def masked(batch):
+    """The batch with two of each sample's tokens corrupted, and their labels."""
+    ids = batch["input_ids"].clone()
+    ids.flatten()[batch["positions"]] = 4
+    labels = torch.full_like(ids, -100).flatten()
+    labels[batch["positions"]] = batch["input_ids"].flatten()[batch["positions"]]
+    return {**batch, "input_ids": ids, "labels": labels.view_as(ids)}
+
+
+class Uncorrupting(Causal):
+    """As masked text does: the labels are the text."""
+
+    def uncorrupted(self, batch):
+        return torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+
+
+def contrast(model, *, strength=1.0, temperature=0.1, text="corrupted", rate=0.3, objective=None):
+    return Contrast(model, objective or Causal(), strength, temperature, text, rate)
+
+
+def soft_mask(model, kinds=("heads", "neurons", "outputs")):
+    soft = SoftMask(model, kinds=kinds, acts_on="update", normalise="rank")
+    soft.set(torch.rand(len(soft.importance), generator=torch.Generator().manual_seed(1)))
+    return soft
+
+
+def by_hand(model, batch, soft, *, rate, passes):
+    """Vectors of so many passes in train mode with dropout at a rate, and of one with each unit times its
+    importance."""
+    inputs, hooks = {name: batch[name] for name in ("input_ids", "attention_mask")}, []
+    mask, gates = batch["attention_mask"][..., None], soft.gates()
+
+    def mean():
+        hidden = model.roberta(**inputs).last_hidden_state
+        return (hidden * mask).sum(1) / mask.sum(1)
+
+    with dropout(model, rate):
+        found = [mean() for _ in range(passes)]
+        for number, layer in enumerate(model.roberta.encoder.layer):
+            heads, neurons, outputs = (
+                gates[group.name] for group in soft.groups[3 * number : 3 * number + 3]
+            )
+
+            def scale(module, inputs, heads=heads):
+                return (inputs[0] * heads.repeat_interleave(8),)
+
+            hooks += [
+                layer.attention.output.dense.register_forward_pre_hook(scale),
+                layer.output.dense.register_forward_pre_hook(lambda m, x, g=neurons: (x[0] * g,)),
+                layer.output.dense.register_forward_hook(lambda m, x, y, g=outputs: y * g),
+            ]
+        found.append(mean())
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("own", [0.0, 0.3])
+@pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
+def test_the_term_contrasts_the_three_passes(text, own):
+    """By hand: whole model, second dropout pass, pass with every unit times its importance, all with dropout,
+    also of a model that has none of its own; the head of the language model is not run. Of the corrupted text
+    the pass of the language-model loss is the first."""
+    model, whole = roberta(rate=own), batch_of(4)
+    batch, soft, headed = masked(whole), soft_mask(model), []
+    model.lm_head.register_forward_hook(lambda *_: headed.append(1))
+    hidden = torch.randn(4, 12, 32)
+    options = {"strength": 2.0, "temperature": 0.5, "text": text, "objective": Uncorrupting()}
+    torch.manual_seed(5)
+    term = contrast(model, **options).term(batch, hidden=hidden, soft=soft)
+    torch.manual_seed(5)
+    if text == "uncorrupted":
+        passes = by_hand(model, whole, soft, rate=0.3, passes=2)
+    else:
+        passes = [pooled(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, rate=0.3, passes=1)]
+    assert term["contrast"].item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4)
+    assert not headed
+    assert contrast(model, strength=0.0).term(batch, hidden=hidden, soft=soft) == {}
+
+
+def test_text_that_is_not_corrupted_costs_no_pass_more():
+    """A causal model's, whose language-model pass is the anchor."""
+    model, batch, passes = roberta(rate=0.1), batch_of(3), []
+    model.roberta.register_forward_hook(lambda *_: passes.append(1))
+    hidden = torch.randn(3, 12, 32)
+    contrast(model, text="uncorrupted").term(batch, hidden=hidden, soft=soft_mask(model))
+    assert len(passes) == 2
+    options = {"text": "uncorrupted", "objective": Uncorrupting()}
+    contrast(model, **options).term(masked(batch), hidden=hidden, soft=soft_mask(model))
+    assert len(passes) == 5
+
+
+@pytest.mark.parametrize("own", [0.0, 0.1])
+def test_a_positive_is_not_its_anchor(own):
+    """A model without dropout would only be pushed away."""
+    model, batch, pairs = roberta(rate=own), batch_of(3), []
+    term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
+    before = [(m, name, rate, m.training) for m, name, rate in rates(model)]
+    vectors = Contrast.represented
+
+    def noted(self, batch):
+        pairs.append(vectors(self, batch))
+        return pairs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contrast, "represented", noted)
+        term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
+    anchor, positive, _ = pairs
+    assert not torch.allclose(anchor, positive, rtol=1e-3)
+    assert [(m, name, rate, m.training) for m, name, rate in rates(model)] == before
+
+
+def test_gradients_reach_all_three_passes():
+    model, batch = roberta(rate=0.1), batch_of(3)
+    hidden = torch.randn(3, 12, 32, requires_grad=True)
+    contrast(model).term(batch, hidden=hidden, soft=soft_mask(model, ["outputs"]))["contrast"].backward()
+    assert hidden.grad.abs().sum() > 0
+    assert model.roberta.encoder.layer[0].output.dense.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strength": -1.0}, "contrast=-1.0; allowed: 0 or more"),
+        ({"temperature": 0.0}, "temperature=0.0; allowed: above 0"),
+        ({"text": "masked"}, "contrast_text=masked; allowed: uncorrupted, corrupted"),
+        ({"rate": 1.0}, "contrast_dropout=1.0; allowed: above 0 and below 1, or null"),
+        (
+            {"rate": None},
+            "null would not differ: all its dropout rates are 0.*or contrast=0",
+        ),
+    ],
+)
+def test_a_wrong_contrast_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        contrast(roberta(), **options)
+
+
+def test_without_contrast_no_dropout_is_needed():
+    assert contrast(roberta(), strength=0.0, rate=None).strength == 0

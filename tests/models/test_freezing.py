@@ -1,0 +1,57 @@
+"""What is frozen stays as it is, under every method."""
+
+import json
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from cpt.models.freezing import Freeze
+
+ORDER = "order=[law,food]"
+
+
+def names(model: torch.nn.Module, freeze: Freeze) -> set[str]:
+    chosen = {id(parameter) for parameter in freeze.parameters(model)}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=20, n_positions=8))
+
+
+def test_nothing_is_frozen_unless_asked():
+    assert names(gpt2(), Freeze()) == set()
+
+
+def test_embeddings_take_tokens_and_positions():
+    assert names(gpt2(), Freeze(embeddings=True)) == {"transformer.wte.weight", "transformer.wpe.weight"}
+
+
+def test_layers_are_the_first_blocks():
+    frozen = names(gpt2(), Freeze(layers=2))
+    assert frozen == {name for name, _ in gpt2().named_parameters() if ".h.0." in name or ".h.1." in name}
+
+
+def test_a_relative_position_bias_is_no_embedding_of_the_model():
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 20}
+    frozen = names(T5ForConditionalGeneration(T5Config(**sizes)), Freeze(embeddings=True))
+    assert frozen == {"shared.weight"}
+
+
+@pytest.mark.parametrize("layers", [-1, 4])
+def test_a_model_has_only_so_many_layers(layers):
+    with pytest.raises(ValueError, match=f"freeze.layers={layers}; allowed: 0 to 3, the model's blocks"):
+        Freeze(layers=layers).parameters(gpt2())
+
+
+@pytest.mark.parametrize("method", ["ncl", "das", "ewc", "derpp"])
+def test_frozen_weights_keep_their_bits_through_a_run(method, small, start, tmp_path):
+    frozen = ["freeze.embeddings=true", "freeze.layers=1", "optim.weight_decay=0.3"]
+    start(small(ORDER, f"method={method}", "keep_stages=true", *frozen), tmp_path)
+    assert json.loads((tmp_path / "scores.json").read_text())["run"]["finished"]
+    first, last = (torch.load(tmp_path / "stages" / f"00{n}.pt", weights_only=True) for n in (1, 2))
+    kept = {name for name, value in first.items() if torch.equal(value, last[name])}
+    assert "model.model.embeddings.tok_embeddings.weight" in kept
+    assert "model.model.layers.0.attn.Wqkv.weight" in kept
+    assert "model.model.layers.1.attn.Wqkv.weight" not in kept

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+
+from cpt.data.objectives import Causal, Masked
+from cpt.models import forward, loading, tokenizers
+from tests.conftest import sentences
+
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 40, "vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MASKED = {
+    "roberta": SIZES,
+    "bert": SIZES,
+    "modernbert": SIZES | {"cls_token_id": 1, "sep_token_id": 2},
+    "electra": SIZES | {"embedding_size": 16},
+    "distilbert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 60},
+    "deberta-v2": SIZES,
+    "albert": SIZES | {"embedding_size": 8},
+}
+CAUSAL = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40, "vocab_size": 60},
+    "llama": SIZES | {"num_key_value_heads": 2},
+    "qwen2": SIZES | {"num_key_value_heads": 1},
+    "gpt_neox": SIZES,
+    "opt": SIZES | {"ffn_dim": 32, "word_embed_proj_dim": 16},
+    "phi3": SIZES,
+}
+CASES = [(name, "masked") for name in MASKED] + [(name, "causal") for name in CAUSAL]
+
+
+def tiny(name: str, objective: str):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **(MASKED | CAUSAL)[name])
+    auto = AutoModelForMaskedLM if objective == "masked" else AutoModelForCausalLM
+    return auto.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
+    return tokenizers.train_tokenizer(iter(texts), vocabulary=300, objective="masked")
+
+
+@pytest.mark.parametrize(("name", "objective"), CASES)
+def test_logits_at_positions_are_those_of_the_whole_model(name, objective):
+    model = tiny(name, objective)
+    ids = torch.randint(3, 60, (3, 12))
+    mask = torch.ones_like(ids)
+    mask[2, 9:] = 0
+    positions = torch.tensor([0, 5, 13, 30])
+    batch = {"input_ids": ids, "attention_mask": mask, "positions": positions}
+    whole = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[positions]
+    torch.testing.assert_close(forward.logits_at(model, batch), whole, rtol=1e-5, atol=1e-6)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_head_is_computed_at_the_positions_only():
+    model, seen = tiny("roberta", "masked"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+    forward.logits_at(model, {"input_ids": torch.full((3, 12), 5), "positions": torch.tensor([1, 2])})
+    assert seen == [(1, 2, 60)]
+
+
+@pytest.mark.parametrize(("name", "objective"), CASES)
+def test_the_objective_is_that_of_the_architecture(name, objective):
+    config = tiny(name, objective).config
+    fresh = AutoConfig.for_model(name)
+    assert loading.objective_name("auto", config) == objective
+    assert loading.objective_name("auto", fresh) == objective
+
+
+def test_a_saved_head_decides_the_objective(tmp_path):
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("roberta", **SIZES, is_decoder=True), attn_implementation="eager"
+    ).save_pretrained(tmp_path)
+    assert loading.objective_name("auto", loading.configuration(str(tmp_path))) == "causal"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "name", "told"),
+    [
+        ("masked", "gpt2", "model.objective=masked does not go with a gpt2 GPT2LMHeadModel; allowed: causal"),
+        ("causal", "bert", "allowed: masked"),
+        ("span", "bert", "model.objective=span; allowed: masked, causal, auto"),
+    ],
+)
+def test_an_objective_that_does_not_fit(wanted, name, told):
+    config = tiny(name, "causal" if name in CAUSAL else "masked").config
+    config.architectures = ["GPT2LMHeadModel"] if name == "gpt2" else ["BertForMaskedLM"]
+    with pytest.raises(ValueError) as raised:
+        loading.objective_name(wanted, config)
+    assert told in str(raised.value)
+
+
+def test_a_masked_objective_needs_a_mask_token_and_a_rate(tokenizer):
+    assert isinstance(loading.objective("masked", tokenizer, mask_rate=0.15), Masked)
+    assert isinstance(loading.objective("causal", tokenizer, mask_rate=None), Causal)
+    with pytest.raises(ValueError, match="model.mask_rate=1.5; allowed: above 0 and below 1"):
+        loading.objective("masked", tokenizer, mask_rate=1.5)
+    tokenizer = tokenizers.train_tokenizer(iter(["a b"]), vocabulary=270, objective="masked")
+    tokenizer.mask_token = None
+    with pytest.raises(ValueError, match=r"has no mask token; allowed: model\.objective=causal"):
+        loading.objective("masked", tokenizer, mask_rate=0.15)
+
+
+@pytest.mark.parametrize(("name", "longest"), [("roberta", 39), ("bert", 40), ("gpt2", 40)])
+def test_samples_longer_than_the_positions(name, longest):
+    model = tiny(name, "masked" if name in MASKED else "causal")
+    loading.check_length(longest, model)
+    with pytest.raises(
+        ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}, the positions"
+    ):
+        loading.check_length(longest + 1, model)
+    model(input_ids=torch.full((1, longest), 5))
+
+
+def test_a_model_is_built_from_its_seed(tokenizer):
+    config = MASKED["modernbert"] | {"model_type": "modernbert"}
+    for name in (
+        "vocab_size",
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "cls_token_id",
+        "sep_token_id",
+    ):
+        del config[name]
+    state = torch.get_rng_state()
+    one, same, other = (loading.build(config, tokenizer, "masked", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(
+        one.model.embeddings.tok_embeddings.weight, same.model.embeddings.tok_embeddings.weight
+    )
+    assert not torch.equal(
+        one.model.embeddings.tok_embeddings.weight, other.model.embeddings.tok_embeddings.weight
+    )
+    assert one.config.vocab_size == len(tokenizer)
+    assert one.config.pad_token_id == tokenizer.pad_token_id
+
+
+def test_a_checkpoint_comes_in_full_precision_and_train_mode(tmp_path, tokenizer):
+    tiny("bert", "masked").to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = loading.load(tmp_path, "masked")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.training
+    assert loading.load_tokenizer(tmp_path)("alpha beta").input_ids == tokenizer("alpha beta").input_ids
+
+
+def test_a_learned_tokenizer_wraps_documents_and_keeps_every_byte(tmp_path, tokenizer):
+    text = "Alpha, beta; ünïcode \U0001f600 \t tabs"
+    ids = tokenizer(text).input_ids
+    assert ids[0] == tokenizer.bos_token_id and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == ids

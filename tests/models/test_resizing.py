@@ -1,0 +1,161 @@
+"""A tokenizer with more entries than the embedding has rows."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from cpt.models.loading import build
+from cpt.models.resizing import entries, fit_rows
+from cpt.models.tokenizers import train_tokenizer
+
+ADDED = ["contract", "pasta", "section"]
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+CONFIGS = {
+    "roberta": ("masked", {**SIZES, "max_position_embeddings": 64}),
+    "bert": ("masked", SIZES),
+    "modernbert": ("masked", SIZES),
+    "deberta-v2": ("masked", SIZES),
+    "gpt2": ("causal", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "llama": ("causal", {**SIZES, "num_key_value_heads": 2}),
+    "gpt_neox": ("causal", SIZES),  # its head is not tied
+}
+
+
+@pytest.fixture(scope="module")
+def words():
+    lines = ["the court finds that a party to this contract must pay", "fresh pasta with basil"]
+    return train_tokenizer(iter([lines] * 20), vocabulary=300, objective="masked")
+
+
+@pytest.fixture
+def more(words):
+    added = copy.deepcopy(words)
+    assert added.add_tokens(ADDED) == len(ADDED)
+    return added
+
+
+def model(kind: str, tokenizer):
+    objective, sizes = CONFIGS[kind]
+    return build({"model_type": kind, **sizes}, tokenizer, objective, seed=0).eval()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rows_are_added_to_embedding_and_head_the_same_ones_each_time(kind, words, more, tmp_path):
+    start = model(kind, words)
+    rows = start.get_input_embeddings().weight.shape[0]
+    before = start.get_input_embeddings().weight.detach().clone()
+    tied = start.get_output_embeddings().weight is start.get_input_embeddings().weight
+    one, other = copy.deepcopy(start), copy.deepcopy(start)
+    drawn = torch.random.get_rng_state()
+    for number, each in enumerate((one, other)):
+        torch.manual_seed(number)
+        fit_rows(each, more, checkpoint="x", resize=True)
+    torch.random.set_rng_state(drawn)
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(each.state_dict().values() for each in (one, other)), strict=True)
+    )
+    embedding, head = one.get_input_embeddings().weight, one.get_output_embeddings().weight
+    assert (embedding is head) == tied
+    assert torch.equal(embedding[:rows], before)
+    assert embedding.shape[0] == head.shape[0] == one.config.vocab_size == rows + len(ADDED) == entries(more)
+    ids = torch.tensor([more.convert_tokens_to_ids(ADDED)])
+    logits = one(input_ids=ids).logits
+    assert logits.shape[-1] == entries(more) and torch.isfinite(logits).all()
+    one.save_pretrained(tmp_path)
+    assert torch.equal(type(one).from_pretrained(tmp_path).eval()(input_ids=ids).logits, logits)
+
+
+def test_resizing_draws_nothing_from_the_runs_randomness(words, more):
+    start = model("roberta", words)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    fit_rows(start, more, checkpoint="x", resize=True)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_both_sizes_are_said_where_nothing_is_asked_for(words, more):
+    start = model("roberta", words)
+    rows = entries(words)
+    with pytest.raises(
+        ValueError, match=f"of x has {rows + 3} entries, its embedding {rows} rows; allowed: mod"
+    ):
+        fit_rows(start, more, checkpoint="x", resize=False)
+    fit_rows(start, words, checkpoint="x", resize=False)
+
+
+def test_rows_are_never_taken_away_and_that_is_said(words, more, caplog):
+    start = model("roberta", more)
+    rows = start.get_input_embeddings().weight.shape[0]
+    with caplog.at_level("INFO"):
+        fit_rows(start, words, checkpoint="x", resize=True)
+    assert start.get_input_embeddings().weight.shape[0] == rows
+    assert f"changes nothing: {rows} rows, {entries(words)} entries" in caplog.text
+
+
+def test_a_head_that_would_not_be_resized_is_refused(words, more):
+    config = {"model_type": "deberta-v2", "legacy": False, **SIZES}
+    start = build(config, words, "masked", seed=0)
+    with pytest.raises(
+        ValueError, match="transformers finds no head of DebertaV2ForMaskedLM with a row for each"
+    ):
+        fit_rows(start, more, checkpoint="x", resize=True)
+
+
+def test_ids_with_gaps_need_a_row_each(words):
+    class Gaps:
+        def __len__(self):
+            return 3
+
+        def get_vocab(self):
+            return {"a": 0, "b": 1, "c": 9}
+
+    assert entries(Gaps()) == 10
+
+
+@pytest.fixture
+def checkpoint(words, more, tmp_path):
+    """A local folder whose tokenizer has been given words that the model has no rows for."""
+    folder = tmp_path / "checkpoint"
+    for part in (model("roberta", words), more):
+        part.save_pretrained(folder)
+    return folder
+
+
+def test_a_run_learns_scores_and_exports_the_added_words(checkpoint, small, start, tmp_path, monkeypatch):
+    from tests.support.endtask_fixtures import write_task
+
+    for domain in ("law", "food"):
+        write_task(tmp_path, domain)
+    tasks = ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
+    cfg = small("order=[law,food]", f"model.checkpoint={checkpoint}", "model.resize=true", *tasks)
+    start(cfg, tmp_path / "run")
+    exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert exported.config.vocab_size == exported.get_output_embeddings().weight.shape[0] == len(tokenizer)
+    assert tokenizer.tokenize("contract") == ["contract"]
+    assert list((tmp_path / "run" / "endtasks").rglob("*.parquet"))
+    monkeypatch.setattr("cpt.training.loop.Learner.commit", interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        start(cfg, tmp_path / "killed")
+    monkeypatch.undo()
+    start(cfg, tmp_path / "killed")
+    last = [tmp_path / run / "stages" / "002.pt" for run in ("run", "killed")]
+    one, other = (torch.load(path, weights_only=True) for path in last)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def interrupted():
+    """Learner.commit that is interrupted after the first domain."""
+    from cpt.training.loop import Learner
+
+    whole = Learner.commit
+
+    def commit(self, row, **costs):
+        whole(self, row, **costs)
+        if row == "law":
+            raise KeyboardInterrupt
+
+    return commit

@@ -1,0 +1,692 @@
+"""Where units live is checked against the models themselves, in float64: gates against finite differences and
+against slices zeroed by hand, what units own against gradients that are exactly zero."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from cpt.models.units import KINDS, Units, blocks, factors, gated, projections, units
+
+B, T, V = 3, 7, 60
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+    "max_position_embeddings": 40, "vocab_size": V, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+GPT2 = {
+    "n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48, "n_positions": 40, "vocab_size": V,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+T5 = {
+    "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": V,
+    "feed_forward_proj": "gelu",
+}  # fmt: skip
+BART = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": V,
+    "max_position_embeddings": 40,
+}  # fmt: skip
+MASKED, CAUSAL, SEQ2SEQ = AutoModelForMaskedLM, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+
+class Family(NamedTuple):
+    """A tiny configuration, and by name what the code under test must find by shape."""
+
+    auto: type
+    config: dict
+    stacks: tuple[str, ...]  # lists of blocks
+    attention: str
+    out: str
+    down: str
+    table: str
+    maps: int = 6  # linear maps of a block
+    type: str | None = None
+
+
+BERT = ("attention", "attention.output.dense", "output.dense")
+LLAMA = (("model.layers",), "self_attn", "self_attn.o_proj", "mlp.down_proj", "model.embed_tokens")
+T5_PLACES = (("encoder.block", "decoder.block"), "SelfAttention", "o", "DenseReluDense.wo", "shared")
+FAMILIES = {
+    "roberta": Family(MASKED, SIZES, ("roberta.encoder.layer",), *BERT, "roberta.embeddings.word_embeddings"),
+    "bert": Family(MASKED, SIZES, ("bert.encoder.layer",), *BERT, "bert.embeddings.word_embeddings"),
+    "modernbert": Family(
+        MASKED, SIZES | {"cls_token_id": 1, "sep_token_id": 2}, ("model.layers",),
+        "attn", "attn.Wo", "mlp.Wo", "model.embeddings.tok_embeddings", 4,
+    ),
+    "distilbert": Family(
+        MASKED, {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": V},
+        ("distilbert.transformer.layer",),
+        "attention", "attention.out_lin", "ffn.lin2", "distilbert.embeddings.word_embeddings",
+    ),
+    "electra": Family(
+        MASKED, SIZES | {"embedding_size": 16}, ("electra.encoder.layer",), *BERT,
+        "electra.embeddings.word_embeddings",
+    ),
+    "gpt2": Family(
+        CAUSAL, GPT2, ("transformer.h",), "attn", "attn.c_proj", "mlp.c_proj", "transformer.wte", 4
+    ),
+    "llama": Family(CAUSAL, GROUPED, *LLAMA, 7),
+    "mistral": Family(CAUSAL, GROUPED, *LLAMA, 7),
+    "qwen2": Family(CAUSAL, GROUPED, *LLAMA, 7),
+    "qwen3": Family(CAUSAL, GROUPED, *LLAMA, 7),
+    "gpt_neox": Family(
+        CAUSAL, SIZES, ("gpt_neox.layers",),
+        "attention", "attention.dense", "mlp.dense_4h_to_h", "gpt_neox.embed_in", 4,
+    ),
+    "opt": Family(
+        CAUSAL, SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32, "activation_function": "gelu"},
+        ("model.decoder.layers",), "self_attn", "self_attn.out_proj", "fc2", "model.decoder.embed_tokens",
+    ),
+    "phi3": Family(CAUSAL, GROUPED, *LLAMA, 4),
+    "gemma2": Family(CAUSAL, GROUPED, *LLAMA, 7),
+    "t5": Family(SEQ2SEQ, T5, *T5_PLACES, 6, "t5"),
+    "t5-gated": Family(SEQ2SEQ, T5 | {"feed_forward_proj": "gated-gelu"}, *T5_PLACES, 7, "t5"),
+    "bart": Family(
+        SEQ2SEQ, BART, ("model.encoder.layers", "model.decoder.layers"),
+        "self_attn", "self_attn.out_proj", "fc2", "model.shared",
+    ),
+    "bloom": Family(
+        CAUSAL, {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": V}, ("transformer.h",),
+        "self_attention", "self_attention.dense", "mlp.dense_4h_to_h", "transformer.word_embeddings", 4,
+    ),
+}  # fmt: skip
+FUSED = ("gpt2", "modernbert", "phi3", "gpt_neox", "bloom")
+# These compute something in float32 whatever the weights' type, so that differences of losses are no better:
+# an RMS norm; ModernBERT the rotation of queries and keys; Bloom the softmax of attention.
+ROUGH = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "t5", "t5-gated", "modernbert", "bloom")
+
+
+def build(name: str, **changes) -> nn.Module:
+    """A family's model in float64 and eval mode, untied, its weights large enough for gradients of size 1."""
+    family = FAMILIES[name]
+    fields = family.config | {"tie_word_embeddings": False} | changes
+    model = large(family.auto.from_config(configured(family.type or name, fields)))
+    if family.type == "t5" and not fields["tie_word_embeddings"]:  # its configuration ties all the same
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0))
+    return model
+
+
+def configured(kind: str, fields: dict):
+    torch.manual_seed(0)
+    return AutoConfig.for_model(kind, **fields)
+
+
+@torch.no_grad()
+def large(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.double().named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            parameter.normal_(0, 0.1, generator=generator)
+    return model.eval().requires_grad_()
+
+
+@cache
+def shared_model(name: str) -> nn.Module:
+    """For tests that change nothing in the model."""
+    return build(name)
+
+
+def inputs_of(model: nn.Module, *, seed: int = 2) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    names = ("input_ids", "decoder_input_ids") if model.config.is_encoder_decoder else ("input_ids",)
+    return {name: torch.randint(3, V, (B, T), generator=generator) for name in names}
+
+
+def logits(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs).logits
+
+
+def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """The sum over samples of a scalar that depends on all positions."""
+    labels = (inputs["input_ids"] * 7 + 3) % V
+    return functional.cross_entropy(logits(model, inputs).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> dict[int, Tensor]:
+    """By the parameter's id; zeros for those that the loss does not reach."""
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(loss(model, inputs), parameters, allow_unused=True)
+    return {
+        id(p): torch.zeros_like(p) if gradient is None else gradient
+        for p, gradient in zip(parameters, found, strict=True)
+    }
+
+
+def drawn(
+    groups: list[Units], shape: Callable[[int], tuple[int, ...]], *, seed: int = 3
+) -> dict[str, Tensor]:
+    """Gates between 1/2 and 3/2."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        group.name: (torch.rand(shape(group.count), generator=generator, dtype=torch.float64) + 0.5)
+        for group in groups
+    }
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
+def test_open_gates_change_no_bit(name, shape):
+    model = shared_model(name)
+    groups, inputs = units(model, KINDS), inputs_of(model)
+    gates = {group.name: torch.ones(shape(group.count)) for group in groups}
+    with torch.no_grad():
+        before = logits(model, inputs)
+        with gated(groups, gates):
+            inside = logits(model, inputs)
+    assert torch.equal(inside, before)
+
+
+@pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
+def test_gradient_of_gates_is_the_finite_difference(name, shape):
+    model = shared_model(name)
+    groups, inputs = units(model, KINDS), inputs_of(model)
+    gates = {key: gate.requires_grad_() for key, gate in drawn(groups, shape).items()}
+    with gated(groups, gates):
+        found = torch.autograd.grad(loss(model, inputs), list(gates.values()))
+    rough = name in ROUGH
+    step, tolerance = (3e-3, 5e-3) if rough else (1e-4, 1e-6)
+    choice = torch.Generator().manual_seed(4)
+    with torch.no_grad(), gated(groups, gates):
+        for gate, gradient, group in zip(gates.values(), found, groups, strict=True):
+            weights = gradient.flatten() != 0 if group.kind == "tokens" else torch.ones(gate.numel())
+            for place in torch.multinomial(weights.double(), 2, generator=choice).tolist():
+                difference = central(lambda: loss(model, inputs), gate.view(-1), place, step)
+                # ModernBERT and Bloom norm the embedding at once, so that its scale hardly counts.
+                scale = gradient.abs().max().clamp(min=1e-2)
+                assert gradient.abs().max() > 1e-4
+                assert abs(gradient.flatten()[place] - difference) < tolerance * scale, (group.name, place)
+
+
+def central(value: Callable[[], Tensor], flat: Tensor, place: int, step: float) -> Tensor:
+    middle = flat[place].item()
+    flat[place] = middle + step
+    above = value()
+    flat[place] = middle - step
+    below = value()
+    flat[place] = middle
+    return (above - below) / (2 * step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_shut_units_own_has_no_gradient_and_all_else_has(name, kind):
+    model = shared_model(name)
+    groups, inputs = units(model, [kind]), inputs_of(model)
+    generator, gates = torch.Generator().manual_seed(5), {}
+    for group in groups:
+        shut = torch.randperm(group.count, generator=generator)[: max(2, group.count // 4)]
+        gates[group.name] = torch.ones(group.count).index_fill(0, shut, 0.0)
+        if kind == "heads":
+            gates[group.name] = torch.tensor([1.0, 0.0, 0.0, 0.0])  # grouped: one pair half shut, one shut
+    free = gradients(model, inputs)
+    with gated(groups, gates):
+        held = gradients(model, inputs)
+    owned = {}
+    for group in groups:
+        for part in group.parts:
+            gate = gates[group.name]
+            alive = torch.stack([(gate[row[row >= 0]] > 0).any() for row in part.members])
+            owned[id(getattr(part.module, part.attribute))] = (part.axis, alive)
+    assert owned
+    for key, p in model.named_parameters():
+        if kind == "outputs" and "post_feedforward_layernorm" in key:
+            continue  # Gemma-2's norm multiplies the gated features themselves
+        axis, alive = owned.get(id(p), (0, torch.ones(len(p), dtype=torch.bool)))
+        axes = [a for a in range(p.ndim) if a != axis]
+        largest, at_first = (g.abs().amax(axes) if axes else g.abs() for g in (held[id(p)], free[id(p)]))
+        assert not largest[~alive].any(), key
+        reached = alive & (at_first > 1e-12 * at_first.max().clamp(min=1e-2))
+        assert (largest[reached] > 0).all(), key
+
+
+def test_gates_shut_what_zeroed_weights_shut(name):
+    """The out map's columns, or the down map's rows and bias, zeroed by their place in the model."""
+    model = build(name)
+    groups, inputs = units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
+    picks = [(g, 1) for g in groups if g.kind == "heads"][-2:] + [
+        (g, 5) for g in groups if g.kind != "heads"
+    ][-2:]
+    for group, unit in picks:
+        suffix = FAMILIES[name].out if group.kind == "heads" else FAMILIES[name].down
+        with (
+            torch.no_grad(),
+            gated([group], {group.name: torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)}),
+        ):
+            shut = logits(model, inputs)
+        linear = group.gate
+        assert [n for n, m in model.named_modules() if m is linear][0].endswith(suffix.rpartition(".")[2])
+        saved = {key: value.clone() for key, value in linear.state_dict().items()}
+        with torch.no_grad():
+            rows = linear.weight.T if type(linear).__name__ == "Conv1D" else linear.weight
+            size = rows.shape[1] // group.count
+            if group.side == "in":
+                rows[:, unit * size : (unit + 1) * size] = 0
+            else:
+                rows[unit] = 0
+                if linear.bias is not None:
+                    linear.bias[unit] = 0
+            by_hand = logits(model, inputs)
+            linear.load_state_dict(saved)
+            assert not torch.allclose(by_hand, logits(model, inputs), atol=1e-4)
+        # Zeros added in another order: the last bits differ, of float32 where a norm computes in it.
+        torch.testing.assert_close(shut, by_hand, rtol=0, atol=1e-5 if name in ROUGH else 1e-11)
+
+
+def per_sample(model: nn.Module, groups: list[Units], inputs: dict[str, Tensor], gates: dict) -> list[Tensor]:
+    leaves = {key: gate.clone().requires_grad_() for key, gate in gates.items()}
+    with gated(groups, leaves):
+        return list(torch.autograd.grad(loss(model, inputs), list(leaves.values())))
+
+
+def test_gates_of_samples_are_apart(name):
+    model = shared_model(name)
+    groups, inputs = units(model, KINDS), inputs_of(model)
+    gates = drawn(groups, lambda n: (B, n))
+    together = per_sample(model, groups, inputs, gates)
+    one = {key: x[1:2] for key, x in inputs.items()}
+    alone = per_sample(model, groups, one, {key: gate[1] for key, gate in gates.items()})
+    order = torch.tensor([2, 0, 1])
+    moved = {key: gate[order] for key, gate in gates.items()}
+    permuted = per_sample(model, groups, {key: x[order] for key, x in inputs.items()}, moved)
+    for rows, row, other in zip(together, alone, permuted, strict=True):
+        near = {"rtol": 0, "atol": 1e-5 * rows.abs().max().item()}
+        assert not torch.allclose(rows[0], rows[1], **near)
+        torch.testing.assert_close(rows[1], row, **near)
+        torch.testing.assert_close(rows[order], other, **near)
+
+
+def test_names_kinds_and_counts(name):
+    family, model = FAMILIES[name], shared_model(name)
+    places = [f"{stack}.{layer}" for stack in family.stacks for layer in range(2)]
+    assert [place for place, _ in blocks(model)] == places
+    assert all(model.get_submodule(place) is block for place, block in blocks(model))
+    found = units(model, KINDS)
+    neurons = 128 if name == "bloom" else 48
+    expected = []
+    for place in places:
+        inner = [
+            n
+            for n, _ in model.get_submodule(place).named_modules()
+            if n.rpartition(".")[2] in attention_names(name)
+        ]
+        assert len(inner) == (2 if "decoder" in place and len(family.stacks) == 2 else 1)
+        expected += [(f"{place}.{path}.heads", "heads", 4) for path in inner]
+        expected += [(f"{place}.neurons", "neurons", neurons), (f"{place}.outputs", "outputs", 32)]
+    expected.append((f"{family.table}.tokens", "tokens", V))
+    assert [(group.name, group.kind, group.count) for group in found] == expected
+    assert [group.name for group in units(model, ["outputs", "heads"])] == [
+        group.name for group in found if group.kind in ("outputs", "heads")
+    ]
+
+
+def attention_names(name: str) -> tuple[str, ...]:
+    return {"bart": ("self_attn", "encoder_attn"), "t5": ("SelfAttention", "EncDecAttention")}.get(
+        FAMILIES[name].type or name, (FAMILIES[name].attention,)
+    )
+
+
+def test_gates_stand_where_the_family_has_them(name):
+    family, model = FAMILIES[name], shared_model(name)
+    names = {id(module): key for key, module in model.named_modules()}
+    ends = {"heads": family.out, "neurons": family.down, "outputs": family.down, "tokens": family.table}
+    for group in units(model, KINDS):
+        end = ends[group.kind].rpartition(".")[2] if "encoder_attn" in group.name else ends[group.kind]
+        assert names[id(group.gate)].endswith(end)
+        assert group.side == ("in" if group.kind in ("heads", "neurons") else "out")
+        for part in group.parts:
+            parameter = getattr(part.module, part.attribute)
+            assert part.members.shape[0] == parameter.shape[part.axis]
+            assert set(part.members.flatten().tolist()) - {-1} == set(range(group.count))
+
+
+def test_owned_biases_and_weights_are_all_there(name):
+    """By heads: all parameters of Q, K, V and the columns of the output projection; so on for the others."""
+    model = shared_model(name)
+    linear = {id(p.module): p for p in projections(model)}
+    for group in units(model, ["heads", "neurons"]):
+        where = group.name.rpartition(".")[0]
+        inside = {id(m) for _, m in model.get_submodule(where).named_modules()} & linear.keys()
+        if group.kind == "neurons":
+            inside -= {id(part.module) for g in units(model, ["heads"]) for part in g.parts}
+        expected = {(id(group.gate), "weight", 1 - linear[id(group.gate)].axis)}
+        for key in inside - {id(group.gate)}:
+            expected.add((key, "weight", linear[key].axis))
+            if linear[key].module.bias is not None:
+                expected.add((key, "bias", 0))
+        assert {(id(part.module), part.attribute, part.axis) for part in group.parts} == expected
+
+
+def test_projections_are_all_linear_maps_of_the_blocks(name):
+    family, model = FAMILIES[name], shared_model(name)
+    found = projections(model)
+    maps = {
+        f"{place}.{key}": module
+        for place, block in blocks(model)
+        for key, module in block.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D")
+    }
+    assert {p.name: p.module for p in found} == maps
+    assert len(found) == len(maps)
+    assert len(maps) == 2 * len(family.stacks) * family.maps + (8 if len(family.stacks) == 2 else 0)
+    for p in found:
+        outputs = p.module.weight.shape[p.axis]
+        assert p.axis == (1 if type(p.module).__name__ == "Conv1D" else 0)
+        assert torch.equal(torch.cat(p.segments).sort().values, torch.arange(outputs))
+        fused = next((n for end, n in SEGMENTS.items() if p.name.endswith(end)), 1)
+        assert len(p.segments) == fused
+
+
+SEGMENTS = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "query_key_value": 3, "gate_up_proj": 2, "Wi": 2}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_segments_are_what_the_model_uses_as_q_k_v(name):
+    """In the last block, a loss at the last position asks no earlier query, but their keys and values; over a
+    single position all attention is 1, so that only its value counts."""
+    model = shared_model(name)
+    fused = [p for p in projections(model) if len(p.segments) == 3][-1]
+    ids = inputs_of(model)["input_ids"]
+    kv = 16 if name == "phi3" else 32
+    assert [len(segment) for segment in fused.segments] == [32, kv, kv]
+
+    def gradient(ids: Tensor) -> list[Tensor]:
+        kept = []
+        handle = fused.module.register_forward_hook(lambda m, args, y: kept.append(y))
+        try:
+            last = logits(model, {"input_ids": ids})[:, -1].square().sum()
+        finally:
+            handle.remove()
+        (g,) = torch.autograd.grad(last, kept)
+        return [g[..., segment] for segment in fused.segments]
+
+    query, key, value = gradient(ids)
+    assert not query[:, :-1].any()
+    assert (query[:, -1] != 0).any(0).all()
+    assert all((x[:, :-1] != 0).any(0).any(0).all() for x in (key, value))
+    query, key, value = gradient(ids[:, :1])
+    assert query.abs().max() < 1e-12
+    assert key.abs().max() < 1e-12
+    assert (value != 0).any(0).all()
+
+
+@pytest.mark.parametrize("name", ["phi3", "modernbert"])
+def test_segments_of_a_fused_gate_are_its_halves(name):
+    """Without the one half the other does nothing, so the feed-forward gives zeros."""
+    model = build(name)
+    fused = next(p for p in projections(model) if len(p.segments) == 2)
+    block = next(module for key, module in model.named_modules() if fused.name.startswith(f"{key}.mlp."))
+    x = torch.randn(2, 3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for segment in fused.segments:
+        saved = fused.module.weight.detach().clone()
+        with torch.no_grad():
+            fused.module.weight[segment] = 0
+            assert not block.mlp(x).any()
+            fused.module.weight.copy_(saved)
+            assert block.mlp(x).any()
+
+
+SQUARE = {name: {"intermediate_size": 32} for name in ("roberta", "modernbert", "llama", "phi3", "gpt_neox")}
+SQUARE |= {
+    "gpt2": {"n_inner": 32},
+    "opt": {"ffn_dim": 32},
+    "distilbert": {"hidden_dim": 32},
+    "t5": {"d_ff": 32},
+}
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_neurons_are_found_where_all_maps_are_square(name):
+    model = build(name, **SQUARE[name])
+    groups = units(model, ["neurons"])
+    assert {group.count for group in groups} == {32}
+    names = {id(module): key for key, module in model.named_modules()}
+    assert all(names[id(group.gate)].endswith(FAMILIES[name].down) for group in groups)
+
+
+def test_half_as_many_neurons_as_features_leave_gate_and_up_square():
+    (first, _) = units(build("phi3", intermediate_size=16), ["neurons"])
+    assert (first.count, first.parts[0].members.shape) == (16, (32, 1))
+
+
+def test_fused_queries_of_half_size_are_no_output_projection():
+    """Phi-3 defines its output projection first; of narrow heads Q, K, V together have the hidden size."""
+    config = configured("phi3", GROUPED | {"head_dim": 4})
+    model = large(CAUSAL.from_config(config))
+    group = units(model, ["heads"])[0]
+    assert group.gate is model.model.layers[0].self_attn.o_proj
+    assert group.parts[0].members.shape == (32, 2)
+
+
+def test_a_decoder_may_have_other_heads_than_its_encoder():
+    model = build("bart", decoder_attention_heads=2)
+    counts = {group.name.split(".")[1]: group.count for group in units(model, ["heads"])}
+    assert counts == {"encoder": 4, "decoder": 2}
+
+
+def test_members_of_grouped_keys_are_the_queries_they_serve():
+    group = units(shared_model("llama"), ["heads"])[0]
+    query, key, value, out = (part.members for part in group.parts)
+    assert query.tolist() == [[n // 8] for n in range(32)]
+    assert key.tolist() == value.tolist() == [[0, 1]] * 8 + [[2, 3]] * 8
+    assert out.tolist() == query.tolist()
+
+
+def test_a_norm_over_all_heads_can_not_be_separated():
+    model = CAUSAL.from_config(configured("olmo2", SIZES))
+    with pytest.raises(ValueError, match=r"heads can not be separated: .*q_norm normalises 32"):
+        units(model, ["heads"])
+    assert len(units(model, ["neurons", "outputs", "tokens"])) == 5
+    assert len(projections(model)) == 14
+
+
+def test_a_norm_between_units_and_out_can_not_be_separated():
+    model = CAUSAL.from_config(configured("bitnet", SIZES | {"num_key_value_heads": 2}))
+    for kind, norm in (("heads", "attn_sub_norm"), ("neurons", "ffn_sub_norm")):
+        with pytest.raises(ValueError, match=f"{kind} can not be separated: .*{norm}"):
+            units(model, [kind])
+
+
+def test_unknown_shapes_are_listed():
+    experts = CAUSAL.from_config(configured("mixtral", GROUPED | {"num_local_experts": 2}))
+    for call in (projections, lambda m: units(m, ["neurons"]), lambda m: units(m, ["outputs"])):
+        with pytest.raises(
+            ValueError, match=r"layers\.0: neurons can not be told.*experts\.down_proj \[2, 32, 48\]"
+        ):
+            call(experts)
+    assert len(units(experts, ["heads"])) == 2
+    with pytest.raises(ValueError, match=r"no transformer blocks in Linear; found weight \[4, 3\]"):
+        units(nn.Linear(3, 4), ["tokens"])
+
+
+def test_shared_experts_do_not_hide_the_others():
+    fields = {"q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+    sizes = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_experts_per_tok": 1}
+    fields |= {"num_key_value_heads": 4, "first_k_dense_replace": 0, "moe_intermediate_size": 16}
+    model = CAUSAL.from_config(configured("deepseek_v3", SIZES | fields | sizes))
+    with pytest.raises(ValueError, match="neurons can not be told"):
+        units(model, ["neurons"])
+    with pytest.raises(ValueError, match="heads can not be told"):
+        units(model, ["heads"])
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_an_unknown_fused_layout_is_no_guess(name):
+    model = build(name)
+    model.config.model_type = "novel"
+    with pytest.raises(ValueError, match=r"fused map of a novel; layouts are known for gpt2"):
+        units(model, ["heads"])
+    with pytest.raises(ValueError, match="fused map of a novel"):
+        projections(model)
+
+
+def test_unknown_kinds():
+    with pytest.raises(
+        ValueError, match=r"units=\[.*\]; allowed: one or more of heads, neurons, outputs, tokens"
+    ):
+        units(shared_model("roberta"), ["heads", "layers"])
+
+
+def test_gates_of_another_shape():
+    model = shared_model("opt")
+    group = units(model, ["heads"])[0]
+    for shape in ((5,), (1, 1, 4), ()):
+        with pytest.raises(ValueError, match="has 4 units"), gated([group], {group.name: torch.ones(shape)}):
+            pass
+    for samples in (2, 6):
+        with (
+            pytest.raises(ValueError, match=f"gates of {samples} samples"),
+            gated([group], {group.name: torch.ones(samples, 4)}),
+        ):
+            logits(model, inputs_of(model))
+    assert hooks(model) == 0
+
+
+def test_hooks_are_gone_after_the_context_and_after_an_error():
+    model = shared_model("gpt2")
+    groups = units(model, KINDS)
+    gates = {group.name: torch.ones(group.count) for group in groups}
+    with gated(groups, gates):
+        assert hooks(model) == len(groups)
+    assert hooks(model) == 0
+    with pytest.raises(RuntimeError, match="inside"), gated(groups, gates):
+        raise RuntimeError("inside")
+    assert hooks(model) == 0
+    with (
+        pytest.raises(ValueError, match="has 60 units"),
+        gated(groups, gates | {groups[-1].name: torch.ones(3)}),
+    ):
+        pass
+    assert hooks(model) == 0
+
+
+def test_others_hooks_stay_and_groups_without_gates_have_none():
+    model = build("llama")
+    groups, calls = units(model, KINDS), []
+    groups[0].gate.register_forward_pre_hook(lambda m, args: calls.append(1))
+    with gated(groups, {groups[1].name: torch.ones(48)}):
+        assert hooks(model) == 2
+        logits(model, inputs_of(model))
+    assert hooks(model) == len(calls) == 1
+
+
+def test_gates_are_cast_to_the_activations():
+    model = build("roberta").float()
+    groups, inputs = units(model, KINDS), inputs_of(model)
+    gates = {group.name: torch.ones(B, group.count, requires_grad=True) for group in groups}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = logits(model, inputs)
+        with gated(groups, gates):
+            inside = logits(model, inputs)
+    assert plain.dtype == inside.dtype == torch.bfloat16
+    assert torch.equal(plain, inside)
+    inside.float().square().sum().backward()
+    assert all(gate.grad.dtype == torch.float32 and gate.grad.any() for gate in gates.values())
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "llama"])
+def test_a_bfloat16_model_takes_float32_gates(name):
+    model = build(name).bfloat16()
+    groups, inputs = units(model, KINDS), inputs_of(model)
+    for shape in (lambda n: (n,), lambda n: (B, n)):
+        gates = {group.name: torch.ones(shape(group.count)) for group in groups}
+        with torch.no_grad(), gated(groups, gates):
+            inside = logits(model, inputs)
+        assert inside.dtype == torch.bfloat16
+        assert torch.equal(inside, logits(model, inputs))
+
+
+def test_blocks_within_blocks_are_no_blocks():
+    model = MASKED.from_config(configured("albert", SIZES | {"embedding_size": 16}))
+    assert [name for name, _ in blocks(model)] == ["albert.encoder.albert_layer_groups.0"]
+    assert [group.count for group in units(model, KINDS)] == [4, 48, 32, V]
+
+
+@pytest.mark.parametrize("sizes", [(32, 24), (24, 32)])
+def test_a_source_of_another_size_is_listed(sizes):
+    model = build("roberta")
+    model.roberta.encoder.layer[1].attention.self.query = nn.Linear(*sizes)
+    listed = rf"layer\.1\.attention: heads can not be told.*query\.weight \[{sizes[1]}, {sizes[0]}\]"
+    with pytest.raises(ValueError, match=listed):
+        units(model, ["heads"])
+
+
+def test_tied_tables_of_encoder_and_decoder_are_gated_once_each():
+    """What is looked up in either is gated, and the weight that they share has one factor."""
+    for name in ("bart", "t5"):
+        model = build(name, tie_word_embeddings=True)
+        (group,) = units(model, ["tokens"])
+        assert len(list(factors(group, torch.rand(V)))) == 1
+        inputs = {key: torch.full((1, 1), ids) for key, ids in (("input_ids", 5), ("decoder_input_ids", 9))}
+        gate = torch.ones(V, requires_grad=True)
+        with gated([group], {group.name: gate}):
+            loss(model, inputs).backward()
+        assert gate.grad.nonzero().flatten().tolist() == [5, 9]
+
+
+def kept(group: Units, *keep: float) -> list[tuple[tuple[int, ...], list[float]]]:
+    return [(tuple(f.shape), f.flatten().tolist()) for _, f in factors(group, torch.tensor(keep))]
+
+
+def test_factors_of_separate_grouped_and_fused_maps():
+    eight = [x for x in (0.0, 0.25, 0.5, 1.0) for _ in range(8)]
+    keep = (0.0, 0.25, 0.5, 1.0)
+    plain = kept(units(shared_model("bert"), ["heads"])[0], *keep)
+    assert plain == [((32, 1), eight), ((32,), eight)] * 3 + [((1, 32), eight)]
+    grouped = [0.0] * 8 + [0.5] * 8  # the least of heads 0 and 1, and of 2 and 3
+    assert kept(units(shared_model("llama"), ["heads"])[0], *keep) == [
+        ((32, 1), eight), ((16, 1), grouped), ((16, 1), grouped), ((1, 32), eight),
+    ]  # fmt: skip
+    phi3 = kept(units(shared_model("phi3"), ["heads"])[0], *keep)
+    assert phi3 == [((64, 1), eight + grouped * 2), ((1, 32), eight)]
+    neox = [x for x in keep for _ in range(24)]
+    for name in ("gpt_neox", "bloom"):
+        found = kept(units(shared_model(name), ["heads"])[0], *keep)
+        assert found == [((96, 1), neox), ((96,), neox), ((1, 32), eight)]
+
+
+def test_factors_of_conv1d_run_along_its_columns():
+    model, keep = shared_model("gpt2"), (0.0, 0.25, 0.5, 1.0)
+    eight = [x for x in keep for _ in range(8)]
+    heads, neurons, outputs = units(model, ["heads", "neurons", "outputs"])[:3]
+    assert kept(heads, *keep) == [((1, 96), eight * 3), ((96,), eight * 3), ((32, 1), eight)]
+    some = torch.arange(48) / 64
+    assert kept(neurons, *some.tolist()) == [
+        ((1, 48), some.tolist()), ((48,), some.tolist()), ((48, 1), some.tolist()),
+    ]  # fmt: skip
+    assert [shape for shape, _ in kept(outputs, *some[:32].tolist())] == [(1, 32), (32,)]
+    for group in (heads, neurons, outputs):
+        for parameter, factor in factors(group, torch.rand(group.count)):
+            assert (parameter * factor).shape == parameter.shape
+
+
+def test_factors_of_outputs_and_tokens_are_rows():
+    outputs, tokens = units(shared_model("bert"), ["outputs"])[0], units(shared_model("bert"), ["tokens"])[0]
+    keep = torch.rand(32)
+    assert kept(outputs, *keep.tolist()) == [((32, 1), keep.tolist()), ((32,), keep.tolist())]
+    (pair,) = factors(tokens, torch.ones(V))
+    assert pair[0] is shared_model("bert").get_input_embeddings().weight
+    assert pair[1].shape == (V, 1)
+
+
+def test_a_feature_of_no_unit_keeps_all():
+    group = units(shared_model("llama"), ["heads"])[0]
+    part = replace(group.parts[1], members=torch.tensor([[-1, -1], [-1, 1], [0, 1], [3, 2]] * 4))
+    alone = replace(group, parts=(part,))
+    ((_, factor),) = factors(alone, torch.tensor([0.0, 0.25, 0.5, 0.75]))
+    assert factor.flatten().tolist() == [1.0, 0.25, 0.0, 0.5] * 4

@@ -1,0 +1,332 @@
+"""The pages in a real browser, opened from disk: they load nothing, sort, filter, and fit a phone."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from cpt.reporting.comparison import charts
+from cpt.reporting.page import Block, written
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""
+)
+pytestmark = pytest.mark.skipif(
+    not BROWSER, reason="no browser: install chromium to test the pages (apt-get install chromium)"
+)
+OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --remote-debugging-pipe"
+)
+LAPTOP, PHONE = (1280, 800), (390, 844)
+PATIENCE = 60  # seconds
+START = (  # the browser reads its commands from file 3 and answers in file 4
+    "import fcntl, os, sys; high = [fcntl.fcntl(int(given), fcntl.F_DUPFD, 10) for given in sys.argv[1:3]]; "
+    "os.dup2(high[0], 3); os.dup2(high[1], 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+
+
+class Browser:
+    """A headless browser, driven by its debugging protocol over two pipes: messages end in a zero byte."""
+
+    def __init__(self, profile):
+        theirs, ours = os.pipe(), os.pipe()
+        start = [sys.executable, "-I", "-c", START, str(theirs[0]), str(ours[1])]
+        self.process = subprocess.Popen(
+            [*start, BROWSER, *OPTIONS.split(), f"--user-data-dir={profile}", "about:blank"],
+            pass_fds=(theirs[0], ours[1]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs[0])
+        os.close(ours[1])
+        self.out, self.inward = os.fdopen(theirs[1], "wb", buffering=0), os.fdopen(ours[0], "rb", buffering=0)
+        self.rest, self.number, self.session, self.events = b"", 0, None, []
+        targets = self.send("Target.getTargets")["targetInfos"]
+        page = next(target["targetId"] for target in targets if target["type"] == "page")
+        self.session = self.send("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.send(f"{domain}.enable")
+
+    def send(self, method, **parameters):
+        """The result of a command; what happens meanwhile is kept."""
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": parameters}
+        message |= {"sessionId": self.session} if self.session else {}
+        self.out.write(json.dumps(message).encode() + b"\0")
+        return self.until(lambda answer: answer.get("id") == self.number)["result"]
+
+    def until(self, wanted):
+        """Reads up to the message that is wanted."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            while b"\0" in self.rest:
+                line, self.rest = self.rest.split(b"\0", 1)
+                message = json.loads(line)
+                self.events.append(message)
+                if wanted(message):
+                    return message
+            read = os.read(self.inward.fileno(), 1 << 20)
+            assert read, "the browser is gone"
+            self.rest += read
+        raise TimeoutError(f"no answer in {PATIENCE} s")
+
+    def open(self, path, *, size):
+        """Opens a page from disk in a window of a size, with nothing heard so far."""
+        self.resize(size)
+        self.events.clear()
+        self.send("Page.navigate", url=path.as_uri())
+        if not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.until(lambda event: event.get("method") == "Page.loadEventFired")
+
+    def resize(self, size):
+        shape = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 500}
+        self.send("Emulation.setDeviceMetricsOverride", **shape)
+
+    def run(self, expression):
+        """The value of a JavaScript expression."""
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def press(self, key, code, text=""):
+        stroke = {"key": key, "code": key, "windowsVirtualKeyCode": code, "text": text}
+        self.send("Input.dispatchKeyEvent", type="keyDown", **stroke)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **stroke)
+
+    def heard(self, *methods):
+        return [event for event in self.events if event.get("method") in methods]
+
+    def close(self):
+        self.session = None
+        self.send("Browser.close")
+        self.process.wait(PATIENCE)
+        self.out.close()
+        self.inward.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+ROWS = [  # in no order by any column
+    ["ncl", "tiny", "−0.5 ± 0.1", "1,200", "1.2e+05", "yes"],
+    ["Das + migu", "tiny", "10.2 [9.0, 11.5]", "–", "9.1e+04", "no"],
+    ["ewc", "large", "–", "55", "inf", "–"],
+    ["das (order 10)", "large", "nan", "900", "2.0e+05", "no"],
+    ["das (order 2)", "tiny", "9.75", "3", "–", "yes"],
+]
+HEAD = ["group", "model", "LC", "stored", "FLOPs", "domain known"]
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A comparison: two tables that are filtered, one that is not, a picture, a folded part, odd names."""
+    facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
+    picture = charts.trade_off({name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")})
+    wide = [[f"part {place}", *map(str, np.arange(40) * 1.5)] for place in range(12)]
+    blocks = [
+        Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
+        Block(
+            title="Differences: acl", head=["group", "n"], cells=[[r[0], "3"] for r in ROWS], filtered=True
+        ),
+        Block(title="Trade-off", lines=["a" * 300], picture=picture),
+        Block(title="Wide", head=["part", *map(str, range(40))], cells=wide, folded="12 x 40"),
+        Block(title="</script><script>alert(1)</script>", lines=["<b>"], code="seed: 0\n" * 3, folded="yaml"),
+        Block(head=["run", "trial"], cells=[["method", "x"], ["a", "y"]], words=2, sortable=False),
+    ]
+    return written(blocks, title="Comparison of runs", stem=tmp_path_factory.mktemp("page") / "comparison")
+
+
+@pytest.fixture
+def opened(browser, page):
+    browser.open(page, size=LAPTOP)
+    return browser
+
+
+def column(browser, place, *, table=0):
+    """The shown cells of a column."""
+    rows = f"[...document.querySelectorAll('table')[{table}].tBodies[0].rows]"
+    return browser.run(f"{rows}.filter(r => r.checkVisibility()).map(r => r.cells[{place}].textContent)")
+
+
+def head(place, *, table=0):
+    return f"document.querySelectorAll('table')[{table}].tHead.rows[0].cells[{place}]"
+
+
+def ordered(browser, place):
+    """A column as it is after its header's first, second and third click, and what the header says then."""
+    shown = []
+    for _ in range(3):
+        browser.run(f"{head(place)}.querySelector('button').click()")
+        shown.append((browser.run(f"{head(place)}.ariaSort"), column(browser, place)))
+    return shown
+
+
+def test_a_page_from_disk_loads_nothing_and_complains_of_nothing(browser, page):
+    for size in (LAPTOP, PHONE):
+        browser.open(page, size=size)
+        browser.run("new Promise(done => setTimeout(done, 50))")
+        asked = [event["params"]["request"]["url"] for event in browser.heard("Network.requestWillBeSent")]
+        assert page.as_uri() in asked
+        assert [url for url in asked if not url.startswith("data:image/png")] == [page.as_uri()]
+        complaints = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        assert browser.heard(*complaints) == []
+        assert browser.heard("Page.javascriptDialogOpening") == []
+    assert not re.search(r"https?:", re.sub(r"base64,[^\"]+", "", page.read_text()))
+
+
+def test_the_policy_forbids_what_the_page_does_not_need(opened):
+    opened.run("document.body.insertAdjacentHTML('beforeend', '<img src=\"https://example.invalid/a.png\">')")
+    opened.run(
+        "const own = document.createElement('script'); own.textContent = 'window.ran = 1'; "
+        "document.body.append(own)"
+    )
+    opened.run("new Promise(done => setTimeout(done, 50))")
+    assert opened.run("window.ran") is None
+    said = [event["params"]["entry"]["text"] for event in opened.heard("Log.entryAdded")]
+    assert sum("Content Security Policy" in text for text in said) >= 2
+
+
+@pytest.mark.parametrize(
+    ("place", "ascending", "unknown"),
+    [
+        (0, ["das (order 2)", "das (order 10)", "Das + migu", "ewc", "ncl"], []),
+        (2, ["−0.5 ± 0.1", "9.75", "10.2 [9.0, 11.5]"], ["–", "nan"]),
+        (3, ["3", "55", "900", "1,200"], ["–"]),
+        (4, ["9.1e+04", "1.2e+05", "2.0e+05", "inf"], ["–"]),
+        (5, ["no", "no", "yes", "yes"], ["–"]),
+    ],
+)
+def test_tables_sort_by_words_and_by_numbers(opened, place, ascending, unknown):
+    first, second, third = ordered(opened, place)
+    assert first == ("ascending", ascending + unknown)
+    assert second == ("descending", ascending[::-1] + unknown)
+    assert third == ("none", [row[place] for row in ROWS])
+
+
+def test_rows_stay_whole_and_one_header_says_that_it_sorts(opened):
+    for place in (3, 2):
+        opened.run(f"{head(place)}.querySelector('button').click()")
+    rows = opened.run(
+        "[...document.querySelector('table').tBodies[0].rows].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert rows == [ROWS[place] for place in (0, 4, 1, 2, 3)]
+    states = opened.run("[...document.querySelector('thead').rows[0].cells].map(c => c.ariaSort)")
+    assert states == ["none", "none", "ascending", "none", "none", "none"]
+    assert opened.run("document.querySelectorAll('table')[3].querySelectorAll('button').length") == 0
+
+
+def test_the_keyboard_reaches_what_the_mouse_does(opened):
+    opened.run(f"{head(2)}.querySelector('button').focus()")
+    opened.press("Enter", 13, "\r")
+    assert column(opened, 2)[0] == "−0.5 ± 0.1"
+    assert opened.run(f"{head(2)}.ariaSort") == "ascending"
+    opened.run("document.querySelector('section img').focus()")
+    opened.press("Enter", 13, "\r")
+    assert opened.run("document.querySelector('dialog').open")
+    assert opened.run("document.querySelector('dialog img').naturalWidth") > 500
+    opened.press("Escape", 27)
+    assert not opened.run("document.querySelector('dialog').open")
+
+
+def typed(browser, text, *, box=0):
+    """Looks for a text in a search box of the page."""
+    browser.run(
+        f"{{const box = document.querySelectorAll('input[type=search]')[{box}]; "
+        f"box.value = {json.dumps(text)}; box.dispatchEvent(new Event('input'))}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("query", "left", "others"),
+    [
+        ("", [row[0] for row in ROWS], 5),
+        ("DAS", ["Das + migu", "das (order 10)", "das (order 2)"], 3),
+        ("das -migu", ["das (order 10)", "das (order 2)"], 2),
+        ("das large", ["das (order 10)"], 0),
+        ("pubmed", [row[0] for row in ROWS], 0),
+        ("1,200", [], 0),
+    ],
+)
+def test_one_search_goes_over_all_tables_that_are_filtered(opened, query, left, others):
+    typed(opened, query)
+    assert column(opened, 0) == left
+    assert len(column(opened, 0, table=1)) == others
+    assert (
+        opened.run("document.querySelectorAll('table')[2].querySelectorAll('tbody tr[hidden]').length") == 0
+    )
+    assert opened.run("document.querySelector('output').textContent").startswith(
+        f"{len(left) + others} of 10"
+    )
+
+
+def tick(browser, text):
+    browser.run(
+        f"[...document.querySelectorAll('.page label')].find(l => l.textContent.trim() == '{text}')"
+        ".querySelector('input').click()"
+    )
+
+
+def test_boxes_to_tick_choose_rows_in_all_filtered_tables(opened):
+    summaries = "[...document.querySelectorAll('.page summary')].map(s => s.textContent)"
+    assert opened.run(summaries) == ["method: all", "model: all"]
+    tick(opened, "das")
+    for table in (0, 1):
+        assert column(opened, 0, table=table) == ["Das + migu", "das (order 10)", "das (order 2)"]
+    tick(opened, "ewc")
+    tick(opened, "large")
+    assert column(opened, 0) == column(opened, 0, table=1) == ["ewc", "das (order 10)"]
+    assert opened.run(summaries) == ["method: 2 of 3", "model: 1 of 2"]
+    typed(opened, "ewc")
+    assert column(opened, 0) == ["ewc"]
+    opened.run("document.querySelector('.page button').click()")
+    assert column(opened, 0) == [row[0] for row in ROWS]
+    assert opened.run(summaries) == ["method: all", "model: all"]
+
+
+def test_a_long_table_has_a_search_of_its_own(opened):
+    opened.run("document.querySelectorAll('section details').forEach(each => each.open = true)")
+    assert opened.run("document.querySelectorAll('input[type=search]').length") == 2
+    typed(opened, "part 11", box=1)
+    assert column(opened, 0, table=2) == ["part 11"]
+    assert len(column(opened, 0)) == len(ROWS)
+
+
+def test_a_phone_need_not_scroll_sideways(browser, page):
+    browser.open(page, size=PHONE)
+    browser.run("document.querySelectorAll('section details').forEach(each => each.open = true)")
+    assert browser.run("document.documentElement.scrollWidth") <= PHONE[0]
+    edges = "[...document.querySelectorAll('section img')].map(i => i.getBoundingClientRect().right)"
+    assert max(browser.run(edges)) <= PHONE[0]
+    assert browser.run("document.querySelectorAll('.wide')[2].scrollWidth") > PHONE[0]
+
+
+def test_contents_lead_to_the_sections_and_pictures_are_told(opened):
+    links = opened.run("[...document.querySelectorAll('nav a')].map(a => [a.textContent, a.hash])")
+    titles = opened.run("[...document.querySelectorAll('h2')].map(h => [h.textContent, '#' + h.id])")
+    assert links == titles
+    assert len(links) == 5
+    alt = opened.run("document.querySelector('section img').alt")
+    assert alt.startswith("Trade-off. Forgetting (nats) and average perplexity")
+    assert "b: forgetting 0.1, perplexity 60" in alt
+
+
+def test_paper_shows_what_is_folded(opened):
+    assert not opened.run("document.querySelector('pre').checkVisibility()")
+    opened.run("dispatchEvent(new Event('beforeprint'))")
+    assert opened.run("document.querySelector('pre').checkVisibility()")
+    opened.run("dispatchEvent(new Event('afterprint'))")
+    assert not opened.run("document.querySelector('pre').checkVisibility()")
+    opened.send("Emulation.setEmulatedMedia", media="print")
+    assert opened.run("getComputedStyle(document.querySelector('.page')).display") == "none"
+    opened.send("Emulation.setEmulatedMedia", media="")

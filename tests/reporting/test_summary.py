@@ -1,0 +1,174 @@
+"""Every number of a report has a key of its own, whatever domains are called."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cpt.evaluation.metrics import UNITS
+from cpt.evaluation.scores import COSTS, Scores
+from cpt.reporting.summary import SHOWN, escaped, everything, total
+
+NLL = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
+
+
+def made(*, tasks=("law", "food"), rows=3, **given):
+    """A run of two domains; its seconds, tokens and so on are all different."""
+    domains = [*tasks, "general"]
+    run = {"name": "t", "method": "ncl", "mask": "none", "replay": "none", "variant": "", "model": "tiny"}
+    scores = Scores(
+        domains=domains,
+        rows=["base", *tasks][:rows],
+        nll=[list(row) for row in NLL[:rows]],
+        tokens=[100, 101, 102],
+        bytes=[400, 401, 402],
+        scored=[50, 51, 52],
+        run=run | {"order": list(tasks), "seed": 0, "finished": True, "objective": "masked"},
+        texts={},
+        config_digest="c",
+        versions={},
+        trained=[0, 700, 800][:rows],
+        stored=[0, 10, 30][:rows],
+        seen=[0, 1000, 2000][:rows],
+        flops=[0, 10**12, 3 * 10**12][:rows],
+        memory=[5, 90, 80][:rows],
+        seconds=99.0,
+        phases={"score base": 1.0, f"learn {tasks[0]}": 2.0, f"learn {tasks[1]}": 4.0}
+        | {f"score {tasks[1]}": 8.0, f"end tasks {tasks[1]}": 16.0, "read the texts": 32.0, "export": 64.0},
+        **given,
+    )
+    scores.measure()
+    return scores
+
+
+def endtasks(tasks=("law", "food")):
+    macro = [[[None, None]] * 2, [[0.7, 0.8], [None, None]], [[0.5, 0.6], [0.8, 0.9]]]
+    other = [[[None if x is None else x / 2 for x in seeds] for seeds in row] for row in macro]
+    return {
+        "when": "each",
+        "tasks": list(tasks),
+        "seeds": [0, 1],
+        "digest": "d",
+        "metric": dict.fromkeys(tasks, "macro_f1"),
+        "classes": dict.fromkeys(tasks, 3),
+        "examples": dict.fromkeys(tasks, 10),
+        "scores": {"macro_f1": macro, "micro_f1": other, "accuracy": other},
+        "seconds": 7.5,
+    }
+
+
+def test_metrics_with_their_intervals():
+    scores = made(objective=44.5)
+    scores.metrics["FG"]["interval"] = {unit: [place, place + 0.5] for place, unit in enumerate(UNITS)}
+    found = everything(scores)
+    for name, metric in scores.metrics.items():
+        assert [found[f"{name}/{unit}"] for unit in UNITS] == [metric[unit] for unit in UNITS]
+    assert (found["FG/perplexity/low"], found["FG/perplexity/high"]) == (1, 1.5)
+    assert "LC/nats/low" not in found
+    assert found["objective"] == 44.5
+    assert {"objective/0": 3.0, "objective/1": 4.0}.items() <= everything(made(objective=[3.0, 4.0])).items()
+    assert not any(name.startswith("objective") for name in everything(made()))
+
+
+def test_perplexities_and_texts():
+    found = everything(made())
+    expected = {"base": 6.0, "own": 4.0, "final": 4.0}
+    assert {name: math.log(found[f"ppl/food/{name}"]) for name in expected} == pytest.approx(expected)
+    assert math.log(found["ppl/law/own"]) == pytest.approx(3.0)
+    assert math.log(found["ppl/law/final"]) == pytest.approx(3.4)
+    assert "ppl/general/own" not in found
+    assert math.log(found["ppl/general/base"]) == pytest.approx(4.0)
+    assert [found[f"text/food/{name}"] for name in ("tokens", "scored", "bytes")] == [101, 51, 401]
+
+
+def test_end_tasks():
+    found = everything(made(endtasks=endtasks()))
+    expected = {
+        "endtask/MF1": (0.55 + 0.85) / 2,
+        "endtask/Acc": (0.275 + 0.425) / 2,
+        "endtask/forward": (0.75 + 0.85) / 2,
+        "endtask/forget_rate": 0.2,
+        "endtask/seconds": 7.5,
+        "endtask/law/macro_f1": 0.55,
+        "endtask/law/macro_f1/forward": 0.75,
+        "endtask/law/macro_f1/sd": np.std([0.5, 0.6], ddof=1),
+        "endtask/food/micro_f1": 0.425,
+        "endtask/food/accuracy/sd": np.std([0.4, 0.45], ddof=1),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert not any(name.startswith("endtask") for name in everything(made()))
+
+
+def test_costs_of_the_run_and_of_a_stage():
+    found = everything(made())
+    expected = {"tokens": 3000, "flops": 4e12, "memory": 90, "trained": 800, "stored": 30}
+    expected |= {"stored_per_domain": 20, "seconds": 99}
+    expected |= {"seconds_learn": 6, "seconds_score": 9, "seconds_endtasks": 16}
+    assert {name: found[f"cost/{name}"] for name in expected} == expected
+    stage = {"tokens": 2000, "flops": 3e12, "memory": 80, "trained": 800, "stored": 30}
+    stage |= {"seconds_learn": 4, "seconds_score": 8, "seconds_endtasks": 16}
+    assert {name: found[f"stage/food/{name}"] for name in stage} == stage
+    assert found["stage/base/seconds_learn"] == 0
+    assert set(SHOWN) == set(COSTS)
+
+
+def test_the_total_of_a_cost():
+    scores = made()
+    assert [total(scores, cost) for cost in COSTS] == [800, 30, 3000, 4 * 10**12, 90, None]
+    scores.stored = [0, 50, 30]
+    assert total(scores, "stored") == 30
+    scores.flops = []
+    assert total(scores, "flops") is None
+    assert "cost/flops" not in everything(scores)
+
+
+def test_every_value_is_a_finite_number():
+    scores = made(endtasks=endtasks())
+    scores.nll[-1] = [float("nan"), 900.0, 4.0]
+    scores.measure()
+    scores.metrics["ZS"]["nats"] = None  # as a file has what is not finite
+    scores.metrics["ZS"]["interval"] = {unit: [None, 2.0] for unit in UNITS}
+    found = everything(scores)
+    assert all(type(value) is float and math.isfinite(value) for value in found.values())
+    assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
+    assert found["ZS/nats/high"] == 2
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_runs_that_have_hardly_begun(rows):
+    found = everything(made(rows=rows))
+    assert found["cost/seconds"] == 99
+    assert ("LC/nats" in found) == (rows > 0)
+
+
+TRICKY = [
+    "LC",
+    "MF1",
+    "forward",
+    "law/macro_f1",
+    "law",
+    "law/final",
+    "final",
+    "a%2Fb",
+    "a/b",
+    "a%b",
+    "cs.AI",
+    "",
+]
+
+
+@pytest.mark.parametrize(
+    "pair", [("law", "law/macro_f1"), ("MF1", "forward"), ("a/b", "a%2Fb"), ("LC", "seconds")]
+)
+def test_no_two_numbers_share_a_key(pair):
+    plain, odd = made(endtasks=endtasks()), made(tasks=pair, endtasks=endtasks(pair))
+    names = dict(zip(("law", "food"), map(escaped, pair), strict=True))
+    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in everything(plain)}
+    assert set(everything(odd)) == renamed
+    assert len(renamed) == len(everything(plain))
+
+
+def test_escaped_names_differ_and_have_no_slash():
+    assert len({escaped(name) for name in TRICKY}) == len(TRICKY)
+    assert not any("/" in escaped(name) for name in TRICKY)
+    assert escaped("cs.AI") == "cs.AI"

@@ -1,0 +1,137 @@
+"""Every experiment composes, and plans what it says."""
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import OmegaConf
+from torch.optim import AdamW
+
+from cpt.core.config import made
+from cpt.data.orders import resolve
+from cpt.training.assembly import tell_rate
+from cpt.training.plan import planned
+from tests.conftest import ROOT
+
+EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
+DATA = "domains.root=there"  # of those that need data; nothing is read for a plan
+
+
+@pytest.fixture
+def loaded(composed):
+    """A config of an experiment as a sweep has it, with the Hydra part."""
+
+    def load(*overrides):
+        loader = GlobalHydra.instance().config_loader()
+        return loader.load_configuration("config", list(overrides), RunMode.MULTIRUN)
+
+    return load
+
+
+def swept(config):
+    """The values that a sweep goes through, by key."""
+    lines = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    parsed = OverridesParser.create().parse_overrides(lines)
+    return {each.key_or_group: list(each.sweep_string_iterator()) for each in parsed}
+
+
+def test_the_experiments_that_the_readme_names_are_there():
+    assert {"smoke", "methods_table", "das6", "orders"} <= set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_what_it_is_and_how_it_is_started(name):
+    text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
+    assert text.startswith("# @package _global_\n# ")
+    assert name == "smoke" or f"experiment={name}" in text
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_has_a_plan_with_each_value_it_sweeps(loaded, composed, name):
+    needs = [DATA] if "das6" in name else []
+    given = swept(loaded(f"experiment={name}", *needs))
+    for key, values in ({"seed": ["0"]} | given).items():
+        for value in values:
+            cfg = composed(f"experiment={name}", *needs, f"{key}={value}")
+            assert OmegaConf.select(cfg, "name") == cfg.name
+            resolve_order(cfg)
+
+
+def resolve_order(cfg):
+    """The plan of a config; of data that is not there, its order alone."""
+    if OmegaConf.select(cfg, "domains.root") is None:
+        return planned(cfg).order
+    orders = OmegaConf.to_container(cfg.domains.orders)
+    return resolve(cfg.order, names=sorted(orders[0]), orders=orders, seed=cfg.seed)
+
+
+def test_smoke_is_small(composed):
+    cfg = composed("experiment=smoke")
+    assert (cfg.name, cfg.trainer.steps, cfg.model.base.steps, cfg.logger) == ("smoke", 10, 20, {"csv": True})
+    assert cfg.trainer.checkpoint_every < cfg.trainer.steps  # a checkpoint within a domain too
+
+
+def test_the_methods_table_has_every_method(loaded):
+    config = loaded("experiment=methods_table")
+    methods = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
+    params = swept(config)
+    # migu is ncl with mask=migu; none learns nothing.
+    assert set(params["method"]) == methods - {"migu", "none"}
+    assert (params["mask"], params["seed"]) == (["none", "migu"], ["0", "1", "2"])
+    assert config.trainer.steps == 125
+
+
+def test_das6_is_of_the_papers_size(composed):
+    cfg = composed("experiment=das6", DATA, "method=das")
+    assert (cfg.model.checkpoint, cfg.model.length, cfg.model.mask_rate) == ("roberta-base", 164, 0.15)
+    trainer = cfg.trainer
+    assert (trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size) == (2580, None, None, 248)
+    assert trainer.batch_size / trainer.accumulate_grad_batches == 62
+    assert (trainer.probe_samples, trainer.gradient_clip_val, trainer.precision) == (10000, None, "16-mixed")
+    optim = made(cfg.optim).keywords
+    assert made(cfg.optim).func is AdamW
+    assert (optim["lr"], optim["eps"], optim["weight_decay"]) == (1e-4, 1e-6, 0.0)
+    assert tuple(optim["betas"]) == (0.9, 0.999)
+    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedules.linear", 0.1)
+    assert (cfg.domains.name, cfg.endtask.name) == ("das6", "das6")
+    assert resolve_order(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
+
+
+def test_a_methods_own_rate_counts_in_the_papers_experiment(composed):
+    for method, times in (("ncl", 1), ("lora", 3), ("prompt", 10)):
+        cfg = composed("experiment=das6", DATA, f"method={method}")
+        assert cfg.optim.lr == pytest.approx(times * 1e-4)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_experiment_switches_a_methods_rate_off(name, composed, caplog):
+    """A learning rate that is given stands as it is; a line tells where a rate then has no effect."""
+    caplog.set_level("INFO", logger="cpt")
+    needs = [DATA] if "das6" in name else []
+    tell_rate(composed(f"experiment={name}", *needs, "method=lora"))
+    assert not caplog.messages
+    tell_rate(composed(f"experiment={name}", *needs, "method=das", "optim.lr=0.5"))
+    assert not caplog.messages
+    tell_rate(composed(f"experiment={name}", *needs, "method=lora", "optim.lr=0.5"))
+    (line,) = caplog.messages
+    assert line.startswith("optim.lr=0.5 ") and "method.rate=3 of lora has no effect" in line
+
+
+def test_the_papers_end_tasks(composed):
+    tasks = composed("experiment=das6", DATA).endtask
+    assert (tasks.lr, tasks.batch_size, tasks.length, len(tasks.seeds)) == (3e-5, 16, 164, 5)
+    epochs = {name: OmegaConf.select(tasks, f"tasks.{name}.epochs") for name in tasks.tasks}
+    assert epochs == {"restaurant": 5, "acl": 10, "ai": 5, "phone": 15, "pubmed": 10, "camera": 15}
+
+
+def test_orders_are_named_reversed_and_random_by_seed(loaded, composed):
+    params = swept(loaded("experiment=orders"))
+    assert (params["order"], params["seed"]) == (["0", "1", "2", "reverse", "random"], ["0", "1", "2"])
+    assert {"ncl", "das"} <= set(params["method"])
+    plans = [planned(composed("experiment=orders", f"order={order}")).order for order in params["order"][:4]]
+    assert len(set(map(tuple, plans))) == 4
+    assert plans[3] == plans[0][::-1]
+    drawn = [
+        planned(composed("experiment=orders", "order=random", f"seed={seed}")).order for seed in range(3)
+    ]
+    assert len(set(map(tuple, drawn))) > 1

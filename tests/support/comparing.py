@@ -1,0 +1,104 @@
+"""Runs made by hand, for the tests of comparisons."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from cpt.evaluation.scores import Scores
+from cpt.reporting.comparison.groups import sections
+from cpt.reporting.comparison.runs import Run, measured
+
+DOMAINS = ["law", "food", "space"]
+NLL = [
+    [5.0, 5.2, 5.4, 4.9],
+    [4.6, 5.1, 5.3, 5.0],
+    [4.7, 4.2, 5.2, 5.1],
+    [4.9, 4.5, 4.0, 5.2],
+]
+
+
+CONDITIONS = {"score_on": "test", "tokenizer": "0123abcd", "length": 64, "mask_rate": 0.3}
+
+
+def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=None, costs=True, **given):
+    """Finished scores over domains in the order of learning; `shift` is added to the last row."""
+    nll = np.array(nll, float)
+    nll[-1] += shift
+    run = {"name": "trial", "method": "ncl", "mask": "none", "replay": "none", "variant": "", "model": "tiny"}
+    run |= {"order": list(order), "seed": 0, "finished": True, "objective": "masked"}
+    fields = {key: given.pop(key) for key in list(given) if key not in run}
+    domains = [*order, "general"][: nll.shape[1]]
+    names = ["base", *order][: len(nll)] if rows is None else rows
+    stages = len(names)
+    fields = {"conditions": CONDITIONS} | fields
+    fields = {"phases": {"score base": 2.0, **{f"learn {name}": 4.0 for name in names[1:]}}} | fields
+    if costs:
+        fields = {
+            "seen": [0, *[1000] * (stages - 1)],
+            "flops": [0, *[2 * 10**9] * (stages - 1)],
+            "memory": [10**6] * stages,
+            "trained": [0, *[5120] * (stages - 1)],
+            "stored": [0, *range(10**6, stages * 10**6, 10**6)],
+        } | fields
+    scores = Scores(
+        domains=domains,
+        rows=names,
+        nll=nll.tolist(),
+        tokens=[1000] * len(domains),
+        bytes=[4000] * len(domains),
+        scored=[150] * len(domains),
+        run=run | given,
+        texts={name: {"digest": f"{digest}-{name}", "documents": 7} for name in domains},
+        config_digest="0123abcd",
+        versions={"python": "3.11"},
+        seconds=20.0,
+        parts=[{} for _ in names],
+        endtasks=endtasks or {},
+        **fields,
+    )
+    scores.measure()
+    return scores
+
+
+def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_f1"):
+    """`endtasks` of scores.json from [row][task], alike for both seeds and all metrics."""
+    cube = [[[value] * len(seeds) for value in row] for row in scores]
+    per_task = {"metric": metric, "classes": 2, "examples": 8}
+    return {
+        "when": when,
+        "tasks": list(tasks),
+        "seeds": list(seeds),
+        "digest": "e",
+        **{name: dict.fromkeys(tasks, value) for name, value in per_task.items()},
+        "scores": dict.fromkeys(("macro_f1", "micro_f1", "accuracy"), cube),
+        "seconds": 1.0,
+    }
+
+
+def run(folder="x", **given):
+    """A run that is only looked at."""
+    return Run(folder=Path(folder), scores=made(**given))
+
+
+def saved(folder, *, config=None, **given):
+    """A run folder with scores.json and, if given, config.yaml."""
+    folder.mkdir(parents=True)
+    scores = made(**given)
+    scores.save(folder / "scores.json")
+    if config is not None:
+        (folder / "config.yaml").write_text(json.dumps(config))
+    return scores
+
+
+def section(runs, *, by_order=False, baseline="ncl", domains=()):
+    """The only section of runs."""
+    (found,) = sections(measured(runs, domains=domains), by_order=by_order, baseline=baseline)
+    return found
+
+
+def rows_of(output, first):
+    """The lines of a printed table by their first cell, from the table whose heading starts with `first`."""
+    lines = output[output.index(first) :].split("\n\n")[0].splitlines()
+    return {cells[0]: cells[1:] for cells in (re.split(r"\s{2,}", line) for line in lines[2:])}

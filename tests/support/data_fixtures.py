@@ -1,0 +1,131 @@
+"""What the tests of the data side share: texts, tokenizers of every style, and packed rows made by hand."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from cpt.data import corpus, packing
+from cpt.data.corpora import tokenizer_digest
+from cpt.data.packing import COLUMNS, Packed
+from cpt.models.tokenizers import train_tokenizer
+
+HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
+SHARED = {"orders": None, "held_out": HELD_OUT, "score_on": "test"}
+SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "xi", "yo", "zu"]
+
+
+def prose(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 40)) -> list[str]:
+    """Different made-up documents."""
+    draw = random.Random(seed)
+    made = []
+    for number in range(count):
+        text = ["".join(draw.choices(SYLLABLES, k=draw.randint(1, 4))) for _ in range(draw.randint(*words))]
+        made.append(" ".join([*text, f"{number}."]))
+    return made
+
+
+def framed() -> PreTrainedTokenizerFast:
+    """<s> … </s>, with a mask and a padding token."""
+    return train_tokenizer(iter(prose(50)), vocabulary=330, objective="masked")
+
+
+def restyled(template: str, **tokens: str) -> PreTrainedTokenizerFast:
+    """The same vocabulary with another template and other special tokens."""
+    backend = framed().backend_tokenizer
+    ids = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+
+
+def bare() -> PreTrainedTokenizerFast:
+    """As GPT-2: nothing around a document, no padding token; a separator that must not come too."""
+    return restyled("$A", eos_token="</s>", sep_token="<s>")
+
+
+def opened() -> PreTrainedTokenizerFast:
+    """As Llama: a beginning, no end."""
+    return restyled("<s> $A", bos_token="<s>", eos_token="</s>")
+
+
+def closed() -> PreTrainedTokenizerFast:
+    """As T5: an end, no beginning."""
+    return restyled("$A </s>", eos_token="</s>", pad_token="<pad>")
+
+
+def separated() -> PreTrainedTokenizerFast:
+    """A separator, which it does not put anywhere, and no end of sequence."""
+    return restyled("$A", sep_token="</s>")
+
+
+def wordpieces() -> PreTrainedTokenizerFast:
+    """As BERT: lower-cased word pieces between [CLS] and [SEP]; "q" and a lone "a" are unknown."""
+    letters = sorted(set("".join(SYLLABLES)) - {"a"}) + list("0123456789.,[]<>/")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = list(
+        dict.fromkeys([*special, *letters, *(f"##{letter}" for letter in [*letters, "a"]), *SYLLABLES])
+    )
+    made = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[(token, words.index(token)) for token in ("[CLS]", "[SEP]")]
+    )
+    names = dict(
+        zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def wordpieces_without_frame() -> PreTrainedTokenizerFast:
+    """The same with nothing around a document: all that ends one is [SEP]."""
+    made = wordpieces()
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    return made
+
+
+def written(
+    folder: Path, texts: list[str], *, split: str = "train", name: str = "a", others: str = "some {} text"
+) -> corpus.Corpus:
+    """A corpus of these documents in one split, and of one other document in each other split."""
+    rest = [(other, others.format(other)) for other in corpus.SPLITS if other != split]
+    source = SimpleNamespace(held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others])
+    source.read = lambda name: iter([*((split, text) for text in texts), *rest])
+    return corpus.corpus(source, name, cache=folder)
+
+
+def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
+    """Documents as the packed train split of a corpus."""
+    return packing.packed(
+        written(folder, texts),
+        "train",
+        tokenizer=tokenizer,
+        length=length,
+        name="a",
+        cache=folder,
+        tokenizer_digest=tokenizer_digest(tokenizer),
+    )
+
+
+def rows_by_hand(
+    count: int, *, length: int = 8, last: int | None = None, special: tuple[int, ...] = (0, 1), seed: int = 0
+) -> Packed:
+    """Rows of random ids from 0 to 49, the last one `last` tokens long; each document has five tokens."""
+    sizes = [length] * (count - 1) + [last or length]
+    draw = np.random.default_rng(seed)
+    ids = [draw.integers(0, 50, size).tolist() for size in sizes]
+    owners = [[(number * length + place) // 5 for place in range(size)] for number, size in enumerate(sizes)]
+    text = [sum(each not in special for each in row) for row in ids]
+    rows = Dataset.from_dict({"ids": ids, "documents": owners, "text_tokens": text}, features=COLUMNS)
+    return Packed(rows, length, 49, documents=sum(sizes) // 5 + 1, bytes=4 * sum(sizes))
+
+
+def fake_trainer(*, rank: int = 0, world: int = 1, step: int = 0) -> SimpleNamespace:
+    """As much of a Lightning trainer as the loaders ask for."""
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    return SimpleNamespace(global_rank=rank, world_size=world, global_step=step, strategy=strategy)

@@ -1,0 +1,81 @@
+"""What the tests of end tasks share: options, small tasks in files, and small models."""
+
+import gzip
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from cpt.models.tokenizers import train_tokenizer
+from tests.conftest import ROOT, VOCABULARIES, sentences
+
+WORDS = {"good": "fine warm fresh lovely", "bad": "cold stale slow awful"}
+QUICK = {"epochs": 2, "lr": 3e-3, "length": 24, "seeds": [3, 4]}
+
+
+def options(name: str, *, root: Path | None = None, **overrides: Any) -> dict[str, Any]:
+    """The options of a YAML in conf/endtask, with others' values."""
+    config = OmegaConf.create({"domains": {"root": str(root)}})
+    config["endtask"] = OmegaConf.load(ROOT / "conf" / "endtask" / f"{name}.yaml")
+    return OmegaConf.to_container(OmegaConf.merge(config, {"endtask": overrides}), resolve=True)["endtask"]
+
+
+def rows(domain: str, *, count: int, seed: int) -> list[dict[str, Any]]:
+    """Sentences over a domain's words, with one word that tells the label."""
+    draw, made = random.Random(seed), []
+    for number, text in enumerate(sentences(VOCABULARIES[domain], count=count, seed=seed)):
+        label = draw.choice(sorted(WORDS))
+        text = f"{draw.choice(WORDS[label].split())} {' '.join(text.split()[:6])}"
+        made.append({"id": f"{domain}-{seed}-{number}", "text": text, "label": label})
+    return made
+
+
+def write(path: Path, made: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in made)
+
+
+def write_task(root: Path, domain: str, *, train: int = 40, test: int = 20, dev: int = 12) -> None:
+    """root/endtasks/<domain>/{train,dev,test}."""
+    folder = root / "endtasks" / domain
+    for seed, (split, count) in enumerate({"train": train, "dev": dev, "test": test}.items()):
+        write(folder / f"{split}.jsonl", rows(domain, count=count, seed=seed))
+
+
+def tokenizer() -> Any:
+    words = " ".join([*VOCABULARIES.values(), *WORDS.values()])
+    return train_tokenizer(iter([words] * 5), vocabulary=400, objective="masked")
+
+
+MODELS = {
+    "roberta": (AutoModelForMaskedLM, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}),
+    "bert": (AutoModelForMaskedLM, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}),
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 32, "n_head": 2}),
+}
+
+
+def model(kind: str, words: Any, *, dropout: float = 0.0) -> Any:
+    """A model of two layers with random weights, in train mode."""
+    auto, sizes = MODELS[kind]
+    torch.manual_seed(1)
+    names = {
+        "gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+    }.get(kind, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
+    layers = {"n_layer": 2} if kind == "gpt2" else {"num_hidden_layers": 2}
+    places = {"n_positions": 48} if kind == "gpt2" else {"max_position_embeddings": 48}
+    config = AutoConfig.for_model(
+        kind,
+        vocab_size=len(words),
+        pad_token_id=words.pad_token_id,
+        **sizes,
+        **layers,
+        **places,
+        **dict.fromkeys(names, dropout),
+    )
+    return auto.from_config(config).train()

@@ -1,0 +1,108 @@
+"""What the tests of single methods share: a method's module and its data as a run makes them."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from cpt.data.corpora import Corpora
+from cpt.data.datamodule import DomainSequence
+from cpt.data.objectives import Batch
+from cpt.methods.base import ContinualModule
+from cpt.training import assembly, loop
+from cpt.training.plan import planned
+from cpt.training.pretraining import base
+
+ORDER = "order=[law,food]"
+DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
+
+
+@dataclass
+class Made:
+    """A method's module, its data, and the config of both."""
+
+    module: ContinualModule
+    data: DomainSequence
+    cfg: DictConfig
+
+    def learn(self, number: int, *callbacks: Callback) -> None:
+        """Learns the domain of this place in the order, as a run does."""
+        domain = self.data.domains[number]
+        self.data.enter(domain)
+        self.module.activate(domain.index)
+        self.module.train()
+        fitting = loop.trainer(
+            self.cfg.trainer, label="", steps=self.data.steps(domain), callbacks=[Callback(), *callbacks]
+        )
+        fitting.fit(self.module, datamodule=self.data)
+
+    def probe(self) -> list[Batch]:
+        """The last domain's probe."""
+        return list(self.data.probe())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights as they are now."""
+        return {name: value.detach().clone() for name, value in self.module.model.named_parameters()}
+
+
+def made(cfg: DictConfig) -> Made:
+    plan = planned(cfg)
+    texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
+    start = base(cfg.model, texts, accelerator="cpu")
+    module = assembly.method(cfg, start)
+    return Made(module, assembly.sequence(plan, texts, start, module), cfg)
+
+
+def named(model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Tensors, one for each parameter, by the parameters' names."""
+    return {name: each.clone() for (name, _), each in zip(model.named_parameters(), tensors, strict=True)}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two sets of weights are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def assert_close(
+    one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7
+) -> None:
+    """Asserts that two sets of tensors, of any precision, agree."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value.double(), other[name].double(), rtol=rtol, atol=atol, msg=name)
+
+
+def learned(start: Callable[..., Any], cfg: DictConfig, folder: Path) -> dict[str, Tensor]:
+    """The model's weights at the end of a run."""
+    start(cfg, folder)
+    return weights(folder)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """The model's weights at the end of a run that was learned in a folder."""
+    state = torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+def state_beside_the_model(module: ContinualModule) -> int:
+    """Bytes of the state_dict that are not the model's."""
+    return sum(v.nbytes for name, v in module.state_dict().items() if not name.startswith("model."))
+
+
+def parameter_bytes(module: ContinualModule) -> int:
+    return sum(parameter.nbytes for parameter in module.model.parameters())
+
+
+class Watch(Callback):
+    """Notes something after each batch."""
+
+    def __init__(self, note: Callable[[Any], Any]) -> None:
+        self.note, self.seen = note, []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.seen.append((trainer.global_step, self.note(module)))

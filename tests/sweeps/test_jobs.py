@@ -1,0 +1,339 @@
+"""The jobs of a sweep in this process: which are finished before, what they give back, and clusters."""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from omegaconf import OmegaConf, open_dict
+
+import cpt.training.pretraining
+from cpt.core.preemption import GO_ON
+from cpt.data.corpora import Corpora
+from cpt.sweeps.cluster import ClusterLauncher, forwarded
+from cpt.sweeps.jobs import BASIC_SWEEPER, Job, composed, table
+from cpt.sweeps.launcher import ProcessLauncher
+from cpt.training.plan import planned
+from tests.conftest import SMALL
+
+SEARCHER = "hydra_plugins.cpt.OptunaSweeper"
+
+
+class Sweep:
+    """The context and the config of a sweep of small runs."""
+
+    def __init__(self, shared):
+        self.shared, loader = list(shared), GlobalHydra.instance().config_loader()
+        self.context = HydraContext(config_loader=loader, callbacks=None)
+        self.config = loader.load_configuration("config", self.shared, RunMode.MULTIRUN)
+
+    def jobs(self, *each):
+        given = [[*self.shared, *overrides] for overrides in each]
+        return composed(given, 0, context=self.context, config=self.config)
+
+    def launched(self, launcher, *each, sweeper=SEARCHER):
+        with open_dict(self.config):
+            self.config.hydra.sweeper._target_ = sweeper
+        launcher.setup(hydra_context=self.context, task_function=None, config=self.config)
+        return launcher.launch([[*self.shared, *overrides] for overrides in each], 0)
+
+
+@pytest.fixture
+def sweep(small, corpora, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    yield Sweep(["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", *SMALL])
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where the finished run is kept for the next test."""
+    return tmp_path_factory.mktemp("kept") / "run"
+
+
+@pytest.fixture
+def done(sweep, start, kept):
+    """A job whose run is finished."""
+    (job,) = sweep.jobs(["seed=1"])
+    assert not job.before
+    assert job.folder.parent == Path("outputs/default")
+    if not kept.exists():
+        start(OmegaConf.create({key: job.config[key] for key in job.config if key != "hydra"}), job.folder)
+        shutil.copytree(job.folder, kept)
+    shutil.copytree(kept, job.folder, dirs_exist_ok=True)
+    return job
+
+
+def test_finished_runs_are_known_without_a_process(sweep, done, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("subprocess.Popen", lambda *given, **options: pytest.fail("a process"))
+    launcher = ProcessLauncher(jobs=None, threads=None)
+    (returned,) = sweep.launched(launcher, ["seed=1"], sweeper=BASIC_SWEEPER)
+    scores = json.loads((done.folder / "scores.json").read_text())
+    assert (returned.status, returned.return_value) == (JobStatus.COMPLETED, scores["objective"])
+    assert caplog.messages == [
+        "1 job: 1 finished before\ncompare: python -m cpt.report outputs/default",
+    ]
+    # Another objective is no other run: it is computed from what was measured.
+    (returned,) = sweep.launched(launcher, ["seed=1", "objective=[FG.nats,LC.nats]"])
+    metrics = scores["metrics"]
+    assert returned.return_value == [metrics["FG"]["nats"], metrics["LC"]["nats"]]
+
+
+def test_what_is_not_finished_gets_its_process(sweep, done):
+    here = f"hydra.run.dir={done.folder}"
+
+    def before(*overrides):
+        return sweep.jobs([*overrides, here])[0].before
+
+    assert before("seed=1")
+    assert before("seed=1", "trainer.workers=1")  # how a run is carried out only
+    assert not before("seed=2")
+    assert not before("seed=1", "trainer.steps=7")
+    assert not before("seed=1", "trainer.steps=???")
+    scores = done.folder / "scores.json"
+    finished = scores.read_text()
+    for damaged in (finished.replace('"finished": true', '"finished": false'), finished[:100], "[]"):
+        scores.write_text(damaged)
+        assert not before("seed=1")
+    scores.write_text(finished)
+    assert before("seed=1")
+    config = done.folder / "config.yaml"
+    config.write_text("a: [")
+    assert not before("seed=1")
+    config.unlink()
+    assert not before("seed=1")
+
+
+def test_end_tasks_that_a_finished_run_lacks_are_not_done(sweep, done):
+    (job,) = sweep.jobs(["seed=1", "endtask=texts", f"hydra.run.dir={done.folder}"])
+    assert not job.before
+
+
+def test_equal_jobs_are_one_and_labels_say_what_differs(sweep):
+    jobs = sweep.jobs(["seed=1"], ["seed=2"], ["seed=1"])
+    assert [str(job) for job in jobs] == ["#0 seed=1", "#1 seed=2"]
+    assert sweep.jobs(["seed=1"])[0].label.endswith("seed=1")
+
+
+def job(number, folder, **ended):
+    made = Job(number, (f"x={number}",), f"x={number}", OmegaConf.create(), folder / "name" / str(number))
+    for key, value in ended.items():
+        setattr(made, key, value)
+    made.folder.mkdir(parents=True)
+    made.console.write_text("cpt: no\n")
+    (made.folder / "scores.json").write_text(json.dumps({"run": {"finished": ended.get("code") == 0}}))
+    return made
+
+
+def test_the_table_counts_and_explains(tmp_path):
+    ended = [
+        {"code": 0},
+        {"before": True},
+        {"code": 1},
+        {"lost": "cancelled"},
+        {"before": True},
+        {"code": 75},
+    ]
+    jobs = [job(number, tmp_path, **each) for number, each in enumerate(ended)]
+    place = tmp_path / "name"
+    assert table(jobs) == [
+        "6 jobs: 1 finished, 2 finished before, 1 preempted, 2 failed",
+        f"#2 x=2: failed (exit 1): cpt: no ({place}/2/console.log)",
+        f"#3 x=3: failed (lost): cancelled ({place}/3/console.log)",
+        f"#5 x=5: preempted (exit 75): cpt: no ({place}/5/console.log)",
+        f"compare: python -m cpt.report {place}",
+    ]
+
+
+def test_if_all_fail_there_is_nothing_to_compare(tmp_path):
+    assert table([job(0, tmp_path, code=1)])[0] == "1 job: 1 failed"
+    assert len(table([job(1, tmp_path, code=1)])) == 2
+
+
+class Cluster:
+    """Calls the jobs here, one after another, as another launcher would in its workers."""
+
+    lost = False
+
+    def __init__(self, *, nodes, extras=None):
+        self.nodes = nodes
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.context, self.task, self.config = hydra_context, task_function, config
+
+    def launch(self, job_overrides, initial_job_idx):
+        if self.lost:
+            raise RuntimeError("Traceback:\n  a node died\n")
+        return [self.ended(each) for each in job_overrides]
+
+    def ended(self, overrides):
+        cfg = self.context.config_loader.load_sweep_config(self.config, overrides)
+        HydraConfig.instance().set_config(cfg)
+        made = JobReturn()
+        try:
+            made.return_value, made.status = self.task(cfg), JobStatus.COMPLETED
+        except OSError as error:
+            made.return_value, made.status = error, JobStatus.FAILED
+        return made
+
+
+TASK = """
+import os, sys
+print(sys.argv[1:], os.getcwd(), os.environ["CPT_LAUNCHER"] == str(os.getppid()))
+open(os.environ["SEEN"], "a").write(" ".join(sys.argv[1:]) + chr(10))
+if "seed=3" in sys.argv:
+    sys.exit("cpt: no")
+if "seed=4" in sys.argv:
+    sys.exit(75)
+if "seed=5" not in sys.argv:
+    (folder,) = [each for each in os.listdir("outputs/default") if "seed-2" in each]
+    open("outputs/default/" + folder + "/scores.json", "w").write('{"run": {"finished": true}}')
+"""
+
+
+@pytest.fixture
+def cluster(monkeypatch, tmp_path):
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setattr("cpt.sweeps.cluster.job_command", lambda config: [sys.executable, "-S", "-c", TASK])
+    monkeypatch.setattr(Cluster, "lost", False)
+    return ClusterLauncher(through=f"{__name__}.Cluster", extra="slurm", options={"nodes": 1})
+
+
+def test_a_cluster_runs_the_command_that_a_job_would_have_alone(sweep, cluster, tmp_path):
+    returned = sweep.launched(cluster, ["seed=2"], ["seed=3"], ["seed=2"])
+    assert [each.status.name for each in returned] == ["COMPLETED", "FAILED", "COMPLETED"]
+    assert str(returned[1]._return_value) == "#1 seed=3: failed (exit 1): cpt: no"
+    lines = (tmp_path / "seen").read_text().splitlines()
+    assert lines == [" ".join([*sweep.shared, f"seed={seed}", "hydra.mode=RUN"]) for seed in (2, 3)]
+    consoles = sorted(tmp_path.glob("outputs/default/*/console.log"))
+    assert len(consoles) == 2
+    assert consoles[0].read_text().strip().endswith(f"{tmp_path} True")
+
+
+def test_a_sweep_on_a_cluster_ends_with_its_failures(sweep, cluster):
+    with pytest.raises(SystemExit, match=r"^cpt: 1 of 2 jobs failed: #1 seed=3$"):
+        sweep.launched(cluster, ["seed=2"], ["seed=3"], sweeper=BASIC_SWEEPER)
+
+
+def test_finished_runs_are_not_submitted(sweep, done, cluster, tmp_path):
+    returned = sweep.launched(cluster, ["seed=2"], ["seed=1"])
+    assert len((tmp_path / "seen").read_text().splitlines()) == 1
+    assert returned[1].return_value > 0
+
+
+def test_what_a_cluster_writes_stands_apart(sweep, cluster):
+    sweep.launched(cluster, ["seed=2"])
+    assert cluster.inner.config.hydra.sweep.dir == "outputs/default/.jobs"
+    assert sweep.config.hydra.sweep.dir == "outputs/default"
+
+
+SAVER = """
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(30)
+"""
+
+
+def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_path, monkeypatch):
+    """submitit's has the job queued again and ends."""
+    saved = []
+    before = signal.signal(signal.SIGUSR2, lambda *_: saved.append((tmp_path / "saved").exists()))
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "start_new_session": True}
+    try:
+        with subprocess.Popen([sys.executable, "-S", "-c", SAVER], **options) as process:
+            assert process.stdout.readline() == b"ready\n"
+            with forwarded(process):
+                threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+                assert process.wait() == 75
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert saved == [True]
+
+
+def test_a_preempted_job_is_neither_finished_nor_failed(sweep, cluster, capsys):
+    with pytest.raises(SystemExit) as end:
+        sweep.launched(cluster, ["seed=2"], ["seed=4"], sweeper=BASIC_SWEEPER)
+    assert end.value.code == GO_ON
+    assert capsys.readouterr().err == (
+        "cpt: 1 of 2 jobs were preempted: #1 seed=4; the same command continues\n"
+    )
+
+
+def test_a_job_that_ends_well_without_a_finished_run_has_failed(sweep, cluster):
+    (returned,) = sweep.launched(cluster, ["seed=5"])
+    assert returned.status is JobStatus.FAILED
+    assert "scores.json in its folder is not that of a finished run" in str(returned._return_value)
+
+
+def test_a_lost_job_is_told_and_what_is_finished_stays_so(sweep, done, cluster, monkeypatch):
+    monkeypatch.setattr(Cluster, "lost", True)
+    monkeypatch.setattr("cpt.sweeps.jobs.finished", lambda cfg, folder: False)
+    returned = sweep.launched(cluster, ["seed=1"], ["seed=2"])
+    assert returned[0].status is JobStatus.COMPLETED
+    assert str(returned[1]._return_value) == "#1 seed=2: failed (lost): a node died"
+
+
+def test_a_job_that_cannot_start_is_lost(sweep, cluster, monkeypatch):
+    monkeypatch.setattr("cpt.sweeps.cluster.job_command", lambda config: ["no such program"])
+    (returned,) = sweep.launched(cluster, ["seed=2"])
+    assert isinstance(returned._return_value, HydraException)
+    assert "failed (lost): [Errno 2] No such file" in str(returned._return_value)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"through": "no_such_package.Launcher"}, "pip install -e '.[slurm]'"),
+        ({"options": {"nodes": 1, "wrong": 2}}, "hydra.launcher.options={'nodes': 1, 'wrong': 2}: "),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused_in_one_line(sweep, cluster, capsys, given, line):
+    options = {"through": cluster.through, "extra": "slurm", "options": cluster.options} | given
+    with pytest.raises(SystemExit) as end:
+        sweep.launched(ClusterLauncher(**options), ["seed=2"])
+    error = capsys.readouterr().err
+    assert (end.value.code, error.count("\n")) == (1, 1)
+    assert line in error
+
+
+def test_jobs_that_start_together_make_one_base(small, cache, tmp_path, monkeypatch):
+    """Of whatever method, order and seed; the others wait for it."""
+    made, found = [], []
+
+    def pretrain(folder, *given, **options):
+        made.append(folder)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(cpt.training.pretraining, "pretrain", pretrain)
+    jobs = (["seed=1"], ["method=das"], ["order=reverse"], ["trainer.steps=9"])
+    plans = [planned(small(*each, f"cache_dir={tmp_path}")) for each in jobs]
+
+    def work(plan):
+        corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
+        found.append(cpt.training.pretraining.base(plan.cfg.model, corpora, accelerator="cpu").checkpoint)
+
+    threads = [threading.Thread(target=work, args=[plan]) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(found) == 4 and len(set(found)) == 1

@@ -1,0 +1,165 @@
+"""What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
+
+import sys
+
+import pytest
+import torch
+from lightning import LightningModule
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from cpt.optim.guard import Guard
+from cpt.training.checkpointing import Checkpoint
+from cpt.training.costs import Compute, forget_peak, own_names, peak, stored_bytes, trained_parameters
+from cpt.training.trainer import trainer
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def made():
+    return RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
+
+
+class Method(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def test_the_models_own_weights_are_not_counted():
+    method = Method(made())
+    assert stored_bytes(method.state_dict(), own_names(method.model)) == 0
+    assert stored_bytes(method.half().state_dict(), own_names(method.model)) == 0
+
+
+def test_what_is_attached_and_what_is_kept_counts_once():
+    method = Method(made())
+    own = own_names(method.model)
+    method.model.roberta.add_module("adapter", nn.Linear(16, 4))
+    method.register_buffer("copy", torch.zeros(10))
+    method.register_buffer("again", method.copy)
+    method.register_buffer("passing", torch.zeros(99), persistent=False)
+    assert own_names(method.model) == own
+    assert stored_bytes(method.state_dict(), own) == 4 * (16 * 4 + 4 + 10)
+
+
+def test_a_weight_that_peft_has_moved_is_the_models():
+    import peft
+
+    method = Method(made())
+    own = own_names(method.model)
+    adapted = peft.LoraConfig(r=2, target_modules=["query"])
+    peft.inject_adapter_in_model(adapted, method.model)
+    assert stored_bytes(method.state_dict(), own) == 4 * (2 * 16 + 16 * 2)
+    assert trained_parameters(method) == 2 * 16 + 16 * 2
+
+
+def test_a_skeleton_takes_no_memory_and_no_randomness():
+    model = made()
+    state = torch.get_rng_state()
+    assert "roberta.embeddings.word_embeddings.weight" in own_names(model)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Two(nn.Module):
+    """Products of known sizes: [B, 6] x [6, 4], attention over [B, 1, 4, 2]."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        heads = self.linear(x).view(-1, 1, 2, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads).sum()
+
+
+class Counted(LightningModule):
+    def __init__(self, passes):
+        super().__init__()
+        self.net, self.passes = Two(), passes
+
+    def train_dataloader(self):
+        mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+        batch = {"input_ids": torch.ones(2, 6), "attention_mask": mask}
+        return DataLoader([batch, {"input_ids": torch.ones(2, 6)}] * 4, batch_size=None)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_start(self):
+        for _ in range(self.passes["before"] if self.trainer.global_step == 0 else 0):
+            self.net(torch.ones(2, 6))
+
+    def training_step(self, batch):
+        return sum(self.net(batch["input_ids"]) for _ in range(self.passes["step"]))
+
+    def on_fit_end(self):
+        for _ in range(self.passes["after"]):
+            self.net(torch.ones(2, 6)).backward()
+
+
+FORWARD = 2 * 2 * 6 * 4 + 2 * 2 * (2 * 2 * 2 * 2)  # the linear map; two products of attention, batch 2
+# The map's weight has a gradient, its input has none; attention: five products, and its scores once more.
+BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
+
+
+def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
+    compute, module = Compute(), Counted({"before": before, "step": step, "after": after})
+    options = {"accumulate_grad_batches": accumulate}
+    callbacks = [
+        compute,
+        Checkpoint(tmp_path / "state.ckpt", every=1, guard=Guard()),
+        *([stop] if stop else []),
+    ]
+    tmp_path.mkdir(exist_ok=True)
+    work = trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
+    try:
+        work.fit(module, ckpt_path=checkpoint, weights_only=True)
+    except KeyError:
+        assert compute.counter is None
+    return compute.costs(work)
+
+
+def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(tmp_path):
+    one = FORWARD + BACKWARD
+    assert fitted(tmp_path)["flops"] == 3 * one
+    assert fitted(tmp_path, step=2)["flops"] == 3 * 2 * one
+    assert fitted(tmp_path, before=2)["flops"] == 3 * one + 2 * FORWARD
+    assert fitted(tmp_path, after=3)["flops"] == 3 * one + 3 * one
+    assert fitted(tmp_path, accumulate=2)["flops"] == 3 * 2 * one
+
+
+def test_tokens_that_are_padding_are_not_counted(tmp_path):
+    assert fitted(tmp_path)["seen"] == 10 + 12 + 10
+    assert fitted(tmp_path, accumulate=2)["seen"] == 3 * (10 + 12)
+
+
+class Stop(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 2:
+            raise KeyError("killed")
+
+
+def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
+    options = {"before": 2, "after": 1, "step": 2}
+    whole = fitted(tmp_path / "whole", **options)
+    fitted(tmp_path / "broken", **options, stop=Stop())
+    state = tmp_path / "broken" / "state.ckpt"
+    resumed = fitted(tmp_path / "broken", **options, checkpoint=str(state))
+    assert resumed["flops"] == whole["flops"]
+    assert resumed["seen"] == whole["seen"] == 32
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_peak_is_that_of_what_comes():
+    forget_peak(torch.device("cpu"))
+    low = peak(torch.device("cpu"))
+    block = torch.ones(50_000_000)
+    assert peak(torch.device("cpu")) >= low + 190_000_000
+    del block
+    assert peak(torch.device("cpu")) >= low + 190_000_000
+    forget_peak(torch.device("cpu"))
+    assert peak(torch.device("cpu")) < low + 100_000_000
