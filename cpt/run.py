@@ -1,6 +1,12 @@
-"""One run: a checked config and its folder, from the first domain to the report."""
+"""What a run does, from a config to a report: the story that `python run.py …` tells.
+
+A plan is made of the config and a folder of the run is claimed. Then the texts are read, the base model is
+made or loaded, and the method, the data and the end tasks are put together. The learner learns one domain
+after another, scores every text after each and commits a row; the report and the exported model end the run.
+Whatever is there already, of a run that was killed, is gone on with."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -13,7 +19,7 @@ from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import table
 from cpt.training.identity import check, is_same
-from cpt.training.plan import Plan, endtask_digest, planned
+from cpt.training.plan import Plan, planned
 from cpt.training.run_folder import RunFolder
 from cpt.training.verdict import explained
 
@@ -23,15 +29,14 @@ log = logging.getLogger(__name__)
 def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     """Learns the sequence of a config in a run folder, or goes on with it; gives the objective, for sweepers.
 
-    Raises ValueError for a config that cannot be run, or that is not the folder's.
-    """
+    Raises ValueError for a config that cannot be run, or that is not the folder's."""
     plan = planned(cfg)
     plan.source.check(plan.order)
     place = RunFolder(folder)
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
         return learned(plan, place)
-    place.claim(cfg)
+    place.claim(plan.settings)
     with place.locked():
         place.clean()
         return learned(plan, place)
@@ -43,18 +48,74 @@ def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
     if is_finished(scores, plan) and not is_partial(plan, place):
         log.info("%s is finished already", place.path)
     else:
-        with deferred():  # libraries do not bear to be left while they are read in
-            from cpt.training.loop import fold  # seconds that a wrong config need not wait for
-
         with explained(place):
             scores = fold(plan, place)
     log.info("\n%s\n%s", table(scores), place.path / "report.html")
-    return objective_value(scores.metrics, plan.cfg.objective)
+    return objective_value(scores.metrics, plan.run.objective)
+
+
+def fold(plan: Plan, place: RunFolder) -> Scores:
+    """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
+    with deferred():  # libraries do not bear to be left while they are read in
+        from cpt.core.threads import keep_threads
+        from cpt.data.corpora import Corpora
+        from cpt.tracking.loggers import tracked
+        from cpt.training import assembly, preflight
+        from cpt.training.callbacks import CustomCallbacks
+        from cpt.training.endtasks import examination
+        from cpt.training.identity import settle
+        from cpt.training.loop import Learner, timed
+        from cpt.training.pretraining import base
+        from cpt.training.trainer import trainer
+        from cpt.training.verdict import confirm
+
+    custom_loggers, callbacks = preflight.checked(plan, place.path)  # before hours of reading
+    keep_threads(place.path / "threads", processes=trainer(plan.trainer.lightning, label="").num_devices)
+    phases: dict[str, float] = {}
+    with timed(phases, "read the texts"):
+        corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    with timed(phases, "make the base"):
+        start = base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+        module = assembly.method(plan, start)
+    with timed(phases, "tokenise"):
+        data = assembly.sequence(plan, corpora, start, module)
+        examined = examination(plan.endtasks, place, module=module, data=data, tokenizer=start.tokenizer)
+    settle(plan, place, corpora, start, examined)
+    scores = begun(place, assembly.opened(plan, corpora, start, data), phases)
+    if plan.run.check == "full":
+        confirm(place)
+    how = {"group": str(plan.run.name), "job": plan.names["method"], "tags": plan.run.tags}
+    with tracked(
+        plan.logger.flags, place.path, **how, config=plan.settings, custom=custom_loggers
+    ) as loggers:
+        learner = Learner(
+            plan,
+            place,
+            module=module,
+            data=data,
+            examination=examined,
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(callbacks, place.path / "callbacks"),
+        )
+        learner.learn()
+        if is_first_process():
+            learner.conclude(start)
+    return scores
+
+
+def begun(place: RunFolder, empty: Scores, phases: Mapping[str, float]) -> Scores:
+    """What a run folder has of the scores, with the seconds that this start has taken so far."""
+    scores = place.scores() or empty
+    place.check_documents(scores.domains, len(scores.rows))
+    for name, seconds in phases.items():
+        scores.phases[name] = scores.phases.get(name, 0.0) + seconds
+    return scores
 
 
 def is_partial(plan: Plan, place: RunFolder) -> bool:
     """Whether a finished run's model or report is not whole; says so."""
-    lost = place.lost(full=plan.cfg.check == "full")
+    lost = place.lost(full=plan.run.check == "full")
     if lost:
         log.info("%s was finished, but %s: made again, without learning", place.path, "; ".join(lost[:5]))
     return bool(lost)
@@ -64,13 +125,15 @@ def is_done(cfg: DictConfig, folder: Path) -> bool:
     """Whether a folder holds the finished run of this config, of these texts, with the end tasks that it asks
     for, as far as sizes and times tell. Raises ValueError where that cannot be read."""
     place = RunFolder(folder)
-    scores = place.scores() if place.is_of(cfg) else None
-    if scores is None or not scores.run["finished"] or place.lost(full=False):
+    if not place.config.exists():
         return False
     try:
         plan = planned(cfg)
     except HydraException as error:
         raise ValueError(reason(error)) from error
+    scores = place.scores() if place.is_of(plan.settings) else None
+    if scores is None or not scores.run["finished"] or place.lost(full=False):
+        return False
     return is_finished(scores, plan) and is_same(plan, place)
 
 
@@ -78,5 +141,4 @@ def is_finished(scores: Scores | None, plan: Plan) -> bool:
     """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False
-    asked = endtask_digest(plan.cfg, plan.endtasks)
-    return plan.cfg.endtask.name == "none" or scores.endtasks.get("digest") == asked
+    return plan.endtasks is None or scores.endtasks.get("digest") == plan.endtask_digest

@@ -14,12 +14,9 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from cpt.adapters.bank import Scope
-from cpt.core.options import choice
 from cpt.models.units import Projection, blocks, sublayers
 
 SUB_LAYERS = {"ffn": ("neurons",), "houlsby": ("heads", "neurons")}
-PLACEMENTS = ("pfeiffer", *SUB_LAYERS)
-ACTIVATIONS = ("relu", "gelu", "silu")
 STD = 0.02  # of a new first map
 
 
@@ -70,15 +67,6 @@ class Bottleneck(nn.Module):
         else:
             hidden = hidden + self(hidden).to(hidden)
         return (hidden, *others) if isinstance(output, tuple) else hidden
-
-
-def checked(*, placement: str, reduction: int, activation: str) -> dict[str, Any]:
-    """The options of `attach` as a method has them; raises ValueError for what is not allowed."""
-    choice("placement", placement, allowed=PLACEMENTS)
-    choice("activation", activation, allowed=ACTIVATIONS)
-    if isinstance(reduction, bool) or not isinstance(reduction, int) or reduction < 1:
-        raise ValueError(f"method.reduction={reduction}; allowed: a whole number, 1 or more")
-    return {"placement": placement, "reduction": reduction, "activation": activation}
 
 
 def attach(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:

@@ -28,15 +28,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.bank import Scope
-from cpt.core.options import number
 from cpt.models.units import Projection, projections
 
 NEWEST, EARLIER = "default", "earlier"
 EARLIER_KEYS = [f"lora_{half}.{EARLIER}.weight" for half in "AB"] + [
     f"lora_embedding_{half}.{EARLIER}" for half in "AB"
 ]
-STORED = ("merged", "pairs")
-EXPORTED = ("merged", "peft")
 
 
 def attach(
@@ -52,11 +49,7 @@ def attach(
     or a list of names or their ends. The language-model head is none of them. With `embeddings`, the input
     embedding has a pair as well; a head that is tied to it becomes a matrix of its own, which is not trained.
 
-    Raises ValueError for a rank, alpha, dropout or targets that can not be."""
-    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-        raise ValueError(f"method.r={r}; allowed: a whole number, 1 or more")
-    number("alpha", alpha, allowed="above 0")
-    number("dropout", dropout, allowed="0 or more and below 1")
+    Raises ValueError for targets that there are not."""
     maps, segments = targeted(model, targets), fused(model)
     config = LoraConfig(
         r=r,

@@ -9,61 +9,16 @@ Here x_<i are the scored tokens that stand before i in the same row: all of them
 masked one those that are predicted (a pseudo-likelihood). Every row begins at the prior. The released code
 takes the token before i alone for x_<i."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from cpt.adapters.bank import BASE, Bank
-from cpt.core.options import choice, number
+from cpt.adapters.options import Routing
 from cpt.data.objectives import Batch
 from cpt.models.forward import token_nll
 
-LEARNED = ("domain", "posterior", "nearest")
-UNLEARNED = ("base", "last", "posterior", "nearest")
-PRIORS = ("uniform", "updating", "cached")
 LEAST = 1e-3  # of the largest weight: parts with less are not told
-
-
-@dataclass(frozen=True)
-class Routing:
-    """`learned` and `unlearned` say what scores text of domains with and without a part: `domain`, the own
-    part; `base` and `last`; `posterior`, the mixture of all; `nearest`, of all the most probable so far, the
-    first of equals.
-
-    The prior is `uniform`, `updating`: p <- (1 - decay) p + decay * posterior, row by row, from uniform on,
-    or `cached`: the mean posterior of a text's first `cached` rows, uniform until then. Each text begins
-    anew, and with several processes each has the prior of its share. `top_k` parts are mixed at each
-    position, None for all; `base` says whether the base is among them, as it is before anything is learned.
-
-    Raises ValueError for what is not allowed."""
-
-    learned: str
-    unlearned: str
-    prior: str
-    decay: float
-    cached: int
-    top_k: int | None
-    base: bool
-
-    def __post_init__(self) -> None:
-        choice("routing.learned", self.learned, allowed=LEARNED)
-        choice("routing.unlearned", self.unlearned, allowed=UNLEARNED)
-        choice("routing.prior", self.prior, allowed=PRIORS)
-        number("routing.decay", self.decay, allowed="0 to 1")
-        whole("routing.cached", self.cached)
-        if self.top_k is not None:
-            whole("routing.top_k", self.top_k)
-        if not isinstance(self.base, bool):
-            raise ValueError(f"method.routing.base={self.base}; allowed: true, false")
-
-
-def whole(name: str, value: int) -> int:
-    """The value, a whole number of 1 or more; raises ValueError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"method.{name}={value}; allowed: a whole number, 1 or more")
-    return value
 
 
 class Router:

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 # How a run is carried out, not what it computes: free to change between two starts of the same run.
@@ -57,11 +56,26 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def identity(cfg: DictConfig) -> dict[str, Any]:
-    """The leaves of the config that decide the result."""
-    tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    leaves = {key: value for key, value in flat(tree) if not executes(key)}
+def plain_config(cfg: DictConfig) -> dict[str, Any]:
+    """A config in Python's own types. Raises MissingMandatoryValue for a value that is missing."""
+    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a config that decide the result; values that compute the same are equal."""
+    leaves = {key: canonical(key, value) for key, value in flat(settings) if not executes(key)}
     return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
+
+
+def canonical(key: str, value: Any) -> Any:
+    """A value as it is compared: 1e3 is 1000, and a class of cpt is known by its name, wherever it stands."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [canonical("", each) for each in value]
+    if key.endswith("_target_") and str(value).startswith("cpt."):
+        return str(value).rpartition(".")[2].lower()
+    return value
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -69,18 +83,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     keys = sorted(set(then) | set(now))
     shown = ((key, then.get(key, "(absent)"), now.get(key, "(absent)")) for key in keys)
     return [f"{key}: {before} -> {after}" for key, before, after in shown if before != after]
-
-
-def made(options: DictConfig, **extra: Any) -> Any:
-    """What a choice of a config group stands for; what others read of it, and of choices within it, is not
-    given to it."""
-    told = OmegaConf.to_container(options, resolve=True)
-    return instantiate({**own(told), **extra}, _convert_="all") if told["_target_"] else None
-
-
-def own(options: dict[str, Any]) -> dict[str, Any]:
-    inner = {key: own(value) if isinstance(value, dict) else value for key, value in options.items()}
-    return {key: value for key, value in inner.items() if key not in FOR_OTHERS}
 
 
 OmegaConf.register_new_resolver("times", operator.mul, replace=True)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.config import digest, executes
 
+CONF = Path(__file__).parents[2] / "conf"
 # What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
 NAMED = ("method", "mask", "replay", "domains", "domains.root", "model", "order", "seed", "experiment")
 UNSAFE = re.compile(r"[^A-Za-z0-9.+-]+")

@@ -1,26 +1,142 @@
-"""The options of a method, checked where they are given."""
+"""Options of what a config chooses: frozen and typed, each with its help and its rule, checked where they are
+made. Nothing here needs torch, so that a wrong option is told at once."""
 
-import math
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pkgutil import resolve_name
+from typing import Any, TypeVar
 
-INTERVALS: dict[str, Callable[[float], bool]] = {
-    "0 or more": lambda value: 0 <= value < math.inf,
-    "above 0": lambda value: 0 < value < math.inf,
-    "above 0 and below 1": lambda value: 0 < value < 1,
-    "0 to 1": lambda value: 0 <= value <= 1,
-    "0 or more and below 1": lambda value: 0 <= value < 1,
-}
+from cpt.core.errors import reason
+from cpt.core.light import load_light
+from cpt.core.rules import Rule
 
-
-def number(name: str, value: float, *, allowed: str) -> float:
-    """The value, a number of one of INTERVALS; raises ValueError if it is none."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not INTERVALS[allowed](value):
-        raise ValueError(f"method.{name}={value}; allowed: {allowed}")
-    return value
+MOST = 24  # names that a message lists
+CLOSE = 0.7  # how alike two names are, of 1, where one may have been meant
+Made = TypeVar("Made", bound="Options")
 
 
-def choice(name: str, value: str, *, allowed: Sequence[str]) -> str:
-    """The value, one of those allowed; raises ValueError if it is not."""
-    if value not in allowed:
-        raise ValueError(f"method.{name}={value}; allowed: {', '.join(allowed)}")
-    return value
+def option(
+    help: str,
+    rule: Rule | None = None,
+    *,
+    options: "type[Options] | None" = None,
+    default: Any = MISSING,
+) -> Any:
+    """A field of Options: what it means, and what it may be; `options` where it is a section of its own."""
+    return field(default=default, metadata={"help": help, "rule": rule, "options": options})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a choice of a config group is told; its defaults stand in conf/. Raises ValueError,
+    `name=value; allowed: …`, for a value that may not be and for values that do not go together."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            check_field(each, value)
+            inner = each.metadata.get("options")
+            if inner is not None and isinstance(value, Mapping):
+                object.__setattr__(self, each.name, read_options(inner, value, place=each.name))
+            elif isinstance(value, list):
+                object.__setattr__(self, each.name, tuple(value))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raises ValueError for options that do not go together. Here: all do."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a config group is set to: a class or function, and its options; of a class without an Options of
+    its own, its arguments."""
+
+    target: str
+    options: Options | Mapping[str, Any]
+
+    def make(self, *shared: Any) -> Any:
+        """The object; what is `shared` comes after its options."""
+        if isinstance(self.options, Mapping):
+            return self.load()(*shared, **self.options)
+        return self.load()(self.options, *shared)
+
+    def load(self) -> Any:
+        """The class or function; raises ValueError where there is none."""
+        try:
+            return resolve_name(self.target)
+        except Exception as error:  # whatever a module raises while it is read in
+            raise ValueError(f"_target_={self.target}: {reason(error)}") from error
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options by name."""
+        if isinstance(self.options, Mapping):
+            return dict(self.options)
+        return {each.name: getattr(self.options, each.name) for each in fields(self.options)}
+
+
+def check_field(each: Field, value: Any) -> None:
+    """Raises ValueError for a value that the rule of a field does not allow."""
+    if (rule := each.metadata.get("rule")) is not None:
+        rule.check(each.name, value)
+
+
+def read_options(kind: type[Made], given: Mapping[str, Any], *, place: str) -> Made:
+    """Options from values of a config; `place` is the section, which messages begin with.
+
+    Raises ValueError for a value that is unknown, missing or may not be."""
+    check_names(given, [each.name for each in fields(kind)], place=place)
+    needed = [each.name for each in fields(kind) if each.default is MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(f"{at(place)}{missing[0]} is missing; needed: {', '.join(needed)}")
+    with naming(place):
+        return kind(**given)
+
+
+def at(place: str) -> str:
+    return f"{place}." if place else ""
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Begins the message of a ValueError with the section that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{at(place)}{error}") from error
+
+
+def check_names(given: Iterable[str], allowed: Iterable[str], *, place: str) -> None:
+    """Raises ValueError for a name that is not allowed."""
+    known = list(allowed)
+    for name in given:
+        if name not in known:
+            raise ValueError(unknown(f"{at(place)}{name}", [f"{at(place)}{each}" for each in known]))
+
+
+def unknown(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
+    """What is said of a key that there is not."""
+    by_end = {name.rpartition(".")[2]: name for name in allowed}
+    near = difflib.get_close_matches(key.rpartition(".")[2], by_end, n=1, cutoff=CLOSE)
+    meant = f"did you mean {by_end[near[0]]}? " if near else ""
+    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
+    return f"{key} is not known; {meant}allowed: {whole or listed}"
+
+
+def options_of(target: str, *, place: str) -> type[Options] | None:
+    """The Options of a class: the class itself if it is one, else the one called after it in its file
+    (`EWCOptions` of `EWC`); None where there is none. Raises ValueError for a module or class that there is
+    not."""
+    module, _, name = target.rpartition(".")
+    try:
+        light = load_light(module)
+    except Exception as error:  # whatever a module raises while it is read in
+        raise ValueError(f"{place}._target_={target}: {reason(error)}") from error
+    own = getattr(light, name, None)
+    if isinstance(own, type) and issubclass(own, Options):
+        return own
+    if name not in light.defined:
+        raise ValueError(f"{place}._target_={target}: {module} has no {name}")
+    return getattr(light, f"{name}Options", None)

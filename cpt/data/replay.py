@@ -13,58 +13,54 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cpt.core.options import Options, option
 from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.core.rules import YES_NO, Rule, is_steps, number, or_null
 
 if TYPE_CHECKING:  # a config is checked without torch
     from cpt.data.packing import Packed
 
 
-@dataclass(frozen=True)
-class Replay:
-    """How much earlier text is mixed in: shares of the batch size for the `past` domains together and the
-    `general` text, instead of new samples or, with `adds`, on top of them. `memory` samples are kept of all
-    past domains together; None keeps all.
+SHARE = number("0 or more and below 1")
 
-    Raises ValueError for what is no share, no memory or no choice."""
 
-    past: float
-    general: float
-    memory: int | None
-    adds: bool
+@dataclass(frozen=True, kw_only=True)
+class Replay(Options):
+    """How much earlier text is mixed in: instead of new samples or, with `adds`, on top of them."""
 
-    def __post_init__(self) -> None:
-        shares = (self.past, self.general)
-        if not all(is_number(each) and 0 <= each < 1 for each in shares) or sum(map(exact, shares)) >= 1:
+    past: float = option("share of the batch for the past domains together, in turn", SHARE)
+    general: float = option("share of the batch for the general text", SHARE)
+    memory: int | None = option(
+        "samples that are kept of all past domains together; null: all their training text",
+        or_null(Rule(is_steps, "a whole number of samples, 1 or more")),
+    )
+    adds: bool = option("replayed samples make the batch larger; false: they displace new ones", YES_NO)
+
+    def check_together(self) -> None:
+        if sum(map(exact, (self.past, self.general))) >= 1:
             raise ValueError(
-                f"replay has past={self.past}, general={self.general}; "
-                "allowed: shares of 0 or more whose sum is below 1"
+                f"past={self.past} and general={self.general}; allowed: shares whose sum is below 1"
             )
-        whole = is_number(self.memory) and self.memory >= 1 and self.memory % 1 == 0
-        if self.memory is not None and not (whole and self.past):
-            raise ValueError(
-                f"replay has memory={self.memory}, past={self.past}; "
-                "allowed: a whole number of samples, 1 or more, with past above 0; or null"
-            )
-        if not isinstance(self.adds, bool):
-            raise ValueError(f"replay has adds={self.adds}; allowed: true, false")
+        if self.memory is not None and not self.past:
+            raise ValueError(f"memory={self.memory} with past={self.past}; allowed: past above 0, or null")
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
         """Raises ValueError if it asks for more than there is: past domains that do not fit into the memory,
         general text, or more of a batch than can be displaced."""
         if self.memory is not None and self.memory < domains:
             raise ValueError(
-                f"replay has memory={self.memory} for {domains} past domains; "
+                f"replay.memory={self.memory} for {domains} past domains; "
                 "allowed: a sample or more for each, or null"
             )
         if self.general and not general:
             raise ValueError(
-                f"replay has general={self.general}, but there is no general text to train on; allowed: 0"
+                f"replay.general={self.general}, but there is no general text to train on; allowed: 0"
             )
         # Counts of two kinds may round up in the same step.
         new = batch_size * (1 - exact(self.past) - exact(self.general))
         if self.past and self.general and not self.adds and new < 1:
             raise ValueError(
-                f"replay has past={self.past}, general={self.general}, which leaves {float(new):g} new "
+                f"replay.past={self.past} and replay.general={self.general}, which leaves {float(new):g} new "
                 f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more, or adds=true"
             )
 
@@ -135,10 +131,6 @@ class Pool:
 def exact(share: float) -> Fraction:
     """The share as it is written: 0.1 is a tenth."""
     return Fraction(str(share))
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 NOTHING = Replay(past=0.0, general=0.0, memory=None, adds=False)

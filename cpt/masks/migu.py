@@ -13,6 +13,7 @@ one row less, as it compares with a quantile."""
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
@@ -23,12 +24,14 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedModel
 
+from cpt.core.options import Options, option
 from cpt.core.randomness import key
+from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
 from cpt.masks.base import GradientMask
+from cpt.masks.options import ACTS_ON
 from cpt.models.units import Projection, projections
 
 log = logging.getLogger(__name__)
-IMPORTANCES = ("output", "gradient", "weight", "random")
 
 
 def kept(threshold: float, width: int) -> int:
@@ -56,6 +59,24 @@ def largest(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Ten
     return mask
 
 
+@dataclass(frozen=True, kw_only=True)
+class MagnitudeMaskOptions(Options):
+    """Options of MIGU's mask."""
+
+    threshold: float = option("T, the share of rows left as they are", number("0 or more and below 1"))
+    importance: str = option(
+        "what rows are ranked by: |output|, or as controls |gradient|, |weight|, a draw",
+        one_of("output", "gradient", "weight", "random"),
+    )
+    acts_on: str = option("what is scaled: gradient, the step, or the step and its moments", ACTS_ON)
+    only: str | None = option("which linear maps: a regular expression for their names", or_null(PATTERN))
+    biases: bool = option("also the maps' biases", YES_NO)
+    head: bool = option("also the linear maps outside the blocks", YES_NO)
+    tied: bool = option("of these also the one that shares the embedding's weight", YES_NO)
+    skip_first_domain: bool = option("the first domain is learned without the mask", YES_NO)
+    seed: int = option("of importance=random", whole(0))
+
+
 class MagnitudeMask(GradientMask):
     """Updates the rows of each linear map that are largest by `importance`: `output`, as in the paper, or as
     controls the row's `gradient` or `weight` (L1 norms), or a `random` draw at each step.
@@ -63,29 +84,9 @@ class MagnitudeMask(GradientMask):
     `only` is a regular expression for names of maps; `biases`, `head` and `tied` include the maps' biases,
     the maps outside the blocks, and of those the ones whose weight is the embedding's."""
 
-    def __init__(
-        self,
-        *,
-        threshold: float,
-        importance: str,
-        acts_on: str,
-        only: str | None,
-        biases: bool,
-        head: bool,
-        tied: bool,
-        skip_first_domain: bool,
-        seed: int,
-    ) -> None:
-        super().__init__(acts_on=acts_on)
-        if not 0 <= threshold < 1:
-            raise ValueError(
-                f"threshold={threshold}; allowed: from 0 to below 1, the share of rows left as they are"
-            )
-        if importance not in IMPORTANCES:
-            raise ValueError(f"importance={importance}; allowed: {', '.join(IMPORTANCES)}")
-        self.threshold, self.importance, self.biases, self.seed = threshold, importance, biases, seed
-        self.only, self.head, self.tied = re.compile(only or ""), head, tied
-        self.skip_first_domain, self.skipping = skip_first_domain, False
+    def __init__(self, options: MagnitudeMaskOptions) -> None:
+        super().__init__(acts_on=options.acts_on)
+        self.options, self.only, self.skipping = options, re.compile(options.only or ""), False
         self.maps: list[Projection] = []
         self.present: Tensor | None = None
         self.inside = False
@@ -116,7 +117,7 @@ class MagnitudeMask(GradientMask):
 
     def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
         """The linear maps outside the blocks that are asked for; none where only parts are trained."""
-        if not self.head or maps is not None:
+        if not self.options.head or maps is not None:
             return []
         within = {each.module for each in projections(model)}
         embedding = model.get_input_embeddings().weight
@@ -124,12 +125,12 @@ class MagnitudeMask(GradientMask):
             Projection(name, module, 0, (torch.arange(module.out_features),))
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and module not in within
-            if self.tied or module.weight is not embedding
+            if self.options.tied or module.weight is not embedding
         ]
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """The whole model begins a forward pass: of the training loss, or one that does not count."""
-        self.inside = self.recording and self.importance == "output" and torch.is_grad_enabled()
+        self.inside = self.recording and self.options.importance == "output" and torch.is_grad_enabled()
         self.present = kwargs.get("attention_mask")
 
     def close(self, *args: Any) -> None:
@@ -142,31 +143,31 @@ class MagnitudeMask(GradientMask):
             self.sums[place] += magnitudes(output, self.present)
 
     def activate(self, domain: int) -> None:
-        self.skipping = self.skip_first_domain and domain == 0
+        self.skipping = self.options.skip_first_domain and domain == 0
         self.sums.zero_()
 
     def scores(self) -> Tensor:
         """The importance of every row, [rows], the same in all processes."""
-        if self.importance == "output":
+        if self.options.importance == "output":
             if distributed.is_initialized():
                 distributed.all_reduce(self.sums)
             return self.sums
-        if self.importance == "random":
-            draw = torch.Generator().manual_seed(key("migu", self.seed, int(self.steps)) % 2**63)
+        if self.options.importance == "random":
+            draw = torch.Generator().manual_seed(key("migu", self.options.seed, int(self.steps)) % 2**63)
             return torch.rand(len(self.sums), generator=draw).to(self.sums)
-        return torch.cat([rows_of(each, self.importance) for each in self.maps])
+        return torch.cat([rows_of(each, self.options.importance) for each in self.maps])
 
     @torch.no_grad()
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         if self.skipping or not self.maps:
             return
-        mask = largest(self.scores(), [self.get_buffer(name) for name in self.ranked], self.threshold)
+        mask = largest(self.scores(), [self.get_buffer(name) for name in self.ranked], self.options.threshold)
         self.chosen += mask
         self.steps += 1
         self.sums.zero_()
         for each, place in zip(self.maps, self.places, strict=True):
             yield each.module.weight, mask[place].unsqueeze(1 - each.axis)
-            if self.biases and each.module.bias is not None:
+            if self.options.biases and each.module.bias is not None:
                 yield each.module.bias, mask[place]
 
     def diagnostics(self) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """Soft masks: a step is scaled by how little a unit matters to earlier knowledge."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -7,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.core.options import choice
 from cpt.data.objectives import Batch, Objective
 from cpt.masks.base import GradientMask
 from cpt.masks.importance import SampleLosses, general_losses, importance
+from cpt.masks.options import SoftMaskOptions
 from cpt.models.dropout import check_dropout, dropout
 from cpt.models.units import Units, factors, units
 
@@ -29,8 +31,6 @@ def z_score(scores: Tensor) -> Tensor:
     return (scores - scores.mean()) / scores.std()
 
 
-COMPARED = ("logits", "hidden")
-READ = ("heads", "neurons")  # units within a sub-layer, which another map of it reads
 ROUNDING = 1e-7
 NORMALISATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh_abs": lambda scores: z_score(scores).tanh().abs(),
@@ -52,8 +52,11 @@ class Proxy:
 
     def __post_init__(self) -> None:
         if self.compared is not None:
-            choice("general", self.compared, allowed=(*COMPARED, "null"))
             check_dropout(self.model, self.rate, option="proxy_dropout", without="general=null")
+
+    @classmethod
+    def from_options(cls, model: PreTrainedModel, objective: Objective, options: SoftMaskOptions) -> Proxy:
+        return cls(model, objective, compared=options.general, rate=options.proxy_dropout)
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's divergence [B]; raises ValueError if it is nowhere more than rounding."""
@@ -65,7 +68,7 @@ class Proxy:
             )
         return found
 
-    def measure(self, soft: "SoftMask", probe: Iterable[Batch]) -> Tensor:
+    def measure(self, soft: SoftMask, probe: Iterable[Batch]) -> Tensor:
         """The importances of the soft mask's units for general knowledge, [units]; 0 if it is not asked
         for."""
         if self.compared is None:
@@ -98,14 +101,17 @@ class SoftMask(GradientMask):
         columns: Sequence[str] = ("heads",),
     ) -> None:
         super().__init__(acts_on=acts_on)
-        self.normalise = choice("normalise", normalise, allowed=tuple(NORMALISATIONS))
-        if not set(columns) <= set(READ):
-            raise ValueError(f"method.columns={list(columns)}; allowed: some of {', '.join(READ)}, or []")
+        self.normalise = normalise
         self.groups = [group if group.kind in columns else writing(group) for group in units(model, kinds)]
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
         self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)
         self.known: list[tuple[nn.Parameter, Tensor]] = []
+
+    @classmethod
+    def from_options(cls, model: PreTrainedModel, options: SoftMaskOptions) -> SoftMask:
+        how = {"acts_on": options.acts_on, "normalise": options.normalise, "columns": options.columns}
+        return cls(model, kinds=options.units, **how)
 
     def measure(
         self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, **how: int

@@ -13,19 +13,20 @@ zero, so that the first model is the base; one adapter learns all domains, or ea
 released code (ContinualLM) draws both maps from N(0, 0.02) and trains the head of the masked model along."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import Bank
-from cpt.adapters.bottleneck import Bottleneck, attach, checked
-from cpt.adapters.routing import Routing
-from cpt.core.options import choice
+from cpt.adapters.bottleneck import Bottleneck, attach
+from cpt.adapters.options import BottleneckOptions, Routing
+from cpt.core.options import option
+from cpt.core.rules import YES_NO, one_of
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 
 STARTS = ("base", "previous")
 
@@ -37,32 +38,30 @@ def fresh(model: PreTrainedModel, generator: torch.Generator) -> None:
             part.reset(generator)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(BottleneckOptions):
+    """Options of adapters."""
+
+    per_domain: bool = option("a new adapter for each domain", YES_NO)
+    start: str = option("of a new domain's: drawn anew, or a copy of the one before", one_of(*STARTS))
+    routing: Routing = option("of per_domain: which adapter scores a text: one of conf/routing")
+
+
 class Adapter(ContinualModule):
     """Trains bottlenecks in the blocks and nothing else: one set of them, or one `per_domain`, new at
     each domain (`start=base`) or at first the previous domain's."""
 
-    def __init__(
-        self,
-        *,
-        placement: str,
-        reduction: int,
-        activation: str,
-        per_domain: bool,
-        start: str,
-        routing: Routing,
-        model: PreTrainedModel,
-        **shared: Any,
-    ) -> None:
-        choice("start", start, allowed=STARTS)
-        options = checked(placement=placement, reduction=reduction, activation=activation)
-        scope = attach(model, **options)
-        super().__init__(model=model, scope=scope, **shared)
-        self.options, self.names, self.start = options, scope.names, start
-        if per_domain:
-            self.keep_parts(Bank(model, scope.names), routing)
+    options: AdapterOptions
+
+    def __init__(self, options: AdapterOptions, shared: Shared) -> None:
+        scope = attach(shared.model, **options.bottleneck)
+        super().__init__(options, shared, scope=scope)
+        self.names = scope.names
+        if options.per_domain:
+            self.keep_parts(Bank(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.start == "base":
+        if self.bank is not None and self.options.start == "base":
             fresh(self.model, self.drawing())
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
@@ -70,4 +69,4 @@ class Adapter(ContinualModule):
             parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.names}}
         else:
             parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        return export.export(folder, self.model, parts, attach=attach, options=self.options)
+        return export.export(folder, self.model, parts, attach=attach, options=self.options.bottleneck)

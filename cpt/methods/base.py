@@ -6,6 +6,7 @@ constructor."""
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from cpt.adapters.bank import Bank, Scope, beyond
-from cpt.adapters.routing import Router, Routing
+from cpt.adapters.options import Routing
+from cpt.adapters.routing import Router
+from cpt.core.options import Options
 from cpt.core.randomness import key
 from cpt.data.datamodule import Domain
 from cpt.data.objectives import Batch, Objective
@@ -27,10 +30,26 @@ from cpt.data.replay import Replay
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import Before, GradientMask, recording
 from cpt.models.forward import in_mode, token_nll
-from cpt.models.freezing import Freeze
+from cpt.models.freezing import frozen_parameters
+from cpt.models.options import Freeze
 from cpt.optim.guard import Guard
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What a run gives every method beside its own options."""
+
+    model: PreTrainedModel
+    objective: Objective
+    length: int  # tokens of a sample
+    masks: Sequence[GradientMask]  # of the config; a method's own come after them
+    replay: Replay
+    freeze: Freeze
+    optimizer: Callable[..., Optimizer]  # of parameter groups
+    schedule: Callable[..., float]
+    seed: int
 
 
 class ContinualModule(LightningModule):
@@ -43,32 +62,24 @@ class ContinualModule(LightningModule):
 
     alone = False  # whether each domain is learned from the base, so that its model stands for it alone
 
-    def __init__(
-        self,
-        *,
-        model: PreTrainedModel,
-        objective: Objective,
-        length: int,
-        masks: Sequence[GradientMask],
-        replay: Replay | None,
-        freeze: Freeze,
-        optimizer: Callable[..., Optimizer],
-        schedule: Callable[..., float],
-        seed: int,
-        scope: Scope | None = None,
-    ) -> None:
+    options: Options
+
+    def __init__(self, options: Options, shared: Shared, *, scope: Scope | None = None) -> None:
         super().__init__()
-        self.model, self.objective, self.length = model, objective, length
-        self.masks, self.replay, self.scope = nn.ModuleList(masks), replay, scope
-        self.frozen = freeze.parameters(model) + (beyond(model, scope) if scope else [])
-        self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
+        self.options, self.scope = options, scope
+        self.model, self.objective, self.length = shared.model, shared.objective, shared.length
+        self.masks, self.replay = nn.ModuleList(shared.masks), shared.replay
+        self.frozen = frozen_parameters(self.model, shared.freeze) + (
+            beyond(self.model, scope) if scope else []
+        )
+        self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
         self.bank: Bank | None = None
         self.router: Router | None = None
         self.guard = Guard()
         self.pending: list[Before] = []
         self.evaluation: list[DocumentNLL] = []
         for mask in self.masks:
-            mask.watch(model, scope.maps if scope else None)
+            mask.watch(self.model, scope.maps if scope else None)
 
     def keep_parts(self, bank: Bank, routing: Routing) -> None:
         """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""

@@ -13,7 +13,7 @@ input is added a second time beside the FFN, and a ReLU follows W2, so that the 
 the start; norms are trained, but neither saved nor protected."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.gates import Gate, Gates, annealed, attach, bottleneck_units, hard, regulariser
+from cpt.adapters.options import GateOptions, Routing
 from cpt.adapters.plugin import Plugin, attach_plugins
-from cpt.adapters.routing import Routing
-from cpt.core.options import choice, number
+from cpt.core.options import option
+from cpt.core.rules import YES_NO, number, one_of
 from cpt.data.objectives import Batch
 from cpt.masks.taken import Taken
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import Units, blocks
 
 NORMS = ("per_domain", "frozen")
@@ -59,40 +60,46 @@ def positive(**options: float) -> None:
         number(name, value, allowed="above 0")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CPTPluginOptions(GateOptions):
+    """Options of CPT."""
+
+    attention: float = option(
+        "inner size of a plug-in beside an attention, as a share of the hidden size", number("above 0")
+    )
+    ffn: float = option(
+        "inner size of a plug-in beside an FFN, as a share of the hidden size", number("above 0")
+    )
+    output_relu: bool = option("a ReLU behind the second map: the first model is then not the base", YES_NO)
+    norms: str = option("the norms of the blocks: each domain's own, or the base's", one_of(*NORMS))
+    sparsity: float = option("weight of HAT's regulariser", number("0 or more"))
+    routing: Routing = option("which domain's gates score a text: one of conf/routing")
+
+    @property
+    def plugin(self) -> dict[str, Any]:
+        """What cpt.adapters.plugin.attach_plugins is told."""
+        return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
+
+
 class CPTPlugin(ContinualModule):
     """Trains gated plug-ins beside attention and FFN, whose weights all domains share.
 
     The inner sizes are shares of the hidden size. `output_relu` puts a ReLU behind the second map, which can
     then not begin at zero, so that the first model is not the base."""
 
-    def __init__(
-        self,
-        *,
-        attention: float,
-        ffn: float,
-        output_relu: bool,
-        norms: str,
-        s_max: float,
-        limit: float,
-        sparsity: float,
-        routing: Routing,
-        model: PreTrainedModel,
-        **shared: Any,
-    ) -> None:
-        choice("norms", norms, allowed=NORMS)
-        number("sparsity", sparsity, allowed="0 or more")
-        positive(attention=attention, ffn=ffn, s_max=s_max, limit=limit)
-        options = {"attention": attention, "ffn": ffn, "output_relu": output_relu}
-        scope = attach_plugins(model, **options)
-        gates = attach(model, gated(model), s_max=s_max)
-        own = norms_of(model) if norms == "per_domain" else ()
+    options: CPTPluginOptions
+
+    def __init__(self, options: CPTPluginOptions, shared: Shared) -> None:
+        model = shared.model
+        scope = attach_plugins(model, **options.plugin)
+        gates = attach(model, gated(model), s_max=options.s_max)
+        own = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + own)
-        super().__init__(model=model, scope=trained, **shared)
-        self.options, self.plugins, self.norms, self.gates = options, scope.names, own, gates
-        self.limit, self.sparsity = limit, sparsity
+        super().__init__(options, shared, scope=trained)
+        self.plugins, self.norms, self.gates = scope.names, own, gates
         self.masks.append(Taken(gates.groups, acts_on="update"))
         base = {name: model.get_parameter(name) for name in own} | closed(gates)
-        self.keep_parts(Bank(model, gates.names + own, base=base), routing)
+        self.keep_parts(Bank(model, gates.names + own, base=base), options.routing)
 
     @property
     def taken(self) -> Taken:
@@ -110,12 +117,12 @@ class CPTPlugin(ContinualModule):
         s = annealed(self.progress, s_max=self.gates.s_max)
         self.gates.set(s)
         terms = super().losses(batch)
-        if self.sparsity:
-            terms["sparsity"] = self.sparsity * regulariser(self.gates.soft(s), self.taken.taken)
+        if self.options.sparsity:
+            terms["sparsity"] = self.options.sparsity * regulariser(self.gates.soft(s), self.taken.taken)
         return terms
 
     def after_update(self) -> None:
-        self.gates.clamp(self.limit)
+        self.gates.clamp(self.options.limit)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         self.taken.raise_to(hard(self.gates.e().detach()))
@@ -132,7 +139,7 @@ class CPTPlugin(ContinualModule):
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = Parts(self, order)
-        return export.export(folder, self.model, parts, attach=attach_plugins, options=self.options)
+        return export.export(folder, self.model, parts, attach=attach_plugins, options=self.options.plugin)
 
     def folded(self, domain: int) -> dict[str, Tensor]:
         """The domain's plug-ins with its gates folded into their weights, and its norms, by name."""

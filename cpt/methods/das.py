@@ -11,50 +11,40 @@ apart from what was known (eq. 6):
 The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
 Adam. cpt.masks.importance and cpt.methods.common.contrast hold the formulas."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from cpt.core.options import option
+from cpt.core.rules import YES_NO
 from cpt.data.objectives import Batch
 from cpt.masks.importance import domain_losses
+from cpt.masks.options import SoftMaskOptions
 from cpt.masks.soft import Proxy, SoftMask
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
+from cpt.methods.common.options import ContrastOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class DASOptions(SoftMaskOptions, ContrastOptions):
+    """Options of DAS."""
+
+    domains: bool = option("importance of each domain learned, by its language-model loss", YES_NO)
 
 
 class DAS(ContinualModule):
     """Protects the units that matter to general knowledge and to the domains so far."""
 
-    def __init__(
-        self,
-        *,
-        units: Sequence[str],
-        columns: Sequence[str],
-        acts_on: str,
-        normalise: str,
-        general: str | None,
-        proxy_dropout: float | None,
-        domains: bool,
-        contrast: float,
-        contrast_text: str,
-        contrast_dropout: float | None,
-        temperature: float,
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        options = {"acts_on": acts_on, "normalise": normalise, "columns": columns}
-        self.masks.append(SoftMask(self.model, kinds=units, **options))
-        self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
-        self.contrast = Contrast(
-            self.model,
-            self.objective,
-            strength=contrast,
-            temperature=temperature,
-            text=contrast_text,
-            rate=contrast_dropout,
-        )
-        self.domains, self.first = domains, True
+    options: DASOptions
+
+    def __init__(self, options: DASOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        self.masks.append(SoftMask.from_options(self.model, options))
+        self.proxy = Proxy.from_options(self.model, self.objective, options)
+        self.contrast = Contrast.from_options(self.model, self.objective, options)
+        self.first = True
 
     @property
     def soft(self) -> SoftMask:
@@ -72,5 +62,5 @@ class DAS(ContinualModule):
         return self.contrast.losses(batch, soft=self.soft)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        if self.domains:
+        if self.options.domains:
             self.soft.raise_to(self.soft.measure(self.model, probe, domain_losses))

@@ -11,6 +11,7 @@ nearest, here it is the lowest perplexity. ContinualLM's version raises an error
 expert."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank, Scope
-from cpt.adapters.bottleneck import attach, checked
-from cpt.adapters.routing import Routing
-from cpt.core.options import choice
+from cpt.adapters.bottleneck import attach
+from cpt.adapters.options import BottleneckOptions, Routing
+from cpt.core.options import option
+from cpt.core.rules import one_of
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import in_mode, token_nll
 from cpt.models.units import sublayers
 
@@ -42,6 +44,15 @@ def feed_forwards(model: PreTrainedModel) -> Scope:
     return Scope(tuple(names), tuple(maps))
 
 
+@dataclass(frozen=True, kw_only=True)
+class DEMIXOptions(BottleneckOptions):
+    """Options of DEMIX; those of bottlenecks count for experts=adapter."""
+
+    experts: str = option("what a domain has of its own: every block's FFN, or an adapter", one_of(*EXPERTS))
+    start: str = option("what a new expert is a copy of", one_of(*STARTS))
+    routing: Routing = option("which experts score a text: one of conf/routing")
+
+
 class DEMIX(ContinualModule):
     """Trains an expert per domain, at first a copy of another (`start`: that `nearest` to the domain, the
     `previous` one, or the `base`).
@@ -50,31 +61,19 @@ class DEMIX(ContinualModule):
     `perplexities` those of the last domain's probe with each candidate: the base, if it is one, and the
     experts in the order of their domains."""
 
-    def __init__(
-        self,
-        *,
-        experts: str,
-        start: str,
-        placement: str,
-        reduction: int,
-        activation: str,
-        routing: Routing,
-        model: PreTrainedModel,
-        **shared: Any,
-    ) -> None:
-        adapters = choice("experts", experts, allowed=EXPERTS) == "adapter"
-        start = choice("start", start, allowed=STARTS)
-        options = checked(placement=placement, reduction=reduction, activation=activation)
-        scope = attach(model, **options) if adapters else feed_forwards(model)
-        super().__init__(model=model, scope=scope, **shared)
-        self.start, self.options = start, options if adapters else {}
-        self.keep_parts(Bank(model, scope.names), routing)
+    options: DEMIXOptions
+
+    def __init__(self, options: DEMIXOptions, shared: Shared) -> None:
+        self.adapted = options.experts == "adapter"
+        scope = attach(shared.model, **options.bottleneck) if self.adapted else feed_forwards(shared.model)
+        super().__init__(options, shared, scope=scope)
+        self.keep_parts(Bank(self.model, scope.names), options.routing)
         self.register_buffer("sources", torch.empty(0, dtype=torch.long))
         self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         candidates = self.candidates()
-        if self.start == "nearest":
+        if self.options.start == "nearest":
             self.perplexities = self.measure(probe, candidates)
         ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
         source = min(ranked, key=lambda pair: pair[0])[1]
@@ -85,10 +84,10 @@ class DEMIX(ContinualModule):
     def candidates(self) -> list[int]:
         """The parts that a new expert may begin as."""
         learned = self.bank.domains
-        if self.start == "base" or not learned:
+        if self.options.start == "base" or not learned:
             return [BASE]
         base = [BASE] * self.router.routing.base
-        return base + learned if self.start == "nearest" else learned[-1:]
+        return base + learned if self.options.start == "nearest" else learned[-1:]
 
     @torch.no_grad()
     def measure(self, probe: Iterable[Batch], parts: Sequence[int]) -> Tensor:
@@ -105,8 +104,14 @@ class DEMIX(ContinualModule):
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        attached = attach if self.options else None
-        return export.export(folder, self.model, parts, attach=attached, options=self.options)
+        attached = attach if self.adapted else None
+        return export.export(
+            folder,
+            self.model,
+            parts,
+            attach=attached,
+            options=self.options.bottleneck if self.adapted else {},
+        )
 
     def diagnostics(self) -> dict[str, Tensor]:
         record = {f"demix/{name}": getattr(self, name) for name in RECORD}

@@ -12,7 +12,7 @@ ContinualLM's released code differs: it cannot run (three attributes are missing
 terms, fills its buffer after a domain, on one process, and cuts stored outputs to integers when it loads
 them."""
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.core.options import choice, number
+from cpt.core.options import Options, option
+from cpt.core.rules import Rule, is_whole, number, one_of, or_null, shown
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
-from cpt.methods.common.reservoir import PRECISIONS, Reservoir, bytes_per_sample, capacity
+from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
 from cpt.models.forward import nll_of, outputs_at
 
 MATCHED = ("hidden", "logits")
@@ -39,44 +40,62 @@ def widths(model: PreTrainedModel) -> dict[str, int]:
     return {"hidden": hidden.shape[-1], "logits": logits.shape[-1]}
 
 
+@dataclass(frozen=True, kw_only=True)
+class DERPPOptions(Options):
+    """Options of DER++."""
+
+    alpha: float = option("weight of the mean squared error to the stored outputs", number("0 or more"))
+    beta: float = option("weight of the loss on the stored labels", number("0 or more"))
+    memory: int | None = option(
+        "samples that are kept, over all processes; null: memory_bytes says it",
+        Rule(lambda value: value is None or is_whole(value, 1), "a whole number of samples from 1 on"),
+    )
+    memory_bytes: float | None = option(
+        "bytes for all that is kept; null: memory says it", or_null(number("above 0"))
+    )
+    draw: int | None = option(
+        "samples of each of the two draws in a forward pass; null: half of its batch",
+        or_null(Rule(lambda value: is_whole(value, 1), "a whole number from 1 on")),
+    )
+    matched: str = option("the outputs that are held", one_of(*MATCHED))
+    precision: str = option("of the stored outputs", one_of("float16", "bfloat16", "float32"))
+
+    def check_together(self) -> None:
+        if (self.memory is None) == (self.memory_bytes is None):
+            raise ValueError(
+                f"memory={shown(self.memory)} and memory_bytes={shown(self.memory_bytes)}; "
+                "allowed: exactly one, the other null"
+            )
+
+
 class DERPP(ContinualModule):
     """Replays a reservoir: outputs of some of its samples are held, the labels of others learned again."""
 
-    def __init__(
-        self,
-        *,
-        alpha: float,
-        beta: float,
-        memory: int | None,
-        memory_bytes: int | None,
-        draw: int | None,
-        matched: str,
-        precision: str,
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        self.alpha = number("alpha", alpha, allowed="0 or more")
-        self.beta = number("beta", beta, allowed="0 or more")
-        self.matched = choice("matched", matched, allowed=MATCHED)
-        if draw is not None and (draw < 1 or draw != int(draw)):
-            raise ValueError(f"method.draw={draw}; allowed: null or a whole number from 1 on")
-        self.draw = draw
+    options: DERPPOptions
+
+    def __init__(self, options: DERPPOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
         full = np.array([self.length])
         slot = {
             "length": self.length,
             "scored": int(self.objective.scored(full, full)[0]),
-            "width": widths(self.model)[matched],
-            "precision": choice("precision", precision, allowed=tuple(PRECISIONS)),
+            "width": widths(self.model)[options.matched],
+            "precision": options.precision,
         }
-        samples = capacity(memory=memory, memory_bytes=memory_bytes, sample_bytes=bytes_per_sample(**slot))
+        samples = capacity(options.memory, options.memory_bytes, sample_bytes=bytes_per_sample(**slot))
         self.memory = Reservoir(samples=samples, **slot, seed=self.seed)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = outputs_at(self.model, batch)
         lm = nll_of(logits, batch).sum() * batch["weight"]
-        match, replay = self.replayed(self.draw or max(1, len(hidden) // 2))
-        self.memory.add(batch, logits if self.matched == "logits" else at(hidden, batch["positions"]))
-        return {"lm": lm, "derpp_match": self.alpha * match, "derpp_replay": self.beta * replay}
+        match, replay = self.replayed(self.options.draw or max(1, len(hidden) // 2))
+        held = logits if self.options.matched == "logits" else at(hidden, batch["positions"])
+        self.memory.add(batch, held)
+        return {
+            "lm": lm,
+            "derpp_match": self.options.alpha * match,
+            "derpp_replay": self.options.beta * replay,
+        }
 
     def replayed(self, count: int) -> tuple[Tensor, Tensor]:
         """Squared error of the outputs on one draw of `count` samples and loss on another, both means; 0
@@ -87,7 +106,7 @@ class DERPP(ContinualModule):
         stored = self.memory.outputs_of(matching).float()
         both = self.memory.batch(torch.cat([matching, replaying]))
         before, after = both["positions"].tensor_split([len(stored)])
-        if self.matched == "hidden":  # the head is not needed where hidden states are matched
+        if self.options.matched == "hidden":  # the head is not needed where hidden states are matched
             logits, hidden = outputs_at(self.model, both | {"positions": after})
             present = at(hidden, before)
         else:

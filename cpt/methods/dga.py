@@ -8,16 +8,23 @@ measured on the domain's own text, are protected, and a contrast keeps the domai
 
 The formulas are those of DAS (cpt.masks.importance, cpt.methods.common.contrast)."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from cpt.data.objectives import Batch
+from cpt.masks.options import SoftMaskOptions
 from cpt.masks.soft import Proxy, SoftMask
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
+from cpt.methods.common.options import ContrastOptions
 from cpt.models.snapshots import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class DGAOptions(SoftMaskOptions, ContrastOptions):
+    """Options of DGA."""
 
 
 class DGA(ContinualModule):
@@ -25,34 +32,14 @@ class DGA(ContinualModule):
 
     alone = True
 
-    def __init__(
-        self,
-        *,
-        units: Sequence[str],
-        columns: Sequence[str],
-        acts_on: str,
-        normalise: str,
-        general: str,
-        proxy_dropout: float | None,
-        contrast: float,
-        contrast_text: str,
-        contrast_dropout: float | None,
-        temperature: float,
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
+    options: DGAOptions
+
+    def __init__(self, options: DGAOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
         self.base = Snapshot(self.model, persistent=False)
-        options = {"acts_on": acts_on, "normalise": normalise, "columns": columns}
-        self.masks.append(SoftMask(self.model, kinds=units, **options))
-        self.proxy = Proxy(self.model, self.objective, compared=general, rate=proxy_dropout)
-        self.contrast = Contrast(
-            self.model,
-            self.objective,
-            strength=contrast,
-            temperature=temperature,
-            text=contrast_text,
-            rate=contrast_dropout,
-        )
+        self.masks.append(SoftMask.from_options(self.model, options))
+        self.proxy = Proxy.from_options(self.model, self.objective, options)
+        self.contrast = Contrast.from_options(self.model, self.objective, options)
 
     @property
     def soft(self) -> SoftMask:

@@ -7,27 +7,38 @@ It starts each domain at the model, and at the domain's end the model is the ave
 weights only for a while has less of a part in it."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
-from cpt.core.options import number
+from cpt.core.options import Options, option
+from cpt.core.rules import number
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAOptions(Options):
+    """Options of EMA."""
+
+    decay: float = option(
+        "alpha; about the last 1 / (1 - decay) steps count", number("0 or more and below 1")
+    )
 
 
 class EMA(ContinualModule):
     """Averages the weights over a domain's steps."""
 
-    def __init__(self, *, decay: float, **shared: Any) -> None:
-        super().__init__(**shared)
-        self.decay = number("decay", decay, allowed="0 or more and below 1")
+    options: EMAOptions
+
+    def __init__(self, options: EMAOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
         self.average = Snapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.average.take(self.model)
 
     def after_update(self) -> None:
-        self.average.take(self.model, share=1 - self.decay)
+        self.average.take(self.model, share=1 - self.options.decay)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         self.average.restore(self.model)

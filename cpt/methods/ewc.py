@@ -13,16 +13,17 @@ The released code (ContinualLM) squares a loss with its own penalty in it and wi
 gradient is that of the language-model loss alone, in eval mode, and in 32 bits whatever the precision."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, distributed, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cpt.core.options import choice, number
+from cpt.core.options import Options, option
+from cpt.core.rules import number, one_of
 from cpt.data.objectives import UNSCORED, Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import logits_at, nll_of
 from cpt.models.snapshots import PerParameter, Snapshot, pull
 
@@ -89,15 +90,23 @@ def merged(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: floa
     return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
 
 
+@dataclass(frozen=True, kw_only=True)
+class EWCOptions(Options):
+    """Options of EWC."""
+
+    strength: float = option("lambda, the penalty's weight", number("0 or more"))
+    estimator: str = option("squares the gradients of samples, or of batches", one_of(*ESTIMATORS))
+    merge: str = option("of a domain's Fisher with that of the domains before", one_of(*MERGES))
+    gamma: float = option("of merge=decay: the factor on the Fisher so far", number("0 to 1"))
+
+
 class EWC(ContinualModule):
     """Pulls each weight back to where the previous domain left it, by its Fisher."""
 
-    def __init__(self, *, strength: float, estimator: str, merge: str, gamma: float, **shared: Any) -> None:
-        super().__init__(**shared)
-        self.strength = number("strength", strength, allowed="0 or more")
-        self.estimator = choice("estimator", estimator, allowed=ESTIMATORS)
-        self.merge = choice("merge", merge, allowed=MERGES)
-        self.gamma = number("gamma", gamma, allowed="0 to 1")
+    options: EWCOptions
+
+    def __init__(self, options: EWCOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
         self.anchor = Snapshot(self.model, persistent=True)
         self.fisher = PerParameter((torch.zeros_like(p) for p in self.model.parameters()), persistent=True)
         self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
@@ -107,12 +116,16 @@ class EWC(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
-        return self.strength * pull(self.model.parameters(), self.anchor.buffers(), self.fisher.buffers())
+        return self.options.strength * pull(
+            self.model.parameters(), self.anchor.buffers(), self.fisher.buffers()
+        )
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            found = fisher(self.model, probe, estimator=self.estimator)
+            found = fisher(self.model, probe, estimator=self.options.estimator)
         for old, new in zip(self.fisher.buffers(), found, strict=True):
-            old.copy_(merged(old, new, domains=self.domains, merge=self.merge, gamma=self.gamma))
+            old.copy_(
+                merged(old, new, domains=self.domains, merge=self.options.merge, gamma=self.options.gamma)
+            )
         self.domains += 1
         self.anchor.take(self.model)

@@ -16,7 +16,7 @@ DistributedDataParallel no name matches and nothing is protected. Of the whole m
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +27,17 @@ from transformers import PreTrainedModel
 from cpt.adapters import bottleneck, export
 from cpt.adapters.bank import Bank, Scope
 from cpt.adapters.gates import Gates, annealed, attach, bottleneck_units, owned, regulariser
-from cpt.adapters.routing import Routing
-from cpt.core.options import choice, number
+from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
+from cpt.core.options import option
+from cpt.core.rules import number, one_of, some_of
 from cpt.data.objectives import Batch
+from cpt.masks.options import ACTS_ON
 from cpt.masks.taken import Taken
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import units as find_units
 
-FORMS = ("full", "adapter")
 GATED = ("heads", "neurons", "outputs")
 SHARED = ("frozen", "trained")
-
-
-def check(form: str, units: Sequence[str], shared: str) -> None:
-    """Raises ValueError for what is not allowed, and where nothing would be left to train."""
-    choice("form", form, allowed=FORMS)
-    choice("shared", shared, allowed=SHARED)
-    if not set(units) <= set(GATED):
-        raise ValueError(f"method.units={list(units)}; allowed: some of {', '.join(GATED)}, or []")
-    if form == "full" and not units and shared == "frozen":
-        raise ValueError("method.shared=frozen leaves nothing to train without units; allowed: trained")
 
 
 def adapter_gates(model: PreTrainedModel, *, s_max: float, **options: Any) -> tuple[Scope, Gates]:
@@ -63,47 +54,47 @@ def overlap(masks: Tensor) -> Tensor:
     return masks @ masks.T / masks.sum(1, keepdim=True).clamp_min(1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HATOptions(BottleneckOptions, GateOptions):
+    """Options of HAT; those of bottlenecks count for form=adapter."""
+
+    form: str = option("gates on the model's own units, or on adapters beside it", one_of("full", "adapter"))
+    units: tuple[str, ...] = option("what is gated in the form full", some_of(*GATED, none=True))
+    shared: str = option(
+        "what no unit owns (embeddings, norms, head): frozen after the first domain, or trained, which "
+        "changes what earlier domains compute",
+        one_of("frozen", "trained"),
+    )
+    acts_on: str = option("what is scaled: gradient, the step, or the step and its moments", ACTS_ON)
+    strength: float = option("c, the regulariser's weight", number("0 or more"))
+    std: float = option("of the e that a domain begins with", number("above 0"))
+    gate_rate: float = option("the learning rate of the gates' e over that of all", number("above 0"))
+    routing: Routing = option("which domain's gates score a text: one of conf/routing")
+
+    def check_together(self) -> None:
+        if self.form == "full" and not self.units and self.shared == "frozen":
+            raise ValueError("shared=frozen leaves nothing to train without units; allowed: trained")
+
+
 class HAT(ContinualModule):
     """Gives each domain gates of its own over weights that all share, and keeps what they opened."""
 
-    def __init__(
-        self,
-        *,
-        form: str,
-        units: Sequence[str],
-        shared: str,
-        acts_on: str,
-        s_max: float,
-        strength: float,
-        limit: float,
-        std: float,
-        gate_rate: float,
-        placement: str,
-        reduction: int,
-        activation: str,
-        routing: Routing,
-        model: PreTrainedModel,
-        **common: Any,
-    ) -> None:
-        check(form, units, shared)
-        options = bottleneck.checked(placement=placement, reduction=reduction, activation=activation)
-        s_max = number("s_max", s_max, allowed="above 0")
-        if form == "adapter":
-            scope, gates = adapter_gates(model, s_max=s_max, **options)
+    options: HATOptions
+
+    def __init__(self, options: HATOptions, shared: Shared) -> None:
+        if options.form == "adapter":
+            scope, gates = adapter_gates(shared.model, s_max=options.s_max, **options.bottleneck)
         else:
-            scope, gates = None, attach(model, find_units(model, units) if units else (), s_max=s_max)
-        super().__init__(model=model, scope=scope, **common)
-        self.form, self.shared, self.options, self.gates = form, shared, options, gates
-        self.strength = number("strength", strength, allowed="0 or more")
-        self.limit = number("limit", limit, allowed="above 0")
-        self.std = number("std", std, allowed="above 0")
-        self.gate_rate = number("gate_rate", gate_rate, allowed="above 0")
-        self.masks.append(Taken(gates.groups, acts_on=acts_on))
-        self.remember(routing)
+            groups = find_units(shared.model, options.units) if options.units else ()
+            scope, gates = None, attach(shared.model, groups, s_max=options.s_max)
+        super().__init__(options, shared, scope=scope)
+        self.gates = gates
+        self.masks.append(Taken(gates.groups, acts_on=options.acts_on))
+        self.remember(options.routing)
 
     def remember(self, routing: Routing) -> None:
         """Makes room for the gates of each domain; the base's are all open, in adapters all closed."""
-        side = -self.limit if self.form == "adapter" else self.limit
+        side = -self.options.limit if self.options.form == "adapter" else self.options.limit
         base = {name: torch.full_like(self.model.get_parameter(name), side) for name in self.gates.names}
         if base:
             self.keep_parts(Bank(self.model, self.gates.names, base=base), routing)
@@ -116,27 +107,27 @@ class HAT(ContinualModule):
         super().activate(domain)
         owners = owned(self.gates.groups) | {part.e for part in self.gates.parts}
         for parameter in self.model.parameters():
-            if parameter not in owners and self.shared == "frozen" and domain > 0:
+            if parameter not in owners and self.options.shared == "frozen" and domain > 0:
                 parameter.requires_grad_(False)
         for part in self.gates.parts:
             part.e.requires_grad_(True)  # also in frozen layers: which of their units a domain uses
 
     def rates(self) -> dict[nn.Parameter, float]:
-        return {part.e: self.gate_rate for part in self.gates.parts}
+        return {part.e: self.options.gate_rate for part in self.gates.parts}
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        self.gates.redraw(self.drawing(), std=self.std)
+        self.gates.redraw(self.drawing(), std=self.options.std)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         s = annealed(self.progress, s_max=self.gates.s_max)
         self.gates.set(s)
         terms = super().losses(batch)
         if self.gates.parts:
-            terms["hat"] = self.strength * regulariser(self.gates.soft(s), self.taken.taken)
+            terms["hat"] = self.options.strength * regulariser(self.gates.soft(s), self.taken.taken)
         return terms
 
     def after_update(self) -> None:
-        self.gates.clamp(self.limit)
+        self.gates.clamp(self.options.limit)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         super().after_domain(probe)
@@ -162,11 +153,13 @@ class HAT(ContinualModule):
         return model
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.form == "full":
+        if self.options.form == "full":
             last = self.backbone(len(order) - 1)
             return export.export(folder, last, {}, attach=None, options={})
         parts = {name: self.adapter(index) for index, name in enumerate(order)}
-        return export.export(folder, self.model, parts, attach=bottleneck.attach, options=self.options)
+        return export.export(
+            folder, self.model, parts, attach=bottleneck.attach, options=self.options.bottleneck
+        )
 
     def adapter(self, domain: int) -> dict[str, Tensor]:
         """The adapters' weights, by name, with a domain's gates in them."""

@@ -8,49 +8,40 @@ the earlier ones too; here these see x itself, so that it makes no difference wh
 added to W."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.core.options import choice
+from cpt.adapters.options import StoredPairOptions
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class IncLoRAOptions(StoredPairOptions):
+    """Options of IncLoRA."""
 
 
 class IncLoRA(ContinualModule):
     """Trains a new pair per domain on top of the earlier ones. These are `stored` in the frozen weights
     (`merged`: the state does not grow) or beside them (`pairs`: the weights stay the base's)."""
 
-    def __init__(
-        self,
-        *,
-        r: int,
-        alpha: float,
-        dropout: float,
-        targets: str | Sequence[str],
-        embeddings: bool,
-        stored: str,
-        exported: str,
-        model: PreTrainedModel,
-        **shared: Any,
-    ) -> None:
-        choice("stored", stored, allowed=lora.STORED)
-        choice("exported", exported, allowed=lora.EXPORTED)
-        scope = lora.attach(model, r=r, alpha=alpha, dropout=dropout, targets=targets, embeddings=embeddings)
-        super().__init__(model=model, scope=scope, **shared)
-        self.stored, self.exported = stored, exported
-        lora.follow(model)
+    options: IncLoRAOptions
+
+    def __init__(self, options: IncLoRAOptions, shared: Shared) -> None:
+        super().__init__(options, shared, scope=lora.attach(shared.model, **options.pair))
+        lora.follow(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            lora.begin(self.model, stored=self.stored, seed=self.drawing().initial_seed())
+            lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def backbone(self, domain: int) -> PreTrainedModel:
         return lora.plain(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.exported == "merged":
+        if self.options.exported == "merged":
             return super().export(folder, order)
         return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})

@@ -10,13 +10,14 @@ passes over the uncorrupted text, the softmax of hidden states over the position
 the student from the teacher, T = 1."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpt.core.options import choice, number
+from cpt.core.options import Options, option
+from cpt.core.rules import number, one_of
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import divergence, nll_of, outputs_at
 from cpt.models.snapshots import Snapshot
 
@@ -35,14 +36,22 @@ def chosen(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> T
     return logits if distilled == "logits" else hidden.flatten(0, 1).index_select(0, batch["positions"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class KDOptions(Options):
+    """Options of KD."""
+
+    strength: float = option("lambda, the weight of what the teacher says", number("0 or more"))
+    temperature: float = option("of both distributions", number("above 0"))
+    distilled: str = option("over the vocabulary, or over the features", one_of(*DISTILLED))
+
+
 class KD(ContinualModule):
     """Keeps the predictions near those of the model before the domain."""
 
-    def __init__(self, *, strength: float, temperature: float, distilled: str, **shared: Any) -> None:
-        super().__init__(**shared)
-        self.strength = number("strength", strength, allowed="0 or more")
-        self.temperature = number("temperature", temperature, allowed="above 0")
-        self.distilled = choice("distilled", distilled, allowed=DISTILLED)
+    options: KDOptions
+
+    def __init__(self, options: KDOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
         self.teacher = Snapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -51,9 +60,11 @@ class KD(ContinualModule):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = outputs_at(self.model, batch)
         taught = self.teacher.outputs_at(self.model, batch)
-        student, teacher = (chosen(each, batch, distilled=self.distilled) for each in (outputs, taught))
-        apart = distillation(student, teacher, temperature=self.temperature)
+        student, teacher = (
+            chosen(each, batch, distilled=self.options.distilled) for each in (outputs, taught)
+        )
+        apart = distillation(student, teacher, temperature=self.options.temperature)
         return {
             "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
-            "kd": self.strength * apart.sum() * batch["weight"],
+            "kd": self.options.strength * apart.sum() * batch["weight"],
         }

@@ -6,25 +6,37 @@ the base it is L2-SP (Li et al., ICML 2018, eq. 2).
 theta* is the model at the end of the previous domain, or the base."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpt.core.options import choice, number
+from cpt.core.options import Options, option
+from cpt.core.rules import number, one_of
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot, pull
 
 TOWARDS = ("previous", "base")
 
 
+@dataclass(frozen=True, kw_only=True)
+class L2Options(Options):
+    """Options of L2."""
+
+    strength: float = option("lambda, the penalty's weight", number("0 or more"))
+    towards: str = option(
+        "the weights that are pulled to: before this domain, or the base's", one_of(*TOWARDS)
+    )
+
+
 class L2(ContinualModule):
     """Pulls all weights back to where they were."""
 
-    def __init__(self, *, strength: float, towards: str, **shared: Any) -> None:
-        super().__init__(**shared)
-        self.strength = number("strength", strength, allowed="0 or more")
-        self.moves = choice("towards", towards, allowed=TOWARDS) == "previous"
+    options: L2Options
+
+    def __init__(self, options: L2Options, shared: Shared) -> None:
+        super().__init__(options, shared)
+        self.moves = options.towards == "previous"
         self.anchor = Snapshot(self.model, persistent=self.moves)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -36,4 +48,4 @@ class L2(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 ||theta - theta*||^2 over the trained parameters."""
-        return self.strength * pull(self.model.parameters(), self.anchor.buffers())
+        return self.options.strength * pull(self.model.parameters(), self.anchor.buffers())

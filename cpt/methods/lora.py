@@ -6,57 +6,52 @@ One pair for all domains is SeqLoRA. The paper adapts W_q and W_v of the attenti
 with O-LoRA and MIGU; here it is every linear map but the head, unless `targets` says otherwise."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.bank import Bank
-from cpt.adapters.routing import Routing
-from cpt.core.options import choice
+from cpt.adapters.options import PairOptions, Routing
+from cpt.core.options import option
+from cpt.core.rules import YES_NO, one_of
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 
 STARTS = ("base", "previous")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions(PairOptions):
+    """Options of LoRA."""
+
+    per_domain: bool = option("a pair for each domain", YES_NO)
+    start: str = option("of a new domain's: drawn anew, or a copy of the one before", one_of(*STARTS))
+    routing: Routing = option("of per_domain: which pair scores a text: one of conf/routing")
 
 
 class LoRA(ContinualModule):
     """Trains low-rank pairs and nothing else: one for all domains, or one `per_domain`, new at each domain
     (`start=base`) or at first the previous domain's."""
 
-    def __init__(
-        self,
-        *,
-        r: int,
-        alpha: float,
-        dropout: float,
-        targets: str | Sequence[str],
-        embeddings: bool,
-        exported: str,
-        per_domain: bool,
-        start: str,
-        routing: Routing,
-        model: PreTrainedModel,
-        **shared: Any,
-    ) -> None:
-        choice("exported", exported, allowed=lora.EXPORTED)
-        choice("start", start, allowed=STARTS)
-        scope = lora.attach(model, r=r, alpha=alpha, dropout=dropout, targets=targets, embeddings=embeddings)
-        super().__init__(model=model, scope=scope, **shared)
-        self.exported, self.start = exported, start
-        if per_domain:
-            self.keep_parts(Bank(model, scope.names), routing)
+    options: LoRAOptions
+
+    def __init__(self, options: LoRAOptions, shared: Shared) -> None:
+        scope = lora.attach(shared.model, **options.pair)
+        super().__init__(options, shared, scope=scope)
+        if options.per_domain:
+            self.keep_parts(Bank(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.bank is not None and self.start == "base" and self.domain.index > 0:
+        if self.bank is not None and self.options.start == "base" and self.domain.index > 0:
             lora.draw(self.model, self.drawing().initial_seed())
 
     def backbone(self, domain: int) -> PreTrainedModel:
         return lora.plain(super().backbone(domain), merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.exported == "merged":
+        if self.options.exported == "merged":
             return super().export(folder, order)
         if self.bank is None:
             return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})

@@ -1,14 +1,23 @@
 """MIGU on its own: plain further pre-training under the mask of cpt.masks.migu (Du et al., EMNLP Findings
 2024)."""
 
-from typing import Any
+from dataclasses import dataclass, replace
 
-from cpt.masks.base import GradientMask
-from cpt.methods.base import ContinualModule
+from cpt.core.options import Choice, Options, option
+from cpt.methods.base import ContinualModule, Shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class MIGUOptions(Options):
+    """Options of MIGU."""
+
+    mask: Choice = option("the mask: one of conf/mask")
 
 
 class MIGU(ContinualModule):
     """Naive continual learning under the magnitude mask; any other method takes it as `mask=migu`."""
 
-    def __init__(self, *, mask: GradientMask, **shared: Any) -> None:
-        super().__init__(**{**shared, "masks": [*shared["masks"], mask]})
+    options: MIGUOptions
+
+    def __init__(self, options: MIGUOptions, shared: Shared) -> None:
+        super().__init__(options, replace(shared, masks=(*shared.masks, options.mask.make())))

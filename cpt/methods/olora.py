@@ -9,8 +9,8 @@ A_k [r, d_in] are the A's of earlier domains; only A_t and B_t have gradients. T
 all pairs of parameters at each step; here the maps of one width are one product."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.bank import Bank
-from cpt.core.options import choice, number
+from cpt.adapters.options import StoredPairOptions
+from cpt.core.options import option
+from cpt.core.rules import number, one_of
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 
 PENALTIES = ("l1", "squared")
 Group = tuple[list[Tensor], Tensor]  # A of G maps, each [r, d]; the earlier ones, [G, t r, d]
@@ -51,38 +53,28 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(each) for each in tensors]).sum()
 
 
+@dataclass(frozen=True, kw_only=True)
+class OLoRAOptions(StoredPairOptions):
+    """Options of O-LoRA."""
+
+    strength: float = option("lambda_1, of the overlap with earlier pairs", number("0 or more"))
+    penalty: str = option("on the entries of A_k A_t^T", one_of(*PENALTIES))
+    norm: float = option("lambda_2, of the new pair's Frobenius norms", number("0 or more"))
+
+
 class OLoRA(ContinualModule):
     """Trains a new pair per domain on top of the earlier ones, in directions of the input that they leave
     free. `strength` is lambda_1, `norm` lambda_2."""
 
-    def __init__(
-        self,
-        *,
-        r: int,
-        alpha: float,
-        dropout: float,
-        targets: str | Sequence[str],
-        embeddings: bool,
-        stored: str,
-        exported: str,
-        strength: float,
-        penalty: str,
-        norm: float,
-        model: PreTrainedModel,
-        **shared: Any,
-    ) -> None:
-        choice("stored", stored, allowed=lora.STORED)
-        choice("exported", exported, allowed=lora.EXPORTED)
-        number("strength", strength, allowed="0 or more")
-        number("norm", norm, allowed="0 or more")
-        choice("penalty", penalty, allowed=PENALTIES)
-        scope = lora.attach(model, r=r, alpha=alpha, dropout=dropout, targets=targets, embeddings=embeddings)
-        super().__init__(model=model, scope=scope, **shared)
-        self.stored, self.exported = stored, exported
-        self.strength, self.penalty, self.norm = strength, penalty, norm
-        lora.follow(model)
-        self.kept = Bank(model, [name for name in scope.names if ".lora_A." in name or "embedding_A" in name])
-        self.trained = [model.get_parameter(name) for name in scope.names]
+    options: OLoRAOptions
+
+    def __init__(self, options: OLoRAOptions, shared: Shared) -> None:
+        scope = lora.attach(shared.model, **options.pair)
+        super().__init__(options, shared, scope=scope)
+        lora.follow(self.model)
+        halves = [name for name in scope.names if ".lora_A." in name or "embedding_A" in name]
+        self.kept = Bank(self.model, halves)
+        self.trained = [self.model.get_parameter(name) for name in scope.names]
         self.groups: list[Group] | None = None  # made at a domain's first step
 
     def activate(self, domain: int) -> None:
@@ -91,17 +83,17 @@ class OLoRA(ContinualModule):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            lora.begin(self.model, stored=self.stored, seed=self.drawing().initial_seed())
+            lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         self.kept.keep(self.model, self.domain.index)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
-        if self.strength:
-            terms["orthogonality"] = self.strength * self.overlap(like=terms["lm"])
-        if self.norm:
-            terms["norm"] = self.norm * norms(self.trained)
+        if self.options.strength:
+            terms["orthogonality"] = self.options.strength * self.overlap(like=terms["lm"])
+        if self.options.norm:
+            terms["norm"] = self.options.norm * norms(self.trained)
         return terms
 
     def overlap(self, *, like: Tensor) -> Tensor:
@@ -112,12 +104,12 @@ class OLoRA(ContinualModule):
             new = [self.model.get_parameter(name) for name in self.kept.names]
             earlier = [list(self.kept.weights(domain).values()) for domain in self.kept.domains]
             self.groups = grouped(new, earlier)
-        return overlap(self.groups, penalty=self.penalty)
+        return overlap(self.groups, penalty=self.options.penalty)
 
     def backbone(self, domain: int) -> PreTrainedModel:
         return lora.plain(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        if self.exported == "merged":
+        if self.options.exported == "merged":
             return super().export(folder, order)
         return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})

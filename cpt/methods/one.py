@@ -4,10 +4,10 @@ Its diagonal is what a domain gives without its predecessors (domain-adaptive pr
 ACL 2020), which intransigence compares with."""
 
 from collections.abc import Iterable
-from typing import Any
 
+from cpt.core.options import Options
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot
 
 
@@ -16,8 +16,8 @@ class One(ContinualModule):
 
     alone = True
 
-    def __init__(self, **shared: Any) -> None:
-        super().__init__(**shared)
+    def __init__(self, options: Options, shared: Shared) -> None:
+        super().__init__(options, shared)
         self.base = Snapshot(self.model, persistent=False)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:

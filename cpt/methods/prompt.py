@@ -11,8 +11,8 @@ after positions have been added, add positions again, and leave a prompt's vecto
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.options import Routing
 from cpt.adapters.prompt import attach, drawn
-from cpt.adapters.routing import Routing
-from cpt.core.options import choice
-from cpt.data.objectives import Batch, Causal, Objective
-from cpt.methods.base import ContinualModule
+from cpt.core.options import Options, option
+from cpt.core.rules import YES_NO, one_of, whole
+from cpt.data.objectives import Batch, Causal
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import token_nll
 from cpt.models.loading import positions_of
 
@@ -32,31 +33,30 @@ STARTS = ("vocabulary", "previous")
 ONLY = 0  # where the bank keeps the one prompt of all domains
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions(Options):
+    """Options of prompt tuning."""
+
+    tokens: int = option("n, vectors behind the first token of each sample; 0: the base", whole(0))
+    per_domain: bool = option("a prompt for each domain; false: one learns on through all domains", YES_NO)
+    start: str = option("of a new domain's: embeddings of random tokens, or a copy", one_of(*STARTS))
+    routing: Routing = option("of per_domain: which prompt scores a text: one of conf/routing")
+
+
 class Prompt(ContinualModule):
     """Trains a prompt for each domain, or one for all of them, and nothing else."""
 
-    def __init__(
-        self,
-        *,
-        tokens: int,
-        per_domain: bool,
-        start: str,
-        routing: Routing,
-        model: PreTrainedModel,
-        objective: Objective,
-        length: int,
-        **shared: Any,
-    ) -> None:
-        check_tokens(tokens, length=length, model=model)
-        start = choice("start", start, allowed=STARTS)
-        options = {"tokens": tokens, "causal": isinstance(objective, Causal)}
-        scope = attach(model, **options)
-        super().__init__(model=model, objective=objective, length=length, scope=scope, **shared)
+    options: PromptOptions
+
+    def __init__(self, options: PromptOptions, shared: Shared) -> None:
+        check_tokens(options.tokens, length=shared.length, model=shared.model)
+        self.prompting = {"tokens": options.tokens, "causal": isinstance(shared.objective, Causal)}
+        scope = attach(shared.model, **self.prompting)
+        super().__init__(options, shared, scope=scope)
         [self.name] = scope.names
-        self.options, self.start, self.per_domain = options, start, per_domain
-        bank = Bank(model, scope.names, base={self.name: self.prompt[:0]})
-        if per_domain:
-            self.keep_parts(bank, routing)
+        bank = Bank(self.model, scope.names, base={self.name: self.prompt[:0]})
+        if options.per_domain:
+            self.keep_parts(bank, options.routing)
         else:
             self.bank = bank
 
@@ -67,7 +67,7 @@ class Prompt(ContinualModule):
 
     @torch.no_grad()
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        if self.per_domain and self.start == "vocabulary":
+        if self.options.per_domain and self.options.start == "vocabulary":
             self.prompt.copy_(drawn(self.model, len(self.prompt), self.drawing()))
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
@@ -75,7 +75,7 @@ class Prompt(ContinualModule):
 
     def place(self, domain: int) -> int:
         """Where the bank has a domain's prompt."""
-        return domain if self.per_domain else ONLY
+        return domain if self.options.per_domain else ONLY
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         """The prompt of a domain, that of the base where there is none."""
@@ -83,7 +83,7 @@ class Prompt(ContinualModule):
         return self.bank.weights(place if place in self.bank.domains else BASE)
 
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
-        if self.per_domain:
+        if self.options.per_domain:
             return super().nll(batch, domain)
         nll = token_nll(self.model, batch, weights=self.weights(domain))
         return nll, torch.ones_like(nll)
@@ -95,9 +95,9 @@ class Prompt(ContinualModule):
         return copy
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        names = order if self.per_domain else order[-1:]
+        names = order if self.options.per_domain else order[-1:]
         parts = {name: self.weights(number) for number, name in enumerate(names)}
-        return export.export(folder, self.model, parts, attach=attach, options=self.options)
+        return export.export(folder, self.model, parts, attach=attach, options=self.prompting)
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel) -> None:

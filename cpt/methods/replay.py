@@ -4,10 +4,18 @@ theta_t = argmin (1 - r) L_lm(theta; D_t) + r L_lm(theta; D_1, ..., D_{t-1}), st
 the share of a batch (Ibrahim et al., TMLR 2024, arXiv 2403.08763). It is `ncl` with the same `replay`, bit
 for bit."""
 
-from typing import Any
+from dataclasses import dataclass, replace
 
+from cpt.core.options import Options, option
 from cpt.data.replay import NOTHING, Replay
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExperienceReplayOptions(Options):
+    """Options of REPLAY."""
+
+    mixture: Replay = option("how much earlier text is mixed in: one of conf/replay")
 
 
 class ExperienceReplay(ContinualModule):
@@ -15,10 +23,11 @@ class ExperienceReplay(ContinualModule):
 
     Raises ValueError if another one is laid over it."""
 
-    def __init__(self, *, mixture: Replay, **shared: Any) -> None:
-        super().__init__(**shared)
-        if self.replay not in (None, NOTHING):
+    options: ExperienceReplayOptions
+
+    def __init__(self, options: ExperienceReplayOptions, shared: Shared) -> None:
+        if shared.replay != NOTHING:
             raise ValueError(
                 "method=replay has a mixture of its own; allowed: replay=none, with changes to method.mixture"
             )
-        self.replay = mixture
+        super().__init__(options, replace(shared, replay=options.mixture))

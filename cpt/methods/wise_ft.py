@@ -6,24 +6,33 @@ The paper does it once, with the zero-shot model as theta_{t-1} and alpha = 1 - 
 0.5."""
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
-from cpt.core.options import number
+from cpt.core.options import Options, option
+from cpt.core.rules import number
 from cpt.data.objectives import Batch
-from cpt.methods.base import ContinualModule
+from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class WiSEFTOptions(Options):
+    """Options of WiSE-FT."""
+
+    previous: float = option("p, the share of the model before the domain; 0: plain ncl", number("0 to 1"))
 
 
 class WiSEFT(ContinualModule):
     """Mixes the weights before a domain with those after it."""
 
-    def __init__(self, *, previous: float, **shared: Any) -> None:
-        super().__init__(**shared)
-        self.share = number("previous", previous, allowed="0 to 1")
+    options: WiSEFTOptions
+
+    def __init__(self, options: WiSEFTOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
         self.previous = Snapshot(self.model, persistent=True)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.previous.take(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.previous.restore(self.model, share=self.share)
+        self.previous.restore(self.model, share=self.options.previous)

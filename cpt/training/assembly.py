@@ -1,72 +1,70 @@
-"""From a checked config to the pieces of a run: the method with its model, its data, its empty scores."""
+"""From a plan to the pieces of a run: the method with its model, its data, its empty scores."""
 
 import logging
 import platform
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.config import made
 from cpt.core.randomness import key
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.datamodule import DomainSequence
-from cpt.data.replay import NOTHING
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
-from cpt.methods.base import ContinualModule
-from cpt.models.freezing import Freeze
+from cpt.methods.base import ContinualModule, Shared
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
+
 PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
 
 
-def method(cfg: DictConfig, start: Base) -> ContinualModule:
+def method(plan: Plan, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
-    tell_rate(cfg)
-    torch.manual_seed(key(cfg.seed, "method") % 2**63)
-    mask = made(cfg.mask)
-    # Partial: Hydra would copy a model that is handed through its config.
-    return made(cfg.method, _partial_=True)(
+    tell_rate(plan)
+    torch.manual_seed(key(plan.run.seed, "method") % 2**63)
+    return plan.method.make(shared_by(plan, start))
+
+
+def shared_by(plan: Plan, start: Base) -> Shared:
+    """What a run gives every method."""
+    return Shared(
         model=start.model(),
         objective=start.objective,
         length=start.length,
-        masks=[] if mask is None else [mask],
-        replay=made(cfg.replay),
-        freeze=Freeze(**cfg.freeze),
-        optimizer=instantiate(cfg.optim),
-        schedule=instantiate(cfg.schedule),
-        seed=cfg.seed,
+        masks=[mask.make() for mask in plan.masks],
+        replay=plan.replay,
+        freeze=plan.freeze,
+        optimizer=partial(plan.optim.load(), **plan.optim.arguments),
+        schedule=plan.schedule,
+        seed=plan.run.seed,
     )
 
 
-def tell_rate(cfg: DictConfig) -> None:
-    """Tells, in a line, where a method's own rate has no effect: a learning rate that is given stands as it
-    is."""
-    rate = cfg.method.get("rate", 1)
-    if rate != 1 and not OmegaConf.is_interpolation(cfg.optim, "lr"):
+def tell_rate(plan: Plan) -> None:
+    """Tells, in a line, where a method's own rate has no effect."""
+    if plan.lost_rate is not None:
         log.info(
             "optim.lr=%g is the learning rate as it stands: method.rate=%g of %s has no effect "
             "(model.lr=… would be multiplied by it)",
-            cfg.optim.lr,
-            rate,
-            cfg.method.name,
+            plan.optim.arguments["lr"],
+            plan.lost_rate,
+            plan.names["method"],
         )
 
 
 def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
     """The stages of a method over the domains of a plan."""
-    options = plan.cfg.trainer
+    options = plan.trainer
     domains = module.stages(plan.order)
-    replay = module.replay or NOTHING
+    replay = module.replay
     learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
 
     def packed(name: str, split: str) -> Any:
-        return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.cfg.model.length)
+        return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.model.length)
 
     return DomainSequence(
         domains,
@@ -75,7 +73,7 @@ def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule)
         objective=start.objective,
         budget=plan.budget,
         replay=replay,
-        seed=plan.cfg.seed,
+        seed=plan.run.seed,
         accumulate=options.accumulate_grad_batches,
         eval_batch_size=options.eval_batch_size,
         probe_samples=options.probe_samples,
@@ -85,7 +83,7 @@ def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule)
 
 def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
-    cfg, held_out, objective = plan.cfg, data.held_out.values(), start.objective
+    held_out, objective = data.held_out.values(), start.objective
     per_text = [(text.text_tokens, text.row_lengths) for text in held_out]
     return Scores(
         domains=list(data.held_out),
@@ -93,14 +91,14 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
         bytes=[text.bytes for text in held_out],
         scored=[int(objective.scored(*sizes).sum()) for sizes in per_text],
         run={
-            "name": str(cfg.name),
-            "method": cfg.method.name,
-            "mask": cfg.mask.name,
-            "replay": cfg.replay.name,
-            "variant": str(cfg.variant),
-            "model": str(cfg.model.name),
+            "name": str(plan.run.name),
+            "method": plan.names["method"],
+            "mask": plan.names["mask"],
+            "replay": plan.names["replay"],
+            "variant": str(plan.run.variant),
+            "model": plan.names["model"],
             "order": plan.order,
-            "seed": cfg.seed,
+            "seed": plan.run.seed,
             "finished": False,
             "objective": start.objective_name,
         },
@@ -109,7 +107,7 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
             "score_on": plan.source.score_on,
             "tokenizer": tokenizer_digest(start.tokenizer)[:8],
             "length": start.length,
-            "mask_rate": cfg.model.mask_rate if start.objective_name == "masked" else None,
+            "mask_rate": plan.model.mask_rate if start.objective_name == "masked" else None,
         },
         config_digest=plan.config_digest,
         versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},

@@ -16,12 +16,11 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig
 from torch import Tensor
 
 from cpt.core.errors import reason
 from cpt.core.files import replacing
-from cpt.training.checks import FLAGS, check_arguments, target
+from cpt.core.signatures import check_arguments, target
 
 BUDGET = "trainer.steps, trainer.epochs or trainer.tokens say how long a domain is learned"
 KEPT = "trainer.checkpoint_every says how often a checkpoint is kept, keep_stages=true keeps each stage"
@@ -41,21 +40,16 @@ NEED_LOGGER = (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
-def loggers(options: DictConfig, folder: Path) -> list[Logger]:
+def loggers(entries: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Logger]:
     """The loggers of the config beside metrics.csv and W&B; those that write files do so in the run's folder
     unless they are told where. Raises ValueError for what cannot be made: its package may be missing."""
-    entries = {name: entry for name, entry in options.items() if name not in FLAGS and entry is not None}
     return [made(f"logger.{name}", entry, Logger, save_dir=str(folder)) for name, entry in entries.items()]
 
 
-def callbacks(options: DictConfig, *, logged: bool) -> dict[str, Callback]:
+def callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
     """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for
     what cannot be made, and for one that would change what a stage is."""
-    built = {
-        str(name): made(f"callbacks.{name}", entry, Callback)
-        for name, entry in options.items()
-        if entry is not None
-    }
+    built = {name: made(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
     for name, each in built.items():
         told = f"callbacks.{name}={type(each).__name__}"
         for kind, instead in REFUSED.items():
@@ -67,7 +61,7 @@ def callbacks(options: DictConfig, *, logged: bool) -> dict[str, Callback]:
     return built
 
 
-def made(place: str, entry: DictConfig, kind: type, **defaults: Any) -> Any:
+def made(place: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
     """What an entry of the config stands for, with `defaults` for the arguments that it takes and that are
     not given."""
     check_arguments(place, entry)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
@@ -14,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from cpt.adapters.bank import BASE
 from cpt.core.preemption import Preempted, leave_together
 from cpt.data.datamodule import DomainSequence
-from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualModule
 from cpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from cpt.evaluation.endtasks.suite import EndTasks
+    from cpt.evaluation.endtasks.tasks import Planned
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def together() -> bool:
 
 
 def examination(
-    options: Mapping[str, Any],
+    planned: Planned | None,
     place: RunFolder,
     *,
     module: ContinualModule,
@@ -91,9 +90,8 @@ def examination(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Examination | None:
     """The end tasks of a run; None where it has none."""
-    if options["name"] == "none":
+    if planned is None:
         return None
     from cpt.evaluation.endtasks.suite import EndTasks
 
-    order = [name for name in data.held_out if name != GENERAL]
-    return Examination(EndTasks.read(options, order=order, tokenizer=tokenizer), place, module, data)
+    return Examination(EndTasks.of_plan(planned, tokenizer), place, module, data)

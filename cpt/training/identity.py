@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from cpt.core.checksums import checksum
 from cpt.core.files import replace
 from cpt.core.processes import is_first_process
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
-CHECKS = ("fast", "full")
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 FACTS = ("digest", "documents", "bytes")
@@ -70,14 +67,12 @@ def check(plan: Plan, place: RunFolder) -> None:
     """Compares what a run folder was begun with with what there is now, before anything else is done.
 
     Raises ValueError for texts, domains or a base that are others now; the message names them."""
-    if plan.cfg.check not in CHECKS:
-        raise ValueError(f"check={plan.cfg.check}; allowed: {', '.join(CHECKS)}")
     then = Identity.load(place)
     if then is None:
         return
     before = deepcopy(then)
     compare_order(then, plan, place)
-    if wrong := [*changed_texts(then, plan), *changed_checkpoint(then, plan.cfg)]:
+    if wrong := [*changed_texts(then, plan), *changed_checkpoint(then, plan)]:
         raise ValueError(refusal(place, wrong))
     if not place.identity.exists():
         log.info("%s was made by an older cpt: its texts are what they were", place.path)
@@ -90,7 +85,7 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
     then = Identity.load(place)
     if then is None or then.order != plan.order or any(stamps_differ(then, plan)):
         return False
-    given = plan.cfg.model.checkpoint
+    given = plan.model.checkpoint
     return given is None or not any(others(then.base, checkpoint_files(given)))
 
 
@@ -112,7 +107,7 @@ def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
     told = ", ".join(kinds) or f"{listed(then.order)} -> {listed(plan.order)}"
     going_on = f"'order=[{','.join(then.order)}]' 'hydra.run.dir={place.path}' goes on with what it had, "
     raise ValueError(
-        f"order={plan.cfg.order} means other domains than when {place.path} was begun ({told}); "
+        f"order={plan.run.order} means other domains than when {place.path} was begun ({told}); "
         f"{'bring them back, ' if gone else going_on}another name=… begins a new run, or delete the folder"
     )
 
@@ -123,7 +118,7 @@ def listed(names: list[str]) -> str:
 
 def changed_texts(then: Identity, plan: Plan) -> Iterator[str]:
     """The texts whose content is another, by name; takes over the stamps of those that only look so."""
-    full = plan.cfg.check == "full" and is_first_process()
+    full = plan.run.check == "full" and is_first_process()
     for name in list(then.texts) if full else list(stamps_differ(then, plan)):
         stamp = stamp_of(plan.source, name)
         facts = read_now(plan, name, full=full)
@@ -145,7 +140,7 @@ def read_now(plan: Plan, name: str, *, full: bool) -> Mapping[str, Any]:
     log.info("comparing the text of %s with the one that the run was begun with", name)
     if full:
         return facts_anew(plan.source, name)
-    return corpus(plan.source, name, cache=Path(plan.cfg.cache_dir)).facts
+    return corpus(plan.source, name, cache=Path(plan.run.cache_dir)).facts
 
 
 def difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -158,17 +153,18 @@ def size(facts: Mapping[str, Any]) -> str:
     return f"{documents} documents, {count} bytes, {facts['digest'][:8]}"
 
 
-def changed_checkpoint(then: Identity, cfg: DictConfig) -> Iterator[str]:
+def changed_checkpoint(then: Identity, plan: Plan) -> Iterator[str]:
     """The files of a given checkpoint that are others now; takes over the times of those that only look
     so."""
-    if cfg.model.checkpoint is None or not then.base:
+    checkpoint = plan.model.checkpoint
+    if checkpoint is None or not then.base:
         return
-    found = checkpoint_files(cfg.model.checkpoint)
-    for name in list(then.base) if cfg.check == "full" else list(others(then.base, found)):
+    found = checkpoint_files(checkpoint)
+    for name in list(then.base) if plan.run.check == "full" else list(others(then.base, found)):
         if name not in found:
-            yield f"model.checkpoint={cfg.model.checkpoint} has no {name} any more"
+            yield f"model.checkpoint={checkpoint} has no {name} any more"
         elif (now := known(found[name]))[2] != then.base[name][2]:
-            yield f"{name} of model.checkpoint={cfg.model.checkpoint} changed"
+            yield f"{name} of model.checkpoint={checkpoint} changed"
         else:
             then.base[name] = now
 
@@ -204,10 +200,10 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT}
 
 
-def base_files(start: Base, cfg: DictConfig) -> dict[str, Path]:
+def base_files(start: Base, *, given: bool) -> dict[str, Path]:
     """What the base is known by; the settings of one that is built here are the config's."""
     files = checkpoint_files(start.checkpoint)
-    return {name: path for name, path in files.items() if cfg.model.checkpoint or path.suffix in WEIGHTS}
+    return {name: path for name, path in files.items() if given or path.suffix in WEIGHTS}
 
 
 def settle(
@@ -242,7 +238,7 @@ def gathered(
     }
     base = {
         name: then.base[name] if then.base.get(name, [])[:2] == look(path) else known(path)
-        for name, path in base_files(start, plan.cfg).items()
+        for name, path in base_files(start, given=plan.model.checkpoint is not None).items()
     }
     tasks = examination.endtasks.by_name if examination else {}
     endtasks = then.endtasks | {name: task.content for name, task in tasks.items()}

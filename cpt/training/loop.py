@@ -2,41 +2,34 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.bank import BASE
 from cpt.core.files import check_archive
 from cpt.core.preemption import check, deferred, leave_together
 from cpt.core.processes import is_first_process
-from cpt.core.threads import keep_threads
-from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_losses, check_state
 from cpt.reporting import run_report
-from cpt.tracking.loggers import log_scores, log_stage, tracked
-from cpt.training import preflight
-from cpt.training.assembly import method, opened, sequence
+from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, save
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
-from cpt.training.endtasks import Examination, examination
-from cpt.training.identity import settle
-from cpt.training.plan import Plan, endtask_digest
-from cpt.training.pretraining import Base, base
+from cpt.training.endtasks import Examination
+from cpt.training.plan import Plan
+from cpt.training.pretraining import Base
 from cpt.training.run_folder import RunFolder
 from cpt.training.trainer import trainer
 from cpt.training.verdict import confirm
@@ -45,67 +38,12 @@ log = logging.getLogger(__name__)
 HEAVIEST = 20  # parts that a text's row names, of more
 
 
-def fold(plan: Plan, place: RunFolder) -> Scores:
-    """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
-    cfg = plan.cfg
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    custom_loggers, callbacks = preflight.checked(cfg, place.path)  # before hours of reading
-    keep_threads(place.path / "threads", processes=trainer(cfg.trainer, label="").num_devices)
-    phases: dict[str, float] = {}
-    with timed(phases, "read the texts"):
-        corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    with timed(phases, "make the base"):
-        start = base(cfg.model, corpora, accelerator=cfg.trainer.accelerator)
-        module = method(cfg, start)
-    with timed(phases, "tokenise"):
-        data = sequence(plan, corpora, start, module)
-        examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
-    settle(plan, place, corpora, start, examined)
-    scores = begun(place, opened(plan, corpora, start, data), phases)
-    if cfg.check == "full":
-        confirm(place)
-    config = OmegaConf.to_container(cfg, resolve=True)
-    with tracked(
-        cfg.logger,
-        place.path,
-        group=str(cfg.name),
-        job=cfg.method.name,
-        tags=cfg.tags,
-        config=config,
-        custom=custom_loggers,
-    ) as loggers:
-        learner = Learner(
-            cfg,
-            place,
-            module=module,
-            data=data,
-            examination=examined,
-            scores=scores,
-            loggers=loggers,
-            callbacks=CustomCallbacks(callbacks, place.path / "callbacks"),
-        )
-        learner.learn()
-        if is_first_process():
-            learner.conclude(start)
-    return scores
-
-
-def begun(place: RunFolder, empty: Scores, phases: Mapping[str, float]) -> Scores:
-    """What a run folder has of the scores, with the seconds that this start has taken so far."""
-    scores = place.scores() or empty
-    place.check_documents(scores.domains, len(scores.rows))
-    for name, seconds in phases.items():
-        scores.phases[name] = scores.phases.get(name, 0.0) + seconds
-    return scores
-
-
 class Learner:
     """A run at work: its method, its data and its scores so far."""
 
     def __init__(
         self,
-        cfg: DictConfig,
+        plan: Plan,
         place: RunFolder,
         *,
         module: ContinualModule,
@@ -115,7 +53,7 @@ class Learner:
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
     ) -> None:
-        self.cfg, self.place, self.module, self.data = cfg, place, module, data
+        self.plan, self.place, self.module, self.data = plan, place, module, data
         self.examination, self.scores, self.loggers = examination, scores, loggers
         self.callbacks = callbacks
         self.at = 0  # the stage whose weights the module has
@@ -151,16 +89,17 @@ class Learner:
         """The end tasks that are due after a stage and not measured yet."""
         if self.examination is None or not self.examination.missing(number):
             return
-        row = self.scores.rows[number]
+        row, when = self.scores.rows[number], self.plan.endtasks.when
         if number != self.at and not self.place.stage(number).exists():
             raise ValueError(
-                f"endtask.when={self.cfg.endtask.when} needs the weights after {row}, which were not kept; "
+                f"endtask.when={when} needs the weights after {row}, which were not kept; "
                 "allowed: endtask.when=last, or a new name=… (keep_stages=true keeps them for later)"
             )
         self.scores.run["finished"] = False
         self.restore(number)
         with timed(self.scores.phases, f"end tasks {row}"):
-            self.examination.measure(number, trainer(self.cfg.trainer, label=row).strategy.root_device)
+            device = trainer(self.plan.trainer.lightning, label=row).strategy.root_device
+            self.examination.measure(number, device)
         if is_first_process():
             self.collect()
             self.save()
@@ -168,7 +107,7 @@ class Learner:
     def collect(self) -> None:
         """Takes over what the end tasks have given so far."""
         results = self.examination.results(len(self.scores.rows))
-        self.scores.endtasks = results | {"digest": endtask_digest(self.cfg, self.examination.endtasks.plan)}
+        self.scores.endtasks = results | {"digest": self.plan.endtask_digest}
 
     def fit(self, number: int, domain: Domain) -> dict[str, int]:
         """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
@@ -182,8 +121,8 @@ class Learner:
         self.data.enter(domain)
         self.module.activate(domain.index)
         self.module.train()
-        compute, guard = Compute(), Guard(policy=self.cfg.on_nonfinite)
-        saving = Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every, guard=guard)
+        compute, guard = Compute(), Guard(policy=self.plan.run.on_nonfinite)
+        saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
         callbacks = [compute, guard, *self.callbacks.entering(number), saving]
         with timed(self.scores.phases, f"learn {domain.name}"):
@@ -199,7 +138,7 @@ class Learner:
         """The trainer that has learned a domain to its end, however often it was rolled back."""
         while True:
             fitting = trainer(
-                self.cfg.trainer,
+                self.plan.trainer.lightning,
                 label=f"{domain.name} ({number}/{len(self.data)})",
                 folder=self.place.path / "lightning",
                 loggers=self.loggers,
@@ -217,7 +156,7 @@ class Learner:
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
         with timed(self.scores.phases, f"score {row}"):
-            trainer(self.cfg.trainer, label=f"scoring after {row}").validate(
+            trainer(self.plan.trainer.lightning, label=f"scoring after {row}").validate(
                 self.module, datamodule=self.data, verbose=False
             )
             losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
@@ -237,7 +176,7 @@ class Learner:
             self.place.save_documents(number, arrays)
             self.place.save_diagnostics(number, looked_at)
             self.save()
-            self.place.tidy(number, keep=self.cfg.keep_stages)
+            self.place.tidy(number, keep=self.plan.run.keep_stages)
 
     def parts(self) -> dict[str, dict[str, float]]:
         """The parts of the model that scored each text, by name: the heaviest of them."""
@@ -266,7 +205,7 @@ class Learner:
         self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
         if self.examination is not None:
             self.collect()
-        self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
+        self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
         self.scores.run["finished"] = True
         run_report.write(self.place.path, self.scores)
         self.place.seal()

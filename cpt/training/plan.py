@@ -1,49 +1,106 @@
-"""A config checked: everything that can be wrong with it is found here, before torch is imported."""
+"""What a run will do: a config read into options and checked, before torch is imported."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.config import digest, identity, made
+from cpt.core.config import digest, identity, plain_config
+from cpt.core.options import Choice
 from cpt.data import orders
 from cpt.data.budget import Budget, share
+from cpt.data.replay import Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.endtasks.tasks import Planned, checked
 from cpt.evaluation.objective import objective_value
-from cpt.training.checks import check, is_own
+from cpt.models.options import Freeze, ModelOptions
+from cpt.optim.schedules import Schedule
+from cpt.training.checks import read_sections
+from cpt.training.options import LoggerOptions, RunOptions, TrainerOptions
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config that has been checked, its text source, the order of its domains and its end tasks."""
+    """A config that has been checked: nothing below the plan reads the config itself."""
 
-    cfg: DictConfig
+    settings: Mapping[str, Any]  # all of the config, for the folder, the report and W&B
+    names: Mapping[str, str]  # what was chosen of method, mask, replay, model
+    run: RunOptions
+    model: ModelOptions
+    freeze: Freeze
+    method: Choice
+    masks: tuple[Choice, ...]
+    replay: Replay
     source: Source
-    budget: Budget
     order: list[str]
-    config_digest: str
+    budget: Budget
+    optim: Choice
+    schedule: Schedule
+    trainer: TrainerOptions
+    logger: LoggerOptions
+    callbacks: Mapping[str, Any]
     endtasks: Planned | None
+    config_digest: str  # of what decides the result
+    lost_rate: float | None  # a method's own learning rate that has no effect
+
+    @property
+    def endtask_digest(self) -> str:
+        """What the end tasks are known by: their options, and the sizes and times of their data."""
+        return digest([self.settings["endtask"], self.endtasks.stamp if self.endtasks else ""])
 
 
 def planned(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
-    check(cfg)
-    made_of = identity(cfg)
-    objective_value({}, cfg.objective)
-    options = {name: cfg.trainer[name] for name in ("steps", "epochs", "tokens", "batch_size")}
-    processes = cfg.trainer.devices if isinstance(cfg.trainer.devices, int) else 1
-    made(cfg.replay)
-    if is_own(OmegaConf.select(cfg, "method.mixture")):
-        made(cfg.method.mixture)
-    share(cfg.trainer.batch_size, accumulate=cfg.trainer.accumulate_grad_batches, world=max(1, processes))
-    source = instantiate({key: value for key, value in cfg.domains.items() if key != "name"}, _convert_="all")
-    order = orders.resolve(cfg.order, names=source.names, orders=source.orders, seed=cfg.seed)
-    endtasks = checked(cfg.endtask, source.names, order)
-    return Plan(cfg, source, Budget(**options), order, digest(made_of), endtasks)
+    settings = plain_config(cfg)
+    said = read_sections(cfg)
+    objective_value({}, said.run.objective)
+    check_share(said.trainer)
+    order = orders.resolve(
+        said.run.order, names=said.source.names, orders=said.source.orders, seed=said.run.seed
+    )
+    return Plan(
+        settings=settings,
+        names=names_of(settings),
+        run=said.run,
+        model=said.model,
+        freeze=said.freeze,
+        method=said.method,
+        masks=tuple(said.masks.values()),
+        replay=said.replay,
+        source=said.source,
+        order=order,
+        budget=budget_of(said.trainer),
+        optim=said.optim,
+        schedule=said.schedule,
+        trainer=said.trainer,
+        logger=said.logger,
+        callbacks=said.callbacks,
+        endtasks=checked(settings["endtask"], said.source.names, order),
+        config_digest=digest(identity(settings)),
+        lost_rate=lost_rate(cfg),
+    )
 
 
-def endtask_digest(cfg: DictConfig, endtasks: Planned | None) -> str:
-    """What the end tasks of a config are known by: their options, and the sizes and times of their data."""
-    stamp = endtasks.stamp if endtasks else ""
-    return digest([OmegaConf.to_container(cfg.endtask, resolve=True), stamp])
+def names_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What each group's choice is called; several masks by a plus."""
+    names = {group: str(settings[group]["name"]) for group in ("method", "replay", "model")}
+    return names | {"mask": "+".join(settings["mask"]) or "none"}
+
+
+def budget_of(trainer: TrainerOptions) -> Budget:
+    return Budget(
+        steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
+    )
+
+
+def check_share(trainer: TrainerOptions) -> None:
+    """Raises ValueError for a batch that cannot be shared out among the processes."""
+    processes = trainer.devices if isinstance(trainer.devices, int) else 1
+    share(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
+
+
+def lost_rate(cfg: DictConfig) -> float | None:
+    """A method's own rate where it has no effect: a learning rate that is given stands as it is."""
+    rate = cfg.method.get("rate", 1)
+    return rate if rate != 1 and not OmegaConf.is_interpolation(cfg.optim, "lr") else None

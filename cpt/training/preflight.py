@@ -1,16 +1,20 @@
-"""A config checked by what torch, Lightning and transformers say of it, before any text is read."""
+"""A plan checked by what torch, Lightning and transformers say of it, before any text is read.
+
+The method is made once on the model's skeleton, which takes no memory: units that there are not, targets that
+nothing matches, positions that do not suffice are told at once."""
 
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig, OmegaConf
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -19,48 +23,37 @@ from cpt.adapters.export import INDEX
 from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
-from cpt.methods.prompt import check_tokens
-from cpt.models import loading as models
-from cpt.models.freezing import Freeze
+from cpt.core.signatures import check_arguments
+from cpt.data.objectives import Causal, Masked
+from cpt.methods.base import Shared
+from cpt.models import loading
+from cpt.models.freezing import frozen_parameters
+from cpt.models.options import ModelOptions
 from cpt.models.resizing import check_head, check_rows
 from cpt.training import callbacks as custom
-from cpt.training.checks import check_arguments, is_own
-from cpt.training.pretraining import check_buildable
-from cpt.training.trainer import trainer
+from cpt.training.options import TrainerOptions
+from cpt.training.plan import Plan
+from cpt.training.trainer import quiet, trainer
 
 log = logging.getLogger(__name__)
+
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
-# What a run gives every method, beside its own options.
-SHARED = (
-    "model",
-    "objective",
-    "length",
-    "masks",
-    "replay",
-    "freeze",
-    "optimizer",
-    "schedule",
-    "seed",
-    "scope",
-)
 
 
-def checked(cfg: DictConfig, folder: Path) -> tuple[list[Logger], dict[str, Callback]]:
-    """The loggers and callbacks of a config that can be run. Raises ValueError for one that cannot."""
-    check_arguments("method", cfg.method, given_by_cpt=SHARED)
-    for section in ("mask", "method.mask", "method.mixture", "method.routing"):
-        check_arguments(section, OmegaConf.select(cfg, section))
-    check_optimizer("optim", cfg.optim)
-    check_model(cfg)
-    loggers = custom.loggers(cfg.logger, folder)
-    logged = bool(loggers) or bool(cfg.logger.get("csv")) or bool(cfg.logger.get("wandb"))
-    callbacks = custom.callbacks(cfg.callbacks, logged=logged)
-    check_trainer(cfg.trainer, loggers, callbacks)
+def checked(plan: Plan, folder: Path) -> tuple[list[Logger], dict[str, Callback]]:
+    """The loggers and callbacks of a plan that can be run. Raises ValueError for one that cannot."""
+    quiet()
+    check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
+    check_model(plan)
+    loggers = custom.loggers(plan.logger.others, folder)
+    logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
+    callbacks = custom.callbacks(plan.callbacks, logged=logged)
+    check_trainer(plan.trainer, loggers, callbacks)
     return loggers, callbacks
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
+def naming_cause(place: str) -> Iterator[None]:
     """Whatever a library raises becomes a ValueError in one line that begins with the place."""
     try:
         yield
@@ -68,51 +61,83 @@ def naming(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {reason(error).removeprefix('trainer: ')}") from error
 
 
-def check_optimizer(place: str, options: DictConfig) -> None:
+def check_optimizer(place: str, options: Mapping[str, Any]) -> None:
     """The optimizer takes its options: tried with one weight."""
     check_arguments(place, options, given_by_cpt=("params",))
-    with naming(place):
-        instantiate(options)([{"params": [nn.Parameter(torch.zeros(1, 1))]}])
+    with naming_cause(place):
+        instantiate({**options, "_partial_": True}, _convert_="all")(
+            [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
+        )
 
 
-def check_model(cfg: DictConfig) -> None:
-    """The model can be built or loaded, and goes with the options: on its skeleton, which takes no memory."""
-    options = cfg.model
+def check_model(plan: Plan) -> None:
+    """The model can be built or loaded, and goes with the options and the method: on its skeleton."""
+    options = plan.model
     config = built(options) if options.checkpoint is None else given(options)
-    objective = models.objective_name(options.objective, config)
+    objective = loading.objective_name(options.objective, config)
     if objective == "masked" and options.mask_rate is None:
         raise ValueError("model.mask_rate=null; allowed: above 0 and below 1, as the model is masked")
     where = options.checkpoint or "model.config"
-    with naming(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = models.AUTO[objective].from_config(config)
-    models.check_length(options.length, model)
-    Freeze(**cfg.freeze).parameters(model)
-    if options.get("resize"):
+    with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = loading.AUTO[objective].from_config(config)
+    loading.check_length(options.length, model)
+    frozen_parameters(model, plan.freeze)
+    if options.resize:
         check_head(model)
-    check_width(cfg.method, model)
-    if cfg.method.name == "prompt" and is_own(cfg.method):
-        check_tokens(cfg.method.tokens, length=options.length, model=model)
+    check_method(plan, model, objective)
 
 
-def built(options: DictConfig) -> PretrainedConfig:
+def check_method(plan: Plan, model: PreTrainedModel, objective: str) -> None:
+    """The method can be made of the model: tried on its skeleton."""
+    masked = Masked(Unmade(model.config.get_text_config().vocab_size), rate=plan.model.mask_rate or 0.5)
+    shared = Shared(
+        model=model,
+        objective=masked if objective == "masked" else Causal(),
+        length=plan.model.length,
+        masks=[mask.make() for mask in plan.masks],
+        replay=plan.replay,
+        freeze=plan.freeze,
+        optimizer=partial(plan.optim.load(), **plan.optim.arguments),
+        schedule=plan.schedule,
+        seed=plan.run.seed,
+    )
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            plan.method.make(shared)
+        except NotImplementedError as error:  # an operation that a skeleton does not have
+            log.debug("method %s was not tried on a skeleton: %s", plan.names["method"], error)
+
+
+class Unmade:
+    """Stands for a tokenizer of so many entries that is not learned yet."""
+
+    mask_token_id = 0
+    all_special_ids = (0,)
+
+    def __init__(self, entries: int) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return self.entries
+
+
+def built(options: ModelOptions) -> PretrainedConfig:
     """The configuration of a model that is built here."""
-    check_buildable(options)
     check_optimizer("model.base.optim", options.base.optim)
-    with naming("model.config"):
-        return models.AutoConfig.for_model(**OmegaConf.to_container(options.config, resolve=True))
+    with naming_cause("model.config"):
+        return loading.AutoConfig.for_model(**options.config)
 
 
-def given(options: DictConfig) -> PretrainedConfig:
+def given(options: ModelOptions) -> PretrainedConfig:
     """The configuration of a checkpoint whose files are whole and whose tokenizer fits."""
     place = options.checkpoint
-    config = models.configuration(place)
+    config = loading.configuration(place)
     check_files(Path(place))
     check_tokenizer(Path(place))
-    with naming(f"the tokenizer of model.checkpoint={place}"):
-        tokenizer = models.load_tokenizer(place)
-    check_rows(
-        config.get_text_config().vocab_size, tokenizer, checkpoint=place, resize=bool(options.get("resize"))
-    )
+    with naming_cause(f"the tokenizer of model.checkpoint={place}"):
+        tokenizer = loading.load_tokenizer(place)
+    rows = config.get_text_config().vocab_size
+    check_rows(rows, tokenizer, checkpoint=place, resize=options.resize)
     if is_first_process():
         tell_parts(Path(place))
     return config
@@ -154,17 +179,11 @@ def tell_parts(folder: Path) -> None:
         log.warning("%s has adapters, which are left out; merge them with peft to start with them", folder)
 
 
-def check_width(method: DictConfig, model: PreTrainedModel) -> None:
-    """A bottleneck of the method has one unit or more."""
-    unused = method.get("experts") == "ffn" or method.get("form") == "full"
-    reduction, width = method.get("reduction"), getattr(model.config.get_text_config(), "hidden_size", None)
-    if isinstance(reduction, int) and width and not unused and reduction > width:
-        raise ValueError(f"method.reduction={reduction}; allowed: 1 to {width}, the model's hidden size")
-
-
-def check_trainer(options: DictConfig, loggers: Sequence[Logger], callbacks: Mapping[str, Callback]) -> None:
+def check_trainer(
+    options: TrainerOptions, loggers: Sequence[Logger], callbacks: Mapping[str, Callback]
+) -> None:
     """lightning.Trainer takes its options on this machine, with these callbacks."""
     names = ("accelerator", "devices", "strategy", "precision")
-    place = " ".join(f"trainer.{name}={options[name]}" for name in names if name in options)
-    with naming(place):
-        trainer(options, label="", loggers=loggers, callbacks=[Callback(), *callbacks.values()])
+    place = " ".join(f"trainer.{name}={getattr(options, name)}" for name in names)
+    with naming_cause(place):
+        trainer(options.lightning, label="", loggers=loggers, callbacks=[Callback(), *callbacks.values()])

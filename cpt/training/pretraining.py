@@ -3,18 +3,17 @@ runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.cache import made_once
 from cpt.core.config import digest
 from cpt.core.files import check_archive
+from cpt.core.options import Options
 from cpt.core.preemption import deferred
 from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora, tokenizer_digest
@@ -23,12 +22,13 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.objectives import Objective
 from cpt.data.replay import NOTHING
 from cpt.data.sources.base import GENERAL
+from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
-from cpt.models.freezing import Freeze
+from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.models.resizing import fit_rows
 from cpt.optim.guard import Guard
-from cpt.optim.schedules import linear
+from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
 from cpt.training.trainer import trainer
 
@@ -62,42 +62,35 @@ class Base:
         return loaded
 
 
-def base(cfg: DictConfig, corpora: Corpora, *, accelerator: str) -> Base:
+def base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
     """The base of a model config, made if it is not in the cache.
 
-    Raises ValueError for a config with neither a checkpoint nor an architecture, or an objective that does
-    not fit."""
-    if cfg.checkpoint is not None:
-        config = loading.configuration(cfg.checkpoint)
-        return assembled(cfg, cfg.checkpoint, loading.load_tokenizer(cfg.checkpoint), config)
-    check_buildable(cfg)
-    untrained = loading.AutoConfig.for_model(**OmegaConf.to_container(cfg.config))
-    objective = loading.objective_name(cfg.objective, untrained)
-    learned = trained_tokenizer(corpora.general, cfg.vocabulary, objective=objective, cache=corpora.cache)
+    Raises ValueError for an objective that does not fit."""
+    if options.checkpoint is not None:
+        config = loading.configuration(options.checkpoint)
+        tokenizer = loading.load_tokenizer(options.checkpoint)
+        return assembled(options, options.checkpoint, tokenizer, config)
+    untrained = loading.AutoConfig.for_model(**options.config)
+    objective = loading.objective_name(options.objective, untrained)
+    learned = trained_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)
     tokenizer = loading.load_tokenizer(learned)
-    new = assembled(cfg, "", tokenizer, untrained)
-    decides = {name: cfg[name] for name in ("config", "base", "objective", "mask_rate", "length")}
-    settings = OmegaConf.to_container(OmegaConf.create(decides))
+    new = assembled(options, "", tokenizer, untrained)
+    decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
+    settings = decides | {"base": asdict(options.base)}
     made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(tokenizer), settings]
     folder = made_once(
-        corpora.cache / "base" / f"{cfg.name}-{digest(made_of)}",
-        make=lambda partial: pretrain(partial, cfg, new, corpora, accelerator=accelerator),
+        corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
+        make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    return assembled(cfg, str(folder), tokenizer, untrained)
+    return assembled(options, str(folder), tokenizer, untrained)
 
 
-def check_buildable(cfg: DictConfig) -> None:
-    """Raises ValueError for a model config with neither a checkpoint nor an architecture."""
-    if cfg.config is None or cfg.base is None:
-        raise ValueError(
-            f"model {cfg.name} has no checkpoint; without one it needs model.config and model.base"
-        )
-
-
-def assembled(cfg: DictConfig, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any) -> Base:
-    name = loading.objective_name(cfg.objective, config)
-    objective = loading.objective(name, tokenizer, mask_rate=cfg.mask_rate)
-    return Base(checkpoint, tokenizer, name, objective, cfg.length, bool(cfg.get("resize")))
+def assembled(
+    options: ModelOptions, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any
+) -> Base:
+    name = loading.objective_name(options.objective, config)
+    objective = loading.objective(name, tokenizer, mask_rate=options.mask_rate)
+    return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 
 def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
@@ -117,27 +110,25 @@ def batches(general: Corpus) -> Iterator[list[str]]:
     return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
 
 
-def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, accelerator: str) -> None:
+def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
     """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
-    log.info("pre-training the base model %s on the general text: %d steps", cfg.name, cfg.base.steps)
-    model = loading.build(
-        OmegaConf.to_container(cfg.config), new.tokenizer, new.objective_name, seed=cfg.base.seed
-    )
-    loading.check_length(cfg.length, model)
-    data = general_only(cfg, new, corpora)
-    schedule = partial(linear, warmup=cfg.base.warmup)
-    optimizer = instantiate(cfg.base.optim)
-    module = NCL(
+    how = options.base
+    log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
+    model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
+    loading.check_length(options.length, model)
+    data = general_only(options, new, corpora)
+    shared = Shared(
         model=model.train(),
         objective=new.objective,
-        length=cfg.length,
+        length=options.length,
         masks=(),
         replay=NOTHING,
-        freeze=Freeze(),
-        optimizer=optimizer,
-        schedule=schedule,
-        seed=cfg.base.seed,
+        freeze=NOT_FROZEN,
+        optimizer=instantiate(how.optim, _convert_="all"),
+        schedule=Linear(warmup=how.warmup),
+        seed=how.seed,
     )
+    module = NCL(Options(), shared)
     checkpoint = folder / "base.ckpt"
     if checkpoint.exists():
         check_archive(checkpoint, instead="delete it to pre-train the base from its beginning")
@@ -145,11 +136,11 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
         "accelerator": accelerator,
         "devices": 1,
         "log_every_n_steps": 10,
-        "gradient_clip_val": cfg.base.gradient_clip_val,
+        "gradient_clip_val": how.gradient_clip_val,
     }
     guard = Guard(advice=ADVICE)
     callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
-    fitting = trainer(alone, label="base", steps=cfg.base.steps, callbacks=callbacks)
+    fitting = trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None
     with deferred():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
@@ -159,11 +150,11 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
     checkpoint.unlink(missing_ok=True)
 
 
-def general_only(cfg: DictConfig, new: Base, corpora: Corpora) -> DomainSequence:
+def general_only(options: ModelOptions, new: Base, corpora: Corpora) -> DomainSequence:
     """The general text as the only domain."""
     domain = Domain(GENERAL, 0, (GENERAL,))
-    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=cfg.length)
-    budget = Budget(steps=cfg.base.steps, epochs=None, tokens=None, batch_size=cfg.base.batch_size)
+    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=options.length)
+    budget = Budget(steps=options.base.steps, epochs=None, tokens=None, batch_size=options.base.batch_size)
     data = DomainSequence(
         [domain],
         train={GENERAL: packed},
@@ -171,10 +162,10 @@ def general_only(cfg: DictConfig, new: Base, corpora: Corpora) -> DomainSequence
         objective=new.objective,
         budget=budget,
         replay=NOTHING,
-        seed=cfg.base.seed,
+        seed=options.base.seed,
         accumulate=1,
-        eval_batch_size=cfg.base.batch_size,
-        probe_samples=cfg.base.batch_size,
+        eval_batch_size=options.base.batch_size,
+        probe_samples=options.base.batch_size,
         workers=0,
     )
     data.enter(domain)

@@ -4,16 +4,17 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from cpt.core.cache import discard
 from cpt.core.checksums import FILE, Checksums, size_of, sync
-from cpt.core.config import differences, identity
+from cpt.core.config import differences, identity, plain_config
 from cpt.core.files import check_archive, replace, replacing
 from cpt.evaluation.scores import Scores
 
@@ -36,25 +37,25 @@ class RunFolder:
         self.config, self.identity = path / "config.yaml", path / "identity.json"
         self.outputs = path / FILE
 
-    def claim(self, cfg: DictConfig) -> None:
+    def claim(self, settings: Mapping[str, Any]) -> None:
         """Remembers the config, or compares it with the remembered one."""
         if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            replace(self.config, OmegaConf.to_yaml(cfg, resolve=True))
+            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
             return
-        if changed := self.changes(cfg):
+        if changed := self.changes(settings):
             raise ValueError(
                 f"{self.path} was made with another config ({'; '.join(changed)}); "
                 "take these values back, choose another name=…, or delete the folder"
             )
 
-    def is_of(self, cfg: DictConfig) -> bool:
+    def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether the folder remembers this config."""
-        return self.config.exists() and not self.changes(cfg)
+        return self.config.exists() and not self.changes(settings)
 
-    def changes(self, cfg: DictConfig) -> list[str]:
+    def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """What of a config is not what the folder remembers; where contents are remembered, they count."""
-        then, now = identity(OmegaConf.load(self.config)), identity(cfg)
+        then, now = identity(plain_config(OmegaConf.load(self.config))), identity(settings)
         if self.identity.exists() or self.scores_file.exists():
             for key in BY_CONTENT:
                 then.pop(key, None)

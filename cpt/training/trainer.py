@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import transformers
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
@@ -17,18 +18,6 @@ from tqdm import tqdm
 from cpt.core.preemption import leave_together
 from cpt.core.progress import bar
 from cpt.training.checkpointing import WholeFile
-
-# Ours; everything else in the trainer group is lightning.Trainer's.
-OURS = (
-    "steps",
-    "epochs",
-    "tokens",
-    "batch_size",
-    "eval_batch_size",
-    "probe_samples",
-    "checkpoint_every",
-    "workers",
-)
 
 NOISE = (
     ".*LeafSpec.*",  # Lightning's own, on torch 2.13
@@ -70,7 +59,9 @@ class Bar(Callback):
 
 
 def quiet() -> None:
-    """Holds back Lightning's notices and adverts, and the warnings in NOISE."""
+    """Holds back Lightning's notices and adverts, transformers' bars, and the warnings in NOISE."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in NOISE:
@@ -106,10 +97,9 @@ def trainer(
     steps: int = 1,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """A Trainer for one phase, `steps` optimizer steps or an evaluation. What Lightning and its callbacks
-    write on their own goes to a folder, or nowhere."""
+    """A Trainer with `options` of lightning.Trainer for one phase, `steps` optimizer steps or an evaluation.
+    What Lightning and its callbacks write on their own goes to a folder, or nowhere."""
     quiet()
-    theirs = {name: value for name, value in options.items() if name not in OURS}
     try:
         made = Trainer(
             max_steps=steps,
@@ -124,7 +114,7 @@ def trainer(
             callbacks=[Bar(label), Leaving(), *callbacks],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
             plugins=[WholeFile()],
-            **theirs,
+            **options,
         )
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error

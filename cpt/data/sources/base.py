@@ -2,30 +2,51 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.config import digest
+from cpt.core.options import Options, option, read_options
+from cpt.core.rules import MAPPING, Rule, is_list, is_number, is_text, is_whole, one_of, or_null, whole
 
 GENERAL = "general"
 FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
-class Source(ABC):
-    """Domains by name, each a stream of (split, document); `held_out` says what is split off where a source
-    is not split: the shares of valid and test documents and the seed; `most` bounds the documents of either.
-    `score_on` is the split that the matrix is made of."""
+SHARE = Rule(lambda value: is_number(value) and 0 < value < 0.5, "shares above 0 and below 0.5")
 
-    def __init__(
-        self, *, orders: Sequence[Sequence[str]] | None, held_out: Mapping[str, float], score_on: str
-    ) -> None:
-        if score_on not in ("valid", "test"):
-            raise ValueError(f"domains.score_on={score_on}; allowed: valid, test")
-        if not (0 < held_out["valid"] < 0.5 and 0 < held_out["test"] < 0.5):
-            raise ValueError(f"domains.held_out={dict(held_out)}; allowed: shares above 0 and below 0.5")
-        most = held_out.get("most")
-        if most is not None and (not isinstance(most, int) or most < 1):
-            raise ValueError(f"domains.held_out.most={most}; allowed: null, or 1 document or more")
-        self.orders, self.held_out, self.score_on = orders, held_out, score_on
+
+def is_domain_lists(value: Any) -> bool:
+    return is_list(value, lambda each: is_list(each, is_text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut(Options):
+    """What is held out where files are not split: shares of a domain's documents."""
+
+    valid: float = option("share of the documents", SHARE)
+    test: float = option("share of the documents", SHARE)
+    seed: int = option("of the split", whole(0))
+    most: int | None = option(
+        "documents of either, at most; null: no bound",
+        Rule(lambda value: value is None or is_whole(value, 1), "null, or 1 document or more"),
+        default=None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Options, ABC):
+    """Domains by name, each a stream of (split, document)."""
+
+    orders: Any = option(
+        "named orders of the domains; null: one, by name",
+        or_null(Rule(is_domain_lists, "a list of orders like [[a,b],[b,a]]")),
+    )
+    held_out: Mapping[str, Any] = option("what is split off where files are not split", MAPPING)
+    score_on: str = option("the split that the matrix is made of", one_of("valid", "test"))
+
+    def check_together(self) -> None:
+        read_options(HeldOut, self.held_out, place="held_out")
 
     @property
     @abstractmethod

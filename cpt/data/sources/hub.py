@@ -1,11 +1,14 @@
 """Domains in data sets of the Hugging Face hub, or in local copies of them."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from cpt.core.options import option
+from cpt.core.rules import MAPPING, TEXT, YES_NO, or_null
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.installed_docs import GENERAL_PACKAGES, installation, installed
 from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
@@ -14,29 +17,29 @@ from cpt.data.sources.texts import bar
 ENTRY = {"path", "name", "splits"}
 
 
+@dataclass(frozen=True, kw_only=True)
 class Hub(Source):
     """Data sets of the Hugging Face hub, or local ones, one per domain: `catalogue[name]` has `path`, and
     optionally `name` (the configuration) and `splits` (which of the data set's splits to read as train, valid
     and test)."""
 
-    def __init__(
-        self,
-        *,
-        catalogue: Mapping[str, Mapping[str, Any]],
-        column: str,
-        streaming: bool,
-        general: str | None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        self.catalogue = {name: dict(entry) for name, entry in catalogue.items()}
-        self.column, self.streaming, self.general = column, streaming, general
+    catalogue: Mapping[str, Mapping[str, Any]] = option(
+        "each domain's data set: {path, name, splits}, as datasets.load_dataset takes them", MAPPING
+    )
+    column: str = option("the column of the text", TEXT)
+    streaming: bool = option("rows are fetched while they are read", YES_NO)
+    general: str | None = option(
+        "a name of the catalogue; null: prose of the standard library and numpy", or_null(TEXT)
+    )
+
+    def check_together(self) -> None:
+        super().check_together()
         if not self.names:
-            raise ValueError("domains=hub needs a catalogue, like '+domains.catalogue.news={path: ag_news}'")
+            raise ValueError("catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'")
         for name, entry in self.catalogue.items():
             check_entry(name, entry)
-        if general not in (None, *self.catalogue):
-            raise ValueError(f"domains.general={general}; allowed: null, {', '.join(self.catalogue)}")
+        if self.general not in (None, *self.catalogue):
+            raise ValueError(f"general={self.general}; allowed: null, {', '.join(self.catalogue)}")
 
     @property
     def names(self) -> list[str]:

@@ -1,8 +1,11 @@
 """Domains made of the prose of installed packages' docstrings."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from cpt.core.options import option
+from cpt.core.rules import MAPPING, TEXTS
 from cpt.data.sources import docstrings
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
@@ -10,24 +13,25 @@ from cpt.data.sources.readers import stamps
 GENERAL_PACKAGES = ("stdlib", "numpy")
 
 
+@dataclass(frozen=True, kw_only=True)
 class InstalledDocs(Source):
     """Prose of the docstrings of installed packages, one document per module."""
 
-    def __init__(
-        self, *, packages: Mapping[str, Sequence[str]], general: Sequence[str], **shared: Any
-    ) -> None:
-        super().__init__(**shared)
-        self.packages = {**{name: list(each) for name, each in packages.items()}, GENERAL: list(general)}
+    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain", MAPPING)
+    general: Sequence[str] = option("packages of the general text; stdlib: the standard library", TEXTS)
 
     @property
     def names(self) -> list[str]:
         return [name for name in self.packages if name != GENERAL]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        return installed(self.packages[name])
+        return installed(self.packages_of(name))
 
     def fingerprint(self, name: str) -> Any:
-        return installation(self.packages[name])
+        return installation(self.packages_of(name))
+
+    def packages_of(self, name: str) -> list[str]:
+        return list(self.general if name == GENERAL else self.packages[name])
 
 
 def installed(packages: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from itertools import accumulate
@@ -11,6 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cpt.core.options import option
+from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.installed_docs import GENERAL_PACKAGES, installation, installed
 from cpt.data.sources.readers import (
@@ -28,35 +31,36 @@ log = logging.getLogger(__name__)
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 
 
+@dataclass(frozen=True, kw_only=True)
 class Texts(Source):
     """Sub-folders of text files. `document` says what a document of a .txt file is; `auto` takes the file
     where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
     of the first file) the line."""
 
-    def __init__(
-        self,
-        *,
-        root: str,
-        folder: str,
-        column: str,
-        document: str,
-        general: str | None,
-        ignore: Sequence[str] = (),
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        if document not in (*UNITS, "auto"):
-            raise ValueError(f"domains.document={document}; allowed: {', '.join(UNITS)}, auto")
-        if isinstance(ignore, str) or not all(isinstance(each, str) for each in ignore or ()):
-            raise ValueError(f"domains.ignore={ignore}; allowed: a list of names or patterns, like [README*]")
-        self.root, self.column, self.document, self.general = Path(root), column, document, general
-        self.corpora, self.patterns = self.root / folder, tuple(ignore or ())
+    root: str = option("the folder of all text", Rule(is_text, "a folder"))
+    folder: str = option("below root: the domains' sub-folders", Rule(is_text, "a folder below root"))
+    column: str = option("of .jsonl, .csv and .parquet files: the column of the text", TEXT)
+    document: str = option("what a document of a .txt file is", one_of(*UNITS, "auto"))
+    general: str | None = option("below root: the folder of the general text", or_null(TEXT))
+    ignore: Sequence[str] | None = option(
+        "what of these folders is not text: names or patterns",
+        or_null(Rule(lambda value: is_list(value, is_text), "a list of names or patterns, like [README*]")),
+        default=(),
+    )
+
+    def check_together(self) -> None:
+        super().check_together()
         if not self.corpora.is_dir():
-            raise ValueError(f"domains.root={root}: there is no folder {self.corpora}")
+            raise ValueError(f"root={self.root}: there is no folder {self.corpora}")
         if not self.names:
-            raise ValueError(f"{self.corpora} has no sub-folder; each would be a domain")
-        if general not in (None, GENERAL) and self.folder(GENERAL) is None:
-            raise ValueError(f"domains.general={general}: there is no folder {self.root / general}")
+            raise ValueError(f"root={self.root}: {self.corpora} has no sub-folder; each would be a domain")
+        if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
+            raise ValueError(f"general={self.general}: there is no folder {Path(self.root) / self.general}")
+
+    @property
+    def corpora(self) -> Path:
+        """Where the domains' sub-folders are."""
+        return Path(self.root) / self.folder
 
     @cached_property
     def names(self) -> list[str]:
@@ -72,10 +76,10 @@ class Texts(Source):
         """Whether a pattern is for a path below root, or for the name of a folder that it is in."""
         inner = os.path.relpath(path, self.root)
         names = (*inner.split(os.sep), inner)
-        return any(fnmatch(name, pattern) for pattern in self.patterns for name in names)
+        return any(fnmatch(name, pattern) for pattern in self.ignore or () for name in names)
 
     def check(self, order: Sequence[str]) -> None:
-        for folder in filter(None, map(self.folder, (*order, GENERAL))):
+        for folder in filter(None, map(self.folder_of, (*order, GENERAL))):
             for path in files_of(folder, ignored=self.ignored):
                 if not os.access(path, os.R_OK):
                     raise ValueError(f"{path} cannot be read: permission denied")
@@ -83,7 +87,7 @@ class Texts(Source):
             log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        folder = self.folder(name)
+        folder = self.folder_of(name)
         if folder is None:
             yield from installed(GENERAL_PACKAGES)
             return
@@ -98,16 +102,16 @@ class Texts(Source):
                 progress.update(end - progress.n)
 
     def fingerprint(self, name: str) -> Any:
-        folder = self.folder(name)
+        folder = self.folder_of(name)
         if folder is None:
             return installation(GENERAL_PACKAGES)
         return [self.column, self.document, stamps(files_of(folder, ignored=self.ignored))]
 
-    def folder(self, name: str) -> Path | None:
+    def folder_of(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""
         if name != GENERAL:
             return self.corpora / name
-        folder = self.root / self.general if self.general else None
+        folder = Path(self.root) / self.general if self.general else None
         return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
 
 

@@ -13,24 +13,28 @@ import numpy as np
 from cpt.core.cache import made_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
+from cpt.core.rules import Rule, is_whole, whole
 from cpt.data.sources.docstrings import documents_by_module
 from cpt.data.sources.installed_docs import installation
-from cpt.evaluation.endtasks.tasks import Example, TaskSource, whole
+from cpt.evaluation.endtasks.tasks import Example, TaskSource
 
 FORMAT = 1  # part of the cache's names: raise it when its files change
 FILE = "documents.jsonl"
 SPLITS = {"train": 0, "dev": 1, "test": 2}  # as the numbers of cpt.data.corpus.assign
-CHECKS = {
-    "classes": (lambda value: whole(value, 2), "a whole number, 2 or more"),
-    "seed": (lambda value: whole(value, 0), "a whole number, 0 or more"),
-    "examples": (
-        lambda value: (
-            isinstance(value, Mapping)
-            and set(value) == set(SPLITS)
-            and all(whole(n, 1) for n in value.values())
-        ),
-        "a whole number, 1 or more, for each of train, dev, test",
-    ),
+
+
+def is_examples(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and set(value) == set(SPLITS)
+        and all(is_whole(count, 1) for count in value.values())
+    )
+
+
+RULES = {
+    "classes": whole(2),
+    "seed": whole(0),
+    "examples": Rule(is_examples, "a whole number, 1 or more, for each of train, dev, test"),
 }
 
 
@@ -119,9 +123,9 @@ class SubmoduleTasks(TaskSource):
 
 def check(prefix: str, values: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that is not allowed."""
-    for option, (right, allowed) in CHECKS.items():
-        if option in values and not right(values[option]):
-            raise ValueError(f"{prefix}.{option}={values[option]}; allowed: {allowed}")
+    for name, rule in RULES.items():
+        if name in values:
+            rule.check(f"{prefix}.{name}", values[name])
 
 
 def write(path: Path, documents: Iterable[tuple[str, list[str]]]) -> None:

@@ -47,7 +47,12 @@ class EndTasks:
         """The end tasks that the options of `conf/endtask` ask for, with their examples; None for none.
         `names` are the domains that could be learned. Raises ValueError for what is wrong with either."""
         plan = checked(options, names, order)
-        return None if plan is None else cls(plan, [plan.task(name) for name in plan.tasks], tokenizer)
+        return None if plan is None else cls.of_plan(plan, tokenizer)
+
+    @classmethod
+    def of_plan(cls, plan: Planned, tokenizer: PreTrainedTokenizerBase) -> "EndTasks":
+        """The end tasks of a plan, with their examples."""
+        return cls(plan, [plan.task(name) for name in plan.tasks], tokenizer)
 
     @property
     def tasks(self) -> list[str]:

@@ -3,13 +3,26 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from hydra.utils import get_class
 from omegaconf import OmegaConf
+
+from cpt.core.options import Options, option
+from cpt.core.rules import (
+    MAPPING,
+    YES_NO,
+    Rule,
+    is_list,
+    is_whole,
+    number,
+    one_of,
+    or_null,
+    whole,
+)
 
 METRICS = ("macro_f1", "micro_f1", "accuracy")
 WHEN = ("last", "each", "diagonal")
@@ -21,60 +34,51 @@ SHARED = (*NOT_FOR_SOURCES, "tasks", "columns", "splits")
 FORMAT = 1  # counts changes of what a prediction file depends on
 
 
-def whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+@dataclass(frozen=True, kw_only=True)
+class Settings(Options):
+    """How a task is learned and scored; a task may have its own."""
+
+    epochs: int = option("passes over the task's training examples", whole(1))
+    lr: float = option("peak learning rate", number("above 0"))
+    weight_decay: float = option("on all parameters", number("0 or more"))
+    warmup: float = option("share of the steps; then linear decay", number("0 or more and below 1"))
+    batch_size: int = option("examples per step", whole(1))
+    grouped: int = option("so many batches are sorted by length together; 1: a plain shuffle", whole(1))
+    length: int = option("tokens of text and pair together, at most", whole(8))
+    precision: str = option("of the computation", one_of(*PRECISIONS))
+    dropout: float = option(
+        "of the head; in the model it is the model's own", number("0 or more and below 1")
+    )
+    frozen: bool = option("the head alone is trained", YES_NO)
+    metric: str = option("what MF1 means for a task", one_of(*METRICS))
+    select: str = option("the epoch that counts: the last, or the best on dev", one_of(*SELECT))
 
 
-def within(value: Any, low: float, high: float) -> bool:
-    """Whether it is a number, low <= number < high."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value < high
+def is_seeds(value: Any) -> bool:
+    return is_list(value, lambda seed: is_whole(seed, 0)) and 0 < len(value) == len(set(value))
 
 
-CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "epochs": (lambda value: whole(value, 1), "a whole number, 1 or more"),
-    "lr": (lambda value: within(value, 1e-12, float("inf")), "above 0"),
-    "weight_decay": (lambda value: within(value, 0, float("inf")), "0 or more"),
-    "warmup": (lambda value: within(value, 0, 1), "0 or more and below 1, a share of the steps"),
-    "batch_size": (lambda value: whole(value, 1), "a whole number, 1 or more"),
-    "grouped": (lambda value: whole(value, 1), "a whole number, 1 or more"),
-    "length": (lambda value: whole(value, 8), "a whole number, 8 or more"),
-    "dropout": (lambda value: within(value, 0, 1), "0 or more and below 1"),
-    "frozen": (lambda value: isinstance(value, bool), "true, false"),
-    "precision": (lambda value: value in PRECISIONS, ", ".join(PRECISIONS)),
-    "metric": (lambda value: value in METRICS, ", ".join(METRICS)),
-    "select": (lambda value: value in SELECT, ", ".join(SELECT)),
-    "when": (lambda value: value in WHEN, ", ".join(WHEN)),
-    "eval_batch_size": (lambda value: whole(value, 1), "a whole number, 1 or more"),
-    "seeds": (
-        lambda value: (
-            isinstance(value, list)
-            and value
-            and all(whole(seed, 0) for seed in value)
-            and len(set(value)) == len(value)
-        ),
-        "a list of different whole numbers, 0 or more",
-    ),
-}
+def is_tasks(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(own, Mapping | None) for own in value.values())
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a task is learned and scored."""
+@dataclass(frozen=True, kw_only=True)
+class Protocol(Options):
+    """What is said of all tasks together."""
 
-    epochs: int
-    lr: float
-    weight_decay: float
-    warmup: float
-    batch_size: int
-    grouped: int
-    length: int
-    precision: str
-    dropout: float
-    frozen: bool
-    metric: str
-    select: str
+    when: str = option("after which stages: the last, each, or on the stage's own domain", one_of(*WHEN))
+    seeds: Sequence[int] = option(
+        "of fine-tuning, each a run", Rule(is_seeds, "a list of different whole numbers, 0 or more")
+    )
+    eval_batch_size: int = option("examples per forward pass", whole(1))
+    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label", MAPPING)
+    tasks: Any = option(
+        "values of single tasks, by domain; null: left out",
+        or_null(Rule(is_tasks, "for each task its own values, or null")),
+    )
 
 
+RULES = {each.name: each.metadata["rule"] for kind in (Settings, Protocol) for each in fields(kind)}
 SETTINGS = tuple(field.name for field in fields(Settings))
 
 
@@ -245,11 +249,17 @@ def check_keys(prefix: str, given: set[str], *, allowed: Sequence[str], needed: 
         raise ValueError(f"{prefix} {verb} {', '.join(wrong)}; allowed: {', '.join(allowed)}")
 
 
+def check_given(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value of conf/endtask that is not allowed; what is missing is not looked at."""
+    if options.get("_target_") is not None:
+        check("endtask", options)
+
+
 def check(prefix: str, values: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that is not allowed."""
     for key, value in values.items():
-        if key in CHECKS and not CHECKS[key][0](value):
-            raise ValueError(f"{prefix}.{key}={value}; allowed: {CHECKS[key][1]}")
+        if key in RULES:
+            RULES[key].check(f"{prefix}.{key}", value)
     if unknown := sorted(set(values.get("columns") or ()) - set(COLUMNS)):
         raise ValueError(f"{prefix}.columns names {', '.join(unknown)}; allowed: {', '.join(COLUMNS)}")
 

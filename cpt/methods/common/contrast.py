@@ -8,6 +8,8 @@ with mean-pooled last hidden states: o and o+ of two dropout passes of the full 
 each unit is multiplied by its importance, so that only earlier knowledge speaks. Without dropout o+ would be
 o, whose similarity has no gradient: nothing would pull, and all samples would only be pushed apart."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +18,9 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.core.options import choice, number
 from cpt.data.objectives import Batch, Objective
 from cpt.masks.soft import SoftMask
+from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
 from cpt.models.forward import encoded, nll_of, outputs_at
 from cpt.models.units import gated
@@ -57,9 +59,6 @@ def pooled(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
-TEXTS = ("uncorrupted", "corrupted")
-
-
 @dataclass(frozen=True)
 class Contrast:
     """The contrastive term, `strength` times L_con at a `temperature`, of a batch's `uncorrupted` text (as
@@ -76,11 +75,19 @@ class Contrast:
     rate: float | None
 
     def __post_init__(self) -> None:
-        number("contrast", self.strength, allowed="0 or more")
-        number("temperature", self.temperature, allowed="above 0")
-        choice("contrast_text", self.text, allowed=TEXTS)
         if self.strength > 0:
             check_dropout(self.model, self.rate, option="contrast_dropout", without="contrast=0")
+
+    @classmethod
+    def from_options(cls, model: PreTrainedModel, objective: Objective, options: ContrastOptions) -> Contrast:
+        return cls(
+            model,
+            objective,
+            strength=options.contrast,
+            temperature=options.temperature,
+            text=options.contrast_text,
+            rate=options.contrast_dropout,
+        )
 
     def losses(self, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
         """The language-model loss, and the contrast against the importances of the soft mask."""

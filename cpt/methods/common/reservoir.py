@@ -23,23 +23,14 @@ def bytes_per_sample(*, length: int, scored: int, width: int, precision: str) ->
     return 8 * length + 12 + scored * width * PRECISIONS[precision].itemsize
 
 
-def capacity(*, memory: int | None, memory_bytes: int | None, sample_bytes: int) -> int:
-    """Slots of a memory given in samples or in bytes; raises ValueError if it is not given once or holds
-    none."""
-    if (memory is None) == (memory_bytes is None):
-        raise ValueError(
-            f"method.memory={memory} and method.memory_bytes={memory_bytes}; allowed: exactly one, "
-            "the other null"
-        )
-    if memory is None:
-        if memory_bytes < sample_bytes:
-            raise ValueError(
-                f"method.memory_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample"
-            )
-        return int(memory_bytes // sample_bytes)
-    if memory < 1 or memory != int(memory):
-        raise ValueError(f"method.memory={memory}; allowed: a whole number of samples from 1 on")
-    return int(memory)
+def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: int) -> int:
+    """Slots of a memory given in samples or, where that is None, in bytes; raises ValueError for bytes that
+    hold none."""
+    if memory is not None:
+        return int(memory)
+    if memory_bytes < sample_bytes:
+        raise ValueError(f"method.memory_bytes={memory_bytes}; allowed: {sample_bytes} or more, one sample")
+    return int(memory_bytes // sample_bytes)
 
 
 def offered(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:

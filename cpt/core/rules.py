@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpt.core.options import INTERVALS
+INTERVALS: dict[str, Callable[[float], bool]] = {
+    "0 or more": lambda value: 0 <= value < math.inf,
+    "above 0": lambda value: 0 < value < math.inf,
+    "above 0 and below 1": lambda value: 0 < value < 1,
+    "0 to 1": lambda value: 0 <= value <= 1,
+    "0 or more and below 1": lambda value: 0 <= value < 1,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,11 @@ def is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def is_steps(value: Any) -> bool:
+    """A whole number, also one written as 1e3."""
+    return is_number(value) and value >= 1 and float(value).is_integer()
+
+
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
@@ -62,7 +73,7 @@ def is_pattern(value: Any) -> bool:
 
 
 def number(interval: str) -> Rule:
-    """A number of one of cpt.core.options.INTERVALS."""
+    """A number of one of INTERVALS."""
     return Rule(lambda value: is_number(value) and INTERVALS[interval](value), interval)
 
 

@@ -1,0 +1,87 @@
+"""Modules without their heavy imports: torch and Lightning take five seconds, which a wrong option need not
+wait for. A class that stands on a heavy import is left out; the frozen options beside it are there."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+HEAVY = ("torch", "lightning", "transformers", "peft", "torchmetrics", "datasets", "tokenizers", "matplotlib")
+
+
+@cache
+def load_light(module: str) -> SimpleNamespace:
+    """What of a module can be had at once, all of it where it has no heavy import; and under `defined` the
+    names that it has in all. Raises ModuleNotFoundError, or what the module raises."""
+    path = source_of(module)
+    if path is None or not is_heavy(module):
+        whole = vars(importlib.import_module(module))
+        return SimpleNamespace(**{**whole, "defined": set(whole)})
+    space: dict = {"__name__": module}
+    statements = parse(path)
+    for statement in statements:
+        if not any(map(is_heavy, imported(statement))):
+            # What needs a name that a heavy import would bring is left out as well.
+            with suppress(NameError, AttributeError):
+                exec(compile(ast.Module([statement], []), str(path), "exec"), space)
+    defined = {name for statement in statements for name in bound(statement)}
+    return SimpleNamespace(**{**space, "defined": defined})
+
+
+@cache
+def is_heavy(module: str) -> bool:
+    """Whether a module imports one of HEAVY when it is read in; of installed packages only these do."""
+    package = module.partition(".")[0]
+    if package in HEAVY or package in sys.stdlib_module_names:
+        return package in HEAVY
+    path = source_of(module)
+    if path is None or "site-packages" in path.parts and package != __name__.partition(".")[0]:
+        return False
+    return any(is_heavy(name) for statement in parse(path) for name in imported(statement))
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module; None where it has none of Python."""
+    spec = find_spec(module)
+    if spec is None:
+        raise ModuleNotFoundError(f"there is no module {module}")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+@cache
+def parse(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text(encoding="utf-8")).body
+
+
+def imported(statement: ast.stmt) -> Iterator[str]:
+    """The modules that a statement imports; a submodule may be named like an attribute of its package."""
+    if isinstance(statement, ast.Import):
+        yield from (alias.name for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom) and statement.module:
+        yield statement.module
+        yield from filter(is_module, (f"{statement.module}.{alias.name}" for alias in statement.names))
+
+
+@cache
+def is_module(name: str) -> bool:
+    if name.partition(".")[0] in (*HEAVY, *sys.stdlib_module_names):
+        return False
+    with suppress(ModuleNotFoundError, ValueError):
+        return find_spec(name) is not None
+    return False
+
+
+def bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement gives a meaning."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+    elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        yield from ((alias.asname or alias.name).partition(".")[0] for alias in statement.names)

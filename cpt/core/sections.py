@@ -1,0 +1,105 @@
+"""A config as Python's own values, section by section, whether all of it is given yet or not."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
+
+from cpt.core.config import FOR_OTHERS
+from cpt.core.options import Choice, Options, at, check_field, check_names, naming, options_of, read_options
+from cpt.core.rules import MAPPING, TEXT, or_null
+
+# Of a choice: what makes it and what others read of it, not its options.
+GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)
+OWN = __name__.partition(".")[0]
+Read = TypeVar("Read", bound=Options)
+
+
+@dataclass(frozen=True)
+class Section:
+    """The values of a section that are given; `complete` if none is missing (`???`), as in a sweep; `used`
+    are the names that other values are made of."""
+
+    place: str
+    values: Mapping[str, Any]
+    complete: bool
+    used: frozenset[str]
+
+    def read(self, kind: type[Read]) -> Read | None:
+        """The options of the section; None where a value is missing. Raises ValueError for a value that is
+        unknown or may not be."""
+        known = [each.name for each in fields(kind)]
+        given = {name: value for name, value in self.values.items() if name in known or name not in self.used}
+        check_names(given, known, place=self.place)
+        values = {name: choose_within(value, f"{at(self.place)}{name}") for name, value in given.items()}
+        if self.complete:
+            return read_options(kind, values, place=self.place)
+        with naming(self.place):
+            for each in fields(kind):
+                if each.name in values:
+                    check_field(each, values[each.name])
+        return None
+
+    def choose(self) -> Any:
+        """What the section chooses: the options themselves where a class is its own options, else a Choice;
+        None where nothing is chosen or a value is missing. Raises ValueError for a class that there is not
+        and for its options as `read` does."""
+        target = self.values.get("_target_")
+        or_null(TEXT).check(f"{at(self.place)}_target_", target)
+        if target is None:
+            return None
+        kind = options_of(target, place=self.place)
+        own = self.only(name for name in self.values if name not in GIVEN)
+        if kind is None and not target.startswith(f"{OWN}."):
+            return Choice(target, own.values) if self.complete else None
+        options = own.read(kind or Options)
+        is_its_own = kind is not None and target.endswith(f".{kind.__name__}")
+        return options if options is None or is_its_own else Choice(target, options)
+
+    def only(self, names: Any) -> "Section":
+        """The section with these values alone."""
+        return Section(self.place, {name: self.values[name] for name in names}, self.complete, self.used)
+
+    def split(self, kind: type[Options]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values that options have a name for, and the others."""
+        known = {each.name for each in fields(kind)}
+        own = {name: value for name, value in self.values.items() if name in known}
+        return own, {name: value for name, value in self.values.items() if name not in known}
+
+
+def section(cfg: DictConfig, place: str) -> Section:
+    """A section of a config, or all of it; raises ValueError where it is none."""
+    node = OmegaConf.select(cfg, place) if place else cfg
+    if not isinstance(node, DictConfig):
+        MAPPING.check(place, plain(node))
+    values: dict[str, Any] = {}
+    for name in node:
+        try:
+            values[str(name)] = plain(node[name])
+        except (MissingMandatoryValue, InterpolationToMissingValueError):
+            continue
+    text = OmegaConf.to_yaml(cfg)
+    used = frozenset(str(name) for name in node if is_used(f"{at(place)}{name}", text))
+    return Section(place, values, len(values) == len(node), used)
+
+
+def plain(value: Any) -> Any:
+    """A value in Python's own types. Raises MissingMandatoryValue for one with a part that is missing."""
+    if not OmegaConf.is_config(value):
+        return value
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+
+
+def is_used(key: str, text: str) -> bool:
+    """Whether a value of a config, in YAML, is made of another one."""
+    return re.search(rf"\$\{{(oc\.select:)?{re.escape(key)}\b", text) is not None
+
+
+def choose_within(value: Any, place: str) -> Any:
+    """What a value chooses that is a choice itself, like a method's routing; else the value."""
+    if isinstance(value, Mapping) and "_target_" in value:
+        return Section(place, value, True, frozenset()).choose()
+    return value

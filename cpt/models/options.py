@@ -1,0 +1,72 @@
+"""Options of the base model: a checkpoint as it is, or a new model and how it is pre-trained."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpt.core.options import Options, option
+from cpt.core.rules import MAPPING, TEXT, YES_NO, Rule, is_text, number, one_of, or_null, whole
+
+BYTES = 261  # the least vocabulary: all bytes, and five special tokens
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze(Options):
+    """What of a model is not trained."""
+
+    embeddings: bool = option("tokens, positions and types, with a head that is tied to them", YES_NO)
+    layers: int = option("the first so many blocks", whole(0))
+
+
+NOT_FROZEN = Freeze(embeddings=False, layers=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions(Options):
+    """How a new model is pre-trained on the general text."""
+
+    steps: int = option("optimizer steps", whole(0))
+    batch_size: int = option("samples per step", whole(1))
+    seed: int = option("of weights, samples and masks", whole(0))
+    warmup: float = option("share of the steps; then linear decay to 0", number("0 to 1"))
+    gradient_clip_val: float | None = option("global norm; null: none", or_null(number("0 or more")))
+    optim: Mapping[str, Any] = option("the optimizer, as in conf/optim", MAPPING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(Options):
+    """The base model."""
+
+    name: str = option("what the model is called", TEXT)
+    checkpoint: str | None = option(
+        "a Hugging Face name or a folder; null: built from config, pre-trained as base says",
+        or_null(Rule(is_text, "a Hugging Face name or a folder")),
+    )
+    objective: str = option("auto: what the architecture is for", one_of("masked", "causal", "auto"))
+    mask_rate: float | None = option(
+        "share of tokens that are masked; null: for causal models", or_null(number("above 0 and below 1"))
+    )
+    length: int = option("tokens per sample", whole(2))
+    resize: bool = option("rows are added to an embedding that is too small for the tokenizer", YES_NO)
+    vocabulary: int | None = option("of a new model: entries of its tokenizer", or_null(whole(BYTES)))
+    config: Mapping[str, Any] | None = option(
+        "of a new model: model_type and its arguments, as transformers takes them", or_null(MAPPING)
+    )
+    base: BaseOptions | None = option(
+        "of a new model: its pre-training", or_null(MAPPING), options=BaseOptions
+    )
+    lr: float = option("peak learning rate; methods that train parts multiply it", number("0 or more"))
+
+    def check_together(self) -> None:
+        for name in SIZES:
+            if name in (self.config or {}):
+                whole(1).check(f"config.{name}", self.config[name])
+        if self.checkpoint is None and (self.config is None or self.base is None or self.vocabulary is None):
+            raise ValueError(
+                f"checkpoint=null of {self.name} is nothing to start from; allowed: a Hugging Face name or a "
+                "folder, or model.config, model.base and model.vocabulary"
+            )

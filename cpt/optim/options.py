@@ -1,0 +1,57 @@
+"""Options of the optimizers that cpt knows; another one of torch takes what its class takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpt.core.options import Choice, Options, option
+from cpt.core.rules import Rule, is_list, is_number, number
+from cpt.core.sections import GIVEN, Section
+
+BETAS = Rule(
+    lambda value: is_list(value, lambda beta: is_number(beta) and 0 <= beta < 1) and len(value) == 2,
+    "two numbers, 0 or more and below 1",
+)
+RULES = {  # of arguments that optimizers of torch have in common
+    "lr": number("0 or more"),
+    "weight_decay": number("0 or more"),
+    "eps": number("above 0"),
+    "betas": BETAS,
+    "momentum": number("0 or more"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWOptions(Options):
+    """Options of AdamW; decay reaches matrices only, not biases and norms."""
+
+    lr: float = option("peak learning rate", RULES["lr"])
+    betas: Any = option("of the moments", BETAS)
+    eps: float = option("added to the root of the second moment", RULES["eps"])
+    weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDOptions(Options):
+    """Options of plain gradient steps."""
+
+    lr: float = option("peak learning rate", RULES["lr"])
+    momentum: float = option("share of the step before", RULES["momentum"])
+    weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
+
+
+KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
+
+
+def read_optimizer(given: Section) -> Choice | None:
+    """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
+    may not be."""
+    chosen = given.choose()
+    kind = KNOWN.get(given.values.get("_target_"))
+    if kind is not None:
+        options = given.only(name for name in given.values if name not in GIVEN).read(kind)
+        return None if options is None else Choice(given.values["_target_"], options)
+    for name, rule in RULES.items():
+        if name in given.values:
+            rule.check(f"{given.place}.{name}", given.values[name])
+    return chosen
