@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 from cpt.core.errors import reason
-from cpt.core.light import load_light
+from cpt.core.light import HEAVY, load_light
 from cpt.core.rules import Rule
 
 MOST = 24  # names that a message lists
@@ -130,6 +130,8 @@ def options_of(target: str, *, place: str) -> type[Options] | None:
     (`EWCOptions` of `EWC`); None where there is none. Raises ValueError for a module or class that there is
     not."""
     module, _, name = target.rpartition(".")
+    if module.partition(".")[0] in HEAVY:  # a class of torch has none, and takes seconds to look for
+        return None
     try:
         light = load_light(module)
     except Exception as error:  # whatever a module raises while it is read in

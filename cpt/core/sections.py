@@ -1,7 +1,7 @@
 """A config as Python's own values, section by section, whether all of it is given yet or not."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -70,20 +70,21 @@ class Section:
         return own, {name: value for name, value in self.values.items() if name not in known}
 
 
-def section(cfg: DictConfig, place: str) -> Section:
-    """A section of a config, or all of it; raises ValueError where it is none."""
+def section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = None) -> Section:
+    """A section of a config, or these names at its top; raises ValueError where it is none."""
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
         MAPPING.check(place, plain(node))
     values: dict[str, Any] = {}
-    for name in node:
+    looked_at = node if names is None else [name for name in names if name in node]
+    for name in looked_at:
         try:
             values[str(name)] = plain(node[name])
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             continue
     text = OmegaConf.to_yaml(cfg)
-    used = frozenset(str(name) for name in node if is_used(f"{at(place)}{name}", text))
-    return Section(place, values, len(values) == len(node), used)
+    used = frozenset(str(name) for name in looked_at if is_used(f"{at(place)}{name}", text))
+    return Section(place, values, len(values) == len(looked_at), used)
 
 
 def plain(value: Any) -> Any:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpt.core.options import Options, option
+from cpt.core.options import Options, naming, option
 from cpt.core.rules import MAPPING, TEXT, YES_NO, Rule, is_text, number, one_of, or_null, whole
+from cpt.optim.options import check_arguments
 
 BYTES = 261  # the least vocabulary: all bytes, and five special tokens
 SIZES = (
@@ -35,6 +36,10 @@ class BaseOptions(Options):
     warmup: float = option("share of the steps; then linear decay to 0", number("0 to 1"))
     gradient_clip_val: float | None = option("global norm; null: none", or_null(number("0 or more")))
     optim: Mapping[str, Any] = option("the optimizer, as in conf/optim", MAPPING)
+
+    def check_together(self) -> None:
+        with naming("optim"):
+            check_arguments(self.optim)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpt.core.options import Choice, Options, option
+from cpt.core.options import Choice, Options, naming, option
 from cpt.core.rules import Rule, is_list, is_number, number
 from cpt.core.sections import GIVEN, Section
 
@@ -46,12 +46,17 @@ KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.
 def read_optimizer(given: Section) -> Choice | None:
     """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
     may not be."""
-    chosen = given.choose()
     kind = KNOWN.get(given.values.get("_target_"))
     if kind is not None:
         options = given.only(name for name in given.values if name not in GIVEN).read(kind)
         return None if options is None else Choice(given.values["_target_"], options)
+    with naming(given.place):
+        check_arguments(given.values)
+    return given.choose()
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value of an argument in RULES that may not be."""
     for name, rule in RULES.items():
-        if name in given.values:
-            rule.check(f"{given.place}.{name}", given.values[name])
-    return chosen
+        if name in given:
+            rule.check(name, given[name])

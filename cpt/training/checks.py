@@ -15,7 +15,7 @@ from cpt.core.errors import readable
 from cpt.core.naming import CONF
 from cpt.core.options import Choice, unknown
 from cpt.core.rules import is_text, number, shown
-from cpt.core.sections import Section, section
+from cpt.core.sections import Section, is_used, section
 from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.endtasks.tasks import check_given
@@ -58,14 +58,12 @@ class Sections:
 def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for a key that there is not and for a value that may not be; what is missing (`???`)
     is not looked at."""
-    top = section(cfg, "")
-    check_top(cfg, top)
-    run = top.only(each.name for each in fields(RunOptions) if each.name in top.values)
+    check_top(cfg)
     number("0 or more").check("method.rate", section(cfg, "method").values.get("rate", 1))
     replay = section(cfg, "replay")
     check_given(section(cfg, "endtask").values)
     return Sections(
-        run=run.read(RunOptions),
+        run=section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=section(cfg, "freeze").read(Freeze),
         model=section(cfg, "model").read(ModelOptions),
         method=section(cfg, "method").choose(),
@@ -80,12 +78,12 @@ def read_sections(cfg: DictConfig) -> Sections:
     )
 
 
-def check_top(cfg: DictConfig, top: Section) -> None:
+def check_top(cfg: DictConfig) -> None:
     """Raises ValueError for a key that is none of conf/config.yaml and its groups, and for a group that is
     missing."""
-    known = top_level()
+    known, text = top_level(), OmegaConf.to_yaml(cfg)
     for key in map(str, cfg):
-        if key not in known and key not in ELSEWHERE and key not in top.used:
+        if key not in known and key not in ELSEWHERE and not is_used(key, text):
             raise ValueError(unknown(key, known, whole=", ".join(known)))
     if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")

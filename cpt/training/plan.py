@@ -52,8 +52,8 @@ class Plan:
 
 def planned(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
-    settings = plain_config(cfg)
     said = read_sections(cfg)
+    settings = plain_config(cfg)  # raises for what is missing
     objective_value({}, said.run.objective)
     check_share(said.trainer)
     order = orders.resolve(

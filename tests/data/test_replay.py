@@ -356,9 +356,9 @@ def test_the_gradient_does_not_depend_on_how_the_mixture_is_cut(config, mixture,
     from tests.methods.test_base import gradient
 
     plan = planned(request.getfixturevalue(config)("order=[law,food]"))
-    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-    start = base(plan.cfg.model, corpora, accelerator="cpu")
-    module = assembly.method(plan.cfg, start).double()
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    start = base(plan.model, corpora, accelerator="cpu")
+    module = assembly.method(plan, start).double()
     data = assembly.sequence(plan, corpora, start, module)
     pools = mixture.pools({"law": data.train["law"]}, {}, stage="food", seed=0)
     food = partial(Stream, {"food": data.train["food"]}, objective=data.objective, seed=0, batch_size=8)

@@ -219,7 +219,7 @@ def test_one_for_all_goes_on(adapter):
 
 def test_migu_masks_rows_of_both_maps_by_their_own_outputs(adapter):
     """One step: of d rows the d - floor(0.7 d) with the largest outputs move, and no others."""
-    work = adapter("mask=migu", "mask.acts_on=update", "trainer.steps=1", "method.reduction=2")
+    work = adapter("mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "method.reduction=2")
     model, [mask] = work.module.model, work.module.masks
     bottlenecks = [part for part in model.modules() if isinstance(part, Bottleneck)]
     linears = [linear for part in bottlenecks for linear in (part.down, part.up)]

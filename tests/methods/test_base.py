@@ -41,15 +41,15 @@ def fitted(small):
 
     def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
         plan = planned(small("order=[law,food]", *overrides))
-        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-        module = assembly.method(plan.cfg, base(plan.cfg.model, texts, accelerator="cpu"))
+        texts = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+        module = assembly.method(plan, base(plan.model, texts, accelerator="cpu"))
         module.masks.extend(
             Half(acts_on=acts_on, factor=factor, model=module.model) for acts_on, factor in masks
         )
-        data = assembly.sequence(plan, texts, base(plan.cfg.model, texts, accelerator="cpu"), module)
+        data = assembly.sequence(plan, texts, base(plan.model, texts, accelerator="cpu"), module)
         data.enter(data.domains[0])
         old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
-        loop.trainer(plan.cfg.trainer, label="", steps=steps).fit(module, datamodule=data)
+        loop.trainer(plan.trainer.lightning, label="", steps=steps).fit(module, datamodule=data)
         return module, {name: value.detach() - old[name] for name, value in module.model.named_parameters()}
 
     return fit
@@ -216,9 +216,9 @@ def gradient(module: ContinualModule, batches: list[dict[str, Tensor]]) -> Tenso
 @pytest.mark.parametrize("config", ["small", "small_gpt2"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
     plan = planned(request.getfixturevalue(config)("order=[law]"))
-    texts = Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
-    start = base(plan.cfg.model, texts, accelerator="cpu")
-    module = assembly.method(plan.cfg, start).double()
+    texts = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    start = base(plan.model, texts, accelerator="cpu")
+    module = assembly.method(plan, start).double()
     data = assembly.sequence(plan, texts, start, module)
     rows = len(data.train["law"])
     stream = partial(

@@ -87,7 +87,7 @@ def module(small):
 
     def build(*overrides: str):
         run = making.made(small(ORDER, *DROPOUT, *overrides))
-        return run.module, run.data, run.cfg.trainer
+        return run.module, run.data, run.plan.trainer.lightning
 
     return build
 
@@ -190,11 +190,11 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     "choices",
     [
         ["method=das", "mask=migu"],
-        ["method=ewc", "mask=migu", "mask.acts_on=frozen"],
-        ["method=replay", "mask=migu", "mask.acts_on=update"],
+        ["method=ewc", "mask=migu", "mask.migu.acts_on=frozen"],
+        ["method=replay", "mask=migu", "mask.migu.acts_on=update"],
         ["method=derpp", "replay=general", "freeze.layers=1"],
         ["method=lora", "mask=migu", "replay=past"],
-        ["method=adapter", "method.per_domain=true", "mask=migu", "mask.acts_on=update"],
+        ["method=adapter", "method.per_domain=true", "mask=migu", "mask.migu.acts_on=update"],
         ["method=demix", "routing@method.routing=posterior", "replay=general"],
         ["method=hat", "method.form=adapter", "mask=migu"],
     ],

@@ -337,7 +337,7 @@ def test_with_a_last_relu_the_first_model_is_not_the_base(plugin):
 
 
 def test_migu_masks_rows_of_the_plugins(plugin):
-    work = plugin("mask=migu", "mask.acts_on=update", *DECAY)
+    work = plugin("mask=migu", "mask.migu.acts_on=update", *DECAY)
     parts = [part for part in work.module.model.modules() if isinstance(part, Plugin)]
     migu, taken = work.module.masks
     assert taken is work.module.taken

@@ -23,7 +23,7 @@ def made(small):
 
     def build(*overrides: str):
         run = making.made(small(ORDER, *overrides))
-        return run.module, run.data, run.cfg.trainer
+        return run.module, run.data, run.plan.trainer.lightning
 
     return build
 
@@ -178,7 +178,9 @@ def loss(module, text) -> float:
 
 
 def test_das_and_migu_multiply(made):
-    module, data, options = made(*ROBERTA, *NEUTRAL, "mask=migu", "mask.acts_on=update", "mask.threshold=0.5")
+    module, data, options = made(
+        *ROBERTA, *NEUTRAL, "mask=migu", "mask.migu.acts_on=update", "mask.migu.threshold=0.5"
+    )
     module.soft.importance.fill_(0.4)
     seen = {}
     for mask in module.masks:

@@ -332,7 +332,7 @@ def test_a_backbone_is_a_copy(experts, demix):
 @pytest.mark.parametrize("experts", EXPERTS)
 def test_migu_masks_the_rows_of_experts(experts, demix):
     """After one step, of each map's d rows d - floor(0.7 d) have changed."""
-    options = ["mask=migu", "mask.acts_on=update", "trainer.steps=1", "optim.lr=0.1"]
+    options = ["mask=migu", "mask.migu.acts_on=update", "trainer.steps=1", "optim.lr=0.1"]
     work = demix(f"method.experts={experts}", *options)
     before = slot(work)
     work.learn(0)

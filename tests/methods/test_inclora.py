@@ -69,7 +69,7 @@ def test_the_first_domain_is_that_of_lora(small):
     assert not same(inclora.weights(), single.weights())
 
 
-@pytest.mark.parametrize("stored", lora.STORED)
+@pytest.mark.parametrize("stored", ("merged", "pairs"))
 def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
     work = build(f"method.stored={stored}")
     starts, ends = starts_of(work), []
@@ -125,7 +125,7 @@ def test_kept_apart_the_weights_stay_the_bases(build):
 def test_merged_or_apart_the_same_is_learned(options, build):
     """Within 2e-3 in the logits: sums in another order, and Adam makes steps of rounding errors."""
     found = []
-    for stored in lora.STORED:
+    for stored in ("merged", "pairs"):
         work = build(f"method.stored={stored}", "optim.lr=0.005", *options)
         for number in range(3):
             work.learn(number)
@@ -135,7 +135,7 @@ def test_merged_or_apart_the_same_is_learned(options, build):
 
 def test_merged_the_state_does_not_grow_and_apart_it_does_by_a_pair(build):
     grown = {}
-    for stored in lora.STORED:
+    for stored in ("merged", "pairs"):
         work = build(f"method.stored={stored}", "trainer.steps=1")
         sizes = []
         for number in range(3):
@@ -193,8 +193,8 @@ def test_kept_apart_a_run_goes_on_with_the_same_bits(step, small, start, tmp_pat
 
 
 @pytest.mark.filterwarnings(OLD_NAME)
-@pytest.mark.parametrize("stored", lora.STORED)
-@pytest.mark.parametrize("exported", lora.EXPORTED)
+@pytest.mark.parametrize("stored", ("merged", "pairs"))
+@pytest.mark.parametrize("exported", ("merged", "peft"))
 def test_what_is_exported_gives_the_same_logits(exported, stored, build, tmp_path):
     work = build(f"method.exported={exported}", f"method.stored={stored}")
     for number in range(3):

@@ -50,7 +50,7 @@ def made(small):
 
     def build(*overrides: str):
         run = making.made(small(ORDER, *overrides))
-        return run.module, run.data, run.cfg.trainer
+        return run.module, run.data, run.plan.trainer.lightning
 
     return build
 

@@ -11,7 +11,7 @@ from cpt.models.units import projections
 from tests.support.making import ORDER, made
 
 METHODS = ("lora", "inclora", "olora")
-MIGU = ["mask=migu", "mask.threshold=0.5", "optim.lr=0.05"]
+MIGU = ["mask=migu", "mask.migu.threshold=0.5", "optim.lr=0.05"]
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_the_rows_are_those_of_brute_force(method, options, causal, build):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_that_are_not_chosen_keep_their_bits(method, build):
-    work = build(method, "mask.acts_on=frozen", "trainer.steps=1", "optim.weight_decay=0.5")
+    work = build(method, "mask.migu.acts_on=frozen", "trainer.steps=1", "optim.weight_decay=0.5")
     module = work.module
     work.learn(0)
     before = module.before_domain
@@ -121,7 +121,7 @@ def test_rows_that_are_not_chosen_keep_their_bits(method, build):
 @pytest.mark.parametrize("method", METHODS)
 def test_threshold_zero_changes_nothing(method, small):
     weights = []
-    for extra in ([], ["mask=migu", "mask.threshold=0"]):
+    for extra in ([], ["mask=migu", "mask.migu.threshold=0"]):
         work = made(small(f"method={method}", ORDER, "optim.lr=0.05", *extra))
         work.learn(0)
         work.learn(1)
@@ -130,7 +130,7 @@ def test_threshold_zero_changes_nothing(method, small):
 
 
 def test_the_maps_have_names_to_choose_by(build):
-    work = build("lora", r"mask.only='\.lora_B$'")
+    work = build("lora", r"mask.migu.only='\.lora_B$'")
     names = [each.name for each in work.module.masks[0].maps]
     assert names and all(name.endswith(".lora_B") for name in names)
     assert f"chosen/{names[0]}" in work.module.diagnostics()

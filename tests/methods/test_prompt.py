@@ -303,7 +303,7 @@ def test_all_positions_may_be_filled(prompt):
 
 @pytest.mark.parametrize("importance", ["output", "gradient"])
 def test_a_mask_over_linear_maps_has_nothing_to_do(importance, prompt, caplog):
-    masked, plain = prompt("mask=migu", f"mask.importance={importance}"), prompt()
+    masked, plain = prompt("mask=migu", f"mask.migu.importance={importance}"), prompt()
     for work in (masked, plain):
         work.learn(0)
     assert "nothing to mask" in caplog.text

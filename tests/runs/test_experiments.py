@@ -7,9 +7,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch.optim import AdamW
 
-from cpt.core.config import made
 from cpt.data.orders import resolve
 from cpt.training.assembly import tell_rate
+from cpt.training.checks import read_sections
 from cpt.training.plan import planned
 from tests.conftest import ROOT
 
@@ -88,11 +88,12 @@ def test_das6_is_of_the_papers_size(composed):
     assert (trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size) == (2580, None, None, 248)
     assert trainer.batch_size / trainer.accumulate_grad_batches == 62
     assert (trainer.probe_samples, trainer.gradient_clip_val, trainer.precision) == (10000, None, "16-mixed")
-    optim = made(cfg.optim).keywords
-    assert made(cfg.optim).func is AdamW
+    chosen = read_sections(cfg).optim
+    optim = chosen.arguments
+    assert chosen.load() is AdamW
     assert (optim["lr"], optim["eps"], optim["weight_decay"]) == (1e-4, 1e-6, 0.0)
     assert tuple(optim["betas"]) == (0.9, 0.999)
-    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedules.linear", 0.1)
+    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedules.Linear", 0.1)
     assert (cfg.domains.name, cfg.endtask.name) == ("das6", "das6")
     assert resolve_order(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
 

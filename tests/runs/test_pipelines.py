@@ -45,7 +45,7 @@ def causal(small_gpt2, kept):
 def texts(small):
     """The small texts, read."""
     plan = planned(small())
-    return Corpora.read(plan.source, plan.order, cache=Path(plan.cfg.cache_dir))
+    return Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
 
 
 @pytest.mark.parametrize("text", ["the house <mask> near", "people walk <mask>", "a<mask> and the river"])

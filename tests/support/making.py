@@ -15,7 +15,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
 from cpt.training import assembly, loop
-from cpt.training.plan import planned
+from cpt.training.plan import Plan, planned
 from cpt.training.pretraining import base
 
 ORDER = "order=[law,food]"
@@ -24,11 +24,11 @@ DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", 
 
 @dataclass
 class Made:
-    """A method's module, its data, and the config of both."""
+    """A method's module, its data, and the plan of both."""
 
     module: ContinualModule
     data: DomainSequence
-    cfg: DictConfig
+    plan: Plan
 
     def learn(self, number: int, *callbacks: Callback) -> None:
         """Learns the domain of this place in the order, as a run does."""
@@ -37,7 +37,10 @@ class Made:
         self.module.activate(domain.index)
         self.module.train()
         fitting = loop.trainer(
-            self.cfg.trainer, label="", steps=self.data.steps(domain), callbacks=[Callback(), *callbacks]
+            self.plan.trainer.lightning,
+            label="",
+            steps=self.data.steps(domain),
+            callbacks=[Callback(), *callbacks],
         )
         fitting.fit(self.module, datamodule=self.data)
 
@@ -53,9 +56,9 @@ class Made:
 def made(cfg: DictConfig) -> Made:
     plan = planned(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    start = base(cfg.model, texts, accelerator="cpu")
-    module = assembly.method(cfg, start)
-    return Made(module, assembly.sequence(plan, texts, start, module), cfg)
+    start = base(plan.model, texts, accelerator="cpu")
+    module = assembly.method(plan, start)
+    return Made(module, assembly.sequence(plan, texts, start, module), plan)
 
 
 def named(model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -328,7 +328,7 @@ def test_jobs_that_start_together_make_one_base(small, cache, tmp_path, monkeypa
 
     def work(plan):
         corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
-        found.append(cpt.training.pretraining.base(plan.cfg.model, corpora, accelerator="cpu").checkpoint)
+        found.append(cpt.training.pretraining.base(plan.model, corpora, accelerator="cpu").checkpoint)
 
     threads = [threading.Thread(target=work, args=[plan]) for plan in plans]
     for thread in threads:

@@ -1,17 +1,22 @@
 """What a config may say: every wrong value, key and combination in one line, before any text is read."""
 
+import importlib
 import inspect
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from cpt.core.errors import reason
-from cpt.core.values import MAPPING, Rule, one_of, or_null, some_of
-from cpt.training import method_rules, run_rules
-from cpt.training.checks import check
+from cpt.core.options import Options, options_of
+from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
+from cpt.core.sections import GIVEN
+from cpt.training import lightning_options
+from cpt.training import options as run_options
+from cpt.training.checks import read_sections
 from cpt.training.plan import planned
 from tests.conftest import ROOT
 
@@ -102,14 +107,14 @@ WRONG = {
     "method=adapter method.per_domain=1": f"method.per_domain=1; allowed: {BOOL}",
     "method=das method.units=[head]": "method.units=['head']; allowed: one or more of heads, neurons, out",
     "method=das method.general=x": "method.general=x; allowed: null or logits, hidden",
-    "method=derpp method.memory_bytes=5": "method.memory=512 and method.memory_bytes=5; allowed: exactly one",
+    "method=derpp method.memory_bytes=5": "method.memory=512 and memory_bytes=5; allowed: exactly one",
     "method=hat method.units=[]": "method.shared=frozen leaves nothing to train without units",
     "method=lora method.r=abc": f"method.r=abc; allowed: {WHOLE}",
     "method=lora method.targets=(": "method.targets=(; allowed: all-linear, a regular expression, or a list",
     "method=lora method.rate=abc": "method.rate=abc; allowed: 0 or more",
     "method=migu method.mask.threshold=1": "method.mask.threshold=1; allowed: 0 or more and below",
-    "method=replay method.mixture.past=2": "replay has past=2, general=0.0; allowed: shares of 0 or more",
-    "mask=migu mask.acts_on=x": "mask.acts_on=x; allowed: gradient, update, frozen",
+    "method=replay method.mixture.past=2": "method.mixture.past=2; allowed: 0 or more and below 1",
+    "mask=migu mask.migu.acts_on=x": "mask.migu.acts_on=x; allowed: gradient, update, frozen",
     "method=demix method.routing.top_k=0": f"method.routing.top_k=0; allowed: null or {WHOLE}",
 }
 
@@ -138,7 +143,7 @@ def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
 
 def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(composed):
     expected = "trainer.detect_anamoly is not known; did you mean trainer.detect_anomaly? allowed: what conf/"
-    assert told(composed("+trainer.detect_anamoly=true"), check).startswith(expected)
+    assert told(composed("+trainer.detect_anamoly=true"), read_sections).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -165,63 +170,39 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
     chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(
         group, [f"{group}={choice}"]
     )
-    assert check(composed(*chosen, "model.checkpoint=somewhere")) is None
+    hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
+    assert read_sections(composed(*chosen, *hub, "model.checkpoint=somewhere")).run
 
 
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
-def test_every_option_of_every_method_has_a_rule(choice, composed):
-    nested = {"mask", "routing", "mixture", "name", "rate", "_target_"}
-    options = set(composed(f"method={choice}").method) - nested
-    assert options == set(method_rules.METHODS[choice])
+def test_every_option_of_every_method_is_typed_with_a_help_and_a_rule(choice, composed):
+    method = composed(f"method={choice}").method
+    kind = options_of(method._target_, place="method") or Options
+    assert set(method) - set(GIVEN) == {each.name for each in fields(kind)}
+    for each in fields(kind):
+        assert each.metadata["help"] and each.type
+        assert each.metadata["rule"] or "_target_" in method[each.name]
 
 
-@pytest.mark.parametrize(
-    ("section", "table"), [("mask", method_rules.MASKS["migu"]), ("r", method_rules.ROUTING)]
-)
-def test_every_option_of_masks_and_routings_has_a_rule(section, table, composed):
-    cfg = composed("mask=migu", "method=demix")
-    options = {"mask": cfg.mask, "r": cfg.method.routing}[section]
-    assert set(options) - {"name", "_target_"} == set(table)
-
-
-def test_the_values_of_the_rules_are_those_of_the_code():
-    from cpt.adapters import bottleneck, lora, routing
-    from cpt.masks import base, soft
-    from cpt.methods import demix, derpp, ewc, hat, kd, l2
-    from cpt.methods import lora as lora_method
-
-    methods = method_rules.METHODS
-    pairs = [
-        (methods["adapter"]["placement"], bottleneck.PLACEMENTS),
-        (methods["adapter"]["activation"], bottleneck.ACTIVATIONS),
-        (methods["demix"]["experts"], demix.EXPERTS),
-        (methods["demix"]["start"], demix.STARTS),
-        (methods["derpp"]["matched"], derpp.MATCHED),
-        (methods["derpp"]["precision"], derpp.PRECISIONS),
-        (methods["ewc"]["estimator"], ewc.ESTIMATORS),
-        (methods["ewc"]["merge"], ewc.MERGES),
-        (methods["hat"]["form"], hat.FORMS),
-        (methods["kd"]["distilled"], kd.DISTILLED),
-        (methods["l2"]["towards"], l2.TOWARDS),
-        (methods["lora"]["exported"], lora.EXPORTED),
-        (methods["lora"]["start"], lora_method.STARTS),
-        (methods["das"]["normalise"], soft.NORMALISATIONS),
-        (method_rules.ACTS_ON, base.ACTS_ON),
-        (method_rules.ROUTING["learned"], routing.LEARNED),
-        (method_rules.ROUTING["unlearned"], routing.UNLEARNED),
-        (method_rules.ROUTING["prior"], routing.PRIORS),
-    ]
-    for rule, values in pairs:
-        assert set(rule.allowed.split(", ")) == set(values)
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
+def test_the_options_that_are_had_at_once_are_those_of_the_file(choice, composed):
+    target = composed(f"method={choice}").method._target_
+    at_once, whole = options_of(target, place="method"), importlib.import_module(target.rpartition(".")[0])
+    theirs = getattr(whole, f"{target.rpartition('.')[2]}Options", None)
+    assert (at_once is None) == (theirs is None)
+    if theirs:
+        assert [(f.name, f.metadata["help"]) for f in fields(at_once)] == [
+            (f.name, f.metadata["help"]) for f in fields(theirs)
+        ]
 
 
 def test_every_option_of_lightnings_trainer_is_decided_on():
     from lightning import Trainer
 
-    own = {key.removeprefix("trainer.") for key in run_rules.TRAINER}
-    decided = {*own, *run_rules.REFUSED, *run_rules.PASSED}
+    own = {each.name for each in fields(run_options.TrainerOptions)}
+    decided = {*own, *lightning_options.REFUSED, *lightning_options.PASSED}
     assert set(inspect.signature(Trainer).parameters) <= decided
-    assert not own & set(run_rules.REFUSED)
+    assert not own & set(lightning_options.REFUSED)
 
 
 def test_the_precisions_are_lightnings():
@@ -234,11 +215,12 @@ def test_the_precisions_are_lightnings():
     )
 
     theirs = [*get_args(_PRECISION_INPUT_INT), *get_args(_PRECISION_INPUT_STR)]
-    assert set(run_rules.PRECISIONS) == {*theirs, *get_args(_PRECISION_INPUT_STR_ALIAS)}
+    assert set(run_options.PRECISIONS) == {*theirs, *get_args(_PRECISION_INPUT_STR_ALIAS)}
 
 
 def test_what_a_sweep_gives_later_is_not_missed(composed):
-    assert check(composed("domains=texts", "model=checkpoint")) is None
+    found = read_sections(composed("domains=texts", "model=checkpoint"))
+    assert (found.source, found.model) == (None, None) and found.trainer is not None
 
 
 def test_rules_without_rows_say_what_they_allow():
@@ -282,10 +264,10 @@ def test_the_checks_need_no_torch():
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from hydra import compose, initialize_config_dir\n"
-        "import cpt.core.config\nfrom cpt.training.checks import check\n"
+        "import cpt.core.config\nfrom cpt.training.checks import read_sections\n"
         f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
-        "    for given in (['method=das', 'replay=past', '+trainer.detect_anomaly=true'], ['domains=hub']):\n"
-        "        check(compose('config', overrides=given))\n"
+        "    for given in (['method=das', 'replay=past', '+trainer.detect_anomaly=true'], ['optim=sgd']):\n"
+        "        read_sections(compose('config', overrides=given))\n"
         "print({'torch', 'lightning', 'datasets', 'transformers'} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -293,8 +275,8 @@ def test_the_checks_need_no_torch():
 
 
 def test_a_key_that_others_are_made_of_has_an_effect(composed):
-    check(composed("+width=48", "model.config.hidden_size=${width}"))
-    assert told(composed("+width=48"), check).startswith("width is not known")
+    read_sections(composed("+width=48", "model.config.hidden_size=${width}"))
+    assert told(composed("+width=48"), read_sections).startswith("width is not known")
 
 
 def test_defaults_are_read_once_from_the_config():
