@@ -30,16 +30,17 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     """Learns the sequence of a config in a run folder, or goes on with it; gives the objective, for sweepers.
 
     Raises ValueError for a config that cannot be run, or that is not the folder's."""
-    plan = planned(cfg)
-    plan.source.check(plan.order)
     place = RunFolder(folder)
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
-        return learned(plan, place)
-    place.claim(plan.settings)
-    with place.locked():
-        place.clean()
-        return learned(plan, place)
+        return learned(planned(cfg), place)
+    with place.unless_refused():
+        plan = planned(cfg)
+        plan.source.check(plan.order)
+        place.claim(plan.settings)
+        with place.locked():
+            place.clean()
+            return learned(plan, place)
 
 
 def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
@@ -66,11 +67,10 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
         from cpt.training.identity import settle
         from cpt.training.loop import Learner, timed
         from cpt.training.pretraining import base
-        from cpt.training.trainer import trainer
         from cpt.training.verdict import confirm
 
-    custom_loggers, callbacks = preflight.checked(plan, place.path)  # before hours of reading
-    keep_threads(place.path / "threads", processes=trainer(plan.trainer.lightning, label="").num_devices)
+    ready = preflight.checked(plan, place.path)  # before hours of reading
+    keep_threads(place.path / "threads", processes=ready.processes)
     phases: dict[str, float] = {}
     with timed(phases, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
@@ -85,9 +85,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     if plan.run.check == "full":
         confirm(place)
     how = {"group": str(plan.run.name), "job": plan.names["method"], "tags": plan.run.tags}
-    with tracked(
-        plan.logger.flags, place.path, **how, config=plan.settings, custom=custom_loggers
-    ) as loggers:
+    with tracked(plan.logger.flags, place.path, **how, config=plan.settings, custom=ready.loggers) as loggers:
         learner = Learner(
             plan,
             place,
@@ -96,7 +94,8 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
             examination=examined,
             scores=scores,
             loggers=loggers,
-            callbacks=CustomCallbacks(callbacks, place.path / "callbacks"),
+            callbacks=CustomCallbacks(ready.callbacks, place.path / "callbacks"),
+            device=ready.device,
         )
         learner.learn()
         if is_first_process():

@@ -72,9 +72,11 @@ class Bottleneck(nn.Module):
 def attach(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:
     """Puts bottlenecks, of the hidden size over `reduction`, behind the last residual sum of each block
     (`pfeiffer`), behind its FFN (`ffn`) or behind attention and FFN (`houlsby`); gives what is to be trained.
-    A model takes them once."""
+    A model takes them once. Raises ValueError for a bottleneck without a unit."""
     added, width = {}, model.config.hidden_size
-    size = max(1, width // reduction)
+    if reduction > width:
+        raise ValueError(f"method.reduction={reduction}; allowed: 1 to {width}, the model's hidden size")
+    size = width // reduction
     for name, module in places(model, placement):
         if hasattr(module, "adapter"):
             raise ValueError(f"{name} has an adapter already")

@@ -26,6 +26,11 @@ from cpt.models.loading import skeleton
 
 INDEX = "parts.json"
 TRUSTED = ("cpt.",)  # what a file may have called
+MOVED = {  # where functions stand now that files of version 0.1 name
+    "cpt.adapters.attach": "cpt.adapters.bottleneck.attach",
+    "cpt.adapters.attach_plugins": "cpt.adapters.plugin.attach_plugins",
+    "cpt.prompts.attach": "cpt.adapters.prompt.attach",
+}
 
 
 def export(
@@ -149,7 +154,7 @@ def found(path: str) -> Callable[..., Any]:
     """The function of a dotted path; raises ValueError for one of a package that is not trusted."""
     if not path.startswith(TRUSTED):
         raise ValueError(f"{INDEX} names {path}; allowed: functions of {', '.join(TRUSTED)}*")
-    module, _, name = path.rpartition(".")
+    module, _, name = MOVED.get(path, path).rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 

@@ -67,6 +67,8 @@ class Gate(nn.Module):
 
     They are soft in train mode at a given `s`, hard in eval mode and where s is None."""
 
+    stays_in_end_tasks = True  # what a domain has closed stays closed
+
     def __init__(self, count: int, *, s_max: float) -> None:
         super().__init__()
         self.e = nn.Parameter(torch.randn(count))

@@ -38,6 +38,11 @@ class Prompt(nn.Module):
         self.causal, self.placeholder, self.limit, self.names = causal, placeholder, limit, names
         self.within = False  # whether the body's pass is under way: embeddings may be looked up outside it
 
+    @property
+    def positions_taken(self) -> int:
+        """Of a model's positions, those that a text can not have."""
+        return len(self.weight)
+
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The body's pre-hook: behind the first token of each row [B, T], n places for the prompt."""
         given = dict(zip(self.names, args, strict=False)) | kwargs

@@ -56,7 +56,9 @@ class ModelOptions(Options):
         "share of tokens that are masked; null: for causal models", or_null(number("above 0 and below 1"))
     )
     length: int = option("tokens per sample", whole(2))
-    resize: bool = option("rows are added to an embedding that is too small for the tokenizer", YES_NO)
+    resize: bool = option(
+        "rows are added to an embedding that is too small for the tokenizer", YES_NO, default=False
+    )
     vocabulary: int | None = option("of a new model: entries of its tokenizer", or_null(whole(BYTES)))
     config: Mapping[str, Any] | None = option(
         "of a new model: model_type and its arguments, as transformers takes them", or_null(MAPPING)

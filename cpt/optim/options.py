@@ -41,15 +41,22 @@ class SGDOptions(Options):
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
+# Further arguments of theirs, which are handed on as they are given.
+FURTHER = {
+    "torch.optim.AdamW": ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    "torch.optim.SGD": ("dampening", "nesterov", "maximize", "foreach", "differentiable", "fused"),
+}
 
 
 def read_optimizer(given: Section) -> Choice | None:
     """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
     may not be."""
-    kind = KNOWN.get(given.values.get("_target_"))
+    target = given.values.get("_target_")
+    kind = KNOWN.get(target)
     if kind is not None:
-        options = given.only(name for name in given.values if name not in GIVEN).read(kind)
-        return None if options is None else Choice(given.values["_target_"], options)
+        further = {name: value for name, value in given.values.items() if name in FURTHER[target]}
+        options = given.only(name for name in given.values if name not in (*GIVEN, *further)).read(kind)
+        return None if options is None else Choice(target, Choice(target, options).arguments | further)
     with naming(given.place):
         check_arguments(given.values)
     return given.choose()

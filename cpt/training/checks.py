@@ -60,14 +60,14 @@ def read_sections(cfg: DictConfig) -> Sections:
     is not looked at."""
     check_top(cfg)
     number("0 or more").check("method.rate", section(cfg, "method").values.get("rate", 1))
-    replay = section(cfg, "replay")
+    masks, replay = section(cfg, "mask"), section(cfg, "replay")
     check_given(section(cfg, "endtask").values)
     return Sections(
         run=section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=section(cfg, "freeze").read(Freeze),
         model=section(cfg, "model").read(ModelOptions),
         method=section(cfg, "method").choose(),
-        masks={name: section(cfg, f"mask.{name}").choose() for name in section(cfg, "mask").values},
+        masks={name: section(cfg, f"mask.{name}").choose() for name in check_entries(masks.values, "mask")},
         replay=NOTHING if replay.values.get("_target_", "") is None else replay.choose(),
         source=section(cfg, "domains").choose(),
         optim=read_optimizer(section(cfg, "optim")),

@@ -52,10 +52,11 @@ class Learner:
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
+        device: torch.device,
     ) -> None:
         self.plan, self.place, self.module, self.data = plan, place, module, data
         self.examination, self.scores, self.loggers = examination, scores, loggers
-        self.callbacks = callbacks
+        self.callbacks, self.device = callbacks, device
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         scores.needs_domain = module.needs_domain
@@ -98,8 +99,7 @@ class Learner:
         self.scores.run["finished"] = False
         self.restore(number)
         with timed(self.scores.phases, f"end tasks {row}"):
-            device = trainer(self.plan.trainer.lightning, label=row).strategy.root_device
-            self.examination.measure(number, device)
+            self.examination.measure(number, self.device)
         if is_first_process():
             self.collect()
             self.save()

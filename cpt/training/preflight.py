@@ -7,12 +7,14 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
@@ -40,16 +42,27 @@ log = logging.getLogger(__name__)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
-def checked(plan: Plan, folder: Path) -> tuple[list[Logger], dict[str, Callback]]:
-    """The loggers and callbacks of a plan that can be run. Raises ValueError for one that cannot."""
+@dataclass(frozen=True)
+class Ready:
+    """What a plan that can be run has been made ready with: its loggers and callbacks, how many `processes`
+    work on this machine, and the device of this one."""
+
+    loggers: list[Logger]
+    callbacks: dict[str, Callback]
+    processes: int
+    device: torch.device
+
+
+def checked(plan: Plan, folder: Path) -> Ready:
+    """Makes what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_model(plan)
     loggers = custom.loggers(plan.logger.others, folder)
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
     callbacks = custom.callbacks(plan.callbacks, logged=logged)
-    check_trainer(plan.trainer, loggers, callbacks)
-    return loggers, callbacks
+    tried = try_trainer(plan.trainer, loggers, callbacks)
+    return Ready(loggers, callbacks, tried.num_devices, tried.strategy.root_device)
 
 
 @contextmanager
@@ -179,11 +192,14 @@ def tell_parts(folder: Path) -> None:
         log.warning("%s has adapters, which are left out; merge them with peft to start with them", folder)
 
 
-def check_trainer(
+def try_trainer(
     options: TrainerOptions, loggers: Sequence[Logger], callbacks: Mapping[str, Callback]
-) -> None:
-    """lightning.Trainer takes its options on this machine, with these callbacks."""
+) -> Trainer:
+    """A trainer with these options on this machine. Raises ValueError where lightning.Trainer takes them
+    not."""
     names = ("accelerator", "devices", "strategy", "precision")
     place = " ".join(f"trainer.{name}={getattr(options, name)}" for name in names)
     with naming_cause(place):
-        trainer(options.lightning, label="", loggers=loggers, callbacks=[Callback(), *callbacks.values()])
+        return trainer(
+            options.lightning, label="", loggers=loggers, callbacks=list(callbacks.values()), steps=1
+        )

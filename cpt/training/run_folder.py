@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root")
+# What a folder holds whose run has been refused: Hydra's files, and what the next start writes again.
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads")
 
 
 class RunFolder:
@@ -110,6 +112,18 @@ class RunFolder:
     def forget_checkpoints(self) -> None:
         """Removes what a stage that is not committed has come to."""
         shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+
+    @contextlib.contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """Removes the folder again if the run ends in an error before it has learned or measured anything."""
+        is_new = not self.config.exists()
+        try:
+            yield
+        except Exception:
+            holds = {each.name for each in self.path.iterdir()} if self.path.is_dir() else {""}
+            if is_new and holds <= {*BEFORE_THE_RUN}:
+                shutil.rmtree(self.path)
+            raise
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -94,17 +94,17 @@ def trainer(
     label: str,
     folder: Path | None = None,
     loggers: Sequence[Logger] = (),
-    steps: int = 1,
+    steps: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """A Trainer with `options` of lightning.Trainer for one phase, `steps` optimizer steps or an evaluation.
-    What Lightning and its callbacks write on their own goes to a folder, or nowhere."""
+    """A Trainer with `options` of lightning.Trainer for one phase, `steps` optimizer steps or, without,
+    an evaluation. What Lightning and its callbacks write on their own goes to a folder, or nowhere."""
     quiet()
     try:
         made = Trainer(
-            max_steps=steps,
+            max_steps=1 if steps is None else steps,
             max_epochs=-1,
-            limit_val_batches=1.0 if not callbacks else 0,
+            limit_val_batches=1.0 if steps is None else 0,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             enable_checkpointing=False,

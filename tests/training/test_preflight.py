@@ -8,9 +8,10 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
 from cpt.core.errors import reason
+from cpt.data.corpora import Corpora
 from cpt.models.loading import build
 from cpt.models.tokenizers import train_tokenizer
-from cpt.training import loop
+from cpt.training.plan import planned
 from cpt.training.preflight import checked
 
 THEIRS = "lightning.pytorch.callbacks"
@@ -20,7 +21,7 @@ WRONG = {
     "+method.tau=1": "method.tau is not known; allowed: none",
     "method=das +method.temprature=1": "method.temprature is not known; did you mean method.temperature?",
     "method=ewc +method.seed=3": "method.seed is not known; allowed: method.strength, method.estimator",
-    "mask=migu +mask.foo=1": "mask.foo is not known; allowed: mask.threshold",
+    "mask=migu +mask.foo=1": "mask.foo=1 has no class; allowed: null, or +mask.foo._target_=module",
     "method=demix +method.routing.foo=1": "method.routing.foo is not known; allowed: method.routing.learned",
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=hat method.form=adapter method.reduction=33": "method.reduction=33; allowed: 1 to 32",
@@ -31,7 +32,7 @@ WRONG = {
     "model.base.optim._target_=nowhere.Adam": "model.base.optim._target_=nowhere.Adam: No module named 'now",
     "model.config.num_attention_heads=5": "model.config: The hidden size (32) is not a multiple",
     "model.config.model_type=unheard": "model.config: Unrecognized model identifier: unheard",
-    "model.config=null": "model tiny_modernbert has no checkpoint; without one it needs model.config",
+    "model.config=null": "model.checkpoint=null of tiny_modernbert is nothing to start from; allowed",
     "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model is masked",
     "model.objective=causal": "model.objective=causal does not go with a modernbert model; allowed: masked",
     "model.length=9999": "model.length=9999; allowed: 2 to 512, the positions of this modernbert",
@@ -60,7 +61,7 @@ def unread(monkeypatch, start, tmp_path):
     def forbidden(*args, **kwargs):
         raise AssertionError("texts were read")
 
-    monkeypatch.setattr(loop.Corpora, "read", forbidden)
+    monkeypatch.setattr(Corpora, "read", forbidden)
     return lambda cfg: start(cfg, tmp_path / "run")
 
 
@@ -86,8 +87,9 @@ def test_a_logger_whose_package_is_missing_is_told(logger, package, small, unrea
 
 def test_what_is_right_is_built(small, tmp_path):
     cfg = small("callbacks=lr_monitor", "logger=csv", "method=lora", "mask=migu")
-    loggers, callbacks = checked(cfg, tmp_path)
-    assert (loggers, list(callbacks)) == ([], ["lr_monitor"])
+    ready = checked(planned(cfg), tmp_path)
+    assert (ready.loggers, list(ready.callbacks), ready.processes) == ([], ["lr_monitor"], 1)
+    assert ready.device.type == "cpu"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,7 +140,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_told_before_any_text_is_read(c
     expected = f"has {rows + 2} entries, its embedding {rows} rows; allowed: model.resize=true"
     with pytest.raises(ValueError, match=expected):
         unread(small(f"model.checkpoint={checkpoint}"))
-    checked(small(f"model.checkpoint={checkpoint}", "model.resize=true"), checkpoint)
+    checked(planned(small(f"model.checkpoint={checkpoint}", "model.resize=true")), checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +153,13 @@ def test_a_tokenizer_larger_than_the_embedding_is_told_before_any_text_is_read(c
 def test_an_exported_model_in_parts_says_which_is_used(attach, told, checkpoint, small, tmp_path, caplog):
     index = {"attach": attach, "options": {}, "parts": ["law", "food"]}
     (checkpoint / "parts.json").write_text(json.dumps(index))
-    checked(small(f"model.checkpoint={checkpoint}"), tmp_path)
+    checked(planned(small(f"model.checkpoint={checkpoint}")), tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if "has parts for" in record.getMessage()]
     assert f"{checkpoint} has parts for law, food; {told}" in line
 
 
 def test_a_whole_checkpoint_says_nothing(checkpoint, small, tmp_path, caplog):
-    checked(small(f"model.checkpoint={checkpoint}"), tmp_path)
+    checked(planned(small(f"model.checkpoint={checkpoint}")), tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("cpt")]
 
 
@@ -165,4 +167,4 @@ def test_an_older_model_file_without_the_new_key_is_taken(small, tmp_path):
     cfg = small()
     OmegaConf.set_struct(cfg, False)
     del cfg.model.resize
-    assert checked(cfg, tmp_path) == ([], {})
+    assert checked(planned(cfg), tmp_path).callbacks == {}

@@ -15,7 +15,6 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
-from cpt.adapters.gates import Gate
 from cpt.core.randomness import key
 from cpt.evaluation.endtasks.encoding import Encoded, Job
 from cpt.models.forward import body, in_mode, uncached
@@ -35,15 +34,15 @@ class Classifier(nn.Module):
     """A copy of a model's body with a new head: dropout, D x D, tanh, dropout, D x C, as of RoBERTa (Liu et
     al., 2019). It reads the first token of a masked model, the last token of the text of a causal one.
 
-    All of the copy is trained but gates that domains have closed; with `frozen`, the head alone. Weights are
-    float32. What is drawn comes from torch's generator of the CPU."""
+    All of the copy is trained but parts that say `stays_in_end_tasks`; with `frozen`, the head alone. Weights
+    are float32. What is drawn comes from torch's generator of the CPU."""
 
     def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
         super().__init__()
         self.first = is_masked(model)
         self.body = deepcopy(body(model)).float().requires_grad_(not frozen)
         for part in self.body.modules():
-            if isinstance(part, Gate):
+            if getattr(part, "stays_in_end_tasks", False):
                 part.requires_grad_(False)
         self.frozen, self.options = frozen, uncached(self.body)
         width = self.width()

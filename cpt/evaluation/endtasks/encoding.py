@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.adapters.prompt import Prompt
 from cpt.core.randomness import key, shuffled
 from cpt.evaluation.endtasks.tasks import Example, Settings
 from cpt.models.loading import positions_of
@@ -80,8 +79,8 @@ def encode(
 def longest(model: PreTrainedModel, length: int) -> int:
     """The tokens of an example that a model takes, `length` at most: a prompt has positions too."""
     limit = positions_of(model)
-    prompts = sum(len(part.weight) for part in model.modules() if isinstance(part, Prompt))
-    return length if limit is None else min(length, limit - prompts)
+    taken = sum(getattr(part, "positions_taken", 0) for part in model.modules())
+    return length if limit is None else min(length, limit - taken)
 
 
 def has_types(model: PreTrainedModel) -> bool:
