@@ -7,6 +7,7 @@ import torch
 
 from cpt.evaluation.endtasks import suite
 from cpt.run import is_done
+from cpt.training import plan
 from tests.support.endtask_fixtures import QUICK, write_task
 
 
@@ -17,8 +18,14 @@ class Fake:
         self.when, self.tasks, self.by_name, self.stamp = when, tasks, {}, ""
 
     @classmethod
-    def read(cls, options, *, order, tokenizer, **names):
+    def planned(cls, options, names, order):
+        if options["name"] == "none":
+            return None
         return cls(options["when"], [name for name in order if name in options["tasks"]])
+
+    @classmethod
+    def of_plan(cls, plan, tokenizer):
+        return plan
 
     due = suite.EndTasks.due
 
@@ -58,6 +65,7 @@ def weight(model):
 @pytest.fixture
 def run(small, start, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "EndTasks", Fake)
+    monkeypatch.setattr(plan, "checked", Fake.planned)
 
     def go(*overrides, when="last", tasks="{law: {}, food: {}}"):
         if when is not None:

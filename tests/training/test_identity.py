@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from cpt.core.naming import choices
+from cpt.core.naming import name_run
 from cpt.run import is_done
 from cpt.training import loop
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -116,7 +116,7 @@ def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypa
         run("order=[law,food]")
     monkeypatch.setattr(loop, "fold", None)
     assert run("order=[law,food]", "domains.ignore=[README*]") == scores
-    assert choices(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
+    assert name_run(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
 
 
 def test_new_and_vanished_domains_are_told_by_name(run, killed, texts, corpora, tmp_path):
