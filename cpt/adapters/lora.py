@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.bank import Scope
+from cpt.core.rules import shown
 from cpt.models.units import Projection, projections
 
 NEWEST, EARLIER = "default", "earlier"
@@ -88,7 +89,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, 
     found = {name: module for name, module in linear.items() if meant(name, targets)}
     if not found:
         raise ValueError(
-            f"method.targets={targets}; allowed: all-linear, a regular expression or a list that finds some "
+            f"method.targets={shown(targets)}; allowed: all-linear, a regular expression or a list that finds some "
             f"of {', '.join(list(linear)[:6])} …"
         )
     return found

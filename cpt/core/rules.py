@@ -33,6 +33,8 @@ Rules = Mapping[str, Rule]
 
 def shown(value: Any) -> str:
     """A value as one gives it on the command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(shown, value))}]"
     return {None: "null", True: "true", False: "false"}[value] if is_word(value) else str(value)
 
 

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Sequence
 
+from cpt.core.rules import shown
+
 RESERVED = ("base", "joint", "general")
 
 
@@ -27,7 +29,7 @@ def resolve(
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in enumerate(named))
         raise ValueError(
-            f"order={order} is not known; allowed: {listed}, reverse, random, or a list like [b,a,c]"
+            f"order={shown(order)} is not known; allowed: {listed}, reverse, random, or a list like [b,a,c]"
         )
     return checked(chosen, names)
 
@@ -43,7 +45,7 @@ def checked(chosen: list[str], names: Sequence[str]) -> list[str]:
     if unknown:
         raise ValueError(f"unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
-        raise ValueError(f"order={chosen} must name at least one domain, and each only once")
+        raise ValueError(f"order={shown(chosen)} must name at least one domain, and each only once")
     if reserved := sorted(set(chosen) & set(RESERVED)):
         raise ValueError(f"a domain may not be called {', '.join(reserved)}: scores.json uses that name")
     return chosen

@@ -78,7 +78,7 @@ def value_of(node: DictConfig, name: str) -> str:
     if OmegaConf.is_missing(node, name):
         return "???"
     value = node[name]
-    return f"[{','.join(map(str, value))}]" if OmegaConf.is_list(value) else shown(value)
+    return shown(list(value) if OmegaConf.is_list(value) else value)
 
 
 def kinds_of(node: DictConfig, place: str) -> tuple[type[Options], ...]:

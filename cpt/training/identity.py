@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cpt.core.checksums import checksum
 from cpt.core.files import replace
 from cpt.core.processes import is_first_process
+from cpt.core.rules import shown
 from cpt.data.sources.base import stamp_of
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
@@ -107,7 +108,7 @@ def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
     told = ", ".join(kinds) or f"{listed(then.order)} -> {listed(plan.order)}"
     going_on = f"'order=[{','.join(then.order)}]' 'hydra.run.dir={place.path}' goes on with what it had, "
     raise ValueError(
-        f"order={plan.run.order} means other domains than when {place.path} was begun ({told}); "
+        f"order={shown(plan.run.order)} means other domains than when {place.path} was begun ({told}); "
         f"{'bring them back, ' if gone else going_on}another name=… begins a new run, or delete the folder"
     )
 

@@ -157,8 +157,8 @@ def test_targets_are_ends_of_names_or_a_regular_expression(targets, found, build
         ({"r": True}, "method.r=True; allowed: a whole number, 1 or more"),
         ({"alpha": 0}, "method.alpha=0; allowed: above 0"),
         ({"dropout": 1.0}, "method.dropout=1.0; allowed: 0 or more and below 1"),
-        ({"targets": ["qkv"]}, r"method.targets=\['qkv'\]; allowed: all-linear, .*model.layers.0.attn.Wqkv"),
-        ({"targets": ["decoder"]}, r"method.targets=\['decoder'\]; allowed"),
+        ({"targets": ["qkv"]}, r"method.targets=\[qkv\]; allowed: all-linear, .*model.layers.0.attn.Wqkv"),
+        ({"targets": ["decoder"]}, r"method.targets=\[decoder\]; allowed"),
         ({"targets": "Wqkv"}, "method.targets=Wqkv; allowed"),
     ],
 )

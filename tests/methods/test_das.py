@@ -211,7 +211,7 @@ def test_das_and_migu_multiply(made):
     [
         (
             ["method.units=[head]"],
-            r"units=\['head'\]; allowed: one or more of heads, neurons, outputs, tokens",
+            r"units=\[head\]; allowed: one or more of heads, neurons, outputs, tokens",
         ),
         (["method.units=[]"], r"units=\[\]; allowed: one or more"),
         (["method.acts_on=weights"], "acts_on=weights; allowed: gradient, update, frozen"),

@@ -473,7 +473,7 @@ def test_frozen_layers_still_have_gates(hat):
     [
         ("form=half", "method.form=half; allowed: full, adapter"),
         ("shared=some", "method.shared=some; allowed: frozen, trained"),
-        ("units=[tokens]", r"method.units=\['tokens'\]; allowed: some of heads, neurons, outputs, or \[\]"),
+        ("units=[tokens]", r"method.units=\[tokens\]; allowed: some of heads, neurons, outputs, or \[\]"),
         ("units=[]", "method.shared=frozen leaves nothing to train without units; allowed: trained"),
         ("acts_on=never", "method.acts_on=never; allowed: gradient, update, frozen"),
         ("s_max=0", "method.s_max=0; allowed: above 0"),

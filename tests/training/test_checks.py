@@ -105,7 +105,7 @@ WRONG = {
     "endtask=submodules +endtask.tasks.pandas=5": "endtask.tasks={'pandas': 5}; allowed: null or for each t",
     "method=adapter method.reduction=0": f"method.reduction=0; allowed: {WHOLE}",
     "method=adapter method.per_domain=1": f"method.per_domain=1; allowed: {BOOL}",
-    "method=das method.units=[head]": "method.units=['head']; allowed: one or more of heads, neurons, out",
+    "method=das method.units=[head]": "method.units=[head]; allowed: one or more of heads, neurons, out",
     "method=das method.general=x": "method.general=x; allowed: null or logits, hidden",
     "method=derpp method.memory_bytes=5": "method.memory=512 and memory_bytes=5; allowed: exactly one",
     "method=hat method.units=[]": "method.shared=frozen leaves nothing to train without units",

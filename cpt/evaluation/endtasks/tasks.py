@@ -21,6 +21,7 @@ from cpt.core.rules import (
     number,
     one_of,
     or_null,
+    shown,
     whole,
 )
 
@@ -227,7 +228,7 @@ def checked(
     learned = [name for name in order if name in source.names]
     if not learned:
         raise ValueError(
-            f"endtask={options.get('name')}: no task belongs to a domain of order={list(order)}; "
+            f"endtask={options.get('name')}: no task belongs to a domain of order={shown(list(order))}; "
             f"there are: {', '.join(source.names) or 'none'}"
         )
     stamp = hashed([source.fingerprint(name) for name in learned])

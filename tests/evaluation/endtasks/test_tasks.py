@@ -157,7 +157,7 @@ def test_a_missing_option_is_told(root):
 
 def test_no_task_of_a_learned_domain(root):
     with pytest.raises(
-        ValueError, match=r"no task belongs to a domain of order=\['space'\]; there are: food, law"
+        ValueError, match=r"no task belongs to a domain of order=\[space\]; there are: food, law"
     ):
         plan(root, order=["space"])
 
