@@ -89,8 +89,8 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, 
     found = {name: module for name, module in linear.items() if meant(name, targets)}
     if not found:
         raise ValueError(
-            f"method.targets={shown(targets)}; allowed: all-linear, a regular expression or a list that finds some "
-            f"of {', '.join(list(linear)[:6])} …"
+            f"method.targets={shown(targets)}; allowed: all-linear, a regular expression or a list that "
+            f"finds some of {', '.join(list(linear)[:6])} …"
         )
     return found
 

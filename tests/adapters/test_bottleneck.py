@@ -232,7 +232,7 @@ def test_sizes_and_numbers_of_parameters():
     assert count == BLOCKS * sum(2 * WIDTH * a + a + WIDTH for a in (21, 32))
     assert len(scope.names) == len(set(scope.names)) == 4 * 2 * BLOCKS
     model = build("roberta")
-    attach(model, **HOULSBY | {"reduction": 1000})
+    attach(model, **HOULSBY | {"reduction": model.config.hidden_size})
     assert {part.down.out_features for part in parts_of(model, Bottleneck)} == {1}
     model = build("roberta")
     attach_plugins(model, **PLUGINS | {"attention": 0.001})

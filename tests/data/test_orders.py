@@ -58,7 +58,7 @@ LISTED = "0 (pubmed acl ai), 1 (ai pubmed acl), reverse, random"
         (2, f"order=2 is not known; allowed: {LISTED}"),
         (-1, f"order=-1 is not known; allowed: {LISTED}"),
         ("similar", f"order=similar is not known; allowed: {LISTED}"),
-        (None, f"order=None is not known; allowed: {LISTED}"),
+        (None, f"order=null is not known; allowed: {LISTED}"),
         (0.0, f"order=0.0 is not known; allowed: {LISTED}"),
         (["ai", "law", "art"], "unknown domain law, art; there are: acl, ai, phone, pubmed"),
         ([], "must name at least one domain"),

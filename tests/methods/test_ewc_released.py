@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.methods.ewc import EWC
-from cpt.models.freezing import Freeze
+from cpt.data.replay import NOTHING
+from cpt.methods.base import Shared
+from cpt.methods.ewc import EWC, EWCOptions
+from cpt.models.options import NOT_FROZEN
 from tests.conftest import SHARED
 from tests.support.making import named
 
@@ -51,9 +53,16 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def released():
     """EWC as the released code has it, after its first domain, which leaves model a, and at model b."""
     strength = json.loads((GOLDEN / "ewc.json").read_text())["settings"]["lamb"]
-    shared = {"objective": None, "length": 32, "masks": [], "replay": None, "freeze": Freeze(), "seed": 0}
-    options = {"strength": strength, "estimator": "batch", "merge": "mean", "gamma": 0.5}
-    module = EWC(model=tiny("a"), optimizer=None, schedule=None, **options, **shared).eval()
+    shared = {
+        "objective": None,
+        "length": 32,
+        "masks": [],
+        "replay": NOTHING,
+        "freeze": NOT_FROZEN,
+        "seed": 0,
+    }
+    options = EWCOptions(strength=strength, estimator="batch", merge="mean", gamma=0.5)
+    module = EWC(options, Shared(model=tiny("a"), optimizer=None, schedule=None, seed=0, **shared)).eval()
     module.after_domain(golden_batches(0))
     first = named(module.model, module.fisher.buffers())
     module.model.load_state_dict(tiny("b").state_dict())

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from cpt.masks.base import recording
-from cpt.masks.migu import MagnitudeMask, kept, largest, magnitudes
+from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, kept, largest, magnitudes
 from cpt.models.units import projections
 from cpt.training import loop
 from tests.conftest import SHARED
@@ -32,7 +32,7 @@ VALUES = {
 
 
 def watching(model: nn.Module, **values) -> MagnitudeMask:
-    mask = MagnitudeMask(**{**VALUES, **values})
+    mask = MagnitudeMask(MagnitudeMaskOptions(**{**VALUES, **values}))
     mask.watch(model, None)
     return mask
 

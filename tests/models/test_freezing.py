@@ -6,13 +6,14 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.models.freezing import Freeze
+from cpt.models.freezing import frozen_parameters
+from cpt.models.options import Freeze
 
 ORDER = "order=[law,food]"
 
 
 def names(model: torch.nn.Module, freeze: Freeze) -> set[str]:
-    chosen = {id(parameter) for parameter in freeze.parameters(model)}
+    chosen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
@@ -21,28 +22,31 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def test_nothing_is_frozen_unless_asked():
-    assert names(gpt2(), Freeze()) == set()
+    assert names(gpt2(), Freeze(embeddings=False, layers=0)) == set()
 
 
 def test_embeddings_take_tokens_and_positions():
-    assert names(gpt2(), Freeze(embeddings=True)) == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert names(gpt2(), Freeze(embeddings=True, layers=0)) == {
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    }
 
 
 def test_layers_are_the_first_blocks():
-    frozen = names(gpt2(), Freeze(layers=2))
+    frozen = names(gpt2(), Freeze(embeddings=False, layers=2))
     assert frozen == {name for name, _ in gpt2().named_parameters() if ".h.0." in name or ".h.1." in name}
 
 
 def test_a_relative_position_bias_is_no_embedding_of_the_model():
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 20}
-    frozen = names(T5ForConditionalGeneration(T5Config(**sizes)), Freeze(embeddings=True))
+    frozen = names(T5ForConditionalGeneration(T5Config(**sizes)), Freeze(embeddings=True, layers=0))
     assert frozen == {"shared.weight"}
 
 
 @pytest.mark.parametrize("layers", [-1, 4])
 def test_a_model_has_only_so_many_layers(layers):
     with pytest.raises(ValueError, match=f"freeze.layers={layers}; allowed: 0 to 3, the model's blocks"):
-        Freeze(layers=layers).parameters(gpt2())
+        frozen_parameters(gpt2(), Freeze(embeddings=False, layers=layers))
 
 
 @pytest.mark.parametrize("method", ["ncl", "das", "ewc", "derpp"])

@@ -10,7 +10,7 @@ import pyarrow as pa
 from cpt.core.options import option
 from cpt.core.rules import MAPPING, TEXT, YES_NO, or_null
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.installed_docs import GENERAL_PACKAGES, installation, installed
+from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
 from cpt.data.sources.texts import bar
 
@@ -48,7 +48,7 @@ class Hub(Source):
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         entry = self.entry(name)
         if entry is None:
-            yield from installed(GENERAL_PACKAGES)
+            yield from read_general()
             return
         from datasets.exceptions import DatasetsError
 
@@ -79,7 +79,7 @@ class Hub(Source):
     def fingerprint(self, name: str) -> Any:
         entry = self.entry(name)
         if entry is None:
-            return installation(GENERAL_PACKAGES)
+            return stamp_general()
         local = Path(entry["path"])
         return [self.column, entry, stamps(each for each in sorted(local.rglob("*")) if each.is_file())]
 

@@ -40,3 +40,13 @@ def installed(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def installation(packages: Sequence[str]) -> Any:
     return stamps(path for package in packages for path in docstrings.modules(package))
+
+
+def read_general() -> Iterator[tuple[str, str]]:
+    """The general text of sources that have none of their own."""
+    return installed(GENERAL_PACKAGES)
+
+
+def stamp_general() -> Any:
+    """What decides the result of `read_general`."""
+    return installation(GENERAL_PACKAGES)

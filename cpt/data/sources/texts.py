@@ -15,7 +15,7 @@ from tqdm import tqdm
 from cpt.core.options import option
 from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.installed_docs import GENERAL_PACKAGES, installation, installed
+from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import (
     UNITS,
     documents_of,
@@ -89,7 +89,7 @@ class Texts(Source):
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         folder = self.folder_of(name)
         if folder is None:
-            yield from installed(GENERAL_PACKAGES)
+            yield from read_general()
             return
         files = files_of(folder, ignored=self.ignored)
         unit = unit_of(files) if self.document == "auto" else self.document
@@ -104,7 +104,7 @@ class Texts(Source):
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)
         if folder is None:
-            return installation(GENERAL_PACKAGES)
+            return stamp_general()
         return [self.column, self.document, stamps(files_of(folder, ignored=self.ignored))]
 
     def folder_of(self, name: str) -> Path | None:

@@ -285,7 +285,7 @@ def test_a_sub_folder_with_text_is_a_domain(tmp_path):
 def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeypatch):
     put(tmp_path / "a" / "a.txt", "One.\n")
     put(tmp_path / "docs" / "__init__.py", f'"""{HOLDER} {HOLDER}"""')
-    monkeypatch.setattr("cpt.data.sources.texts.GENERAL_PACKAGES", ("docs",))
+    monkeypatch.setattr("cpt.data.sources.installed_docs.GENERAL_PACKAGES", ("docs",))
     monkeypatch.syspath_prepend(tmp_path)
     for source in (texts(tmp_path), texts(tmp_path, general=None), hub({"path": "somewhere"})):
         assert list(source.read(GENERAL)) == [("train", f"{HOLDER} {HOLDER}")]
@@ -297,12 +297,12 @@ def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeyp
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"document": "page"}, "domains.document=page; allowed: file, paragraph, line, auto"),
+        ({"document": "page"}, "document=page; allowed: file, paragraph, line, auto"),
         ({"folder": "corpora"}, "there is no folder"),
         ({"folder": "empty"}, "has no sub-folder; each would be a domain"),
-        ({"general": "wiki"}, "domains.general=wiki: there is no folder"),
-        ({"ignore": "a"}, "domains.ignore=a; allowed: a list of names or patterns, like [README*]"),
-        ({"ignore": [1]}, "domains.ignore=[1]; allowed: a list of names or patterns"),
+        ({"general": "wiki"}, "general=wiki: there is no folder"),
+        ({"ignore": "a"}, "ignore=a; allowed: null or a list of names or patterns, like [README*]"),
+        ({"ignore": [1]}, "ignore=[1]; allowed: null or a list of names or patterns"),
     ],
 )
 def test_what_texts_cannot_be_made_of(tmp_path, options, message):
@@ -404,7 +404,7 @@ def test_what_lies_beside_the_domains_is_named(tmp_path, caplog):
 @pytest.mark.parametrize(
     "shared, message",
     [
-        ({"score_on": "train"}, "domains.score_on=train; allowed: valid, test"),
+        ({"score_on": "train"}, "score_on=train; allowed: valid, test"),
         ({"held_out": {"valid": 0.5, "test": 0.1, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
         ({"held_out": {"valid": 0.1, "test": 0.5, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
         ({"held_out": {"valid": 0, "test": 0.1, "seed": 0}}, "allowed: shares above 0 and below 0.5"),
@@ -554,9 +554,9 @@ def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
 def test_what_an_entry_must_be(entry, message):
     with pytest.raises(ValueError, match=message):
         hub(entry)
-    with pytest.raises(ValueError, match="needs a catalogue"):
+    with pytest.raises(ValueError, match="catalogue names no domain; needed: "):
         Hub(catalogue={}, column="text", streaming=True, general=None, **SHARED)
-    with pytest.raises(ValueError, match="domains.general=wiki; allowed: null, news"):
+    with pytest.raises(ValueError, match="general=wiki; allowed: null, news"):
         hub({"path": "x"}, general="wiki")
 
 
