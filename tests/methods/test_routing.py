@@ -234,7 +234,7 @@ def test_how_many_parts_are_mixed():
 
 @torch.no_grad()
 def test_one_part_alone_is_that_part_bit_for_bit(work):
-    run = work("unlearned=last")
+    run = work("method.routing.unlearned=last")
     bank, model = run.module.bank, run.module.model
     for domain, part in ((0, 0), (1, 1), (2, 2), (BASE, 2), (9, 2)):
         [batch] = batches(run, "law", rows=4, size=4)
@@ -270,7 +270,7 @@ def test_the_mixture_is_that_of_bayes_by_hand(work):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [[], ["top_k=2"], ["unlearned=nearest"]])
+@pytest.mark.parametrize("options", [[], ["method.routing.top_k=2"], ["method.routing.unlearned=nearest"]])
 @pytest.mark.parametrize("model", ["masked", "causal"])
 def test_the_likelihood_of_all_tokens_is_one(model, options, work, small, small_gpt2):
     """A row once for each token that might stand at its last scored place."""
@@ -289,7 +289,7 @@ def test_the_likelihood_of_all_tokens_is_one(model, options, work, small, small_
 
 @pytest.mark.parametrize("prior", ["uniform", "updating", "cached"])
 def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
-    run = work(f"prior={prior}", "cached=5")
+    run = work(f"method.routing.prior={prior}", "method.routing.cached=5")
     whole = scored(run, "space", size=8)
     used = run.module.used(BASE)
     for size in (1, 3):
@@ -299,8 +299,8 @@ def test_how_a_text_is_cut_into_batches_is_all_one(prior, work):
 
 
 def test_top_1_is_nearest(work):
-    one = scored(work("top_k=1"), "law")
-    assert torch.equal(one, scored(work("unlearned=nearest"), "law"))
+    one = scored(work("method.routing.top_k=1"), "law")
+    assert torch.equal(one, scored(work("method.routing.unlearned=nearest"), "law"))
     assert not torch.equal(one, scored(work(), "law"))
 
 
@@ -319,7 +319,7 @@ def test_what_was_used_is_of_the_last_evaluation(work):
 @pytest.mark.parametrize("prior", ["updating", "cached"])
 def test_each_text_begins_anew(prior, work):
     """And each evaluation, also that of a process which has but one text in its share."""
-    run = work(f"prior={prior}", "cached=3", "learned=posterior")
+    run = work(f"method.routing.prior={prior}", "method.routing.cached=3", "method.routing.learned=posterior")
     alone = {name: scored(run, name, domain=place) for place, name in enumerate(("law", "food"))}
     for place, name in ((0, "law"), (0, "law"), (1, "food"), (0, "law"), (1, "food")):
         assert torch.equal(scored(run, name, domain=place), alone[name])
@@ -329,12 +329,12 @@ def test_each_text_begins_anew(prior, work):
 def test_the_prior_matters(work):
     """Else the tests above could not fail."""
     options = ("uniform", "updating", "cached")
-    nll = [scored(work(f"prior={each}", "cached=2"), "law") for each in options]
+    nll = [scored(work(f"method.routing.prior={each}", "method.routing.cached=2"), "law") for each in options]
     assert len({each.sum().item() for each in nll}) == 3
 
 
 def test_a_new_part_takes_part_at_once(work):
-    run = work("prior=updating")
+    run = work("method.routing.prior=updating")
     scored(run, "law", rows=4)
     run.module.bank.keep(run.module.model, 3)
     assert set(run.module.used(BASE)) <= {BASE, 0, 1, 2}
@@ -343,7 +343,7 @@ def test_a_new_part_takes_part_at_once(work):
 
 
 def test_scoring_leaves_no_trace(work):
-    run = work("prior=updating")
+    run = work("method.routing.prior=updating")
     before = {name: value.clone() for name, value in run.module.state_dict().items()}
     first = scored(run, "law")
     assert torch.equal(scored(run, "law"), first)
@@ -392,7 +392,7 @@ def test_used_weights_are_summed_over_processes(monkeypatch):
 
 def test_it_finds_the_domain_of_a_text(small_gpt2):
     """Texts of different words: each is scored by the expert that learned it."""
-    options = ["learned=posterior", "base=false", "model.base.steps=100"]
+    options = ["method.routing.learned=posterior", "method.routing.base=false", "model.base.steps=100"]
     run = made(small_gpt2("method=demix", THREE, "trainer.steps=30", "optim.lr=0.01", *options))
     for number in range(3):
         run.learn(number)
@@ -425,7 +425,7 @@ def test_a_wrong_option_is_told(options, message):
 
 
 def test_an_evaluation_begins_anew_even_with_a_single_text(work):
-    run = work("prior=updating", "learned=posterior")
+    run = work("method.routing.prior=updating", "method.routing.learned=posterior")
     run.data.held_out = {"law": run.data.held_out["law"]}
     rows = []
     for _ in range(2):
