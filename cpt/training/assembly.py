@@ -9,6 +9,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+import cpt
 from cpt.core.config import made
 from cpt.core.randomness import key
 from cpt.data.corpora import Corpora, tokenizer_digest
@@ -22,7 +23,7 @@ from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
+PACKAGES = ("torch", "lightning", "transformers", "datasets")
 
 
 def method(cfg: DictConfig, start: Base) -> ContinualModule:
@@ -112,5 +113,9 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
             "mask_rate": cfg.model.mask_rate if start.objective_name == "masked" else None,
         },
         config_digest=plan.config_digest,
-        versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        versions={
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in PACKAGES},
+            "cpt": cpt.__version__,
+        },
     )

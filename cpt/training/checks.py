@@ -1,13 +1,11 @@
 """A config checked value by value: before the run has a folder, before any text is read, without torch."""
 
-import difflib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -16,17 +14,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError
 
 from cpt.core.config import FOR_OTHERS
-from cpt.core.errors import readable, reason
+from cpt.core.errors import readable, reason, unknown
+from cpt.core.places import CONF
 from cpt.core.values import Rules, is_text, shown
 from cpt.training.method_rules import MASKS, METHODS, ROUTING, TOGETHER
 from cpt.training.run_rules import CLOSED, PASSED, REFUSED, RULES, SCHEDULE, TRAINER
 
-DEFAULTS = Path(__file__).parents[2] / "conf" / "config.yaml"
 ELSEWHERE = ("strategy", "experiment", "hydra")  # groups whose values stand in other places of the config
 FLAGS = ("csv", "wandb", "mode", "project", "entity")  # of logger; every other key is a logger
 GIVEN = ("_target_", "_partial_", "_convert_", "_recursive_", *FOR_OTHERS)  # of a choice, not its arguments
-MOST = 24  # names that a message lists
-CLOSE = 0.7  # how alike two names are, of 1, where one may have been meant
 SOURCES = ("domains", "replay", "schedule")  # choices whose classes need no torch
 
 
@@ -70,7 +66,7 @@ def check_top(cfg: DictConfig) -> None:
 @cache
 def top_level() -> tuple[str, ...]:
     """The names that a composed config has."""
-    text = OmegaConf.load(DEFAULTS)
+    text = OmegaConf.load(CONF / "config.yaml")
     groups = [name for each in text.pop("defaults") if each != "_self_" for name in each]
     return tuple(key for key in (*text, *groups) if key not in ELSEWHERE and " " not in key)
 
@@ -115,15 +111,6 @@ def check_known(cfg: DictConfig, section: str, *, own: Iterable[str]) -> None:
     for key in node if isinstance(node, DictConfig) else ():
         if key not in allowed and not is_referenced(cfg, f"{section}.{key}"):
             raise ValueError(unknown(f"{section}.{key}", [f"{section}.{name}" for name in allowed]))
-
-
-def unknown(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
-    """What is said of a key that there is not."""
-    by_end = {name.rpartition(".")[2]: name for name in allowed}
-    near = difflib.get_close_matches(key.rpartition(".")[2], by_end, n=1, cutoff=CLOSE)
-    meant = f"did you mean {by_end[near[0]]}? " if near else ""
-    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
-    return f"{key} is not known; {meant}allowed: {whole or listed}"
 
 
 def check_trainer(cfg: DictConfig) -> None:
