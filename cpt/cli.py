@@ -23,8 +23,8 @@ def start() -> None:
     """Does what the arguments say. A `_target_` may name a module in the working directory, which is searched
     last: no file there hides a library."""
     sys.path.append(os.getcwd())
-    utils.run_and_report = report
-    with one_line():  # --help is no step of its own for Hydra
+    utils.run_and_report = run_step
+    with readable_errors():  # --help is no step of its own for Hydra
         app()
 
 
@@ -35,19 +35,19 @@ def app(cfg: DictConfig) -> Any:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from cpt.run import run  # not before the config is known to be right
 
-    with one_line():  # inside of Hydra's own report of an error in a run
+    with readable_errors():  # inside of Hydra's own report of an error in a run
         return run(cfg, folder=Path(HydraConfig.get().runtime.output_dir))
 
 
-def one_line() -> AbstractContextManager[None]:
+def readable_errors() -> AbstractContextManager[None]:
     return readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR"))
 
 
-def report(step: Callable[[], Any]) -> Any:
+def run_step(step: Callable[[], Any]) -> Any:
     """In place of Hydra's function of this kind, which says in many lines what cannot be composed."""
 
-    def one_line_step() -> Any:
-        with one_line():
+    def readable_step() -> Any:
+        with readable_errors():
             return step()
 
-    return report_errors(one_line_step)
+    return report_errors(readable_step)

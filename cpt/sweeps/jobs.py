@@ -186,7 +186,7 @@ def is_finished(folder: Path) -> bool:
     return isinstance(about, dict) and about.get("finished") is True
 
 
-def check_choices(context: HydraContext, config: DictConfig) -> None:
+def check_swept_choices(context: HydraContext, config: DictConfig) -> None:
     """Raises ValueError for a choice that a sweep names and that there is not; Hydra would find it when the
     sweep has a folder already."""
     named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
