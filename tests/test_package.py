@@ -83,7 +83,9 @@ def installed(source, tmp_path_factory) -> Path:
 def environment(folder: Path, *given: str | Path) -> Path:
     venv.create(folder, symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "libraries.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
+    )
     into = [*PIP, f"--python={folder / 'bin/python'}", "install", "--no-deps", "--no-index"]
     called(*into, "--no-build-isolation", "--ignore-installed", *given, cwd=folder)
     return folder
