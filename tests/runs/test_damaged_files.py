@@ -16,6 +16,8 @@ from tests.conftest import ROOT, SMALL
 from tests.core.test_cache import flip
 from tests.support.processes import ended, started
 
+pytestmark = pytest.mark.slow
+
 ORDER = "order=[law,food]"
 FLIPS = 10
 

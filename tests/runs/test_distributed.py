@@ -12,6 +12,8 @@ from tests.conftest import ROOT, SMALL
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
 
+pytestmark = pytest.mark.slow
+
 ORDER = "order=[law,food]"
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
 # Lightning starts the second process with this script's own command line, so the callback is in both.
