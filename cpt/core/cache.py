@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -108,7 +108,7 @@ def lock_of(folder: Path) -> FileLock:
     return FileLock(folder.with_name(f"{folder.name}.lock"))
 
 
-def waited_for(lock: FileLock) -> FileLock:
+def waited_for(lock: FileLock) -> AbstractContextManager[object]:
     """The lock, acquired; says so if another process holds it."""
     try:
         return lock.acquire(timeout=0.5)

@@ -1,22 +1,72 @@
 """Errors that a user can read: one line, a non-zero exit code."""
 
+import difflib
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+    SearchPathException,
+)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from cpt.core.processes import is_one_of_several
+
+MOST = 24  # names that a message lists
+TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
+CLOSE = 0.7  # how alike two names are, of 1, where one may have been meant
 
 
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation, the cause's."""
+    match error:
+        case MissingConfigException(missing_cfg_file=str(path), options=list(options)):
+            group, _, name = path.rpartition("/")
+            return unknown(f"{group}={name}", options)
+        case OverrideParseException():
+            return unreadable(error)
+        case SearchPathException():
+            return f"{error}; allowed: a folder that there is"
+        case ConfigCompositionException(__cause__=ConfigAttributeError() | ConfigKeyError() as cause):
+            return unknown_key(cause)
+        case ConfigCompositionException() if twice := TWICE.match(str(error)):
+            return f"{twice[1]} has a choice already; allowed: {twice[1]}={twice[2]}, without +"
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__
+
+
+def unreadable(error: OverrideParseException) -> str:
+    """What is said of an argument that is none of Hydra's."""
+    about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, and the place within the argument
+    lines = [line.strip() for line in error.message.splitlines()]
+    why = [line for line in lines if line and not line.startswith(about)]
+    return f"{error.override} cannot be read: {' '.join(why)}; allowed: key=value"
+
+
+def unknown_key(error: OmegaConfBaseException) -> str:
+    """What is said of a key that is given, and not one of its section."""
+    key, node = str(error.full_key), error.parent_node
+    section = key.rpartition(".")[0]
+    names = [f"{section}.{name}" if section else str(name) for name in node or ()]
+    return unknown(key, names) + (f"; one more: +{key}=…" if section else "")
+
+
+def unknown(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
+    """What is said of a key, or of a `group=choice`, that there is not."""
+    by_end = {name.rpartition(".")[2]: name for name in allowed}
+    near = difflib.get_close_matches(re.split("[.=]", key)[-1], by_end, n=1, cutoff=CLOSE)
+    meant = f"did you mean {by_end[near[0]]}? " if near else ""
+    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
+    return f"{key} is not known; {meant}allowed: {whole or listed}"
 
 
 @contextmanager
@@ -27,7 +77,7 @@ def readable(*, errors_only: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit("cpt: interrupted; the same command goes on from here")
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as error:
+    except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if not errors_only:
             raise
         print(f"cpt: {reason(error)}", file=sys.stderr, flush=True)

@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from cpt.core.config import canonical, digest, executes
 
-CONF = Path(__file__).parents[2] / "conf"
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
 # What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
 NAMED = ("method", "mask", "replay", "domains", "domains.root", "model", "order", "seed", "experiment")

@@ -1,19 +1,16 @@
 """Options of what a config chooses: frozen and typed, each with its help and its rule, checked where they are
 made. Nothing here needs torch, so that a wrong option is told at once."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
-from cpt.core.errors import reason
+from cpt.core.errors import reason, unknown
 from cpt.core.light import HEAVY, load_light
 from cpt.core.rules import Rule
 
-MOST = 24  # names that a message lists
-CLOSE = 0.7  # how alike two names are, of 1, where one may have been meant
 Made = TypeVar("Made", bound="Options")
 
 
@@ -114,15 +111,6 @@ def check_names(given: Iterable[str], allowed: Iterable[str], *, place: str) -> 
     for name in given:
         if name not in known:
             raise ValueError(unknown(f"{at(place)}{name}", [f"{at(place)}{each}" for each in known]))
-
-
-def unknown(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
-    """What is said of a key that there is not."""
-    by_end = {name.rpartition(".")[2]: name for name in allowed}
-    near = difflib.get_close_matches(key.rpartition(".")[2], by_end, n=1, cutoff=CLOSE)
-    meant = f"did you mean {by_end[near[0]]}? " if near else ""
-    listed = ", ".join([*list(by_end.values())[:MOST], *["…"][: len(by_end) > MOST]]) or "none"
-    return f"{key} is not known; {meant}allowed: {whole or listed}"
 
 
 def options_of(target: str, *, place: str) -> type[Options] | None:

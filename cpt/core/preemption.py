@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from subprocess import Popen, TimeoutExpired
 from types import FrameType
+from typing import Any
 
 from cpt.core.processes import in_company, is_first_process, is_one_of_several, is_started_by_lightning
 
@@ -214,7 +215,7 @@ def ignore_signals(worker: int = 0) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
 
 
-def observers() -> list[threading.Thread]:
+def observers() -> list[Any]:
     """Lightning's threads that kill this process as soon as one that it has started ends with a code."""
     return [thread for thread in threading.enumerate() if thread.name == "child-process-observer"]
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 
 def is_first_process() -> bool:
@@ -25,6 +26,6 @@ def is_started_by_lightning() -> bool:
 def in_company() -> bool:
     """Whether this process works in a group with others now."""
     # Not imported, perhaps only in part: then there is no group.
-    distributed = sys.modules.get("torch.distributed")
+    distributed: Any = sys.modules.get("torch.distributed")
     initialised = getattr(distributed, "is_initialized", None)
     return initialised is not None and initialised() and distributed.get_world_size() > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -38,7 +38,7 @@ def misfit(declared: Any) -> Misfit:
     return lambda value, at: _said(not _is(value, declared), value, declared, at)
 
 
-def _in_list(declared: Any, inner: Misfit, *, plain: Collection[type]) -> Misfit:
+def _in_list(declared: Any, inner: Misfit, *, plain: Set[type]) -> Misfit:
     def look(value: Any, at: str) -> str | None:
         if not isinstance(value, list):
             return _said(True, value, declared, at)
@@ -49,7 +49,7 @@ def _in_list(declared: Any, inner: Misfit, *, plain: Collection[type]) -> Misfit
     return look
 
 
-def _in_dict(declared: Any, inner: Misfit, *, plain: Collection[type]) -> Misfit:
+def _in_dict(declared: Any, inner: Misfit, *, plain: Set[type]) -> Misfit:
     def look(value: Any, at: str) -> str | None:
         if not isinstance(value, dict):
             return _said(True, value, declared, at)
@@ -60,7 +60,7 @@ def _in_dict(declared: Any, inner: Misfit, *, plain: Collection[type]) -> Misfit
     return look
 
 
-def _plain(declared: Any) -> Collection[type]:
+def _plain(declared: Any) -> Set[type]:
     """The types by which alone values are known to fit, without a look at each: a matrix has many."""
     kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else [declared]
     return {float, str, NoneType}.intersection(kinds)

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from cpt.core.errors import reason
-from cpt.core.options import unknown
+from cpt.core.errors import reason, unknown
 from cpt.core.rules import is_text
 from cpt.core.sections import GIVEN
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -46,7 +47,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     calls themselves set."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
-        made_of = tokenizer.get_vocab()
+        made_of: dict[str, Any] = tokenizer.get_vocab()
     else:
         made_of = {**json.loads(fast.to_str()), "truncation": None, "padding": None}
     return digest([type(tokenizer).__name__, made_of, tokenizer.special_tokens_map])

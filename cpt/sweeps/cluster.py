@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.core.errors import readable
 from cpt.core.preemption import SIGNALS
-from cpt.sweeps.jobs import Job, begun, composed, concluded, finished, job_command
+from cpt.sweeps.jobs import Job, begun, check_swept_choices, composed, concluded, finished, job_command
 
 log = logging.getLogger(__name__)
 SAVING_S = 100.0  # that a job has when it is told to leave; less than the signal_delay_s of conf
@@ -46,6 +46,7 @@ class ClusterLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            check_swept_choices(hydra_context, config)
             self.inner = self.made()
         self.context, self.config = hydra_context, config
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.errors import HydraException
 from hydra.types import HydraContext
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from cpt.core.errors import unknown
 from cpt.core.preemption import GO_ON
 
 log = logging.getLogger(__name__)
@@ -182,6 +184,18 @@ def is_finished(folder: Path) -> bool:
     """Whether a run's scores.json says that it is finished."""
     about = read(folder).get("run")
     return isinstance(about, dict) and about.get("finished") is True
+
+
+def check_swept_choices(context: HydraContext, config: DictConfig) -> None:
+    """Raises ValueError for a choice that a sweep names and that there is not; Hydra would find it when the
+    sweep has a folder already."""
+    named = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    overrides = OverridesParser.create().parse_overrides([*named, *config.hydra.overrides.task])
+    for each in overrides:
+        options = context.config_loader.get_group_options(each.key_or_group)
+        for value in each.value().list if options and each.is_choice_sweep() else ():
+            if str(value) not in options:
+                raise ValueError(unknown(f"{each.key_or_group}={value}", options))
 
 
 def composed(

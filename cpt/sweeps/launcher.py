@@ -28,7 +28,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers that a run folder
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.sweeps.cluster import ClusterLauncher
-from cpt.sweeps.jobs import CONTINUES, PARENT, Job, composed, concluded, job_command
+from cpt.sweeps.jobs import CONTINUES, PARENT, Job, check_swept_choices, composed, concluded, job_command
 from cpt.sweeps.optuna_sweeper import OptunaSweeper
 from cpt.sweeps.resources import shares
 
@@ -56,6 +56,7 @@ class ProcessLauncher(Launcher):
         """Not the constructor checks: Hydra wraps what is raised there in lines of its own."""
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             self.check()
+            check_swept_choices(hydra_context, config)
         self.context, self.config = hydra_context, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

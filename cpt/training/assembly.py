@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import cpt
 from cpt.core.randomness import key
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.datamodule import DomainSequence
@@ -18,8 +19,7 @@ from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
-
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "cpt")
+PACKAGES = ("torch", "lightning", "transformers", "datasets")
 
 
 def method(plan: Plan, start: Base) -> ContinualModule:
@@ -110,5 +110,9 @@ def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> S
             "mask_rate": plan.model.mask_rate if start.objective_name == "masked" else None,
         },
         config_digest=plan.config_digest,
-        versions={"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}},
+        versions={
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in PACKAGES},
+            "cpt": cpt.__version__,
+        },
     )

@@ -11,9 +11,9 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.errors import readable
-from cpt.core.naming import CONF
-from cpt.core.options import Choice, unknown
+from cpt.core.errors import readable, unknown
+from cpt.core.options import Choice
+from cpt.core.places import CONF
 from cpt.core.rules import is_text, number, shown
 from cpt.core.sections import Section, is_used, section
 from cpt.data.replay import NOTHING, Replay

@@ -8,8 +8,9 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.naming import CONF, CONFIG
+from cpt.core.naming import CONFIG
 from cpt.core.options import Options, at, options_of
+from cpt.core.places import CONF
 from cpt.core.rules import shown
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.endtasks.tasks import Protocol, Settings

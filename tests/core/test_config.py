@@ -201,7 +201,7 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (["order=9"], "order=9 is not known"),
         (["domains=texts"], "domains.root"),
         (["domains=texts", "domains.root=nowhere"], "there is no folder nowhere"),
-        (["method=unheard_of"], "Could not find 'method/unheard_of'"),
+        (["method=unheard_of"], "method=unheard_of is not known; allowed: adapter, "),
         (["trainer.setps=5"], "setps"),
     ],
 )

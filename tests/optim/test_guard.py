@@ -230,8 +230,9 @@ def bad(self, batch):
     return terms
 NCL.losses = bad
 sys.argv[0] = __file__
-import hydra, run
-hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.main.__wrapped__)()
+from cpt.__main__ import main
+
+main()
 """
 
 
@@ -239,7 +240,7 @@ hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.m
 def test_all_processes_hear_of_one(policy, corpora, cache, tmp_path):
     """The loss of one of two processes alone, with a gradient of numbers."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), conf=str(ROOT / "conf")))
+    script.write_text(SCRIPT.format(root=str(ROOT)))
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER, *SMALL]
     ddp = ["strategy=ddp", "trainer.accelerator=cpu", f"on_nonfinite={policy}"]
     folder = Path(tmp_path / "run")

@@ -16,6 +16,8 @@ from tests.conftest import ROOT, SMALL
 from tests.core.test_cache import flip
 from tests.support.processes import ended, started
 
+pytestmark = pytest.mark.slow
+
 ORDER = "order=[law,food]"
 FLIPS = 10
 
@@ -288,16 +290,16 @@ from cpt.core import cache
 
 cache.LARGE = 0
 sys.argv[0] = __file__
-import hydra, run
+from cpt.__main__ import main
 
-hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.main.__wrapped__)()
+main()
 """
 
 
 def test_two_processes_stop_together(again, corpora, tmp_path):
     """Only the first reads the cache through; both hear of it, and neither waits for the other for ever."""
     script = tmp_path / "two.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), conf=str(ROOT / "conf")))
+    script.write_text(SCRIPT.format(root=str(ROOT)))
     (path,) = (tmp_path / "cache").glob("packed/food-train-*/rows.arrow")
     flip(path, path.stat().st_size // 2)
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={tmp_path / 'cache'}"]

@@ -12,6 +12,8 @@ from tests.conftest import ROOT, SMALL
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
 
+pytestmark = pytest.mark.slow
+
 ORDER = "order=[law,food]"
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
 # Lightning starts the second process with this script's own command line, so the callback is in both.
@@ -51,8 +53,9 @@ def watched(options, *, callbacks=(), **others):
     return trainer(options, callbacks=[*callbacks, Hashes(), Death()] if callbacks else (), **others)
 loop.trainer = watched
 sys.argv[0] = __file__
-import hydra, run
-hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(run.main.__wrapped__)()
+from cpt.__main__ import main
+
+main()
 """
 
 
@@ -70,7 +73,7 @@ def run(
     If it `starts` its second process, that is no fork of the first and orders sets in another way."""
     out.mkdir(parents=True)
     script = folder / f"{out.name}.py"
-    names = {"root": str(ROOT), "out": str(out), "death": death, "conf": str(ROOT / "conf")}
+    names = {"root": str(ROOT), "out": str(out), "death": death}
     script.write_text(SCRIPT.format(**names))
     places = [
         "domains=texts",

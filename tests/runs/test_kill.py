@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 
+pytestmark = pytest.mark.slow
+
 
 def command(corpora: Path, cache: Path, *overrides: str) -> list[str]:
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]

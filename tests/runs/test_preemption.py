@@ -19,6 +19,8 @@ from tests.runs.test_kill import command, finished, whole  # noqa: F401  (a fixt
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, sent, started
 
+pytestmark = pytest.mark.slow
+
 DDP = ["strategy=ddp", "trainer.accelerator=cpu"]
 SAID = re.compile(r"cpt: stopped by (SIG\w+)(?: (.*))?; the same command goes on from here")
 FEW_CHECKPOINTS = "trainer.checkpoint_every=1000"

@@ -1,0 +1,16 @@
+"""The program: `cpt`, `python -m cpt` and, in a checkout, `python run.py` are the same."""
+
+from cpt.core.preemption import heed_imports, heeded
+
+
+def main() -> None:
+    """Runs the command line. A signal ends it as preemption.py says, from here on."""
+    heed_imports()
+    from cpt.cli import start  # Hydra: most of a second, in which signals may come
+
+    with heeded():
+        start()
+
+
+if __name__ == "__main__":
+    main()

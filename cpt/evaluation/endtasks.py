@@ -1,1 +1,0 @@
-"""What an end task is made of: data, classifier, predictions, scores."""

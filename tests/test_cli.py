@@ -1,0 +1,73 @@
+"""The command line: one program under three names, and what it says of what Hydra cannot compose."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+RUN = [str(ROOT / "run.py")]
+
+
+def ran(*arguments, cwd, program=RUN):
+    command = [sys.executable, *program, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
+        ("mask=mgui", "mask=mgui is not known; did you mean migu? allowed: migu, none"),
+        ("--config-dir=nowhere", "nowhere' not found; allowed: a folder that there is"),
+        ("experiment=mine", "experiment=mine is not known; allowed: das6, "),
+        ("+experiment=smoke", "experiment has a choice already; allowed: experiment=smoke, without +"),
+        ("--help method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
+        ("--cfg=job method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
+        (
+            "trainer.setps=5",
+            "trainer.setps is not known; did you mean trainer.steps? allowed: trainer",
+        ),
+        ("domains.packages.torch=[torch]", "domains.packages.pandas; one more: +domains.packages.torch=…"),
+        ("order", "order cannot be read: missing EQUAL at '<EOF>'; allowed: key=value"),
+        ("-m seed=0,1 mask=migu,mgui", "mask=mgui is not known; did you mean migu? allowed: migu, none"),
+        ("-m experiment=smoke,mine", "experiment=mine is not known; allowed: das6, "),
+        ("-m routing@method.routing=last,first method=hat", "routing=first is not known; allowed: domain, "),
+    ],
+)
+def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, said, tmp_path):
+    ended = ran(*arguments.split(), cwd=tmp_path)
+    assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
+    assert ended.stderr.startswith("cpt: ") and said in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
+    path = tmp_path / "mine/method/mine.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("name: mine\n_target_: [\n")
+    ended = ran("--config-dir=mine", "method=mine", cwd=tmp_path)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
+    assert ended.stderr.startswith("cpt: ") and "mine.yaml" in ended.stderr and "line 3" in ended.stderr
+
+
+def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    ended = ran("method=unheard_of", cwd=tmp_path)
+    assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
+
+
+def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    given = ["--cfg=all", "seed=3"]
+    by_path, by_name = ran(*given, cwd=tmp_path), ran(*given, cwd=tmp_path, program=["-m", "cpt"])
+    assert by_path.returncode == by_name.returncode == 0
+    assert by_path.stdout == by_name.stdout and "seed: 3" in by_name.stdout and "name: run" in by_name.stdout
+
+
+def test_the_help_names_the_program_and_every_group(tmp_path):
+    ended = ran("--help", cwd=tmp_path)
+    assert ended.returncode == 0 and ended.stdout.startswith("cpt is powered by Hydra.")
+    groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
+    assert {name for name in groups if f"\n{name}: " not in ended.stdout} == set()

@@ -1,0 +1,69 @@
+"""The house: imports go downward only, the map is whole, the hooks that are drawn are there."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from importlinter.cli import lint_imports
+
+from cpt.masks.base import GradientMask
+from cpt.methods.base import ContinualModule
+from tests.conftest import ROOT
+
+CPT, MAP = ROOT / "cpt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+MOST_FILES = 7  # that define a top-level function of one name
+OF_PROGRAMS = {"main"}
+
+
+def folders(place: Path) -> set[str]:
+    return {path.name for path in place.iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+def block(after: str) -> str:
+    """The first block of code after a heading of the map."""
+    return MAP.split(f"\n## {after}\n", 1)[1].split("\n```\n")[1]
+
+
+def test_a_wing_imports_from_those_below_it_only(capsys):
+    broken = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True)
+    assert not broken, capsys.readouterr().out
+
+
+def test_every_wing_has_its_line_in_the_map_and_in_the_readme():
+    wings = {f"{name}/" for name in folders(CPT)}
+    named = set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
+    assert wings == named
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {name for name in wings if f"\ncpt/{name} " not in readme} == set()
+
+
+def test_the_hooks_that_are_drawn_are_there_and_none_is_missing():
+    drawn = set(re.findall(r"(?<![\w.])([a-z_]+)\(", block("The loop")))
+    table = set(re.findall(r"`([a-z_]+)\([\w, ]*\)`", MAP.split("\n## Adding a method\n")[0]))
+    overridden = {
+        name
+        for path in (CPT / "methods").glob("*.py")
+        if path.name != "base.py"
+        for kind in ast.parse(path.read_text()).body
+        if isinstance(kind, ast.ClassDef)
+        for name in vars_of(kind) & set(vars(ContinualModule))
+    }
+    assert {name for name in (drawn | table) - {"method"} if not hasattr(ContinualModule, name)} == set()
+    assert {name for name in overridden - table if not name.startswith("_")} == set()
+    of_masks = set(re.findall(r"mask\.(\w+)\(", block("The loop")))
+    assert of_masks and {name for name in of_masks if not hasattr(GradientMask, name)} == set()
+
+
+def vars_of(kind: ast.ClassDef) -> set[str]:
+    """The methods of a class that is read, not imported."""
+    return {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
+
+
+def test_a_functions_name_is_rarely_that_of_others():
+    files: dict[str, list[str]] = defaultdict(list)
+    for path in CPT.rglob("*.py"):
+        for each in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(each, ast.FunctionDef) and each.name[0] != "_" and each.name not in OF_PROGRAMS:
+                files[each.name].append(str(path.relative_to(CPT)))
+    assert {name: there for name, there in files.items() if len(there) > MOST_FILES} == {}

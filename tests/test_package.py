@@ -1,0 +1,141 @@
+"""The installed package: a wheel, built and put into an environment of its own, used away from here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+import cpt
+from cpt.core.places import CONF
+from tests.conftest import ROOT, SMALL
+
+pytestmark = pytest.mark.slow
+BUILT = ("cpt", "conf", "pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in")
+PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+
+MODULE = """
+from cpt.data.sources.texts import Texts
+from cpt.methods.ncl import NCL
+
+class Mine(NCL):
+    def export(self, folder, order):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mine.txt").write_text(" ".join(order))
+        return super().export(folder, order)
+
+class Two(Texts):
+    @property
+    def names(self):
+        return super().names[:2]
+"""
+FILES = {
+    "my_package/__init__.py": "",
+    "my_package/my_module.py": MODULE,
+    "mine/method/mine.yaml": "name: mine\n_target_: my_package.my_module.Mine\n",
+    "mine/domains/two.yaml": "defaults: [texts, _self_]\nname: two\n_target_: my_package.my_module.Two\n",
+    "mine/experiment/mine.yaml": "# @package _global_\n"
+    "defaults: [override /method: mine, override /domains: two]\nname: mine\nseed: 7\n",
+}
+
+
+def called(*command, cwd, **variables) -> str:
+    """What a command says; it ends well, and sees nothing of this checkout."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    ended = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=clean,
+        text=True,
+        encoding="utf-8",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what the package is built from: setuptools writes beside it."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in BUILT:
+        path = ROOT / name
+        shutil.copytree(path, folder / name) if path.is_dir() else shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(source, tmp_path_factory) -> Path:
+    """An environment with the wheel in it, and the libraries of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    called(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    return environment(folder / "venv", next(folder.glob("*.whl")))
+
+
+def environment(folder: Path, *given: str | Path) -> Path:
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (packages / "libraries.pth").write_text(
+        f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
+    )
+    into = [*PIP, f"--python={folder / 'bin/python'}", "install", "--no-deps", "--no-index"]
+    called(*into, "--no-build-isolation", "--ignore-installed", *given, cwd=folder)
+    return folder
+
+
+def test_the_wheel_has_the_code_the_configs_and_the_licence(installed):
+    packages = next((installed / "lib").glob("python*/site-packages"))
+    there = {str(path.relative_to(packages / "cpt")) for path in (packages / "cpt").rglob("*.*")}
+    code = [path for path in (ROOT / "cpt").rglob("*.*") if path.suffix in (".py", ".typed", ".j2")]
+    wanted = {str(path.relative_to(ROOT / "cpt")) for path in code}
+    wanted |= {f"conf/{path.relative_to(CONF)}" for path in CONF.rglob("*.yaml")}
+    assert wanted - there == set()
+    assert not (packages / "conf").exists()
+    about = PathDistribution(next(packages.glob("cpt-*.dist-info")))
+    assert about.version == cpt.__version__ and about.metadata["License-Expression"] == "Apache-2.0"
+    assert "Apache License" in (about.read_text("licenses/LICENSE") or "")
+
+
+def test_a_users_own_method_source_and_experiment_are_swept_away_from_the_checkout(
+    installed, corpora, cache, tmp_path
+):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    given = [f"domains.root={corpora}", f"cache_dir={cache}", *SMALL, "seed=0,1"]
+    said = called(installed / "bin/cpt", "--config-dir=mine", "-m", "experiment=mine", *given, cwd=tmp_path)
+    assert "2 jobs: 2 finished" in said and "compare: python -m cpt.report outputs/mine" in said
+    runs = sorted((tmp_path / "outputs/mine").glob("*/scores.json"))
+    scores = [json.loads(path.read_text()) for path in runs]
+    assert [(each["run"]["method"], each["run"]["seed"]) for each in scores] == [("mine", 0), ("mine", 1)]
+    assert all(each["domains"] == ["food", "law", "general"] for each in scores)
+    assert all((path.parent / "model/mine.txt").read_text() == "food law" for path in runs)
+    assert all(each["versions"]["cpt"] == cpt.__version__ for each in scores)
+    compared = called(installed / "bin/python", "-m", "cpt.report", "outputs/mine", cwd=tmp_path)
+    assert "mine" in compared and (tmp_path / "outputs/mine/comparison.html").exists()
+
+
+def test_the_source_archive_installs_the_same(source, tmp_path):
+    builds = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
+    called(sys.executable, "-c", builds, tmp_path, cwd=source)
+    place = environment(tmp_path / "venv", next(tmp_path.glob("cpt-*.tar.gz")))
+    said = called(place / "bin/cpt", "--info", "searchpath", cwd=tmp_path)
+    (main,) = [line for line in said.splitlines() if line.startswith("| main")]
+    folder = Path(main.split("file://")[1].strip(" |"))
+    assert folder.is_relative_to(place) and len(list(folder.rglob("*.yaml"))) == len(
+        list(CONF.rglob("*.yaml"))
+    )
+
+
+def test_an_editable_install_reads_the_configs_of_the_checkout(source, tmp_path):
+    place = environment(tmp_path / "venv", "-e", source)
+    said = called(place / "bin/cpt", "--info", "searchpath", cwd=tmp_path)
+    assert f"file://{source / 'conf'}" in said
