@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
 from cpt.core.places import CONF
+from cpt.training.help import FLAG, describe_options
 
 report_errors = utils.run_and_report
 
@@ -24,8 +25,13 @@ def start() -> None:
     last: no file there hides a library."""
     sys.path.append(os.getcwd())
     utils.run_and_report = run_step
+    # The group is there already, as null: for Hydra a plus would choose it twice.
+    sys.argv = [each.replace("+experiment=", "experiment=") for each in sys.argv]
     with readable_errors():  # --help is no step of its own for Hydra
-        app()
+        if FLAG in sys.argv:
+            print(describe_options(sys.argv[1:]))
+        else:
+            app()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
