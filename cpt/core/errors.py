@@ -21,7 +21,7 @@ from cpt.core.processes import is_one_of_several
 
 MOST = 24  # names that a message lists
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
-CLOSE = 0.7  # how alike two names are, of 1, where one may have been meant
+CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
 
 
 def reason(error: BaseException) -> str:

@@ -19,104 +19,9 @@ from cpt.training import options as run_options
 from cpt.training.checks import read_sections
 from cpt.training.plan import planned
 from tests.conftest import ROOT
+from tests.support.wrong_options import AT_ONCE
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
-SHARE, WHOLE, BOOL = "0 to 1", "a whole number, 1 or more", "true, false"
-BUDGET = "is not taken: trainer.steps, trainer.epochs or trainer.tokens say"
-SCORED = "is not taken: every domain is scored as a whole"
-
-# What is given, and what is said of it. Nothing here reads text or needs torch.
-WRONG = {
-    "seed=abc": "seed=abc; allowed: a whole number, 0 or more",
-    "seed=1.5": "seed=1.5; allowed: a whole number, 0 or more",
-    "seed=null": "seed=null; allowed: a whole number, 0 or more",
-    "seed=true": "seed=true; allowed: a whole number, 0 or more",
-    "name=../../x": "name=../../x; allowed: a folder below outputs/",
-    "name=a/../../x": "name=a/../../x; allowed: a folder below outputs/",
-    "name=/x": "name=/x; allowed: a folder below outputs/",
-    "name=null": "name=null; allowed: a folder below outputs/",
-    "order=true": "order=true; allowed: the number of a named order, reverse, random, or a list",
-    "order=1.5": "order=1.5; allowed: the number of a named order",
-    "objective=5": "objective=5; allowed: METRIC.UNIT, or a list of such",
-    "freeze=null": "freeze=null; allowed: keys with values",
-    "freeze.embeddings=1": f"freeze.embeddings=1; allowed: {BOOL}",
-    "+freeze.heads=1": "freeze.heads is not known; allowed: freeze.embeddings, freeze.layers",
-    "keep_stages=abc": f"keep_stages=abc; allowed: {BOOL}",
-    "cache_dir=null": "cache_dir=null; allowed: a folder",
-    "tags=a": "tags=a; allowed: a list of texts, 1 to 64 characters each",
-    "+unknown=1": "unknown is not known; allowed: name, variant, ",
-    "+callback.x=1": "callback is not known; did you mean callbacks? allowed: name, variant, ",
-    "~method": "method is missing; allowed: method=…, one of conf/method",
-    "+callbacks.early.patience=3": "callbacks.early={'patience': 3} has no class; allowed: null, or +callba",
-    "+logger.mine=5": "logger.mine=5 has no class; allowed: null, or +logger.mine._target_=module.Class",
-    "logger.mode=sometimes": "logger.mode=sometimes; allowed: online, offline, disabled",
-    "logger.csv=abc": f"logger.csv=abc; allowed: {BOOL}",
-    "trainer.steps=true": f"trainer.steps=true; allowed: null or {WHOLE}",
-    "trainer.steps=[1]": f"trainer.steps=[1]; allowed: null or {WHOLE}",
-    "trainer.steps=1.5": f"trainer.steps=1.5; allowed: null or {WHOLE}",
-    "trainer.batch_size=abc": f"trainer.batch_size=abc; allowed: {WHOLE}",
-    "trainer.batch_size=8.0": f"trainer.batch_size=8.0; allowed: {WHOLE}",
-    "trainer.gradient_clip_val=-1": "trainer.gradient_clip_val=-1; allowed: null or 0 or more",
-    "trainer.gradient_clip_val=nan": "trainer.gradient_clip_val=nan; allowed: null or 0 or more",
-    "trainer.checkpoint_every=1.5": f"trainer.checkpoint_every=1.5; allowed: {WHOLE}",
-    "trainer.log_every_n_steps=0": f"trainer.log_every_n_steps=0; allowed: {WHOLE}",
-    "trainer.strategy=fsdp": "trainer.strategy=fsdp; allowed: auto, ddp, ddp_find_unused_parameters_true, "
-    "ddp_find_unused_parameters_false",
-    "trainer.workers=abc": "trainer.workers=abc; allowed: a whole number, 0 or more",
-    "trainer.devices=0": "trainer.devices=0; allowed: 1, 2, …; auto or -1 for all; a list like [0,2]",
-    "trainer.devices=true": "trainer.devices=true; allowed: 1, 2, …",
-    "trainer.precision=8": "trainer.precision=8; allowed: 32-true, 32, 16-mixed, bf16-mixed",
-    "+trainer.max_time=00:00:10": f"trainer.max_time=00:00:10 {BUDGET}",
-    "+trainer.max_epochs=1": f"trainer.max_epochs=1 {BUDGET}",
-    "+trainer.max_steps=1": f"trainer.max_steps=1 {BUDGET}",
-    "+trainer.limit_train_batches=0": f"trainer.limit_train_batches=0 {BUDGET}",
-    "+trainer.overfit_batches=1": f"trainer.overfit_batches=1 {BUDGET}",
-    "+trainer.fast_dev_run=true": f"trainer.fast_dev_run=true {BUDGET}",
-    "+trainer.limit_val_batches=1": f"trainer.limit_val_batches=1 {SCORED}",
-    "+trainer.val_check_interval=1": f"trainer.val_check_interval=1 {SCORED}",
-    "+trainer.callbacks=[]": "trainer.callbacks=[] is not taken: callbacks=…, or '+callbacks.my._target_=",
-    "+trainer.logger=false": "trainer.logger=false is not taken: logger=…, or '+logger.my._target_=",
-    "+trainer.default_root_dir=x": "trainer.default_root_dir=x is not taken: hydra.run.dir=…",
-    "+trainer.enable_checkpointing=true": "trainer.enable_checkpointing=true is not taken: trainer.checkpoin",
-    "optim.lr=abc": "optim.lr=abc; allowed: 0 or more",
-    "optim.lr=-1": "optim.lr=-1; allowed: 0 or more",
-    "optim.betas=[0.9]": "optim.betas=[0.9]; allowed: two numbers, 0 or more and below 1",
-    "schedule.warmup=2": f"schedule.warmup=2; allowed: {SHARE}",
-    "schedule.warmup=abc": f"schedule.warmup=abc; allowed: {SHARE}",
-    "+schedule.warmpu=1": "schedule.warmpu is not known; did you mean schedule.warmup? allowed: schedule.war",
-    "model.lr=abc": "model.lr=abc; allowed: 0 or more",
-    "model.lr=null": "model.lr=null; allowed: 0 or more",
-    "model.length=abc": "model.length=abc; allowed: a whole number, 2 or more",
-    "model.mask_rate=abc": "model.mask_rate=abc; allowed: null or above 0 and below 1",
-    "model.vocabulary=-1": "model.vocabulary=-1; allowed: null or a whole number, 261 or more",
-    "model.config.hidden_size=0": f"model.config.hidden_size=0; allowed: {WHOLE}",
-    "model.base.warmup=5": f"model.base.warmup=5; allowed: {SHARE}",
-    "model.base.steps=abc": "model.base.steps=abc; allowed: a whole number, 0 or more",
-    "model.base.optim.lr=abc": "model.base.optim.lr=abc; allowed: 0 or more",
-    "model.base=5": "model.base=5; allowed: null or keys with values",
-    "model.resize=5": f"model.resize=5; allowed: {BOOL}",
-    "+model.lenght=5": "model.lenght is not known; did you mean model.length? allowed: model.name",
-    "domains.packages=5": "domains.packages=5; allowed: keys with values",
-    "domains.orders=5": "domains.orders=5; allowed: null or a list of orders like [[a,b],[b,a]]",
-    "domains.held_out.valid=abc": "domains.held_out.valid=abc; allowed: shares above 0 and below 0.5",
-    "+domains.colunm=x domains=texts domains.root=.": "domains.colunm is not known; did you mean domains.col",
-    "endtask=submodules endtask.seeds=5": "endtask.seeds=5; allowed: a list of different whole numbers",
-    "endtask=submodules endtask.tasks=5": "endtask.tasks=5; allowed: null or for each task its own values",
-    "endtask=submodules +endtask.tasks.pandas=5": "endtask.tasks={'pandas': 5}; allowed: null or for each t",
-    "method=adapter method.reduction=0": f"method.reduction=0; allowed: {WHOLE}",
-    "method=adapter method.per_domain=1": f"method.per_domain=1; allowed: {BOOL}",
-    "method=das method.units=[head]": "method.units=[head]; allowed: one or more of heads, neurons, out",
-    "method=das method.general=x": "method.general=x; allowed: null or logits, hidden",
-    "method=derpp method.memory_bytes=5": "method.memory=512 and memory_bytes=5; allowed: exactly one",
-    "method=hat method.units=[]": "method.shared=frozen leaves nothing to train without units",
-    "method=lora method.r=abc": f"method.r=abc; allowed: {WHOLE}",
-    "method=lora method.targets=(": "method.targets=(; allowed: all-linear, a regular expression, or a list",
-    "method=lora method.rate=abc": "method.rate=abc; allowed: 0 or more",
-    "method=migu method.mask.threshold=1": "method.mask.threshold=1; allowed: 0 or more and below",
-    "method=replay method.mixture.past=2": "method.mixture.past=2; allowed: 0 or more and below 1",
-    "mask=migu mask.migu.acts_on=x": "mask.migu.acts_on=x; allowed: gradient, update, frozen",
-    "method=demix method.routing.top_k=0": f"method.routing.top_k=0; allowed: null or {WHOLE}",
-}
 
 
 def told(cfg, look) -> str:
@@ -136,9 +41,9 @@ def split(given: str) -> list[tuple[str, str, str]]:
     return [each.partition("=") for each in given.split()]
 
 
-@pytest.mark.parametrize("given", WRONG)
+@pytest.mark.parametrize("given", AT_ONCE)
 def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
-    assert told(composed(*overrides(given)), planned).startswith(WRONG[given])
+    assert told(composed(*overrides(given)), planned).startswith(AT_ONCE[given])
 
 
 def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(composed):

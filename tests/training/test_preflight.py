@@ -13,41 +13,9 @@ from cpt.models.loading import build
 from cpt.models.tokenizers import train_tokenizer
 from cpt.training.plan import planned
 from cpt.training.preflight import checked
+from tests.support.wrong_options import ON_THE_MODEL
 
-THEIRS = "lightning.pytorch.callbacks"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-
-WRONG = {
-    "+method.tau=1": "method.tau is not known; allowed: none",
-    "method=das +method.temprature=1": "method.temprature is not known; did you mean method.temperature?",
-    "method=ewc +method.seed=3": "method.seed is not known; allowed: method.strength, method.estimator",
-    "mask=migu +mask.foo=1": "mask.foo=1 has no class; allowed: null, or +mask.foo._target_=module",
-    "method=demix +method.routing.foo=1": "method.routing.foo is not known; allowed: method.routing.learned",
-    "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
-    "method=hat method.form=adapter method.reduction=33": "method.reduction=33; allowed: 1 to 32",
-    "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
-    "+optim.nesterof=true": "optim.nesterof is not known; allowed: optim.lr",
-    "optim=sgd +optim.nesterov=true": "optim: Nesterov momentum requires a momentum and zero dampening",
-    "optim._target_=torch.optim.Nothing": "optim._target_=torch.optim.Nothing: module 'torch.optim' has no",
-    "model.base.optim._target_=nowhere.Adam": "model.base.optim._target_=nowhere.Adam: No module named 'now",
-    "model.config.num_attention_heads=5": "model.config: The hidden size (32) is not a multiple",
-    "model.config.model_type=unheard": "model.config: Unrecognized model identifier: unheard",
-    "model.config=null": "model.checkpoint=null of tiny_modernbert is nothing to start from; allowed",
-    "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model is masked",
-    "model.objective=causal": "model.objective=causal does not go with a modernbert model; allowed: masked",
-    "model.length=9999": "model.length=9999; allowed: 2 to 512, the positions of this modernbert",
-    "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
-    "trainer.accelerator=tpu": "trainer.accelerator=tpu trainer.devices=1 trainer.strategy=auto",
-    "trainer.accelerator=abc": "trainer.accelerator=abc trainer.devices=1 trainer.strategy=auto trainer.pre",
-    "callbacks=lr_monitor": "callbacks.lr_monitor=LearningRateMonitor writes to loggers, but there is none",
-    "+callbacks.x._target_=nowhere.Class": "callbacks.x._target_=nowhere.Class: No module named 'nowhere'",
-    "+callbacks.x._target_=builtins.dict": "callbacks.x._target_=builtins.dict; allowed: a lightning.pytorch",
-    "callbacks=lr_monitor +callbacks.lr_monitor.foo=1": "callbacks.lr_monitor.foo is not known; allowed: ca",
-    f"+callbacks.x={{_target_: {THEIRS}.EarlyStopping, monitor: a}}": "callbacks.x=EarlyStopping is not",
-    f"+callbacks.x._target_={THEIRS}.ModelCheckpoint": "callbacks.x=ModelCheckpoint is not taken: trainer.c",
-    f"+callbacks.x._target_={THEIRS}.TQDMProgressBar": "callbacks.x=TQDMProgressBar is not taken: cpt has",
-    f"+logger.x._target_={THEIRS}.Timer": f"logger.x._target_={THEIRS}.Timer; allowed: a lightning.pytorch",
-}
 
 
 def overrides(given: str) -> list[str]:
@@ -65,11 +33,11 @@ def unread(monkeypatch, start, tmp_path):
     return lambda cfg: start(cfg, tmp_path / "run")
 
 
-@pytest.mark.parametrize("given", WRONG)
+@pytest.mark.parametrize("given", ON_THE_MODEL)
 def test_what_only_the_libraries_know_is_told_before_any_text_is_read(given, small, unread):
     with pytest.raises(ValueError) as raised:
         unread(small(*overrides(given)))
-    assert reason(raised.value).startswith(WRONG[given])
+    assert reason(raised.value).startswith(ON_THE_MODEL[given])
 
 
 @pytest.mark.parametrize(("logger", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])
