@@ -9,7 +9,7 @@ import tempfile
 import time
 from statistics import median
 
-from measuring import RESULTS, ROOT, machine
+from measuring import ROOT, machine, save
 
 sys.path.insert(0, str(ROOT))
 from tests.support.wrong_options import AT_ONCE, ON_THE_MODEL  # noqa: E402
@@ -33,7 +33,11 @@ def main() -> None:
         for name, table in (("at_once", AT_ONCE), ("on_the_model", ON_THE_MODEL)):
             took = {given: seconds(given, folder) for given in table}
             slowest = max(took, key=took.get)
-            found[name] = {"count": len(took), "median": median(took.values()), "slowest": [slowest, took[slowest]]}
+            found[name] = {
+                "count": len(took),
+                "median": median(took.values()),
+                "slowest": [slowest, took[slowest]],
+            }
             print(name, found[name])
     (RESULTS / "options.json").write_text(json.dumps(found, indent=1) + "\n")
 

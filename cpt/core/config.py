@@ -58,7 +58,9 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def plain_config(cfg: DictConfig) -> dict[str, Any]:
     """A config in Python's own types. Raises MissingMandatoryValue for a value that is missing."""
-    return OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
 
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:

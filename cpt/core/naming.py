@@ -53,7 +53,7 @@ def variant() -> str:
 def chosen(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Key and value of the overrides that decide the result and are not the default."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    groups = tuple(each.input_line for each in parsed if is_group(each.key_or_group))
+    groups = tuple(str(each.input_line) for each in parsed if is_group(each.key_or_group))
     for each in parsed:
         key = each.get_key_element().lstrip("+~")
         if not (executes(key) or key.startswith("hydra.") or is_default(each, groups)):
@@ -65,7 +65,7 @@ def shown_value(override: Override) -> str:
     value = override.value()
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(canonical("", value))
-    return override.input_line.partition("=")[2]
+    return str(override.input_line).partition("=")[2]
 
 
 def is_default(override: Override, groups: tuple[str, ...]) -> bool:

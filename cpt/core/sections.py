@@ -77,13 +77,13 @@ def section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = None) 
         MAPPING.check(place, plain(node))
     values: dict[str, Any] = {}
     looked_at = node if names is None else [name for name in names if name in node]
-    for name in looked_at:
+    for name in map(str, looked_at):
         try:
-            values[str(name)] = plain(node[name])
+            values[name] = plain(node[name])
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             continue
     text = OmegaConf.to_yaml(cfg)
-    used = frozenset(str(name) for name in looked_at if is_used(f"{at(place)}{name}", text))
+    used = frozenset(name for name in map(str, looked_at) if is_used(f"{at(place)}{name}", text))
     return Section(place, values, len(values) == len(looked_at), used)
 
 

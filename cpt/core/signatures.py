@@ -34,7 +34,8 @@ def target(section: str, options: Mapping[str, Any]) -> Callable[..., Any]:
 def arguments(made_by: Callable[..., Any]) -> list[str] | None:
     """The names that a function takes, or a class with those that it hands on to the class above; None where
     it takes any, or does not say (built-in types)."""
-    makers = [kind.__init__ for kind in made_by.__mro__] if inspect.isclass(made_by) else [made_by]
+    kinds = made_by.__mro__ if inspect.isclass(made_by) else ()
+    makers = [vars(kind).get("__init__", object.__init__) for kind in kinds] or [made_by]
     names: list[str] = []
     for maker in makers:
         try:

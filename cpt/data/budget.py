@@ -33,7 +33,7 @@ class Budget:
         """Optimizer steps for a text whose samples are `length` tokens long."""
         if self.steps is not None:
             return int(self.steps)
-        samples = self.epochs * len(text) if self.epochs is not None else self.tokens / length
+        samples = self.epochs * len(text) if self.epochs is not None else (self.tokens or 0) / length
         return max(1, math.ceil(samples / self.batch_size))
 
 

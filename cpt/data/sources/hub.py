@@ -83,7 +83,7 @@ class Hub(Source):
         local = Path(entry["path"])
         return [self.column, entry, stamps(each for each in sorted(local.rglob("*")) if each.is_file())]
 
-    def entry(self, name: str) -> dict[str, Any] | None:
+    def entry(self, name: str) -> Mapping[str, Any] | None:
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
 
 
