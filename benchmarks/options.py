@@ -1,45 +1,42 @@
-"""How soon a wrong option is told: `python benchmarks/options.py`, each in a process of its own, as a user starts it.
+"""How soon a wrong option is told, each in a process of its own as a user starts it:
+`python benchmarks/options.py`.
 
-The options are those of tests/support/wrong_options.py. Those on the model need torch, Lightning and transformers."""
+The options are those of tests/support/wrong_options.py; those on the model need torch, Lightning and
+transformers."""
 
-import json
 import subprocess
 import sys
 import tempfile
 import time
 from statistics import median
 
-from measuring import ROOT, machine, save
+from measuring import ROOT, save
 
 sys.path.insert(0, str(ROOT))
 from tests.support.wrong_options import AT_ONCE, ON_THE_MODEL  # noqa: E402
 
 
 def seconds(given: str, folder: str) -> float:
-    """Until a start with these overrides has ended in one line."""
-    overrides = [given] if "{" in given else given.split()
+    """Until a start with these overrides has ended, in one line."""
+    overrides = [given] if "{" in given else [each.replace("=(", "='('") for each in given.split()]
+    command = [sys.executable, str(ROOT / "run.py"), *overrides]
     began = time.perf_counter()
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *overrides], cwd=folder, capture_output=True, text=True
-    )
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     took = time.perf_counter() - began
     assert ended.returncode and len(ended.stderr.splitlines()) == 1, (given, ended.stderr)
     return took
 
 
 def main() -> None:
-    found = {"machine": machine()}
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, table in (("at_once", AT_ONCE), ("on_the_model", ON_THE_MODEL)):
             took = {given: seconds(given, folder) for given in table}
             slowest = max(took, key=took.get)
-            found[name] = {
-                "count": len(took),
-                "median": median(took.values()),
-                "slowest": [slowest, took[slowest]],
-            }
+            figures = {"count": len(took), "median": median(took.values()), "most": took[slowest]}
+            found[name] = figures | {"slowest": slowest}
             print(name, found[name])
-    (RESULTS / "options.json").write_text(json.dumps(found, indent=1) + "\n")
+    save("options", found, out=None)
 
 
 if __name__ == "__main__":
