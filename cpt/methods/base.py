@@ -103,6 +103,11 @@ class ContinualModule(LightningModule):
         counts."""
         return {"lm": token_nll(self.model, batch).sum() * batch["weight"]}
 
+    def gradients(self, optimizer: Optimizer) -> None:
+        """Changes the gradients of an optimizer step: once, when those of all processes and accumulated parts
+        are averaged in `parameter.grad`, after masks on gradients, before clipping. Processes must agree on
+        what they make of them. A step may still be left out, so that only `after_update` may count steps."""
+
     def after_update(self) -> None:
         """Work after an optimizer step, masks applied: once, however many parts its batch came in."""
 
@@ -225,6 +230,7 @@ class ContinualModule(LightningModule):
                     self.pending.append(
                         Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)
                     )
+        self.gradients(optimizer)
 
     def configure_gradient_clipping(
         self,

@@ -1,0 +1,60 @@
+"""Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cpt.data.objectives import Batch
+from cpt.methods.base import ContinualModule
+from cpt.methods.common.reservoir import Reservoir
+from cpt.models.forward import token_nll
+
+# What chooses each of them, beside its name.
+SEAMS: dict[str, list[str]] = {
+    "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
+}
+
+
+def chosen(method: str) -> list[str]:
+    """The overrides that choose a method, one of conf/method or of SEAMS."""
+    return [*SEAMS[method], f"method.name={method}"] if method in SEAMS else [f"method={method}"]
+
+
+class AGEM(ContinualModule):
+    """A-GEM (Chaudhry et al., ICLR 2019, eq. 11): where g, the gradient of a step, points away from g_ref,
+    that of a draw from the samples of earlier domains,
+
+    g <- g - (g^T g_ref / g_ref^T g_ref) g_ref"""
+
+    def __init__(self, *, memory: int, **shared: Any) -> None:
+        super().__init__(**shared)
+        row = np.array([self.length])
+        shape = {"length": self.length, "scored": int(self.objective.scored(row, row)[0]), "width": 0}
+        self.memory = Reservoir(samples=memory, **shape, precision="float32", seed=self.seed)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        for batch in probe:
+            self.memory.add(batch, torch.empty(len(batch["positions"]), 0))
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        slots = self.memory.draw(8, purpose=f"step {self.trainer.global_step}")
+        if self.domain.index == 0 or not len(slots):
+            return
+        trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        loss = token_nll(self.model, self.memory.batch(slots)).mean()
+        own = torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True)
+        reference = [self.trainer.strategy.reduce(each, reduce_op="mean") for each in own]
+        product = dot([parameter.grad for parameter in trained], reference)
+        if product < 0:
+            share = product / dot(reference, reference)
+            for parameter, each in zip(trained, reference, strict=True):
+                parameter.grad.sub_(share * each)
+
+
+def dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    """The inner product of two lists of tensors of the same shapes, a scalar."""
+    return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
