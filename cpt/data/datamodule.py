@@ -17,6 +17,7 @@ from cpt.data.packing import Packed
 from cpt.data.replay import Pool, Replay
 from cpt.data.sampling import From, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
+from cpt.optim.schedules import Progress
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,11 @@ class DomainSequence(LightningDataModule):
     def steps_by_part(self, domain: Domain) -> list[int]:
         texts = [self.train[part] for part in domain.parts]
         return [self.budget.steps_for(text, length=text.length) for text in texts]
+
+    def progress(self, step: int) -> Progress:
+        """Where the run is at a step of the current domain."""
+        steps, place = [self.steps(domain) for domain in self.domains], self.domains.index(self.domain)
+        return Progress(step, steps[place], place, len(steps), sum(steps[:place]) + step, sum(steps))
 
     def past(self, domain: Domain) -> list[str]:
         """The texts that were learned before a domain, each once."""

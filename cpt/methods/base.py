@@ -28,7 +28,9 @@ from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import Before, GradientMask, recording
 from cpt.models.forward import in_mode, token_nll
 from cpt.models.freezing import Freeze
+from cpt.optim.carry import CarriedState
 from cpt.optim.guard import Guard
+from cpt.optim.schedules import Progress
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class ContinualModule(LightningModule):
         replay: Replay | None,
         freeze: Freeze,
         optimizer: Callable[..., Optimizer],
-        schedule: Callable[..., float],
+        schedule: Callable[[Progress], float],
         seed: int,
         scope: Scope | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class ContinualModule(LightningModule):
         self.masks, self.replay, self.scope = nn.ModuleList(masks), replay, scope
         self.frozen = freeze.parameters(model) + (beyond(model, scope) if scope else [])
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
+        self.carried: CarriedState | None = None
         self.bank: Bank | None = None
         self.router: Router | None = None
         self.guard = Guard()
@@ -184,8 +187,10 @@ class ContinualModule(LightningModule):
         optimizer = self.make_optimizer(list(self.parameter_groups()))
         for group in optimizer.param_groups:
             group["lr"] *= group.pop("times")
-        steps = self.trainer.max_steps
-        scheduler = LambdaLR(optimizer, lambda step: self.schedule(step, steps=steps))
+        if self.carried is not None:
+            self.carried.give(optimizer, self.named_parameters())
+        data = self.trainer.datamodule
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule(data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
@@ -270,6 +275,8 @@ class ContinualModule(LightningModule):
             self.seeded("after")
             self.after_domain(self.trainer.datamodule.probe())
             self.zero_grad()
+        if self.carried is not None:
+            self.carried.keep(self.trainer.optimizers[0], self.named_parameters())
         self.to(home)
 
     def on_validation_start(self) -> None:

@@ -18,6 +18,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.freezing import Freeze
+from cpt.optim.carry import CarriedState
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
@@ -31,17 +32,20 @@ def method(cfg: DictConfig, start: Base) -> ContinualModule:
     torch.manual_seed(key(cfg.seed, "method") % 2**63)
     mask = made(cfg.mask)
     # Partial: Hydra would copy a model that is handed through its config.
-    return made(cfg.method, _partial_=True)(
+    module = made(cfg.method, _partial_=True)(
         model=start.model(),
         objective=start.objective,
         length=start.length,
         masks=[] if mask is None else [mask],
         replay=made(cfg.replay),
         freeze=Freeze(**cfg.freeze),
-        optimizer=instantiate(cfg.optim),
+        optimizer=made(cfg.optim),
         schedule=instantiate(cfg.schedule),
         seed=cfg.seed,
     )
+    if cfg.optim.get("carry"):
+        module.carried = CarriedState()
+    return module
 
 
 def tell_rate(cfg: DictConfig) -> None:

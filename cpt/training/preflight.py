@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from cpt.adapters.export import INDEX
+from cpt.core.config import made
 from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
@@ -72,7 +72,7 @@ def check_optimizer(place: str, options: DictConfig) -> None:
     """The optimizer takes its options: tried with one weight."""
     check_arguments(place, options, given_by_cpt=("params",))
     with naming(place):
-        instantiate(options)([{"params": [nn.Parameter(torch.zeros(1, 1))]}])
+        made(options)([{"params": [nn.Parameter(torch.zeros(1, 1))]}])
 
 
 def check_model(cfg: DictConfig) -> None:

@@ -4,7 +4,6 @@ runs."""
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from cpt.models import loading, tokenizers
 from cpt.models.freezing import Freeze
 from cpt.models.resizing import fit_rows
 from cpt.optim.guard import Guard
-from cpt.optim.schedules import linear
+from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
 from cpt.training.trainer import trainer
 
@@ -125,7 +124,6 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
     )
     loading.check_length(cfg.length, model)
     data = general_only(cfg, new, corpora)
-    schedule = partial(linear, warmup=cfg.base.warmup)
     optimizer = instantiate(cfg.base.optim)
     module = NCL(
         model=model.train(),
@@ -135,7 +133,7 @@ def pretrain(folder: Path, cfg: DictConfig, new: Base, corpora: Corpora, *, acce
         replay=NOTHING,
         freeze=Freeze(),
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=Linear(warmup=cfg.base.warmup),
         seed=cfg.base.seed,
     )
     checkpoint = folder / "base.ckpt"

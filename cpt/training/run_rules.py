@@ -169,7 +169,7 @@ DATA: Rules = {
     "endtask.tasks": or_null(Rule(is_tasks, "for each task its own values, or null")),
     "endtask.columns": MAPPING,
 }
-LEARNING: Rules = {"method.rate": number("0 or more"), **optimizer("optim")}
+LEARNING: Rules = {"method.rate": number("0 or more"), "optim.carry": YES_NO, **optimizer("optim")}
 SCHEDULE: Rules = {"warmup": SHARE, "final": SHARE}
 RULES: Rules = {**RUN, **MODEL, **TRAINER, **DATA, **LEARNING}
 CLOSED = ("freeze", "model", "model.base", "domains.held_out")  # their keys are those that have a rule

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from cpt.core.config import differences, identity, made
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, choices
+from cpt.optim.schedules import Progress
 from cpt.training.plan import planned
 from tests.conftest import ROOT
 
@@ -55,7 +56,7 @@ def test_every_choice_is_called_as_its_file(group, composed):
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "schedule"])
 def test_every_schedule_instantiates_and_warms_up(choice, composed):
     policy = instantiate(composed(f"schedule={choice}").schedule)
-    factors = [policy(step, steps=100) for step in range(100)]
+    factors = [policy(Progress.alone(step, steps=100)) for step in range(100)]
     assert 0 < factors[0] < factors[5] < max(factors) <= 1
     assert min(factors) >= 0
 
@@ -65,7 +66,7 @@ def test_every_optimizer_instantiates(choice, composed):
     import torch
 
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = instantiate(composed(f"optim={choice}").optim)([weight])
+    optimizer = made(composed(f"optim={choice}").optim)([weight])
     weight.grad = torch.ones(2, 2)
     optimizer.step()
     assert (weight < 1).all()

@@ -1,6 +1,7 @@
 """Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
 from cpt.methods.common.reservoir import Reservoir
 from cpt.models.forward import token_nll
+from cpt.optim.schedules import Progress
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {
     "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
+    "across": ["method=ncl", "optim.carry=true", "schedule._target_=tests.support.seams.Across"],
 }
 
 
@@ -58,3 +61,14 @@ class AGEM(ContinualModule):
 def dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
     """The inner product of two lists of tensors of the same shapes, a scalar."""
     return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
+
+
+@dataclass(frozen=True)
+class Across:
+    """One linear warm-up and one decay to 0 over the steps of all domains."""
+
+    warmup: float
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.total_steps
+        return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)

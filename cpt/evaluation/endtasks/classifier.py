@@ -19,7 +19,7 @@ from cpt.adapters.gates import Gate
 from cpt.core.randomness import key
 from cpt.evaluation.endtasks.encoding import Encoded, Job
 from cpt.models.forward import body, in_mode, uncached
-from cpt.optim.schedules import linear
+from cpt.optim.schedules import Linear, Progress
 
 STD = 0.02  # of a new head where the model's configuration does not say it
 CHECK_EVERY = 20  # steps between two looks at the loss, each of which waits for the device
@@ -136,8 +136,9 @@ def optimizer_of(classifier: Classifier, job: Job) -> tuple[torch.optim.Optimize
     settings = job.settings
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    factor = Linear(warmup=settings.warmup)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: linear(step, steps=job.steps, warmup=settings.warmup)
+        optimizer, lambda step: factor(Progress.alone(step, steps=job.steps))
     )
     return optimizer, schedule
 
