@@ -30,8 +30,8 @@ class GradientMask(nn.Module):
         self.recording = False  # whether the forward passes under way are those of the training loss
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        """Hooks on the model, for masks that need activations; called once. `maps` are the linear maps that
-        are trained, None for all within the blocks."""
+        """Looks at the model: at first, and again when it has another shape; what is known of its parts
+        stays, by their names. `maps` are the linear maps that are trained, None for all within the blocks."""
 
     def activate(self, domain: int) -> None:
         """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""

@@ -12,7 +12,7 @@ from cpt.data.objectives import Batch, Objective
 from cpt.masks.base import GradientMask
 from cpt.masks.importance import SampleLosses, general_losses, importance
 from cpt.models.dropout import check_dropout, dropout
-from cpt.models.units import Units, factors, units
+from cpt.models.units import Projection, Units, factors, units
 
 
 def normalised(scores: Tensor, how: str) -> Tensor:
@@ -101,11 +101,26 @@ class SoftMask(GradientMask):
         self.normalise = choice("normalise", normalise, allowed=tuple(NORMALISATIONS))
         if not set(columns) <= set(READ):
             raise ValueError(f"method.columns={list(columns)}; allowed: some of {', '.join(READ)}, or []")
-        self.groups = [group if group.kind in columns else writing(group) for group in units(model, kinds)]
+        self.kinds, self.columns = kinds, columns
+        self.known: list[tuple[nn.Parameter, Tensor]] = []
+        self.cover(model)
+
+    def cover(self, model: PreTrainedModel) -> None:
+        """Finds the units; none is of importance yet."""
+        found = units(model, self.kinds)
+        self.groups = [group if group.kind in self.columns else writing(group) for group in found]
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
         self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)
-        self.known: list[tuple[nn.Parameter, Tensor]] = []
+        self.known.clear()
+
+    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+        before = [self.by_group(self.importance), self.by_group(self.last)]
+        self.cover(model)
+        for known, values in zip(before, (self.importance, self.last), strict=True):
+            for name, part in self.by_group(values).items():
+                own = known.get(name, part[:0])
+                part[: len(own)] = own
 
     def measure(
         self, model: PreTrainedModel, batches: Iterable[Batch], losses: SampleLosses, **how: int

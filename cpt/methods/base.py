@@ -4,7 +4,7 @@ Only this file touches Lightning's hooks. A method overrides the small hooks bel
 constructor."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from cpt.optim.guard import Guard
 from cpt.optim.schedules import Progress
 
 log = logging.getLogger(__name__)
+MOST = 3  # names that a message lists
 
 
 class ContinualModule(LightningModule):
@@ -62,16 +63,27 @@ class ContinualModule(LightningModule):
         super().__init__()
         self.model, self.objective, self.length = model, objective, length
         self.masks, self.replay, self.scope = nn.ModuleList(masks), replay, scope
-        self.frozen = freeze.parameters(model) + (beyond(model, scope) if scope else [])
+        self.freezing = freeze
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
         self.carried: CarriedState | None = None
         self.bank: Bank | None = None
         self.router: Router | None = None
         self.guard = Guard()
         self.pending: list[Before] = []
+        self.shaped: list[Domain] = []  # the stages whose shape the model has
         self.evaluation: list[DocumentNLL] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Shows the masks what is trained of the model as it is now."""
         for mask in self.masks:
-            mask.watch(model, scope.maps if scope else None)
+            mask.watch(self.model, self.scope.maps if self.scope else None)
+
+    @property
+    def frozen(self) -> list[nn.Parameter]:
+        """What of the model as it is now is not trained, whatever the method."""
+        inside = beyond(self.model, self.scope) if self.scope else []
+        return self.freezing.parameters(self.model) + inside
 
     def keep_parts(self, bank: Bank, routing: Routing) -> None:
         """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
@@ -91,6 +103,43 @@ class ContinualModule(LightningModule):
     def stages(self, order: Sequence[str]) -> list[Domain]:
         """What is learned, one stage after another: each domain of the order."""
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]
+
+    def shape(self, stage: Domain) -> None:
+        """Grows the model for a stage: blocks, heads, rows; sees no data. Called once per stage, in order,
+        before the optimizer is made, and for a resumed run for all stages so far before their state is
+        loaded: what it makes depends on the stage, and what it draws is a function of seed and stage. What
+        is to be trained must be in the `scope`, if there is one."""
+
+    def take_shape(self, stage: Domain) -> None:
+        """Gives the model the shape of a stage, if it has not got it yet. Raises ValueError where what is new
+        would not be trained."""
+        if stage in self.shaped:
+            return
+        before = shapes(self.model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
+            self.shape(stage)
+        self.shaped.append(stage)
+        if (after := shapes(self.model)) != before:
+            frozen = {id(each) for each in self.frozen}
+            new = [name for name in after.keys() - before if id(self.model.get_parameter(name)) in frozen]
+            if left := sorted(name for name in new if self.model.get_parameter(name).requires_grad):
+                raise ValueError(
+                    f"shape of {stage.name} has added {listed(left)}, which would not be trained; "
+                    "allowed: names in the scope, outside of freeze, or requires_grad=False"
+                )
+            self.watch()
+
+    def enter(self, stage: Domain) -> None:
+        """Makes ready for a stage, by its shape and its parts. Raises ValueError where `activate` grows."""
+        self.take_shape(stage)
+        before = shapes(self)
+        self.activate(stage.index)
+        if changed := [name for name, _ in shapes(self).items() ^ before.items()]:
+            raise ValueError(
+                f"activate of {stage.name} has added, removed or resized {listed(changed)}; "
+                "allowed: in shape(stage), which a resumed run repeats"
+            )
 
     def activate(self, domain: int) -> None:
         """Switches experts, adapters, requires_grad for a domain; sees no data; idempotent. Here: freezes
@@ -201,6 +250,17 @@ class ContinualModule(LightningModule):
             self.seeded("before")
             self.before_domain(self.trainer.datamodule.probe())
             self.zero_grad()
+        self.check_groups(self.trainer.optimizers[0])
+
+    def check_groups(self, optimizer: Optimizer) -> None:
+        """Raises ValueError where something that requires a gradient would not be trained."""
+        inside = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        outside = [name for name, p in self.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise ValueError(
+                f"{listed(outside)} requires a gradient in {self.domain.name} but is in no group of the "
+                "optimizer; allowed: what is grown in shape(stage) and switched in activate(domain)"
+            )
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.seeded(batch_idx)
@@ -276,7 +336,7 @@ class ContinualModule(LightningModule):
             self.after_domain(self.trainer.datamodule.probe())
             self.zero_grad()
         if self.carried is not None:
-            self.carried.keep(self.trainer.optimizers[0], self.named_parameters())
+            self.carried.take(self.trainer.optimizers[0], self.named_parameters())
         self.to(home)
 
     def on_validation_start(self) -> None:
@@ -296,3 +356,13 @@ class ContinualModule(LightningModule):
         """The evaluation just made: for each held-out text nats and scored tokens, each [documents]."""
         # torchmetrics makes a number of a tensor with one entry.
         return [tuple(each.view(-1) for each in metric.compute()) for metric in self.evaluation]
+
+
+def shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of a module's parameters by name."""
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def listed(names: Collection[str]) -> str:
+    """The first of some names."""
+    return ", ".join([*sorted(names)[:MOST], *["…"][: len(names) > MOST]])

@@ -21,17 +21,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cpt.core.options import choice, number
+from cpt.core.tensors import NamedTensors
 from cpt.data.objectives import UNSCORED, Batch
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import logits_at, nll_of
-from cpt.models.snapshots import PerParameter, Snapshot, pull
+from cpt.models.snapshots import Snapshot, pull
 
 ESTIMATORS = ("per_sample", "batch")
 MERGES = ("mean", "decay")
 
 
-def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) -> list[Tensor]:
-    """The diagonal Fisher, a tensor per parameter, from the samples of all processes; 0 where a parameter is
+def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) -> dict[str, Tensor]:
+    """The diagonal Fisher by the names of the parameters, from the samples of all processes; 0 where one is
     not trained.
 
     `per_sample` is the mean of the samples' squared gradients; `batch` the mean over batches of B g^2, with g
@@ -49,7 +50,7 @@ def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) ->
             )
             count += 1
     summed([*sums.values(), count])
-    return [each / count.clamp_min(1) for each in sums.values()]
+    return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
 def precise(parameter: nn.Parameter) -> Tensor:
@@ -99,7 +100,7 @@ class EWC(ContinualModule):
         self.merge = choice("merge", merge, allowed=MERGES)
         self.gamma = number("gamma", gamma, allowed="0 to 1")
         self.anchor = Snapshot(self.model, persistent=True)
-        self.fisher = PerParameter((torch.zeros_like(p) for p in self.model.parameters()), persistent=True)
+        self.fisher = NamedTensors({n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
         self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -107,12 +108,13 @@ class EWC(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
-        return self.strength * pull(self.model.parameters(), self.anchor.buffers(), self.fisher.buffers())
+        return self.strength * pull(self.model, self.anchor.named(), self.fisher.named())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
             found = fisher(self.model, probe, estimator=self.estimator)
-        for old, new in zip(self.fisher.buffers(), found, strict=True):
-            old.copy_(merged(old, new, domains=self.domains, merge=self.merge, gamma=self.gamma))
+        how = {"domains": self.domains, "merge": self.merge, "gamma": self.gamma}
+        old = {name: torch.zeros_like(new) for name, new in found.items()} | self.fisher.named()
+        self.fisher.update({name: merged(old[name], new, **how) for name, new in found.items()})
         self.domains += 1
         self.anchor.take(self.model)

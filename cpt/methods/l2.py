@@ -36,4 +36,4 @@ class L2(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 ||theta - theta*||^2 over the trained parameters."""
-        return self.strength * pull(self.model.parameters(), self.anchor.buffers())
+        return self.strength * pull(self.model, self.anchor.named())

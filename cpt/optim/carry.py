@@ -2,29 +2,30 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cpt.core.tensors import NamedTensors
+
 log = logging.getLogger(__name__)
 MOST = 3  # names that a message lists
 
 
-class CarriedState(nn.Module):
-    """An optimizer's state by the names of the parameters, between two domains: part of the state_dict. While
-    a domain is learned the optimizer alone has it.
+class CarriedState(NamedTensors):
+    """An optimizer's state by the names of the parameters, between two domains. While one is learned the
+    optimizer alone has it.
 
     It stays on the CPU in its own precision."""
 
-    def keep(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def take(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
-        self._buffers.clear()
+        self.clear()
         for name, parameter in named:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    self.register_buffer(joined(name, key), value.detach().cpu().clone())
+                    self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
                     kind = type(optimizer).__name__
                     raise ValueError(f"optim.carry=true: {kind} keeps {key}={value}; allowed: false")
@@ -44,36 +45,18 @@ class CarriedState(nn.Module):
             tell(new, "new and begin without a state of the optimizer")
             tell(list(carried), "gone")
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
-        self._buffers.clear()
+        self.clear()
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter."""
         found: dict[str, dict[str, Tensor]] = {}
-        for joint, value in self._buffers.items():
-            name, key = split(joint)
+        for joint, value in self.named().items():
+            name, _, key = joint.rpartition(":")
             found.setdefault(name, {})[key] = value
         return found
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CarriedState":
         return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
-        # It becomes what the state holds, which is nothing within a domain.
-        self._buffers.clear()
-        for name, value in state_dict.items():
-            if name.startswith(prefix):
-                self.register_buffer(name.removeprefix(prefix), torch.empty_like(value, device="cpu"))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def joined(name: str, key: str) -> str:
-    """The name of a buffer, in which no dot may stand."""
-    return f"{name.replace('.', '/')}:{key}"
-
-
-def split(joint: str) -> tuple[str, str]:
-    name, _, key = joint.rpartition(":")
-    return name.replace("/", "."), key
 
 
 def fits(state: dict[str, Tensor] | None, parameter: nn.Parameter) -> bool:

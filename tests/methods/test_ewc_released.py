@@ -10,7 +10,7 @@ from transformers import AutoModelForMaskedLM
 from cpt.methods.ewc import EWC
 from cpt.models.freezing import Freeze
 from tests.conftest import SHARED
-from tests.support.making import named
+from tests.support.making import clones
 
 GOLDEN = SHARED / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")
@@ -55,7 +55,7 @@ def released():
     options = {"strength": strength, "estimator": "batch", "merge": "mean", "gamma": 0.5}
     module = EWC(model=tiny("a"), optimizer=None, schedule=None, **options, **shared).eval()
     module.after_domain(golden_batches(0))
-    first = named(module.model, module.fisher.buffers())
+    first = clones(module.fisher.named())
     module.model.load_state_dict(tiny("b").state_dict())
     return module, first
 
@@ -78,7 +78,7 @@ def test_the_penalty_and_loss_of_the_released_code(released):
 def test_the_merged_fisher_of_the_released_code_without_its_penalty(released):
     module, _ = released
     module.after_domain(golden_batches(1))
-    found = named(module.model, module.fisher.buffers())
+    found = clones(module.fisher.named())
     expected, leaking = numbers("fisher01"), numbers("fisher01_released")
     assert found.keys() == expected.keys()
     assert apart(found, expected) < 1e-4

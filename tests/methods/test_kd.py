@@ -134,7 +134,7 @@ def test_the_teacher_is_the_model_before_the_domain_and_never_changes(kd):
     work = kd()
     for number in (0, 1):
         before = work.weights()
-        watch = Watch(lambda m: {name: copy.clone() for name, copy in m.teacher.named(m.model).items()})
+        watch = Watch(lambda m: {name: copy.clone() for name, copy in m.teacher.named().items()})
         work.learn(number, watch)
         assert len(watch.seen) == 6
         assert all(same(teacher, before) for _, teacher in watch.seen)

@@ -308,7 +308,8 @@ def test_what_was_used_is_of_the_last_evaluation(work):
     run = work()
     scored(run, "law")
     before = run.module.used(BASE)
-    run.module.bank.get_buffer("1").mul_(2)
+    for value in run.module.bank.weights(1).values():
+        value.mul_(2)
     scored(run, "law")
     again = run.module.used(BASE)
     run.module.router = Router(run.module.bank, run.module.router.routing)

@@ -100,7 +100,7 @@ def pair(**shapes: int) -> tuple[torch.optim.Optimizer, list[tuple[str, nn.Param
 def test_what_is_new_or_gone_is_told_in_a_line(caplog):
     carried, (first, named) = CarriedState(), pair(kept=3, wider=3, left=3)
     first.step()
-    carried.keep(first, named)
+    carried.take(first, named)
     second, others = pair(kept=3, wider=4, added=3)
     with caplog.at_level(logging.INFO):
         carried.give(second, others)
@@ -116,7 +116,7 @@ def test_it_keeps_its_precision_and_goes_around():
     carried, (optimizer, named) = CarriedState(), pair(one=2)
     optimizer.step()
     optimizer.state[named[0][1]]["step"].fill_(1001)
-    carried.keep(optimizer, named)
+    carried.take(optimizer, named)
     other = CarriedState()
     other.load_state_dict(carried.bfloat16().state_dict())
     fresh, others = pair(one=2)
@@ -129,4 +129,4 @@ def test_an_optimizer_whose_state_is_no_tensor_is_named():
     carried, (optimizer, named) = CarriedState(), pair(one=2)
     optimizer.state[named[0][1]]["mode"] = "fast"
     with pytest.raises(ValueError, match=r"^optim\.carry=true: AdamW keeps mode=fast; allowed: false$"):
-        carried.keep(optimizer, named)
+        carried.take(optimizer, named)

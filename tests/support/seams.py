@@ -6,18 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cpt.data.datamodule import Domain
 from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
 from cpt.methods.common.reservoir import Reservoir
 from cpt.models.forward import token_nll
+from cpt.models.units import blocks, sublayers
 from cpt.optim.schedules import Progress
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {
     "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
+    "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
     "across": ["method=ncl", "optim.carry=true", "schedule._target_=tests.support.seams.Across"],
 }
 
@@ -72,3 +75,22 @@ class Across:
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.total_steps
         return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)
+
+
+class Growing(ContinualModule):
+    """Block expansion (LLaMA Pro; Wu et al., ACL 2024, section 3.2): a stage adds a block whose maps to the
+    residual sum begin at zero, so that the model is at first the one before. Here all blocks are trained."""
+
+    def shape(self, stage: Domain) -> None:
+        config, count = self.model.config, len(blocks(self.model))
+        name, last = blocks(self.model)[-1]
+        layers = self.model.get_submodule(name.rpartition(".")[0])
+        if hasattr(config, "layer_types"):
+            config.layer_types = [*config.layer_types, config.layer_types[-1]]
+        config.num_hidden_layers = count + 1
+        layers.append(type(last)(config, count).train(last.training))
+        name, _ = blocks(self.model)[-1]
+        for inner in sublayers(self.model, ("heads", "neurons")):
+            if inner.out.name.startswith(f"{name}."):
+                for _, parameter in inner.out.module.named_parameters():
+                    nn.init.zeros_(parameter)
