@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.preemption import ignore_signals, leave_together
 from cpt.core.randomness import key, shuffled
+from cpt.data.batch import Batch, Collator
 from cpt.data.budget import Budget
-from cpt.data.objectives import Batch, Objective
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool, Replay
 from cpt.data.sampling import From, Share, Stream, Subset
@@ -62,7 +62,7 @@ class DomainSequence(LightningDataModule):
         *,
         train: Mapping[str, Packed],
         held_out: Mapping[str, Packed],
-        objective: Objective,
+        objective: Collator,
         budget: Budget,
         replay: Replay,
         seed: int,
@@ -132,6 +132,7 @@ class DomainSequence(LightningDataModule):
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
             earlier=self.earlier(self.domain),
+            places=self.places,
         )
         return self.loader(stream, From(self.trainer.global_step * self.accumulate, len(stream)))
 
@@ -158,7 +159,12 @@ class DomainSequence(LightningDataModule):
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str
     ) -> DataLoader:
         batches = Subset(
-            texts, rows, objective=self.objective, batch_size=self.eval_batch_size, purpose=purpose
+            texts,
+            rows,
+            objective=self.objective,
+            batch_size=self.eval_batch_size,
+            purpose=purpose,
+            places=self.places,
         )
         return self.loader(
             batches, Share(len(batches), rank=self.trainer.global_rank, world=self.trainer.world_size)

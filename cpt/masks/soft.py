@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.core.options import choice
-from cpt.data.objectives import Batch, Objective
+from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.importance import SampleLosses, general_losses, importance
 from cpt.models.dropout import check_dropout, dropout
+from cpt.models.objectives import Objective
 from cpt.models.units import Projection, Units, factors, units
 
 
@@ -57,7 +58,7 @@ class Proxy:
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's divergence [B]; raises ValueError if it is nowhere more than rounding."""
-        found = general_losses(model, batch, ids=self.objective.uncorrupted(batch), compared=self.compared)
+        found = general_losses(model, batch, objective=self.objective, compared=self.compared)
         if found.max() < ROUNDING:
             raise ValueError(
                 f"two dropout passes of {type(model).__name__} do not differ (KL {found.max().item():.1e}); "

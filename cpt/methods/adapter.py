@@ -24,7 +24,7 @@ from cpt.adapters.bank import Bank
 from cpt.adapters.bottleneck import Bottleneck, attach, checked
 from cpt.adapters.routing import Routing
 from cpt.core.options import choice
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
 
 STARTS = ("base", "previous")

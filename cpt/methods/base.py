@@ -21,13 +21,14 @@ from transformers import PreTrainedModel
 from cpt.adapters.bank import Bank, Scope, beyond
 from cpt.adapters.routing import Router, Routing
 from cpt.core.randomness import key
+from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
-from cpt.data.objectives import Batch, Objective
 from cpt.data.replay import Replay
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import Before, GradientMask, recording
-from cpt.models.forward import in_mode, token_nll
+from cpt.models.forward import in_mode
 from cpt.models.freezing import Freeze
+from cpt.models.objectives import Objective
 from cpt.optim.carry import CarriedState
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Progress
@@ -87,7 +88,7 @@ class ContinualModule(LightningModule):
 
     def keep_parts(self, bank: Bank, routing: Routing) -> None:
         """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
-        self.bank, self.router = bank, Router(bank, routing)
+        self.bank, self.router = bank, Router(bank, routing, self.objective)
 
     @property
     def needs_domain(self) -> bool:
@@ -153,7 +154,7 @@ class ContinualModule(LightningModule):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Named terms, scalars; their sum is minimised. Their mean over processes and accumulated parts
         counts."""
-        return {"lm": token_nll(self.model, batch).sum() * batch["weight"]}
+        return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
 
     def gradients(self, optimizer: Optimizer) -> None:
         """Changes the gradients of an optimizer step: once, when those of all processes and accumulated parts
@@ -173,7 +174,7 @@ class ContinualModule(LightningModule):
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats) and number of predictions at each scored position, both
         [K], for text of the domain with this place in the order (-1: general text)."""
-        score = token_nll if self.router is None else partial(self.router.nll, domain=domain)
+        score = self.objective.nll if self.router is None else partial(self.router.nll, domain=domain)
         nll = score(self.model, batch)
         return nll, torch.ones_like(nll)
 

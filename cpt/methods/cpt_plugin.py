@@ -27,7 +27,7 @@ from cpt.adapters.gates import Gate, Gates, annealed, attach, bottleneck_units, 
 from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.adapters.routing import Routing
 from cpt.core.options import choice, number
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule
 from cpt.models.units import Units, blocks

@@ -12,11 +12,12 @@ The soft mask scales the step itself: scaled gradients, as in the released code,
 Adam. cpt.masks.importance and cpt.methods.common.contrast hold the formulas."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.importance import domain_losses
 from cpt.masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule
@@ -73,4 +74,5 @@ class DAS(ContinualModule):
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.domains:
-            self.soft.raise_to(self.soft.measure(self.model, probe, domain_losses))
+            losses = partial(domain_losses, objective=self.objective)
+            self.soft.raise_to(self.soft.measure(self.model, probe, losses))

@@ -23,9 +23,10 @@ from cpt.adapters.bank import BASE, Bank, Scope
 from cpt.adapters.bottleneck import attach, checked
 from cpt.adapters.routing import Routing
 from cpt.core.options import choice
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
-from cpt.models.forward import in_mode, token_nll
+from cpt.models.forward import in_mode
+from cpt.models.swapping import swapped
 from cpt.models.units import sublayers
 
 EXPERTS = ("ffn", "adapter")
@@ -97,11 +98,17 @@ class DEMIX(ContinualModule):
         sums = torch.zeros(len(parts) + 1, dtype=torch.double, device=self.device)
         with in_mode(self.model, training=False):
             for batch in probe:
-                nll = [token_nll(self.model, batch, weights=self.bank.weights(part)).sum() for part in parts]
-                sums += torch.stack([*nll, sums.new_tensor(len(batch["positions"]))])
+                sums += torch.stack(
+                    [*(self.total(batch, part) for part in parts), sums.new_tensor(len(batch["positions"]))]
+                )
         if distributed.is_initialized():
             distributed.all_reduce(sums)
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
+
+    def total(self, batch: Batch, part: int) -> Tensor:
+        """The summed loss (nats) of a batch with one of the parts, a scalar."""
+        with swapped(self.model, self.bank.weights(part)):
+            return self.objective.nll(self.model, batch).sum()
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.bank.weights(index) for index, name in enumerate(order)}

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule
 from cpt.methods.common.contrast import Contrast

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cpt.core.options import number
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
 from cpt.models.snapshots import Snapshot
 

@@ -22,16 +22,19 @@ from transformers import PreTrainedModel
 
 from cpt.core.options import choice, number
 from cpt.core.tensors import NamedTensors
-from cpt.data.objectives import UNSCORED, Batch
+from cpt.data.batch import Batch, single
 from cpt.methods.base import ContinualModule
-from cpt.models.forward import logits_at, nll_of
+from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot, pull
+from cpt.models.swapping import swapped
 
 ESTIMATORS = ("per_sample", "batch")
 MERGES = ("mean", "decay")
 
 
-def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) -> dict[str, Tensor]:
+def fisher(
+    model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
+) -> dict[str, Tensor]:
     """The diagonal Fisher by the names of the parameters, from the samples of all processes; 0 where one is
     not trained.
 
@@ -43,7 +46,8 @@ def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) ->
     count = next(iter(sums.values())).new_zeros(())
     for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
         for part in samples(batch) if estimator == "per_sample" else scored([batch]):
-            loss = nll_of(logits_at(model, part, weights=weights), part).mean()
+            with swapped(model, weights):
+                loss = objective.nll(model, part).mean()
             gradients = gradients_of(loss, [weights[name] for name in trained])
             torch._foreach_addcmul_(
                 [sums[name] for name in trained], gradients, gradients, value=len(part["input_ids"])
@@ -61,11 +65,7 @@ def precise(parameter: nn.Parameter) -> Tensor:
 
 def samples(batch: Batch) -> Iterator[Batch]:
     """The scored samples of a batch, a batch of one each."""
-    names = [name for name in ("input_ids", "labels", "attention_mask") if name in batch]
-    for row in range(len(batch["input_ids"])):
-        one = {name: batch[name][row : row + 1] for name in names}
-        places = (one["labels"].flatten() != UNSCORED).nonzero().flatten()
-        yield from scored([one | {"positions": places}])
+    yield from scored(single(batch, row) for row in range(len(batch["input_ids"])))
 
 
 def scored(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -112,7 +112,7 @@ class EWC(ContinualModule):
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            found = fisher(self.model, probe, estimator=self.estimator)
+            found = fisher(self.model, probe, objective=self.objective, estimator=self.estimator)
         how = {"domains": self.domains, "merge": self.merge, "gamma": self.gamma}
         old = {name: torch.zeros_like(new) for name, new in found.items()} | self.fisher.named()
         self.fisher.update({name: merged(old[name], new, **how) for name, new in found.items()})

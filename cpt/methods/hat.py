@@ -29,7 +29,7 @@ from cpt.adapters.bank import Bank, Scope
 from cpt.adapters.gates import Gates, annealed, attach, bottleneck_units, owned, regulariser
 from cpt.adapters.routing import Routing
 from cpt.core.options import choice, number
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule
 from cpt.models.units import units as find_units

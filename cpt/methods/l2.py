@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cpt.core.options import choice, number
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
 from cpt.models.snapshots import Snapshot, pull
 

@@ -15,7 +15,7 @@ from cpt.adapters import lora
 from cpt.adapters.bank import Bank
 from cpt.adapters.routing import Routing
 from cpt.core.options import choice
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
 
 STARTS = ("base", "previous")

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cpt.adapters import lora
 from cpt.adapters.bank import Bank
 from cpt.core.options import choice, number
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
 
 PENALTIES = ("l1", "squared")

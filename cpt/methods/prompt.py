@@ -23,10 +23,11 @@ from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.prompt import attach, drawn
 from cpt.adapters.routing import Routing
 from cpt.core.options import choice
-from cpt.data.objectives import Batch, Causal, Objective
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule
-from cpt.models.forward import token_nll
 from cpt.models.loading import positions_of
+from cpt.models.objectives import Causal, Objective
+from cpt.models.swapping import swapped
 
 STARTS = ("vocabulary", "previous")
 ONLY = 0  # where the bank keeps the one prompt of all domains
@@ -85,7 +86,8 @@ class Prompt(ContinualModule):
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         if self.per_domain:
             return super().nll(batch, domain)
-        nll = token_nll(self.model, batch, weights=self.weights(domain))
+        with swapped(self.model, self.weights(domain)):
+            nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
     def backbone(self, domain: int) -> PreTrainedModel:

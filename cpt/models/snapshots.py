@@ -1,16 +1,16 @@
 """Earlier weights of a model: put back, mixed in, run in place of the present ones, or pulled towards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 
 from cpt.core.tensors import NamedTensors
-from cpt.data.objectives import Batch
-from cpt.models.forward import in_mode, outputs_at
+from cpt.models.forward import in_mode
+from cpt.models.swapping import swapped
 
 
 class Snapshot(NamedTensors):
@@ -35,12 +35,11 @@ class Snapshot(NamedTensors):
         both = shared(present, copies)
         move([present[name] for name in both], [copies[name] for name in both], share)
 
-    @torch.no_grad()
-    def outputs_at(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """cpt.models.forward.outputs_at with the copy's weights, in eval mode and without gradients; the
-        model is left as it was."""
-        with in_mode(model, training=False):
-            return outputs_at(model, batch, weights=self.named())
+    @contextmanager
+    def teaching(self, model: nn.Module) -> Iterator[None]:
+        """The model with the copy's weights, in eval mode and without gradients, while it lasts."""
+        with torch.no_grad(), in_mode(model, training=False), swapped(model, self.named()):
+            yield
 
 
 def shared(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:

@@ -9,8 +9,9 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, RobertaConfig
 
 from cpt.adapters.prompt import attach, drawn, special_ids
-from cpt.models.forward import body, encoded, outputs_at, token_nll
+from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
+from tests.support.running import encoded, outputs_at, token_nll
 
 N, B, T = 5, 3, 7
 CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.auto.__name__]

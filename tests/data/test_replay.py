@@ -19,9 +19,9 @@ from cpt.core.randomness import key, sample_keys, shuffled
 from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.objectives import Causal
 from cpt.data.replay import NOTHING, Pool, Replay
 from cpt.data.sampling import From, Stream
+from cpt.models.objectives import Causal
 from cpt.training import assembly
 from cpt.training.plan import planned
 from cpt.training.pretraining import base

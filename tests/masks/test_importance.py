@@ -17,14 +17,15 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from cpt.data.objectives import Causal
 from cpt.masks import soft as module
 from cpt.masks.importance import domain_losses, gate_gradients, importance, sample_means
 from cpt.masks.soft import NORMALISATIONS, Proxy, SoftMask, normalised
 from cpt.models.dropout import check_dropout, dropout, rates
-from cpt.models.forward import divergence, token_nll
+from cpt.models.forward import divergence
+from cpt.models.objectives import Causal
 from cpt.models.units import gated, units
 from tests.conftest import SHARED
+from tests.support.running import token_nll
 
 GOLDEN = SHARED / "golden"
 KINDS = {"head": "heads", "intermediate": "neurons", "output": "outputs"}

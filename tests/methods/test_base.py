@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.sampling import Stream
 from cpt.masks.base import GradientMask
@@ -241,7 +242,9 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(fitted):
     batch = next(iter(data.train_dataloader()))
     module.eval()
     logits = module.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    expected = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels_of(batch).flatten(), ignore_index=-100
+    )
     torch.testing.assert_close(module.losses(batch)["lm"], expected)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods.ewc import fisher, merged
 from cpt.models.loading import build, load_tokenizer
@@ -56,7 +57,7 @@ def whole_model_loss(model, batch) -> torch.Tensor:
     """The mean loss (nats) over the scored tokens, of the model as it is, at every position."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     logits = model(**inputs).logits.flatten(0, 1)
-    return functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
+    return functional.cross_entropy(logits, labels_of(batch).flatten(), ignore_index=-100)
 
 
 def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
@@ -135,7 +136,7 @@ def test_the_fisher_of_an_output_bias_has_a_closed_form(learnt):
     name = next(name for name, p in model.named_parameters() if p.shape == (model.config.vocab_size,))
     logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits.double()
     expected = torch.zeros(model.config.vocab_size, dtype=torch.float64)
-    for scores, labels in zip(logits, batch["labels"], strict=True):
+    for scores, labels in zip(logits, labels_of(batch), strict=True):
         off = [
             s.softmax(0) - functional.one_hot(y, len(s))
             for s, y in zip(scores, labels, strict=True)
@@ -203,12 +204,12 @@ def test_the_fisher_is_that_of_the_loss_in_32_bits(precision, learnt):
 
 def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
     model, [batch] = learnt.module.model, learnt.probe()
-    rows = batch["labels"].clone()
+    rows = labels_of(batch).clone()
     rows[3] = -100
     fewer = batch | {"labels": rows, "positions": (rows.flatten() != -100).nonzero().flatten()}
     kept = [row for row in range(len(rows)) if row != 3]
     rest = {name: batch[name][kept] for name in ("input_ids", "labels", "attention_mask") if name in batch}
-    rest["positions"] = (rest["labels"].flatten() != -100).nonzero().flatten()
+    rest["positions"] = (labels_of(rest).flatten() != -100).nonzero().flatten()
     assert_close(
         clones(fisher(model, [fewer], estimator="per_sample")),
         clones(fisher(model, [rest], estimator="per_sample")),

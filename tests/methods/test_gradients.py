@@ -6,9 +6,9 @@ from torch import nn
 
 from cpt.masks.base import GradientMask
 from cpt.methods.ncl import NCL
-from cpt.models.forward import token_nll
 from tests.support import seams
 from tests.support.making import ORDER, made
+from tests.support.running import token_nll
 from tests.support.seams import chosen, dot
 
 PLAIN = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant"]

@@ -12,9 +12,9 @@ from transformers import AutoModelForMaskedLM
 from cpt.adapters import export
 from cpt.adapters.bank import BASE
 from cpt.methods.hat import overlap
-from cpt.models.forward import logits_at, token_nll
 from cpt.training import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same
+from tests.support.running import logits_at, token_nll
 
 ORDER = "order=[law,food,space]"
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]

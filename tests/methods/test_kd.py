@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from cpt.data.batch import labels_of
 from cpt.data.sampling import Stream
 from cpt.methods.kd import chosen, distillation
-from cpt.models.forward import outputs_at
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -19,6 +19,7 @@ from tests.support.making import (
     same,
     state_beside_the_model,
 )
+from tests.support.running import outputs_at
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(distilled, kd, batch_of):
     for parameter in module.model.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     student = getattr(run(**inputs), field).detach()
-    at = batch["labels"] != -100
+    at = labels_of(batch) != -100
     expected = slow(student[at], teacher[at], temperature=2)
     found = module.losses(batch)["kd"]
     assert found.item() == pytest.approx(3 * sum(expected) / len(expected), rel=1e-3)

@@ -11,9 +11,9 @@ from cpt.adapters import routing
 from cpt.adapters.bank import BASE
 from cpt.adapters.routing import Router, Routing, largest
 from cpt.data.sampling import Subset
-from cpt.models.forward import token_nll
 from cpt.training import loop
 from tests.support.making import made
+from tests.support.running import token_nll
 
 THREE = "order=[law,food,space]"
 DEFAULTS = {

@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from cpt.data.objectives import Causal, Masked
 from cpt.models import forward, loading, tokenizers
+from cpt.models.objectives import Causal, Masked
 from tests.conftest import sentences
 
 SIZES = {

@@ -20,6 +20,7 @@ import hashlib, json, os, sys
 sys.path.insert(0, {root!r})
 import torch
 from lightning.pytorch.callbacks import Callback
+from cpt.data.batch import labels_of
 from cpt.data import sampling
 from cpt.training import loop
 
@@ -29,7 +30,7 @@ made = sampling.Stream.__getitem__
 def noted(stream, number):
     batch = made(stream, number)
     with open(f"{{out}}/batches-{{stream.rank}}.jsonl", "a") as file:
-        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], batch["labels"])]
+        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], labels_of(batch))]
         file.write(json.dumps([list(stream.names), number, rows]) + "\\n")
     return batch
 

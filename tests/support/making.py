@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from torch import Tensor
 
+from cpt.data.batch import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
 from cpt.training import assembly, loop
 from cpt.training.plan import planned

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
-from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
 from cpt.methods.common.reservoir import Reservoir
-from cpt.models.forward import token_nll
 from cpt.models.units import blocks, sublayers
 from cpt.optim.schedules import Progress
+from tests.support.running import token_nll
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.objectives import UNSCORED
+from cpt.data.batch import UNSCORED
 from cpt.methods.common import reservoir as module
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
 
