@@ -47,9 +47,9 @@ def labelled(input_ids: Tensor, labels: Tensor, present: Tensor) -> Batch:
 
 def labels_of(batch: Batch) -> Tensor:
     """Labels [B, T] as transformers takes them, of a batch whose places are those of its `input_ids`."""
-    labels = torch.full_like(batch["input_ids"], UNSCORED)
-    labels.view(-1)[batch["positions"]] = batch["targets"]
-    return labels
+    labels = torch.full_like(batch["input_ids"].flatten(), UNSCORED)
+    labels[batch["positions"]] = batch["targets"]
+    return labels.view_as(batch["input_ids"])
 
 
 def single(batch: Batch, row: int) -> Batch:

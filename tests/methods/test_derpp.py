@@ -16,6 +16,7 @@ from cpt.methods.derpp import widths
 from cpt.training import loop
 from tests.runs.test_distributed import DDP, batches, run
 from tests.support import making
+from tests.support.running import batch_of
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
@@ -238,7 +239,7 @@ def test_both_domains_are_in_the_memory(small, start, tmp_path):
         for name, text in data.train.items()
     }
     kept = module.memory
-    rows = module.objective.uncorrupted({"input_ids": kept.input_ids, "labels": kept.labels})
+    rows = module.objective.uncorrupted(batch_of(kept.input_ids, kept.labels))
     counts = {name: sum(tuple(row) in ids for row in rows.tolist()) for name, ids in original.items()}
     assert sum(counts.values()) == 48
     assert 12 <= counts["law"] <= 36

@@ -1,5 +1,6 @@
 """EWC: the Fisher against slow loops and closed forms; merging; the penalty."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ from torch.nn import functional
 
 from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
-from cpt.methods.ewc import fisher, merged
+from cpt.methods import ewc as subject
+from cpt.methods.ewc import merged
 from cpt.models.loading import build, load_tokenizer
+from cpt.models.objectives import Causal
 from cpt.training.costs import Compute
 from cpt.training.plan import planned
 from cpt.training.pretraining import trained_tokenizer
@@ -27,6 +30,7 @@ from tests.support.making import (
     state_beside_the_model,
 )
 from tests.support.processes import ended, started
+from tests.support.running import batch_of, some_rows
 
 
 @pytest.fixture
@@ -45,6 +49,9 @@ def learnt(ewc):
 
 def fisher_of(work) -> dict[str, torch.Tensor]:
     return clones(work.module.fisher.named())
+
+
+fisher = partial(subject.fisher, objective=Causal())  # a masked one runs a model alike
 
 
 def moved(model, scale: float = 0.05) -> None:
@@ -66,12 +73,11 @@ def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     count = 0
     for batch in batches:
-        tensors = {name: batch[name] for name in ("input_ids", "labels", "attention_mask") if name in batch}
         rows = len(batch["input_ids"])
         size = 1 if estimator == "per_sample" else rows
         for at in range(0, rows, size):
             model.zero_grad()
-            whole_model_loss(model, {name: t[at : at + size] for name, t in tensors.items()}).backward()
+            whole_model_loss(model, some_rows(batch, list(range(at, at + size)))).backward()
             count += 1
             for name, p in model.named_parameters():
                 sums[name] += 0 if p.grad is None else size * p.grad**2
@@ -204,12 +210,10 @@ def test_the_fisher_is_that_of_the_loss_in_32_bits(precision, learnt):
 
 def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
     model, [batch] = learnt.module.model, learnt.probe()
-    rows = labels_of(batch).clone()
-    rows[3] = -100
-    fewer = batch | {"labels": rows, "positions": (rows.flatten() != -100).nonzero().flatten()}
-    kept = [row for row in range(len(rows)) if row != 3]
-    rest = {name: batch[name][kept] for name in ("input_ids", "labels", "attention_mask") if name in batch}
-    rest["positions"] = (labels_of(rest).flatten() != -100).nonzero().flatten()
+    labels = labels_of(batch)
+    labels[3] = -100
+    fewer = batch_of(batch["input_ids"], labels, batch.get("attention_mask"))
+    rest = some_rows(batch, [row for row in range(len(labels)) if row != 3])
     assert_close(
         clones(fisher(model, [fewer], estimator="per_sample")),
         clones(fisher(model, [rest], estimator="per_sample")),

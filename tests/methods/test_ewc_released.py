@@ -11,6 +11,7 @@ from cpt.methods.ewc import EWC
 from cpt.models.freezing import Freeze
 from tests.conftest import SHARED
 from tests.support.making import clones
+from tests.support.running import batch_of
 
 GOLDEN = SHARED / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")
@@ -27,8 +28,7 @@ def golden_batches(domain: int) -> list[dict[str, torch.Tensor]]:
     arrays, found = np.load(GOLDEN / "batches.npz"), []
     for number in range(3):
         fields = ("input_ids", "labels", "attention_mask")
-        batch = {name: torch.from_numpy(arrays[f"d{domain}_b{number}_{name}"]).long() for name in fields}
-        batch["positions"] = (batch["labels"].flatten() != -100).nonzero().flatten()
+        batch = batch_of(*(torch.from_numpy(arrays[f"d{domain}_b{number}_{name}"]).long() for name in fields))
         found.append(batch | {"weight": torch.tensor(1 / len(batch["positions"]))})
     return found
 

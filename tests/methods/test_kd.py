@@ -22,6 +22,12 @@ from tests.support.making import (
 from tests.support.running import outputs_at
 
 
+def taught_by(module, batch):
+    """What the teacher gives, logits and hidden states."""
+    with module.teacher.teaching(module.model):
+        return outputs_at(module.model, batch)
+
+
 @pytest.fixture
 def kd(small):
     return lambda *overrides: made(small("method=kd", ORDER, *overrides))
@@ -151,7 +157,7 @@ def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(kd, batch_of)
     module.model.base_model.layers[0].eval()  # modes of its own are kept
     modes = [each.training for each in module.modules()]
     random = torch.get_rng_state()
-    taught, hidden = module.teacher.outputs_at(module.model, batch)
+    taught, hidden = taught_by(module, batch)
     assert torch.equal(taught, still)
     assert not taught.requires_grad and not hidden.requires_grad
     assert [each.training for each in module.modules()] == modes
@@ -167,7 +173,7 @@ def test_modes_are_put_back_after_an_error(kd, batch_of):
     [batch] = batch_of(work)
     work.module.train()
     with pytest.raises(KeyError):
-        work.module.teacher.outputs_at(work.module.model, {"input_ids": batch["input_ids"]})
+        taught_by(work.module, {"input_ids": batch["input_ids"]})
     assert all(each.training for each in work.module.modules())
 
 

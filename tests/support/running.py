@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt.data.batch import Batch
+from cpt.data.batch import Batch, labelled, labels_of
 from cpt.models.objectives import Causal
 from cpt.models.swapping import swapped
 
@@ -30,3 +31,15 @@ def token_nll(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Ten
 
 def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
     return RUN.encode(model, batch)
+
+
+def batch_of(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Batch:
+    """The batch of rows [B, T] with labels [B, T], -100 for nothing; with the mask if there is one."""
+    mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+    return {**labelled(input_ids, labels, torch.ones_like(input_ids).bool()), **mask}
+
+
+def some_rows(batch: Batch, rows: list[int]) -> Batch:
+    """Rows of a batch, without a weight."""
+    mask = batch["attention_mask"][rows] if "attention_mask" in batch else None
+    return batch_of(batch["input_ids"][rows], labels_of(batch)[rows], mask)

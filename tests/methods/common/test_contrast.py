@@ -90,9 +90,7 @@ def masked(batch):
     """The batch with two of each sample's tokens corrupted, and their labels."""
     ids = batch["input_ids"].clone()
     ids.flatten()[batch["positions"]] = 4
-    labels = torch.full_like(ids, -100).flatten()
-    labels[batch["positions"]] = batch["input_ids"].flatten()[batch["positions"]]
-    return {**batch, "input_ids": ids, "labels": labels.view_as(ids)}
+    return {**batch, "input_ids": ids, "targets": batch["input_ids"].flatten()[batch["positions"]]}
 
 
 class Uncorrupting(Causal):
