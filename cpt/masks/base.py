@@ -76,14 +76,19 @@ class Before:
     @torch.no_grad()
     def scale(self, optimizer: Optimizer) -> None:
         """Leaves of the step what the factor says."""
-        # lerp is exact at both ends: factor 1 leaves the step's bits and factor 0 the old ones.
-        factor = self.factor.to(self.old)
-        self.parameter.copy_(torch.lerp(self.old, self.parameter, factor))
+        scale_(self.parameter, self.factor, start=self.old)
         if self.state is not None:
             for name, value in moments(self.parameter, optimizer).items():
-                value.copy_(
-                    torch.lerp(self.state.get(name, torch.zeros_like(value)), value, factor.to(value))
-                )
+                scale_(value, self.factor, start=self.state.get(name, torch.zeros_like(value)))
+
+
+def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> None:
+    """Multiplies a tensor in place by a factor that is broadcastable to it, or of the way that it has come
+    from its `start` leaves so much. All that masks do to a step is done here."""
+    if start is None:
+        tensor.mul_(factor)
+    else:  # lerp is exact at both ends: factor 1 leaves the tensor's bits and factor 0 those of the start
+        tensor.copy_(torch.lerp(start, tensor, factor.to(start)))
 
 
 def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:

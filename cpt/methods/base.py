@@ -25,7 +25,7 @@ from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.data.replay import Replay
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import Before, GradientMask, recording
+from cpt.masks.base import Before, GradientMask, recording, scale_
 from cpt.models.forward import in_mode
 from cpt.models.freezing import Freeze
 from cpt.models.objectives import Objective
@@ -65,6 +65,7 @@ class ContinualModule(LightningModule):
         self.model, self.objective, self.length = model, objective, length
         self.masks, self.replay, self.scope = nn.ModuleList(masks), replay, scope
         self.freezing = freeze
+        self.beside = nn.ModuleDict()  # the companions by name
         self.make_optimizer, self.schedule, self.seed = optimizer, schedule, seed
         self.carried: CarriedState | None = None
         self.bank: Bank | None = None
@@ -89,6 +90,19 @@ class ContinualModule(LightningModule):
     def keep_parts(self, bank: Bank, routing: Routing) -> None:
         """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
         self.bank, self.router = bank, Router(bank, routing, self.objective)
+
+    def companions(self) -> dict[str, nn.Module]:
+        """Other models that the method trains or keeps, by name: teachers, fast learners, generators. Asked
+        for once, when the method is made; then they are in `self.beside`, go where the model goes, and are
+        in the state_dict. What of them requires a gradient is trained; one without any is always in eval
+        mode. What is masked, frozen, scored and exported is the model alone, unless the method says more."""
+        return {}
+
+    def train(self, mode: bool = True) -> "ContinualModule":
+        super().train(mode)
+        for each in self.beside.values():
+            each.train(mode and any(parameter.requires_grad for parameter in each.parameters()))
+        return self
 
     @property
     def needs_domain(self) -> bool:
@@ -291,7 +305,7 @@ class ContinualModule(LightningModule):
                 if parameter.grad is None:
                     continue
                 if mask.acts_on == "gradient":
-                    parameter.grad.mul_(factor)
+                    scale_(parameter.grad, factor)
                 else:
                     self.pending.append(
                         Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)

@@ -43,6 +43,7 @@ def method(cfg: DictConfig, start: Base) -> ContinualModule:
         schedule=instantiate(cfg.schedule),
         seed=cfg.seed,
     )
+    module.beside.update(module.companions())
     if cfg.optim.get("carry"):
         module.carried = CarriedState()
     return module

@@ -179,7 +179,7 @@ def test_draws_and_decisions_leave_the_global_generators_alone(small):
     kept = module.memory
     kept.add(batch, torch.zeros(len(batch["positions"]), kept.outputs.shape[2]))
     kept.batch(kept.draw(4, purpose="match"))
-    widths(module.model.train())
+    widths(module.model.train(), module.objective)
     assert torch.equal(torch.get_rng_state(), before)
 
 

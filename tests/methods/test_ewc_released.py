@@ -9,6 +9,7 @@ from transformers import AutoModelForMaskedLM
 
 from cpt.methods.ewc import EWC
 from cpt.models.freezing import Freeze
+from cpt.models.objectives import Causal
 from tests.conftest import SHARED
 from tests.support.making import clones
 from tests.support.running import batch_of
@@ -51,7 +52,7 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def released():
     """EWC as the released code has it, after its first domain, which leaves model a, and at model b."""
     strength = json.loads((GOLDEN / "ewc.json").read_text())["settings"]["lamb"]
-    shared = {"objective": None, "length": 32, "masks": [], "replay": None, "freeze": Freeze(), "seed": 0}
+    shared = {"objective": Causal(), "length": 32, "masks": [], "replay": None, "freeze": Freeze(), "seed": 0}
     options = {"strength": strength, "estimator": "batch", "merge": "mean", "gamma": 0.5}
     module = EWC(model=tiny("a"), optimizer=None, schedule=None, **options, **shared).eval()
     module.after_domain(golden_batches(0))

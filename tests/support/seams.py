@@ -1,6 +1,7 @@
 """Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,14 @@ from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
 from cpt.methods.common.reservoir import Reservoir
+from cpt.models.forward import divergence, nll_of
 from cpt.models.units import blocks, sublayers
 from cpt.optim.schedules import Progress
-from tests.support.running import token_nll
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {
     "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
+    "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
     "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
     "across": ["method=ncl", "optim.carry=true", "schedule._target_=tests.support.seams.Across"],
 }
@@ -51,7 +53,7 @@ class AGEM(ContinualModule):
         if self.domain.index == 0 or not len(slots):
             return
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        loss = token_nll(self.model, self.memory.batch(slots)).mean()
+        loss = self.objective.nll(self.model, self.memory.batch(slots)).mean()
         own = torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True)
         reference = [self.trainer.strategy.reduce(each, reduce_op="mean") for each in own]
         product = dot([parameter.grad for parameter in trained], reference)
@@ -94,3 +96,24 @@ class Growing(ContinualModule):
             if inner.out.name.startswith(f"{name}."):
                 for _, parameter in inner.out.module.named_parameters():
                     nn.init.zeros_(parameter)
+
+
+class Companions(ContinualModule):
+    """A peer that learns along (deep mutual learning; Zhang et al., CVPR 2018, eq. 4), and a mean teacher of
+    the model (Tarvainen and Valpola, NeurIPS 2017, eq. 1) that both are held to."""
+
+    def companions(self) -> dict[str, nn.Module]:
+        return {"peer": deepcopy(self.model), "teacher": deepcopy(self.model).requires_grad_(False)}
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        own, peer, teacher = (
+            self.objective.outputs(each, batch)[0] for each in (self.model, *self.beside.values())
+        )
+        apart = divergence(peer.detach(), own) + divergence(teacher, own) + divergence(teacher, peer)
+        nll = nll_of(own, batch) + nll_of(peer, batch)
+        return {"lm": nll.sum() * batch["weight"], "apart": apart.sum() * batch["weight"]}
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        for slow, fast in zip(self.beside["teacher"].parameters(), self.model.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
