@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.sampling import Stream
+from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import GradientMask, scale_
-from cpt.methods.base import ContinualModule, DocumentNLL
+from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
 from cpt.models.snapshots import Snapshot
 from cpt.training import assembly, loop
