@@ -22,6 +22,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
+from cpt.optim.schedules import Progress
 from cpt.training.assembly import method, sequence
 from cpt.training.plan import planned
 from cpt.training.pretraining import Base, base
@@ -72,14 +73,16 @@ class Ground:
         others = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         optimizer, steps = plain(self.cfg.optim)(groups), self.steps
-        schedule = plain(self.cfg.schedule)
-        return optimizer, LambdaLR(optimizer, lambda step: schedule(step, steps=steps))
+        schedule = plain(self.cfg.schedule)()
+        return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=steps)))
 
 
 def plain(cfg: DictConfig) -> partial:
     """A Python partial for a config of Hydra."""
     values = OmegaConf.to_container(cfg, resolve=True)
-    return partial(get_object(values["_target_"]), **{k: v for k, v in values.items() if k[0] != "_"})
+    return partial(
+        get_object(values["_target_"]), **{k: v for k, v in values.items() if k[0] != "_" and k != "carry"}
+    )
 
 
 def ground(cache: str, *overrides: str) -> Ground:

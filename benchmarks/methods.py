@@ -21,7 +21,9 @@ from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
 from subjects import Pulse, fit
 
+from cpt.data.batch import labels_of
 from cpt.methods.base import ContinualModule
+from cpt.models.objectives import inputs_of
 from cpt.training.costs import own_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
@@ -122,8 +124,7 @@ def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) ->
 
 def dense_losses(module: ContinualModule, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The model's own loss, whose head is computed at every position."""
-    names = ("input_ids", "labels", "attention_mask")
-    return {"lm": module.model(**{name: batch[name] for name in names if name in batch}).loss}
+    return {"lm": module.model(**inputs_of(batch), labels=labels_of(batch)).loss}
 
 
 def needs(module: ContinualModule) -> dict[str, int]:

@@ -81,7 +81,7 @@ def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> N
     model, clip = place.module.model, place.cfg.trainer.gradient_clip_val
     optimizer, schedule = place.optimizer(model)
     for batch in place.loader():
-        loss = loss_of(model, batch)
+        loss = loss_of(place.module, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -92,19 +92,19 @@ def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> N
 
 def bare(course: Course, beat: Beat) -> None:
     """The loop with cpt's head, which is computed at the scored positions only."""
-    from cpt.models.forward import token_nll
-
-    loop(course, beat, loss_of=lambda model, batch: token_nll(model, batch).sum() * batch["weight"])
+    loop(course, beat, loss_of=lambda module, batch: module.losses(batch)["lm"])
 
 
 def dense(course: Course, beat: Beat) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
-    names = ("input_ids", "labels", "attention_mask")
+    from cpt.data.batch import labels_of
+    from cpt.models.objectives import inputs_of
+
     loop(
         course,
         beat,
-        loss_of=lambda model, batch: model(**{name: batch[name] for name in names if name in batch}).loss,
+        loss_of=lambda module, batch: module.model(**inputs_of(batch), labels=labels_of(batch)).loss,
     )
 
 
@@ -151,7 +151,7 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     order = stream.locate(np.arange(len(stream) * stream.batch_size))[1]
     texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
     first = stream[0]
-    original = np.where(first["labels"] < 0, first["input_ids"], first["labels"])
+    original = place.start.objective.uncorrupted(first)
     if texts[: stream.batch_size]["input_ids"] != original.tolist():
         raise RuntimeError("the rows are not those of cpt")
     return texts, DataCollatorForLanguageModeling(place.start.tokenizer, mlm_probability=model.mask_rate)
@@ -162,10 +162,13 @@ def batches(place: Ground) -> tuple[Any, Any]:
     import torch
     from transformers import default_data_collator
 
+    from cpt.data.batch import labels_of
+
     stream = place.stream()
     whole = [stream[number] for number in range(len(stream))]
     for batch in whole:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        batch["labels"] = labels_of(batch)
     names = ("input_ids", "attention_mask", "labels")
     rows = [{name: batch[name][row] for name in names} for batch in whole for row in range(stream.batch_size)]
     return rows, default_data_collator

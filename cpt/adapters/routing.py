@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.options import Routing
-from cpt.data.objectives import Batch
-from cpt.models.forward import token_nll
+from cpt.data.batch import Batch
+from cpt.models.objectives import Objective
+from cpt.models.swapping import swapped
 
 LEAST = 1e-3  # of the largest weight: parts with less are not told
 
@@ -26,8 +27,8 @@ class Router:
 
     What it remembers is of the last evaluation, and no part of any state_dict."""
 
-    def __init__(self, bank: Bank, routing: Routing) -> None:
-        self.bank, self.routing = bank, routing
+    def __init__(self, bank: Bank, routing: Routing, objective: Objective) -> None:
+        self.bank, self.routing, self.objective = bank, routing, objective
         self.text: tuple[int, list[int]] | None = None  # that is being scored: its domain and parts
         self.rows = 0  # of it, that a cached prior has seen
         self.prior = torch.empty(0)  # of its parts, [n]
@@ -64,14 +65,18 @@ class Router:
         after another, and of each one batch after another."""
         parts = self.mixed(domain)
         self.go_on(domain, parts, batch["positions"].device)
-        likelihood = torch.stack([-token_nll(model, batch, weights=self.bank.weights(j)) for j in parts])
+        likelihood = torch.stack([self.likelihood(model, batch, part) for part in parts])
         if len(parts) == 1:
             self.take(domain, parts, torch.ones_like(likelihood))
             return -likelihood[0]
-        rows = batch["positions"] // batch["input_ids"].shape[1]
-        weights = self.weights(likelihood, rows, top_k=self.top_k(domain))
+        weights = self.weights(likelihood, batch["rows"], top_k=self.top_k(domain))
         self.take(domain, parts, weights.exp())
         return -torch.logsumexp(weights + likelihood, dim=0)
+
+    def likelihood(self, model: PreTrainedModel, batch: Batch, part: int) -> Tensor:
+        """Log-likelihood (nats) at the scored positions, [K], with one of the parts."""
+        with swapped(model, self.bank.weights(part)):
+            return -self.objective.nll(model, batch)
 
     def begin(self) -> None:
         """An evaluation begins: what was remembered of the one before is forgotten."""

@@ -11,12 +11,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.preemption import ignore_signals, leave_together
 from cpt.core.randomness import key, shuffled
+from cpt.data.batch import Batch, Collator
 from cpt.data.budget import Budget
-from cpt.data.objectives import Batch, Objective
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool, Replay
 from cpt.data.sampling import From, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
+from cpt.optim.schedules import Progress
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class DomainSequence(LightningDataModule):
         *,
         train: Mapping[str, Packed],
         held_out: Mapping[str, Packed],
-        objective: Objective,
+        objective: Collator,
         budget: Budget,
         replay: Replay,
         seed: int,
@@ -103,6 +104,11 @@ class DomainSequence(LightningDataModule):
         texts = [self.train[part] for part in domain.parts]
         return [self.budget.steps_for(text, length=text.length) for text in texts]
 
+    def progress(self, step: int) -> Progress:
+        """Where the run is at a step of the current domain."""
+        steps, place = [self.steps(domain) for domain in self.domains], self.domains.index(self.domain)
+        return Progress(step, steps[place], place, len(steps), sum(steps[:place]) + step, sum(steps))
+
     def past(self, domain: Domain) -> list[str]:
         """The texts that were learned before a domain, each once."""
         before = self.domains[: self.domains.index(domain)]
@@ -126,6 +132,7 @@ class DomainSequence(LightningDataModule):
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
             earlier=self.earlier(self.domain),
+            places=self.places,
         )
         return self.loader(stream, From(self.trainer.global_step * self.accumulate, len(stream)))
 
@@ -152,7 +159,12 @@ class DomainSequence(LightningDataModule):
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str
     ) -> DataLoader:
         batches = Subset(
-            texts, rows, objective=self.objective, batch_size=self.eval_batch_size, purpose=purpose
+            texts,
+            rows,
+            objective=self.objective,
+            batch_size=self.eval_batch_size,
+            purpose=purpose,
+            places=self.places,
         )
         return self.loader(
             batches, Share(len(batches), rank=self.trainer.global_rank, world=self.trainer.world_size)

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.data.batch import Batch, Collator
 from cpt.data.budget import share
-from cpt.data.objectives import Batch, Objective
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool
 
@@ -21,13 +21,13 @@ class Stream(Dataset):
     several parts holds the positions of all its parts in one shuffle, so it gives exactly the samples that
     they would give one after another. Step s goes on where step s - 1 ended, by `batch_size` positions less
     what is displaced by draws from earlier text, and shares its samples out among the processes and their
-    accumulated parts."""
+    accumulated parts. `places` are those of the texts in the order, for those that are of a domain."""
 
     def __init__(
         self,
         texts: Mapping[str, Packed],
         *,
-        objective: Objective,
+        objective: Collator,
         seed: int,
         batch_size: int,
         steps: Sequence[int],
@@ -35,10 +35,13 @@ class Stream(Dataset):
         rank: int,
         world: int,
         earlier: Sequence[Pool] = (),
+        places: Mapping[str, int] | None = None,
     ) -> None:
         share(batch_size, accumulate=accumulate, world=world)
         self.names, self.objective, self.seed, self.earlier = list(texts), objective, seed, tuple(earlier)
         self.texts = [*texts.values(), *(text for pool in earlier for text in pool.texts.values())]
+        drawn_from = [*texts, *(name for pool in earlier for name in pool.texts)]
+        self.domains = np.array([(places or {}).get(name, -1) for name in drawn_from])
         self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
         self.steps, self.ends = sum(steps), np.cumsum([self.new(count) for count in steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
@@ -54,6 +57,7 @@ class Stream(Dataset):
         piece = part * self.world + self.rank
         mine = slice(*(len(rows) * each // (self.accumulate * self.world) for each in (piece, piece + 1)))
         batch = assembled(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
+        batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
         return batch
 
@@ -116,11 +120,13 @@ class Subset(Dataset):
         texts: Mapping[str, Packed],
         rows: Mapping[str, np.ndarray],
         *,
-        objective: Objective,
+        objective: Collator,
         batch_size: int,
         purpose: str,
+        places: Mapping[str, int] | None = None,
     ) -> None:
         self.texts, self.objective, self.purpose = texts, objective, purpose
+        self.places = places or {}
         self.blocks = [
             (name, rows[name][at : at + batch_size])
             for name in texts
@@ -138,6 +144,7 @@ class Subset(Dataset):
         batch = assembled([text], self.objective, np.zeros(len(rows), np.int64), rows, keys)
         owners = np.roll(text.document_of(rows), -self.objective.ahead, axis=1)
         batch["documents"] = torch.from_numpy(owners.ravel()[batch["positions"].numpy()])
+        batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
         batch["column"] = torch.tensor(list(self.texts).index(name))
         return batch
@@ -145,7 +152,7 @@ class Subset(Dataset):
 
 def assembled(
     texts: Sequence[Packed],
-    objective: Objective,
+    objective: Collator,
     parts: np.ndarray,
     rows: np.ndarray,
     keys: np.ndarray,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from cpt.masks.options import ACTS_ON
 from cpt.models.units import Projection
 
 
@@ -22,12 +23,13 @@ class GradientMask(nn.Module):
 
     def __init__(self, *, acts_on: str) -> None:
         super().__init__()
+        ACTS_ON.check("acts_on", acts_on)
         self.acts_on = acts_on
         self.recording = False  # whether the forward passes under way are those of the training loss
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        """Hooks on the model, for masks that need activations; called once. `maps` are the linear maps that
-        are trained, None for all within the blocks."""
+        """Looks at the model: at first, and again when it has another shape; what is known of its parts
+        stays, by their names. `maps` are the linear maps that are trained, None for all within the blocks."""
 
     def activate(self, domain: int) -> None:
         """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""
@@ -72,14 +74,19 @@ class Before:
     @torch.no_grad()
     def scale(self, optimizer: Optimizer) -> None:
         """Leaves of the step what the factor says."""
-        # lerp is exact at both ends: factor 1 leaves the step's bits and factor 0 the old ones.
-        factor = self.factor.to(self.old)
-        self.parameter.copy_(torch.lerp(self.old, self.parameter, factor))
+        scale_(self.parameter, self.factor, start=self.old)
         if self.state is not None:
             for name, value in moments(self.parameter, optimizer).items():
-                value.copy_(
-                    torch.lerp(self.state.get(name, torch.zeros_like(value)), value, factor.to(value))
-                )
+                scale_(value, self.factor, start=self.state.get(name, torch.zeros_like(value)))
+
+
+def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> None:
+    """Multiplies a tensor in place by a factor that is broadcastable to it, or of the way that it has come
+    from its `start` leaves so much. All that masks do to a step is done here."""
+    if start is None:
+        tensor.mul_(factor)
+    else:  # lerp is exact at both ends: factor 1 leaves the tensor's bits and factor 0 those of the start
+        tensor.copy_(torch.lerp(start, tensor, factor.to(start)))
 
 
 def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from cpt.data.objectives import Batch
-from cpt.models.forward import divergence, outputs_at, token_nll
+from cpt.data.batch import Batch
+from cpt.models.forward import at, divergence
+from cpt.models.objectives import Objective
 from cpt.models.units import Units, gated
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
@@ -23,26 +24,25 @@ SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 
 def sample_means(values: Tensor, batch: Batch) -> Tensor:
     """Means [B] over each sample's scored positions of values [K] there; 0 for a sample without any."""
-    samples, length = batch["input_ids"].shape
-    owners = batch["positions"] // length
+    samples, owners = len(batch["input_ids"]), batch["rows"]
     counts = torch.bincount(owners, minlength=samples).clamp_min(1)
     return values.new_zeros(samples).index_add(0, owners, values) / counts
 
 
-def domain_losses(model: PreTrainedModel, batch: Batch) -> Tensor:
+def domain_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective) -> Tensor:
     """Each sample's mean language-model loss (nats) on its corrupted text, [B]."""
-    return sample_means(token_nll(model, batch), batch)
+    return sample_means(objective.nll(model, batch), batch)
 
 
-def general_losses(model: PreTrainedModel, batch: Batch, *, ids: Tensor, compared: str) -> Tensor:
-    """The proxy for general knowledge: each sample's KL(f1 || f2), [B], of two dropout passes over its ids
-    [B, T], mean over the places where it would be scored; `compared` is `logits` or `hidden`.
+def general_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective, compared: str) -> Tensor:
+    """The proxy for general knowledge: each sample's KL(f1 || f2), [B], of two dropout passes over its
+    uncorrupted ids, mean over the places where it would be scored; `compared` is `logits` or `hidden`.
 
     Both passes run as one batch: row n and row B + n are sample n."""
-    twice = doubled(batch, ids)
-    logits, hidden = outputs_at(model, twice)
+    twice = doubled(batch, objective.uncorrupted(batch))
+    logits, hidden = objective.outputs(model, twice)
     if compared == "hidden":
-        logits = hidden.flatten(0, 1).index_select(0, twice["positions"])
+        logits = at(hidden, twice["positions"])
     return sample_means(divergence(*logits.chunk(2)), batch)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
@@ -88,32 +89,55 @@ class MagnitudeMask(GradientMask):
         super().__init__(acts_on=options.acts_on)
         self.options, self.only, self.skipping = options, re.compile(options.only or ""), False
         self.maps: list[Projection] = []
+        self.places: list[slice] = []
+        self.ranked: list[str] = []
+        self.hooks: list[RemovableHandle] = []
         self.present: Tensor | None = None
         self.inside = False
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         covered = [*(projections(model) if maps is None else maps), *self.outside(model, maps)]
-        self.maps = [each for each in covered if self.only.search(each.name)]
+        maps = [each for each in covered if self.only.search(each.name)]
         if not covered:
             log.warning("the method trains no linear maps: mask=migu has nothing to mask")
-        elif not self.maps:
+        elif not maps:
             raise ValueError(
                 f"only={self.only.pattern} leaves nothing to mask; allowed: a regular expression that finds "
                 f"some of {covered[0].name} … {covered[-1].name}"
             )
-        sizes = [each.outputs for each in self.maps]
+        self.cover(maps)
+        self.attach(model)
+
+    def cover(self, maps: Sequence[Projection]) -> None:
+        """Makes room for the rows of maps; how often those were chosen that are known stays."""
+        known = {each.name: self.chosen[place] for each, place in zip(self.maps, self.places, strict=True)}
+        sizes = [each.outputs for each in maps]
+        ends = accumulate(sizes)
+        self.maps, self.places = maps, [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.register_buffer("sums", torch.zeros(sum(sizes)), persistent=False)
         self.register_buffer("chosen", torch.zeros(sum(sizes)))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.places = [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        for each, place in zip(self.maps, self.places, strict=True):
+            rows = known.get(each.name, self.chosen[:0])
+            self.chosen[place][: len(rows)] = rows
+        for name in self.ranked:
+            delattr(self, name)
         ranked = by_width(self.maps, self.places)
         self.ranked = [f"segments{number}" for number in range(len(ranked))]
         for name, segments in zip(self.ranked, ranked, strict=True):
             self.register_buffer(name, segments, persistent=False)
-        model.register_forward_pre_hook(self.open, with_kwargs=True)
-        model.register_forward_hook(self.close, always_call=True)
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Hooks on the model and its maps, in place of those that there were."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = [
+            model.register_forward_pre_hook(self.open, with_kwargs=True),
+            model.register_forward_hook(self.close, always_call=True),
+        ]
         for each, place in zip(self.maps, self.places, strict=True):
-            (each.measured or each.module).register_forward_hook(partial(self.record, place))
+            measured = each.measured or each.module
+            self.hooks.append(measured.register_forward_hook(partial(self.record, place)))
 
     def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
         """The linear maps outside the blocks that are asked for; none where only parts are trained."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.data.objectives import Batch, Objective
+from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.importance import SampleLosses, general_losses, importance
 from cpt.masks.options import SoftMaskOptions
 from cpt.models.dropout import check_dropout, dropout
-from cpt.models.units import Units, factors, units
+from cpt.models.objectives import Objective
+from cpt.models.units import Projection, Units, factors, units
 
 
 def normalised(scores: Tensor, how: str) -> Tensor:
@@ -60,7 +61,7 @@ class Proxy:
 
     def losses(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Each sample's divergence [B]; raises ValueError if it is nowhere more than rounding."""
-        found = general_losses(model, batch, ids=self.objective.uncorrupted(batch), compared=self.compared)
+        found = general_losses(model, batch, objective=self.objective, compared=self.compared)
         if found.max() < ROUNDING:
             raise ValueError(
                 f"two dropout passes of {type(model).__name__} do not differ (KL {found.max().item():.1e}); "
@@ -102,11 +103,26 @@ class SoftMask(GradientMask):
     ) -> None:
         super().__init__(acts_on=acts_on)
         self.normalise = normalise
-        self.groups = [group if group.kind in columns else writing(group) for group in units(model, kinds)]
+        self.kinds, self.columns = kinds, columns
+        self.known: list[tuple[nn.Parameter, Tensor]] = []
+        self.cover(model)
+
+    def cover(self, model: PreTrainedModel) -> None:
+        """Finds the units; none is of importance yet."""
+        found = units(model, self.kinds)
+        self.groups = [group if group.kind in self.columns else writing(group) for group in found]
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
         self.register_buffer("last", torch.zeros(sum(self.sizes)), persistent=False)
-        self.known: list[tuple[nn.Parameter, Tensor]] = []
+        self.known.clear()
+
+    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+        before = [self.by_group(self.importance), self.by_group(self.last)]
+        self.cover(model)
+        for known, values in zip(before, (self.importance, self.last), strict=True):
+            for name, part in self.by_group(values).items():
+                own = known.get(name, part[:0])
+                part[: len(own)] = own
 
     @classmethod
     def from_options(cls, model: PreTrainedModel, options: SoftMaskOptions) -> SoftMask:

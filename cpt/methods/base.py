@@ -1,22 +1,17 @@
 """What every method shares: plain further pre-training, with the places where a method differs.
 
-Only this file touches Lightning's hooks. A method overrides the small hooks below `ContinualModule`'s
-constructor."""
+A method overrides the small hooks below `ContinualModule`'s constructor; `cpt.methods.staged`, which alone
+touches Lightning's, calls them."""
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning import LightningModule
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from cpt.adapters.bank import Bank, Scope, beyond
@@ -24,17 +19,18 @@ from cpt.adapters.options import Routing
 from cpt.adapters.routing import Router
 from cpt.core.options import Options
 from cpt.core.randomness import key
+from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
-from cpt.data.objectives import Batch, Objective
 from cpt.data.replay import Replay
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import Before, GradientMask, recording
-from cpt.models.forward import in_mode, token_nll
+from cpt.masks.base import Before, GradientMask
+from cpt.methods.staged import Staged
 from cpt.models.freezing import frozen_parameters
+from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
+from cpt.optim.carry import CarriedState
 from cpt.optim.guard import Guard
-
-log = logging.getLogger(__name__)
+from cpt.optim.schedules import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +44,11 @@ class Shared:
     replay: Replay
     freeze: Freeze
     optimizer: Callable[..., Optimizer]  # of parameter groups
-    schedule: Callable[..., float]
+    schedule: Callable[[Progress], float]
     seed: int
 
 
-class ContinualModule(LightningModule):
+class ContinualModule(Staged):
     """Learns a sequence of domains by plain further pre-training. A method overrides what it changes.
 
     All that the method knows is in its `state_dict`: state is a buffer, neutral at construction. `scope` says
@@ -68,37 +64,60 @@ class ContinualModule(LightningModule):
         super().__init__()
         self.options, self.scope = options, scope
         self.model, self.objective, self.length = shared.model, shared.objective, shared.length
-        self.masks, self.replay = nn.ModuleList(shared.masks), shared.replay
-        self.frozen = frozen_parameters(self.model, shared.freeze) + (
-            beyond(self.model, scope) if scope else []
-        )
+        self.masks, self.replay, self.freezing = nn.ModuleList(shared.masks), shared.replay, shared.freeze
+        self.beside = nn.ModuleDict()  # the companions by name
         self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
+        self.carried: CarriedState | None = None
         self.bank: Bank | None = None
         self.router: Router | None = None
         self.guard = Guard()
         self.pending: list[Before] = []
+        self.shaped: list[Domain] = []  # the stages whose shape the model has
         self.evaluation: list[DocumentNLL] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Shows the masks what is trained of the model as it is now."""
         for mask in self.masks:
-            mask.watch(self.model, scope.maps if scope else None)
+            mask.watch(self.model, self.scope.maps if self.scope else None)
+
+    @property
+    def frozen(self) -> list[nn.Parameter]:
+        """What of the model as it is now is not trained, whatever the method."""
+        inside = beyond(self.model, self.scope) if self.scope else []
+        return frozen_parameters(self.model, self.freezing) + inside
 
     def keep_parts(self, bank: Bank, routing: Routing) -> None:
         """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
-        self.bank, self.router = bank, Router(bank, routing)
+        self.bank, self.router = bank, Router(bank, routing, self.objective)
+
+    def companions(self) -> dict[str, nn.Module]:
+        """Other models that the method trains or keeps, by name: teachers, fast learners, generators. Asked
+        for once, when the method is made; then they are in `self.beside`, go where the model goes, and are
+        in the state_dict. What of them requires a gradient is trained; one without any is always in eval
+        mode. What is masked, frozen, scored and exported is the model alone, unless the method says more."""
+        return {}
+
+    def train(self, mode: bool = True) -> "ContinualModule":
+        super().train(mode)
+        for each in self.beside.values():
+            each.train(mode and any(parameter.requires_grad for parameter in each.parameters()))
+        return self
 
     @property
     def needs_domain(self) -> bool:
         """Whether `nll` must be told the domain of a text that has been learned."""
         return self.router is not None and self.router.needs_domain
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
-        # model, which are equal anyway, and memories that are each process's own.
-        return [name for name, _ in self.named_buffers()]
-
     def stages(self, order: Sequence[str]) -> list[Domain]:
         """What is learned, one stage after another: each domain of the order."""
         return [Domain(name, index, (name,)) for index, name in enumerate(order)]
+
+    def shape(self, stage: Domain) -> None:
+        """Grows the model for a stage: blocks, heads, rows; sees no data. Called once per stage, in order,
+        before the optimizer is made, and for a resumed run for all stages so far before their state is
+        loaded: what it makes depends on the stage, and what it draws is a function of seed and stage. What
+        is to be trained must be in the `scope`, if there is one."""
 
     def activate(self, domain: int) -> None:
         """Switches experts, adapters, requires_grad for a domain; sees no data; idempotent. Here: freezes
@@ -112,7 +131,12 @@ class ContinualModule(LightningModule):
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         """Named terms, scalars; their sum is minimised. Their mean over processes and accumulated parts
         counts."""
-        return {"lm": token_nll(self.model, batch).sum() * batch["weight"]}
+        return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        """Changes the gradients of an optimizer step: once, when those of all processes and accumulated parts
+        are averaged in `parameter.grad`, after masks on gradients, before clipping. Processes must agree on
+        what they make of them. A step may still be left out, so that only `after_update` may count steps."""
 
     def after_update(self) -> None:
         """Work after an optimizer step, masks applied: once, however many parts its batch came in."""
@@ -127,7 +151,7 @@ class ContinualModule(LightningModule):
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         """Sum of the negative log-likelihood (nats) and number of predictions at each scored position, both
         [K], for text of the domain with this place in the order (-1: general text)."""
-        score = token_nll if self.router is None else partial(self.router.nll, domain=domain)
+        score = self.objective.nll if self.router is None else partial(self.router.nll, domain=domain)
         nll = score(self.model, batch)
         return nll, torch.ones_like(nll)
 
@@ -185,112 +209,3 @@ class ContinualModule(LightningModule):
             own = [p for p in self.parameters() if p.requires_grad and rates.get(p, 1) == times]
             yield {"params": [p for p in own if p.ndim >= 2], "times": times}
             yield {"params": [p for p in own if p.ndim < 2], "times": times, "weight_decay": 0.0}
-
-    def configure_optimizers(self) -> dict:
-        optimizer = self.make_optimizer(list(self.parameter_groups()))
-        for group in optimizer.param_groups:
-            group["lr"] *= group.pop("times")
-        steps = self.trainer.max_steps
-        scheduler = LambdaLR(optimizer, lambda step: self.schedule(step, steps=steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-    def on_train_start(self) -> None:
-        self.pending.clear()  # of a step that was rolled back from
-        for mask in self.masks:
-            mask.activate(self.domain.index)
-        if self.trainer.global_step == 0:
-            self.seeded("before")
-            self.before_domain(self.trainer.datamodule.probe())
-            self.zero_grad()
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self.seeded(batch_idx)
-
-    def seeded(self, moment: int | str) -> None:
-        """Makes what is drawn from now on a function of seed, domain, moment and process."""
-        torch.manual_seed(key(self.seed, self.domain.name, moment, self.global_rank) % 2**63)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with recording(self.masks):
-            terms = self.losses(batch)
-        self.guard.see(terms)
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
-            self.record(terms)
-        return sum(terms.values())
-
-    def record(self, terms: dict[str, Tensor]) -> None:
-        """Logs each term."""
-        name = self.domain.name
-        for term, value in terms.items():
-            self.log(f"train/{term}/{name}", value.detach(), prog_bar=term == "lm", sync_dist=True)
-        self.log(f"train/lr/{name}", self.trainer.optimizers[0].param_groups[0]["lr"])
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        for mask in self.masks:
-            for parameter, factor in mask.factors():
-                if parameter.grad is None:
-                    continue
-                if mask.acts_on == "gradient":
-                    parameter.grad.mul_(factor)
-                else:
-                    self.pending.append(
-                        Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)
-                    )
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: Any = None,
-    ) -> None:
-        # Clipping by norm is torch's clip_grad_norm_ cut in two: its norm is what the guard looks at.
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters])
-        self.steps = self.guard.allows(self.trainer, norm)
-        if not self.steps:
-            for parameter in parameters:
-                parameter.grad = None  # which every optimizer of torch leaves alone, moments and decay too
-        elif gradient_clip_algorithm == "value":
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif gradient_clip_val:
-            clip_grads_with_norm_(parameters, gradient_clip_val, norm)
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable
-    ) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        if self.steps:
-            for before in self.pending:
-                before.scale(optimizer)
-            self.after_update()
-        self.pending.clear()
-
-    def on_fit_end(self) -> None:
-        # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.
-        # By then Lightning has taken the module off its device.
-        home = self.device
-        self.to(self.trainer.strategy.root_device)
-        with in_mode(self, training=False):
-            self.zero_grad()
-            self.seeded("after")
-            self.after_domain(self.trainer.datamodule.probe())
-            self.zero_grad()
-        self.to(home)
-
-    def on_validation_start(self) -> None:
-        if self.router is not None:
-            self.router.begin()
-        texts = self.trainer.datamodule.held_out.values()
-        self.evaluation = [DocumentNLL(text.documents).to(self.device) for text in texts]
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        column = int(batch["column"])
-        name = list(self.trainer.datamodule.held_out)[column]
-        places = self.trainer.datamodule.places
-        nll, count = self.nll(batch, places.get(name, -1))
-        self.evaluation[column].update(nll, count, batch["documents"])
-
-    def row(self) -> list[tuple[Tensor, Tensor]]:
-        """The evaluation just made: for each held-out text nats and scored tokens, each [documents]."""
-        # torchmetrics makes a number of a tensor with one entry.
-        return [tuple(each.view(-1) for each in metric.compute()) for metric in self.evaluation]

@@ -28,7 +28,7 @@ from cpt.adapters.options import GateOptions, Routing
 from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, number, one_of
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import Units, blocks
@@ -67,9 +67,7 @@ class CPTPluginOptions(GateOptions):
     attention: float = option(
         "inner size of a plug-in beside an attention, as a share of the hidden size", number("above 0")
     )
-    ffn: float = option(
-        "inner size of a plug-in beside an FFN, as a share of the hidden size", number("above 0")
-    )
+    ffn: float = option("of one beside an FFN, as a share of the hidden size", number("above 0"))
     output_relu: bool = option("a ReLU behind the second map: the first model is then not the base", YES_NO)
     norms: str = option("the norms of the blocks: each domain's own, or the base's", one_of(*NORMS))
     sparsity: float = option("weight of HAT's regulariser", number("0 or more"))

@@ -13,12 +13,13 @@ Adam. cpt.masks.importance and cpt.methods.common.contrast hold the formulas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from cpt.core.options import option
 from cpt.core.rules import YES_NO
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.importance import domain_losses
 from cpt.masks.options import SoftMaskOptions
 from cpt.masks.soft import Proxy, SoftMask
@@ -63,4 +64,5 @@ class DAS(ContinualModule):
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.domains:
-            self.soft.raise_to(self.soft.measure(self.model, probe, domain_losses))
+            losses = partial(domain_losses, objective=self.objective)
+            self.soft.raise_to(self.soft.measure(self.model, probe, losses))

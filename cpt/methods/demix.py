@@ -25,9 +25,10 @@ from cpt.adapters.bottleneck import attach
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import one_of
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.forward import in_mode, token_nll
+from cpt.models.forward import in_mode
+from cpt.models.swapping import swapped
 from cpt.models.units import sublayers
 
 EXPERTS = ("ffn", "adapter")
@@ -96,22 +97,23 @@ class DEMIX(ContinualModule):
         sums = torch.zeros(len(parts) + 1, dtype=torch.double, device=self.device)
         with in_mode(self.model, training=False):
             for batch in probe:
-                nll = [token_nll(self.model, batch, weights=self.bank.weights(part)).sum() for part in parts]
-                sums += torch.stack([*nll, sums.new_tensor(len(batch["positions"]))])
+                sums += torch.stack(
+                    [*(self.total(batch, part) for part in parts), sums.new_tensor(len(batch["positions"]))]
+                )
         if distributed.is_initialized():
             distributed.all_reduce(sums)
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
 
+    def total(self, batch: Batch, part: int) -> Tensor:
+        """The summed loss (nats) of a batch with one of the parts, a scalar."""
+        with swapped(self.model, self.bank.weights(part)):
+            return self.objective.nll(self.model, batch).sum()
+
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
         attached = attach if self.adapted else None
-        return export.export(
-            folder,
-            self.model,
-            parts,
-            attach=attached,
-            options=self.options.bottleneck if self.adapted else {},
-        )
+        options = self.options.bottleneck if self.adapted else {}
+        return export.export(folder, self.model, parts, attach=attached, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
         record = {f"demix/{name}": getattr(self, name) for name in RECORD}

@@ -22,21 +22,22 @@ from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_whole, number, one_of, or_null, shown
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
-from cpt.models.forward import nll_of, outputs_at
+from cpt.models.forward import at, nll_of
+from cpt.models.objectives import Objective
 
 MATCHED = ("hidden", "logits")
 
 
 @torch.no_grad()
-def widths(model: PreTrainedModel) -> dict[str, int]:
+def widths(model: PreTrainedModel, objective: Objective) -> dict[str, int]:
     """Features at a position of what can be matched, by its name: asked of the model, since not every
     configuration says."""
     two = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "positions": torch.zeros(1, dtype=torch.long)}
     with torch.random.fork_rng(devices=[]):
-        logits, hidden = outputs_at(model, two)
+        logits, hidden = objective.outputs(model, two)
     return {"hidden": hidden.shape[-1], "logits": logits.shape[-1]}
 
 
@@ -79,14 +80,14 @@ class DERPP(ContinualModule):
         slot = {
             "length": self.length,
             "scored": int(self.objective.scored(full, full)[0]),
-            "width": widths(self.model)[options.matched],
+            "width": widths(self.model, self.objective)[options.matched],
             "precision": options.precision,
         }
         samples = capacity(options.memory, options.memory_bytes, sample_bytes=bytes_per_sample(**slot))
         self.memory = Reservoir(samples=samples, **slot, seed=self.seed)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        logits, hidden = outputs_at(self.model, batch)
+        logits, hidden = self.objective.outputs(self.model, batch)
         lm = nll_of(logits, batch).sum() * batch["weight"]
         match, replay = self.replayed(self.options.draw or max(1, len(hidden) // 2))
         held = logits if self.options.matched == "logits" else at(hidden, batch["positions"])
@@ -106,15 +107,12 @@ class DERPP(ContinualModule):
         stored = self.memory.outputs_of(matching).float()
         both = self.memory.batch(torch.cat([matching, replaying]))
         before, after = both["positions"].tensor_split([len(stored)])
+        replayed = both | {"positions": after, "targets": both["targets"][len(stored) :]}
         if self.options.matched == "hidden":  # the head is not needed where hidden states are matched
-            logits, hidden = outputs_at(self.model, both | {"positions": after})
+            logits, hidden = self.objective.outputs(self.model, replayed)
             present = at(hidden, before)
         else:
-            present, logits = outputs_at(self.model, both)[0].tensor_split([len(stored)])
-        nll = nll_of(logits, both | {"positions": after})
+            logits, _ = self.objective.outputs(self.model, both)
+            present, logits = logits.tensor_split([len(stored)])
+        nll = nll_of(logits, replayed)
         return functional.mse_loss(present.float(), stored), nll.mean()
-
-
-def at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states [K, D] at positions [K] of the flattened batch, of those [B, T, D] everywhere."""
-    return hidden.flatten(0, 1).index_select(0, positions)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.options import SoftMaskOptions
 from cpt.masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule, Shared

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot
 
@@ -20,9 +20,7 @@ from cpt.models.snapshots import Snapshot
 class EMAOptions(Options):
     """Options of EMA."""
 
-    decay: float = option(
-        "alpha; about the last 1 / (1 - decay) steps count", number("0 or more and below 1")
-    )
+    decay: float = option("alpha: about 1 / (1 - decay) steps count", number("0 or more and below 1"))
 
 
 class EMA(ContinualModule):

@@ -22,17 +22,21 @@ from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
-from cpt.data.objectives import UNSCORED, Batch
+from cpt.core.tensors import NamedTensors
+from cpt.data.batch import Batch, single
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.forward import logits_at, nll_of
-from cpt.models.snapshots import PerParameter, Snapshot, pull
+from cpt.models.objectives import Objective
+from cpt.models.snapshots import Snapshot, pull
+from cpt.models.swapping import swapped
 
 ESTIMATORS = ("per_sample", "batch")
 MERGES = ("mean", "decay")
 
 
-def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) -> list[Tensor]:
-    """The diagonal Fisher, a tensor per parameter, from the samples of all processes; 0 where a parameter is
+def fisher(
+    model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
+) -> dict[str, Tensor]:
+    """The diagonal Fisher by the names of the parameters, from the samples of all processes; 0 where one is
     not trained.
 
     `per_sample` is the mean of the samples' squared gradients; `batch` the mean over batches of B g^2, with g
@@ -43,14 +47,15 @@ def fisher(model: PreTrainedModel, probe: Iterable[Batch], *, estimator: str) ->
     count = next(iter(sums.values())).new_zeros(())
     for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
         for part in samples(batch) if estimator == "per_sample" else scored([batch]):
-            loss = nll_of(logits_at(model, part, weights=weights), part).mean()
+            with swapped(model, weights):
+                loss = objective.nll(model, part).mean()
             gradients = gradients_of(loss, [weights[name] for name in trained])
             torch._foreach_addcmul_(
                 [sums[name] for name in trained], gradients, gradients, value=len(part["input_ids"])
             )
             count += 1
     summed([*sums.values(), count])
-    return [each / count.clamp_min(1) for each in sums.values()]
+    return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
 def precise(parameter: nn.Parameter) -> Tensor:
@@ -61,11 +66,7 @@ def precise(parameter: nn.Parameter) -> Tensor:
 
 def samples(batch: Batch) -> Iterator[Batch]:
     """The scored samples of a batch, a batch of one each."""
-    names = [name for name in ("input_ids", "labels", "attention_mask") if name in batch]
-    for row in range(len(batch["input_ids"])):
-        one = {name: batch[name][row : row + 1] for name in names}
-        places = (one["labels"].flatten() != UNSCORED).nonzero().flatten()
-        yield from scored([one | {"positions": places}])
+    yield from scored(single(batch, row) for row in range(len(batch["input_ids"])))
 
 
 def scored(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -108,7 +109,7 @@ class EWC(ContinualModule):
     def __init__(self, options: EWCOptions, shared: Shared) -> None:
         super().__init__(options, shared)
         self.anchor = Snapshot(self.model, persistent=True)
-        self.fisher = PerParameter((torch.zeros_like(p) for p in self.model.parameters()), persistent=True)
+        self.fisher = NamedTensors({n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
         self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
@@ -116,16 +117,13 @@ class EWC(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
-        return self.options.strength * pull(
-            self.model.parameters(), self.anchor.buffers(), self.fisher.buffers()
-        )
+        return self.options.strength * pull(self.model, self.anchor.named(), self.fisher.named())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            found = fisher(self.model, probe, estimator=self.options.estimator)
-        for old, new in zip(self.fisher.buffers(), found, strict=True):
-            old.copy_(
-                merged(old, new, domains=self.domains, merge=self.options.merge, gamma=self.options.gamma)
-            )
+            found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+        how = {"domains": self.domains, "merge": self.options.merge, "gamma": self.options.gamma}
+        old = {name: torch.zeros_like(new) for name, new in found.items()} | self.fisher.named()
+        self.fisher.update({name: merged(old[name], new, **how) for name, new in found.items()})
         self.domains += 1
         self.anchor.take(self.model)

@@ -30,7 +30,7 @@ from cpt.adapters.gates import Gates, annealed, attach, bottleneck_units, owned,
 from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, some_of
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.masks.options import ACTS_ON
 from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
@@ -157,9 +157,8 @@ class HAT(ContinualModule):
             last = self.backbone(len(order) - 1)
             return export.export(folder, last, {}, attach=None, options={})
         parts = {name: self.adapter(index) for index, name in enumerate(order)}
-        return export.export(
-            folder, self.model, parts, attach=bottleneck.attach, options=self.options.bottleneck
-        )
+        how = {"attach": bottleneck.attach, "options": self.options.bottleneck}
+        return export.export(folder, self.model, parts, **how)
 
     def adapter(self, domain: int) -> dict[str, Tensor]:
         """The adapters' weights, by name, with a domain's gates in them."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.forward import divergence, nll_of, outputs_at
+from cpt.models.forward import at, divergence, nll_of
 from cpt.models.snapshots import Snapshot
 
 DISTILLED = ("logits", "hidden")
@@ -33,7 +33,7 @@ def chosen(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> T
     """What is distilled of logits [K, V] and hidden states [B, T, D]: [K, V] or, of the scored positions,
     [K, D]."""
     logits, hidden = outputs
-    return logits if distilled == "logits" else hidden.flatten(0, 1).index_select(0, batch["positions"])
+    return logits if distilled == "logits" else at(hidden, batch["positions"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class KD(ContinualModule):
         self.teacher.take(self.model)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        outputs = outputs_at(self.model, batch)
-        taught = self.teacher.outputs_at(self.model, batch)
-        student, teacher = (
-            chosen(each, batch, distilled=self.options.distilled) for each in (outputs, taught)
-        )
+        outputs = self.objective.outputs(self.model, batch)
+        with self.teacher.teaching(self.model):
+            taught = self.objective.outputs(self.model, batch)
+        what = self.options.distilled
+        student, teacher = (chosen(each, batch, distilled=what) for each in (outputs, taught))
         apart = distillation(student, teacher, temperature=self.options.temperature)
         return {
             "lm": nll_of(outputs[0], batch).sum() * batch["weight"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot, pull
 
@@ -24,9 +24,7 @@ class L2Options(Options):
     """Options of L2."""
 
     strength: float = option("lambda, the penalty's weight", number("0 or more"))
-    towards: str = option(
-        "the weights that are pulled to: before this domain, or the base's", one_of(*TOWARDS)
-    )
+    towards: str = option("the weights before this domain, or the base's", one_of(*TOWARDS))
 
 
 class L2(ContinualModule):
@@ -48,4 +46,4 @@ class L2(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 ||theta - theta*||^2 over the trained parameters."""
-        return self.options.strength * pull(self.model.parameters(), self.anchor.buffers())
+        return self.options.strength * pull(self.model, self.anchor.named())

@@ -24,10 +24,11 @@ from cpt.adapters.options import Routing
 from cpt.adapters.prompt import attach, drawn
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, one_of, whole
-from cpt.data.objectives import Batch, Causal
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.forward import token_nll
 from cpt.models.loading import positions_of
+from cpt.models.objectives import Causal
+from cpt.models.swapping import swapped
 
 STARTS = ("vocabulary", "previous")
 ONLY = 0  # where the bank keeps the one prompt of all domains
@@ -85,7 +86,8 @@ class Prompt(ContinualModule):
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         if self.options.per_domain:
             return super().nll(batch, domain)
-        nll = token_nll(self.model, batch, weights=self.weights(domain))
+        with swapped(self.model, self.weights(domain)):
+            nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
     def backbone(self, domain: int) -> PreTrainedModel:

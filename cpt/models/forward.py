@@ -1,4 +1,4 @@
-"""A model run on a batch: what it gives at the scored positions, its losses and hidden states."""
+"""A model with a body and a head, run on tokens: what it gives at some positions, and what is made of it."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -6,65 +6,56 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from transformers import (
     PreTrainedModel,
 )
 
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 
 
-def outputs_at(
-    model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None
+def logits_and_hidden(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], *, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
-    them; with other `weights` by parameter name, those of the model with these.
+    """Logits [K, V] at K positions of the flattened inputs [B, T], and the last hidden states [B, T, D] at
+    all of them.
 
-    The body's output is cut down to the scored positions before the model's own head sees it: a hook for the
-    one call, so that the head is computed nowhere else and the model stays as its authors wrote it."""
+    The body's output is cut down to these positions before the model's own head sees it: a hook for the one
+    call, so that the head is computed nowhere else and the model stays as its authors wrote it."""
     hidden: list[Tensor] = []
 
     def cut(module: nn.Module, inputs: Any, output: Any) -> Any:
         hidden.append(output.last_hidden_state)
-        output.last_hidden_state = hidden[0].flatten(0, 1).index_select(0, batch["positions"])[None]
+        output.last_hidden_state = at(hidden[0], positions)[None]
         return output
 
     handle = body(model).register_forward_hook(cut)
     try:
-        inputs = {**sequences(batch), **uncached(model)}
-        output = model(**inputs) if weights is None else functional_call(model, dict(weights), kwargs=inputs)
-        return output.logits[0], hidden[0]
+        return model(**inputs, **uncached(model)).logits[0], hidden[0]
     finally:
         handle.remove()
 
 
-def logits_at(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Logits [K, V] at the K scored positions of a batch."""
-    return outputs_at(model, batch, weights=weights)[0]
+def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The last hidden states [B, T, D]; the head is not computed."""
+    inner = body(model)
+    return inner(**inputs, **uncached(inner)).last_hidden_state
 
 
-def token_nll(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Negative log-likelihood (nats) of the labels at the scored positions, [K]."""
-    return nll_of(logits_at(model, batch, weights=weights), batch)
+def at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Hidden states [K, D] at positions [K] of the flattened batch, of those [B, T, D] everywhere."""
+    return hidden.flatten(0, 1).index_select(0, positions)
 
 
 def nll_of(logits: Tensor, batch: Batch) -> Tensor:
-    """The same from logits [K, V] at the scored positions."""
-    labels = batch["labels"].flatten().index_select(0, batch["positions"])
-    return functional.cross_entropy(logits.float(), labels, reduction="none")
+    """Negative log-likelihood (nats) of the targets, [K], from logits [K, V] at the scored positions."""
+    return functional.cross_entropy(logits.float(), batch["targets"], reduction="none")
 
 
 def divergence(one: Tensor, other: Tensor) -> Tensor:
     """KL(softmax(one) || softmax(other)) over the last axis (nats), [K] from [K, F]."""
     one, other = one.float().log_softmax(-1), other.float().log_softmax(-1)
     return (one.exp() * (one - other)).sum(-1)
-
-
-def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """The last hidden states [B, T, D] of a batch; the head is not computed."""
-    inner = body(model)
-    return inner(**sequences(batch), **uncached(inner)).last_hidden_state
 
 
 @contextmanager
@@ -77,11 +68,6 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for part, before in modes:
             part.training = before
-
-
-def sequences(batch: Batch) -> dict[str, Tensor]:
-    """What of a batch a model takes."""
-    return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
 
 
 def body(model: PreTrainedModel) -> nn.Module:

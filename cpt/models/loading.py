@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from cpt.data.objectives import Causal, Masked, Objective
+from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.tokenizers import SPECIAL
 
 AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}

@@ -1,57 +1,50 @@
 """Earlier weights of a model: put back, mixed in, run in place of the present ones, or pulled towards."""
 
-from collections.abc import Iterable, Sequence
-from itertools import compress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
 
-from cpt.data.objectives import Batch
-from cpt.models.forward import in_mode, outputs_at
-
-
-class PerParameter(nn.Module):
-    """A tensor for each of a model's parameters, in their order, that goes where the model goes.
-
-    `persistent` says whether it is part of the state_dict; what construction always gives again need not
-    be."""
-
-    def __init__(self, tensors: Iterable[Tensor], *, persistent: bool) -> None:
-        super().__init__()
-        for number, tensor in enumerate(tensors):
-            self.register_buffer(str(number), tensor, persistent=persistent)
+from cpt.core.tensors import NamedTensors
+from cpt.models.forward import in_mode
+from cpt.models.swapping import swapped
 
 
-class Snapshot(PerParameter):
-    """A copy of a model's parameters; at first of those at construction."""
+class Snapshot(NamedTensors):
+    """A copy of a model's parameters by name; at first of those at construction. A parameter that came into
+    the model later has no copy before the next `take`, and stays as it is until then."""
 
     def __init__(self, model: nn.Module, *, persistent: bool) -> None:
-        super().__init__((p.detach().clone() for p in model.parameters()), persistent=persistent)
+        super().__init__(dict(model.named_parameters()), persistent=persistent)
 
     @torch.no_grad()
     def take(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
-        move(list(self.buffers()), list(model.parameters()), share)
+        present, copies = dict(model.named_parameters()), self.named()
+        both = shared(present, copies)
+        move([copies[name] for name in both], [present[name] for name in both], share)
+        self.update({name: parameter for name, parameter in present.items() if name not in both})
 
     @torch.no_grad()
     def restore(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Puts the copy back, in place, or moves the parameters by a share of the way to it."""
-        move(list(model.parameters()), list(self.buffers()), share)
+        present, copies = dict(model.named_parameters()), self.named()
+        both = shared(present, copies)
+        move([present[name] for name in both], [copies[name] for name in both], share)
 
-    def named(self, model: nn.Module) -> dict[str, Tensor]:
-        """The copy by the names of the model's parameters, for torch.func.functional_call."""
-        names = [name for name, _ in model.named_parameters()]
-        return dict(zip(names, self.buffers(), strict=True))
+    @contextmanager
+    def teaching(self, model: nn.Module) -> Iterator[None]:
+        """The model with the copy's weights, in eval mode and without gradients, while it lasts."""
+        with torch.no_grad(), in_mode(model, training=False), swapped(model, self.named()):
+            yield
 
-    @torch.no_grad()
-    def outputs_at(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        """cpt.models.forward.outputs_at with the copy's weights, in eval mode and without gradients; the
-        model is left as it was."""
-        with in_mode(model, training=False):
-            return outputs_at(model, batch, weights=self.named(model))
+
+def shared(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """The names that both have with one shape, in the first's order."""
+    return [name for name, value in one.items() if name in other and other[name].shape == value.shape]
 
 
 def move(tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float) -> None:
@@ -82,12 +75,11 @@ class _Pull(torch.autograd.Function):
 
 
 def pull(
-    parameters: Iterable[Tensor], anchors: Iterable[Tensor], weights: Iterable[Tensor] | None = None
+    model: nn.Module, anchors: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """1/2 sum_i w_i (p_i - a_i)^2 over the parameters that are trained, a scalar, with w = 1 where no weights
-    are given; for one backward pass. There are as many of each, of the same shapes."""
-    parameters = list(parameters)
-    trained = [p.requires_grad for p in parameters]
-    anchors = list(compress(anchors, trained))
-    weights = None if weights is None else list(compress(weights, trained))
-    return _Pull.apply(anchors, weights, *compress(parameters, trained))
+    """1/2 sum_i w_i (p_i - a_i)^2 over the model's trained parameters that have an anchor and a weight, by
+    name, a scalar, with w = 1 where no weights are given; for one backward pass."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = shared(trained, anchors if weights is None else {k: anchors[k] for k in shared(anchors, weights)})
+    factors = None if weights is None else [weights[name] for name in names]
+    return _Pull.apply([anchors[name] for name in names], factors, *[trained[name] for name in names])

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Choice, Options, naming, option
-from cpt.core.rules import Rule, is_list, is_number, number
+from cpt.core.rules import YES_NO, Rule, is_list, is_number, number
 from cpt.core.sections import GIVEN, Section
 
 BETAS = Rule(
     lambda value: is_list(value, lambda beta: is_number(beta) and 0 <= beta < 1) and len(value) == 2,
     "two numbers, 0 or more and below 1",
 )
+CARRY = "each domain goes on with the state (moments, counts of steps) of the one before"
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": number("0 or more"),
     "weight_decay": number("0 or more"),
@@ -29,6 +30,7 @@ class AdamWOptions(Options):
     betas: Any = option("of the moments", BETAS)
     eps: float = option("added to the root of the second moment", RULES["eps"])
     weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
+    carry: bool = option(CARRY, YES_NO, default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class SGDOptions(Options):
     lr: float = option("peak learning rate", RULES["lr"])
     momentum: float = option("share of the step before", RULES["momentum"])
     weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
+    carry: bool = option(CARRY, YES_NO, default=False)
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
@@ -56,10 +59,18 @@ def read_optimizer(given: Section) -> Choice | None:
     if kind is not None:
         further = {name: value for name, value in given.values.items() if name in FURTHER[target]}
         options = given.only(name for name in given.values if name not in (*GIVEN, *further)).read(kind)
-        return None if options is None else Choice(target, Choice(target, options).arguments | further)
+        if options is None:
+            return None
+        return Choice(target, without_carry(Choice(target, options).arguments) | further)
     with naming(given.place):
         check_arguments(given.values)
-    return given.choose()
+        YES_NO.check("carry", given.values.get("carry", False))
+    return given.only(name for name in given.values if name != "carry").choose()
+
+
+def without_carry(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the optimizer is told: what it carries on is the run's."""
+    return {name: value for name, value in arguments.items() if name != "carry"}
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
+from cpt.optim.carry import CarriedState
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
@@ -26,7 +27,11 @@ def method(plan: Plan, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
     tell_rate(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
-    return plan.method.make(shared_by(plan, start))
+    module = plan.method.make(shared_by(plan, start))
+    module.beside.update(module.companions())
+    if plan.carry:
+        module.carried = CarriedState()
+    return module
 
 
 def shared_by(plan: Plan, start: Base) -> Shared:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
-from cpt.data.objectives import Batch
+from cpt.data.batch import Batch
 from cpt.models.loading import skeleton
 
 

@@ -82,6 +82,8 @@ class Learner:
             return
         path = self.place.stage(number)
         check_archive(path, instead=f"delete {self.place.path} to start again")
+        for domain in self.data.domains[:number]:
+            self.module.take_shape(domain)
         self.module.load_state_dict(torch.load(path, weights_only=True))
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
@@ -119,7 +121,7 @@ class Learner:
             )
             log.info("going on within %s", domain.name)
         self.data.enter(domain)
-        self.module.activate(domain.index)
+        self.module.enter(domain)
         self.module.train()
         compute, guard = Compute(), Guard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)

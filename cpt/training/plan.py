@@ -36,6 +36,7 @@ class Plan:
     order: list[str]
     budget: Budget
     optim: Choice
+    carry: bool  # whether the optimizer's state goes on from domain to domain
     schedule: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
@@ -72,6 +73,7 @@ def planned(cfg: DictConfig) -> Plan:
         order=order,
         budget=budget_of(said.trainer),
         optim=said.optim,
+        carry=bool(settings["optim"].get("carry")),
         schedule=said.schedule,
         trainer=said.trainer,
         logger=said.logger,

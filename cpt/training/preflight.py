@@ -26,10 +26,10 @@ from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.signatures import check_arguments
-from cpt.data.objectives import Causal, Masked
 from cpt.methods.base import Shared
 from cpt.models import loading
 from cpt.models.freezing import frozen_parameters
+from cpt.models.objectives import Causal, Masked
 from cpt.models.options import ModelOptions
 from cpt.models.resizing import check_head, check_rows
 from cpt.training import callbacks as custom

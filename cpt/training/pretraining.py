@@ -19,12 +19,12 @@ from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.objectives import Objective
 from cpt.data.replay import NOTHING
 from cpt.data.sources.base import GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
+from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.models.resizing import fit_rows
 from cpt.optim.guard import Guard

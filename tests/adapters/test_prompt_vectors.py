@@ -9,8 +9,10 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, RobertaConfig
 
 from cpt.adapters.prompt import attach, drawn, special_ids
-from cpt.models.forward import body, encoded, outputs_at, token_nll
+from cpt.data.batch import labels_of
+from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
+from tests.support.running import batch_of, encoded, outputs_at, token_nll
 
 N, B, T = 5, 3, 7
 CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.auto.__name__]
@@ -32,8 +34,7 @@ def padded_batch(seed: int = 2) -> dict[str, torch.Tensor]:
     present = torch.arange(T) < torch.tensor([[7], [5], [3]])
     labels = torch.where(present & (torch.rand(B, T, generator=generator) < 0.6), ids, -100)
     labels[:, 1] = ids[:, 1]
-    batch = {"input_ids": ids.where(present, 0), "attention_mask": present.long(), "labels": labels}
-    return batch | {"positions": (labels.flatten() != -100).nonzero().flatten()}
+    return batch_of(ids.where(present, 0), labels, present.long())
 
 
 def widened(model, prompt: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -106,9 +107,9 @@ def test_labels_and_positions_of_a_batch_need_no_change(name):
         wide[key][:, 0], wide[key][:, N + 1 :] = batch[key][:, 0], batch[key][:, 1:]
     labels = torch.full((B, T + N), -100)
     if name in MASKED:
-        labels[:, 0], labels[:, N + 1 :] = batch["labels"][:, 0], batch["labels"][:, 1:]
+        labels[:, 0], labels[:, N + 1 :] = labels_of(batch)[:, 0], labels_of(batch)[:, 1:]
     else:
-        labels[:, N:] = batch["labels"]
+        labels[:, N:] = labels_of(batch)
     wide["positions"] = (labels.flatten() != -100).nonzero().flatten()
     logits = by_hand(model, none, wide, embeddings=widened(model, part.weight, batch["input_ids"]))
     expected = functional.cross_entropy(logits.float(), labels.flatten()[wide["positions"]], reduction="none")

@@ -11,6 +11,7 @@ from cpt.core.config import differences, plain_config
 from cpt.core.config import identity as identity_of
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
+from cpt.optim.schedules import Progress
 from cpt.training.checks import read_sections
 from cpt.training.plan import planned
 from tests.conftest import ROOT
@@ -63,7 +64,7 @@ def test_every_choice_is_called_as_its_file(group, composed):
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "schedule"])
 def test_every_schedule_instantiates_and_warms_up(choice, composed):
     policy = read_sections(composed(f"schedule={choice}")).schedule
-    factors = [policy(step, steps=100) for step in range(100)]
+    factors = [policy(Progress.alone(step, steps=100)) for step in range(100)]
     assert 0 < factors[0] < factors[5] < max(factors) <= 1
     assert min(factors) >= 0
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from cpt.data.batch import labels_of
 from cpt.data.budget import Budget
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.objectives import Causal, Masked
 from cpt.data.replay import NOTHING
+from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
 SIZES = {"a": 23, "b": 7, "c": 40, "general": 9}
@@ -81,7 +82,7 @@ def test_samples_and_masks_stay_what_they_were_in_earlier_versions(texts):
         [2, 3, 13, 15, 18, 22],
         [0, 5, 8, 13, 17, 23],
     ]
-    ids = [torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"]) for batch in first]
+    ids = [torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch)) for batch in first]
     inside = [row for name in "abc" for row in texts[name].ids(np.arange(SIZES[name])).tolist()]
     assert [[inside.index(row) for row in each.tolist()] for each in ids] == [
         [14, 7, 5, 12],
@@ -99,7 +100,7 @@ def test_training_is_on_the_current_domain(texts):
         batches = list(made.train_dataloader())
         assert len(batches) == made.steps(domain) == 6
         for batch in batches:
-            ids = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+            ids = torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
             assert {tuple(row) for row in ids.tolist()} <= rows
 
 
@@ -154,7 +155,7 @@ def test_evaluation_is_every_row_of_every_text_whatever_is_learned(texts):
     rows = [
         row
         for batch in batches
-        for row in torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        for row in torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
     ]
     expected = itertools.chain(*(text.ids(np.arange(len(text))).tolist() for text in texts.values()))
     assert [row.tolist() for row in rows] == list(expected)
@@ -179,8 +180,8 @@ def test_processes_share_out_evaluation_and_probes(texts):
 def probed(made):
     """The rows of a probe, unmasked, and where its masks are."""
     batches = list(made.probe())
-    ids = [torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"]) for batch in batches]
-    return torch.cat(ids).tolist(), torch.cat([batch["labels"] for batch in batches]).tolist()
+    ids = [torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch)) for batch in batches]
+    return torch.cat(ids).tolist(), torch.cat([labels_of(batch) for batch in batches]).tolist()
 
 
 def test_a_probe_is_a_fixed_random_subset_of_the_domain(texts):
@@ -201,7 +202,7 @@ def test_a_probe_has_masks_of_its_own(texts):
     """Of the same rows under the same name, evaluation masks other places."""
     made = sequence(texts, held_out={"a": texts["a"]}, probe_samples=23)
     rows, masks = probed(made)
-    scored = torch.cat([batch["labels"] for batch in made.val_dataloader()]).tolist()
+    scored = torch.cat([labels_of(batch) for batch in made.val_dataloader()]).tolist()
     assert 0 < sum(mask in scored for mask in masks) < 5
     assert len(rows) == 23
 
@@ -217,7 +218,7 @@ def test_a_probe_of_a_mixture_has_a_share_of_each_text(texts):
 def test_a_causal_sequence(texts):
     made = sequence(texts, objective=Causal())
     for batch in (next(iter(made.train_dataloader())), next(iter(made.val_dataloader()))):
-        assert torch.equal(batch["labels"][:, :-1].flatten()[:7], batch["input_ids"][0, 1:])
+        assert torch.equal(labels_of(batch)[:, :-1].flatten()[:7], batch["input_ids"][0, 1:])
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.data.batch import labels_of
 from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.objectives import Causal
 from cpt.data.replay import NOTHING, Pool, Replay
 from cpt.data.sampling import From, Stream
+from cpt.models.objectives import Causal
 from cpt.training import assembly
 from cpt.training.plan import planned
 from cpt.training.pretraining import base
@@ -290,7 +291,7 @@ def test_a_row_drawn_twice_is_masked_twice(texts):
 
     made = stream(texts, replay(past=0.5, memory=1), past="c", steps=[30], objective=MASKED)
     drawn = [
-        tuple(made[step]["labels"][place].tolist())
+        tuple(labels_of(made[step])[place].tolist())
         for step in range(30)
         for place in np.flatnonzero(made.samples(step)[0] == 1)
     ]
@@ -343,7 +344,7 @@ def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture,
         sizes = [len(piece["input_ids"]) for piece in pieces]
         assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
         expected = whole[step]
-        for name in ("input_ids", "labels"):
+        for name in ("input_ids", "targets", "domains"):
             assert torch.equal(torch.cat([piece[name] for piece in pieces]), expected[name])
         weights = [float(piece["weight"]) * len(piece["positions"]) for piece in pieces]
         assert sum(weights) / (accumulate * world) == pytest.approx(1)

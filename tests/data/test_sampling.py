@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.objectives import UNSCORED, Causal, Masked
+from cpt.data.batch import UNSCORED, labels_of
 from cpt.data.sampling import From, Share, Stream, Subset
+from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import rows_by_hand
 
 
@@ -49,7 +50,7 @@ def samples(batch):
     """The rows of a batch as the model sees them: inputs and labels."""
     return [
         (tuple(inputs), tuple(labels))
-        for inputs, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+        for inputs, labels in zip(batch["input_ids"].tolist(), labels_of(batch).tolist(), strict=True)
     ]
 
 
@@ -144,7 +145,7 @@ def test_the_weights_make_the_mean_over_all_scored_tokens(texts, objective, accu
         for rank, part in itertools.product(range(world), range(accumulate)):
             made = stream(chosen, steps, objective=objective, accumulate=accumulate, world=world, rank=rank)
             batch = made[step * accumulate + part]
-            count = int((batch["labels"] != UNSCORED).sum())
+            count = int((labels_of(batch) != UNSCORED).sum())
             assert len(batch["positions"]) == count
             total += float(batch["weight"]) * count / (accumulate * world)
             scored += count
@@ -244,7 +245,7 @@ def test_each_scored_token_has_its_document(texts, objective):
     made = subset({"a": texts["a"]}, {"a": np.arange(23)}, objective=objective, batch_size=6)
     for number, batch in enumerate(batches(made)):
         owners = []
-        for place, labels in enumerate(batch["labels"].tolist()):
+        for place, labels in enumerate(labels_of(batch).tolist()):
             row = number * 6 + place
             predicted = (t + objective.ahead for t, label in enumerate(labels) if label != UNSCORED)
             owners += [(row * 8 + t) // 5 for t in predicted]

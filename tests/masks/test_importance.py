@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,18 +18,24 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from cpt.data.objectives import Causal
+from cpt.data.batch import labels_of
+from cpt.masks import importance as measured
 from cpt.masks import soft as module
-from cpt.masks.importance import domain_losses, gate_gradients, importance, sample_means
+from cpt.masks.importance import gate_gradients, importance, sample_means
 from cpt.masks.soft import NORMALISATIONS, Proxy, SoftMask, normalised
 from cpt.models.dropout import check_dropout, dropout, rates
-from cpt.models.forward import divergence, token_nll
+from cpt.models.forward import divergence
+from cpt.models.objectives import Causal
 from cpt.models.units import gated, units
 from tests.conftest import SHARED
+from tests.support import running
+from tests.support.running import token_nll
 
 GOLDEN = SHARED / "golden"
 KINDS = {"head": "heads", "intermediate": "neurons", "output": "outputs"}
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
+
+domain_losses = partial(measured.domain_losses, objective=Causal())
 
 
 def roberta(*, rate: float = 0.0, **sizes: int) -> RobertaForMaskedLM:
@@ -55,14 +62,12 @@ def batch_of(samples: int, *, length: int = 12, seed: int = 0) -> dict[str, torc
     present = torch.ones_like(ids)
     present[-1, -4:] = 0
     ids[-1, -4:] = 1
-    positions = torch.nonzero(labels.flatten() != -100).flatten()
-    return {"input_ids": ids, "labels": labels, "positions": positions, "attention_mask": present}
+    return running.batch_of(ids, labels, present)
 
 
 def only(batch: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
     """One sample of a batch."""
-    part = {name: batch[name][row : row + 1] for name in ("input_ids", "labels", "attention_mask")}
-    return {**part, "positions": torch.nonzero(part["labels"].flatten() != -100).flatten()}
+    return running.some_rows(batch, [row])
 
 
 def golden_batch(name: str, *, ids: str) -> dict[str, torch.Tensor]:
@@ -70,10 +75,7 @@ def golden_batch(name: str, *, ids: str) -> dict[str, torch.Tensor]:
     given = {
         key: torch.from_numpy(arrays[f"{name}_{key}"]).long() for key in (ids, "labels", "attention_mask")
     }
-    labels = given["labels"]
-    positions = torch.nonzero(labels.flatten() != -100).flatten()
-    mask = given["attention_mask"]
-    return {"input_ids": given[ids], "labels": labels, "positions": positions, "attention_mask": mask}
+    return running.batch_of(given[ids], given["labels"], given["attention_mask"])
 
 
 def golden_model() -> RobertaForMaskedLM:
@@ -162,7 +164,7 @@ def test_one_backward_pass_gives_every_samples_gradient(kinds):
         alone = only(batch, row)
         with gated(groups, gates):
             logits = model(input_ids=alone["input_ids"], attention_mask=alone["attention_mask"]).logits
-        loss = torch.nn.functional.cross_entropy(logits[0], alone["labels"][0], ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(logits[0], labels_of(alone)[0], ignore_index=-100)
         expected = torch.cat(torch.autograd.grad(loss, list(gates.values())))
         torch.testing.assert_close(ours[row].double(), expected, rtol=1e-4, atol=1e-8)
     assert ours.abs().max() > 1e-4
@@ -189,8 +191,9 @@ def test_importance_is_a_mean_of_absolute_values():
 
 def test_a_sample_without_scored_positions_counts_as_zero():
     batch = batch_of(3)
-    batch["labels"][1] = -100
-    batch["positions"] = torch.nonzero(batch["labels"].flatten() != -100).flatten()
+    labels = labels_of(batch)
+    labels[1] = -100
+    batch = running.batch_of(batch["input_ids"], labels)
     values = torch.arange(1.0, 7.0)
     assert sample_means(values, batch).tolist() == [2.0, 0.0, 5.0]
 

@@ -9,8 +9,8 @@ import cpt.adapters.export
 from cpt.adapters.bottleneck import Bottleneck
 from cpt.data.datamodule import Domain
 from cpt.data.sampling import Stream
-from cpt.models.forward import logits_at, token_nll
 from tests.support.making import ORDER, made, parameter_bytes, same, state_beside_the_model
+from tests.support.running import logits_at, token_nll
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
 OWN = "method.per_domain=true"

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.sampling import Stream
-from cpt.masks.base import GradientMask
-from cpt.methods.base import ContinualModule, DocumentNLL
+from cpt.evaluation.perplexity import DocumentNLL
+from cpt.masks.base import GradientMask, scale_
+from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
 from cpt.models.snapshots import Snapshot
 from cpt.training import assembly, loop
@@ -200,6 +202,18 @@ def test_masks_multiply_in_any_order(fitted):
         torch.testing.assert_close(one, tenth, rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaling_is_exact_at_both_ends(dtype):
+    start, tensor = torch.randn(2, 50, 50, dtype=dtype)
+    for factor, whole, moved in ((0.0, torch.zeros_like(tensor), start), (1.0, tensor, tensor)):
+        scaled, step = tensor.clone(), tensor.clone()
+        scale_(scaled, torch.tensor([[factor]]))
+        scale_(step, torch.tensor([[factor]]), start=start)
+        assert torch.equal(scaled, whole) and torch.equal(step, moved)
+    scale_(tensor, torch.tensor([[0.25]]), start=start.fill_(4))
+    assert tensor.float().mean().item() == pytest.approx(3, abs=0.1)
+
+
 def test_a_mask_says_what_it_acts_on():
     with pytest.raises(ValueError, match="acts_on=weights; allowed: gradient, update, frozen"):
         GradientMask(acts_on="weights")
@@ -241,7 +255,9 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(fitted):
     batch = next(iter(data.train_dataloader()))
     module.eval()
     logits = module.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    expected = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels_of(batch).flatten(), ignore_index=-100
+    )
     torch.testing.assert_close(module.losses(batch)["lm"], expected)
 
 

@@ -1,4 +1,5 @@
-"""Every method keeps the same promises; a new YAML in conf/method is tested without a word here."""
+"""Every method keeps the same promises; a new YAML in conf/method is tested without a word here, and so is a
+method of tests.support.seams."""
 
 import hashlib
 import json
@@ -17,8 +18,9 @@ from cpt.training import loop
 from tests.conftest import ROOT
 from tests.support import making
 from tests.support.making import DROPOUT, ORDER
+from tests.support.seams import SEAMS, chosen
 
-METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml"))
+METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted(SEAMS)
 LEARNING = [name for name in METHODS if name != "none"]
 
 
@@ -60,7 +62,7 @@ def uninterrupted(whole, small, start, tmp_path_factory):
     def run(method: str) -> Path:
         if method not in whole:
             whole[method] = tmp_path_factory.mktemp(method)
-            start(small(f"method={method}", ORDER, *DROPOUT), whole[method])
+            start(small(*chosen(method), ORDER, *DROPOUT), whole[method])
         return whole[method]
 
     return run
@@ -122,7 +124,9 @@ def test_every_text_is_scored_by_known_parts(method, uninterrupted):
 
 @pytest.mark.parametrize("method", LEARNING)
 def test_the_exported_model_is_that_of_the_last_domain(method, uninterrupted, module, monkeypatch):
-    made, data, _ = module(f"method={method}")
+    made, data, _ = module(*chosen(method))
+    for domain in data:
+        made.take_shape(domain)
     folder = uninterrupted(method)
     made.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
     made.activate(len(data) - 1)
@@ -141,7 +145,7 @@ def test_the_exported_model_is_that_of_the_last_domain(method, uninterrupted, mo
 @pytest.mark.parametrize("method", LEARNING)
 def test_a_causal_model_is_learned(method, small_gpt2, start, tmp_path):
     few = ["trainer.steps=2", "trainer.probe_samples=4", "mask=migu", "replay=general"]
-    start(small_gpt2(f"method={method}", ORDER, *few[: 3 if method == "replay" else 4]), tmp_path)
+    start(small_gpt2(*chosen(method), ORDER, *few[: 3 if method == "replay" else 4]), tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["run"]["finished"] and scores["run"]["objective"] == "causal"
     assert all(0 < loss < 20 for row in scores["nll"] for loss in row)
@@ -149,7 +153,7 @@ def test_a_causal_model_is_learned(method, small_gpt2, start, tmp_path):
 
 @pytest.mark.parametrize("method", LEARNING)
 def test_every_loss_term_is_finite_and_moves_something(method, module):
-    made, data, options = module(f"method={method}")
+    made, data, options = module(*chosen(method))
     seen: dict[str, list[float]] = {}
     losses = made.losses
 
@@ -163,7 +167,7 @@ def test_every_loss_term_is_finite_and_moves_something(method, module):
     for domain in data:
         before = {name: value.clone() for name, value in made.state_dict().items()}
         data.enter(domain)
-        made.activate(domain.index)
+        made.enter(domain)
         loop.trainer(options, label="", steps=3).fit(made, datamodule=data)
         assert any(not torch.equal(before[name], value) for name, value in made.state_dict().items())
     assert "lm" in seen
@@ -180,9 +184,9 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     last = "joint" if method == "joint" else "food"
     killing(Killer(step=step, domain=last))
     with pytest.raises(KilledError):
-        start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
+        start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
     killing(None)
-    start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
+    start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
     assert bits(tmp_path) == bits(uninterrupted(method))
 
 
@@ -215,7 +219,7 @@ def test_compositions_go_on_with_the_same_bits(choices, killing, small, start, t
 @pytest.mark.parametrize("method", LEARNING)
 def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
     few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
-    start(small(f"method={method}", "mask=migu", ORDER, *DROPOUT, *few), tmp_path)
+    start(small(*chosen(method), "mask=migu", ORDER, *DROPOUT, *few), tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
 
@@ -232,8 +236,8 @@ def test_killed_between_domains_it_ends_with_the_same_bits(
         with monkeypatch.context() as patched:
             patched.setattr(loop.RunFolder, moment, dying(getattr(loop.RunFolder, moment), at=number))
             with pytest.raises(KilledError):
-                start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
-    start(small(f"method={method}", ORDER, *DROPOUT), tmp_path)
+                start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
+    start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["rows"] == rows
     assert bits(tmp_path) == bits(uninterrupted(method))
 
@@ -251,7 +255,7 @@ def dying(commit, *, at: int):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_probes_and_evaluation_leave_no_trace(method, module):
-    made, data, options = module(f"method={method}")
+    made, data, options = module(*chosen(method))
     trainer = loop.trainer(options, label="")
     before = {name: value.clone() for name, value in made.state_dict().items()}
     modes = [each.training for each in made.modules()]
@@ -270,11 +274,11 @@ def test_probes_and_evaluation_leave_no_trace(method, module):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_state_goes_around(method, module):
-    made, data, _ = module(f"method={method}")
+    made, data, _ = module(*chosen(method))
     with torch.no_grad():
         for value in made.state_dict().values():
             value.add_(1) if value.is_floating_point() else value
-    other, *_ = module(f"method={method}")
+    other, *_ = module(*chosen(method))
     other.load_state_dict(made.state_dict())
     for name, value in made.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
@@ -282,7 +286,7 @@ def test_the_state_goes_around(method, module):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_switching_domains_is_idempotent(method, module):
-    made, data, _ = module(f"method={method}")
+    made, data, _ = module(*chosen(method))
     for domain in data:
         made.activate(domain.index)
         once = {name: (value.clone(), value.requires_grad) for name, value in made.named_parameters()}
@@ -293,7 +297,7 @@ def test_switching_domains_is_idempotent(method, module):
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("cpt/methods/*.py")), ids=lambda path: path.stem)
 def test_only_the_base_class_touches_lightning(path):
-    if path.stem not in ("base", "__init__"):
+    if path.stem not in ("base", "staged", "__init__"):
         text = path.read_text()
         assert (ROOT / "conf" / "method" / path.name).with_suffix(".yaml").exists()
         assert "def on_" not in text and "_step(" not in text and "lightning" not in text
@@ -301,4 +305,4 @@ def test_only_the_base_class_touches_lightning(path):
 
 def test_methods_derive_from_the_base_class_alone(module):
     for method in METHODS:
-        assert type(module(f"method={method}")[0]).__bases__ == (ContinualModule,)
+        assert type(module(*chosen(method))[0]).__bases__ == (ContinualModule,)

@@ -11,9 +11,9 @@ from cpt.adapters.plugin import Plugin
 from cpt.data.datamodule import Domain
 from cpt.data.sampling import Stream
 from cpt.methods.cpt_plugin import norms_of
-from cpt.models.forward import logits_at, token_nll
 from tests.models.test_units import build
 from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
+from tests.support.running import logits_at, token_nll
 
 DECAY = ["optim.weight_decay=0.1", "optim.lr=0.01"]
 FROZEN = "method.norms=frozen"

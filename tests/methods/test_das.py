@@ -6,11 +6,12 @@ import torch
 from cpt.data.sampling import Stream
 from cpt.masks import importance
 from cpt.models.dropout import rates
-from cpt.models.forward import in_mode, token_nll
+from cpt.models.forward import in_mode
 from cpt.training import loop
 from tests.conftest import VOCABULARIES, sentences
 from tests.support import making
 from tests.support.making import ORDER, weights
+from tests.support.running import token_nll
 
 ROBERTA = ["model=tiny_roberta", "model.config.hidden_dropout_prob=0.1"]
 NEUTRAL = ["method=das", "method.contrast=0", "method.general=null", "method.domains=false"]

@@ -13,8 +13,8 @@ from cpt.adapters.bank import BASE
 from cpt.data.datamodule import Domain
 from cpt.data.sampling import Subset
 from cpt.methods import demix as method
-from cpt.models.forward import logits_at, token_nll
 from tests.support.making import DROPOUT, made, same
+from tests.support.running import logits_at, token_nll
 
 THREE = "order=[law,food,space]"
 DECAY = ["optim.weight_decay=0.5", "optim.lr=0.01"]

@@ -9,13 +9,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.nn import functional
 
-from cpt.data.objectives import UNSCORED
+from cpt.data.batch import UNSCORED, labels_of
 from cpt.data.sampling import Stream
 from cpt.methods.common.reservoir import bytes_per_sample
 from cpt.methods.derpp import widths
 from cpt.training import loop
 from tests.runs.test_distributed import DDP, batches, run
 from tests.support import making
+from tests.support.running import batch_of
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
@@ -92,7 +93,7 @@ def test_the_losses_are_those_of_the_paper(matched, either):
         nll += [-row.log_softmax(0)[label] for row, label in zip(logits, labels, strict=True)]
     plain = sum(
         functional.cross_entropy(scored_outputs(module, ids, labels, len(ids))[0], labels[labels != UNSCORED])
-        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+        for ids, labels in zip(batch["input_ids"], labels_of(batch), strict=True)
     )
     terms = module.losses(batch)
     assert list(terms) == ["lm", "derpp_match", "derpp_replay"]
@@ -118,10 +119,10 @@ def test_what_is_stored_is_what_the_model_gave(matched, precision, tolerance, ei
     assert kept.lengths[:8].tolist() == batch["attention_mask"].sum(1).tolist()
     for row in range(8):
         length = int(kept.lengths[row])
-        outputs = scored_outputs(module, batch["input_ids"][row], batch["labels"][row], length)
+        outputs = scored_outputs(module, batch["input_ids"][row], labels_of(batch)[row], length)
         outputs = outputs[matched == "hidden"].detach()
         assert torch.equal(kept.input_ids[row].long(), batch["input_ids"][row])
-        assert torch.equal(kept.labels[row].long(), batch["labels"][row])
+        assert torch.equal(kept.labels[row].long(), labels_of(batch)[row])
         scale = outputs.abs().max().item()
         torch.testing.assert_close(
             kept.outputs[row, : len(outputs)].float(), outputs, rtol=tolerance, atol=tolerance * scale
@@ -178,7 +179,7 @@ def test_draws_and_decisions_leave_the_global_generators_alone(small):
     kept = module.memory
     kept.add(batch, torch.zeros(len(batch["positions"]), kept.outputs.shape[2]))
     kept.batch(kept.draw(4, purpose="match"))
-    widths(module.model.train())
+    widths(module.model.train(), module.objective)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -238,7 +239,7 @@ def test_both_domains_are_in_the_memory(small, start, tmp_path):
         for name, text in data.train.items()
     }
     kept = module.memory
-    rows = module.objective.uncorrupted({"input_ids": kept.input_ids, "labels": kept.labels})
+    rows = module.objective.uncorrupted(batch_of(kept.input_ids, kept.labels))
     counts = {name: sum(tuple(row) in ids for row in rows.tolist()) for name, ids in original.items()}
     assert sum(counts.values()) == 48
     assert 12 <= counts["law"] <= 36

@@ -59,7 +59,7 @@ def test_a_domain_starts_at_the_model_that_it_finds(ema):
 def test_a_checkpoint_holds_the_average_of_its_step(ema):
     work = ema("method.decay=0.6")
     start, path = work.weights(), Watch(copies)
-    kept = Watch(lambda module: {k: v.clone() for k, v in module.average.named(module.model).items()})
+    kept = Watch(lambda module: {k: v.clone() for k, v in module.average.named().items()})
     work.learn(0, path, kept)
     for step, average in kept.seen:
         assert_close(

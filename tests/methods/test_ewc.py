@@ -1,5 +1,6 @@
 """EWC: the Fisher against slow loops and closed forms; merging; the penalty."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,12 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
-from cpt.methods.ewc import fisher, merged
+from cpt.methods import ewc as subject
+from cpt.methods.ewc import merged
 from cpt.models.loading import build, load_tokenizer
+from cpt.models.objectives import Causal
 from cpt.training.costs import Compute
 from cpt.training.plan import planned
 from cpt.training.pretraining import trained_tokenizer
@@ -18,14 +22,15 @@ from tests.support.making import (
     DROPOUT,
     ORDER,
     assert_close,
+    clones,
     learned,
     made,
-    named,
     parameter_bytes,
     same,
     state_beside_the_model,
 )
 from tests.support.processes import ended, started
+from tests.support.running import batch_of, some_rows
 
 
 @pytest.fixture
@@ -43,7 +48,10 @@ def learnt(ewc):
 
 
 def fisher_of(work) -> dict[str, torch.Tensor]:
-    return named(work.module.model, work.module.fisher.buffers())
+    return clones(work.module.fisher.named())
+
+
+fisher = partial(subject.fisher, objective=Causal())  # a masked one runs a model alike
 
 
 def moved(model, scale: float = 0.05) -> None:
@@ -56,7 +64,7 @@ def whole_model_loss(model, batch) -> torch.Tensor:
     """The mean loss (nats) over the scored tokens, of the model as it is, at every position."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
     logits = model(**inputs).logits.flatten(0, 1)
-    return functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
+    return functional.cross_entropy(logits, labels_of(batch).flatten(), ignore_index=-100)
 
 
 def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
@@ -65,12 +73,11 @@ def slow_fisher(model, batches, *, estimator: str) -> dict[str, torch.Tensor]:
     sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     count = 0
     for batch in batches:
-        tensors = {name: batch[name] for name in ("input_ids", "labels", "attention_mask") if name in batch}
         rows = len(batch["input_ids"])
         size = 1 if estimator == "per_sample" else rows
         for at in range(0, rows, size):
             model.zero_grad()
-            whole_model_loss(model, {name: t[at : at + size] for name, t in tensors.items()}).backward()
+            whole_model_loss(model, some_rows(batch, list(range(at, at + size)))).backward()
             count += 1
             for name, p in model.named_parameters():
                 sums[name] += 0 if p.grad is None else size * p.grad**2
@@ -87,7 +94,7 @@ def test_the_fisher_is_the_slow_loop(estimator, config, request):
     work.learn(0)
     model, probe = work.module.model.eval(), work.probe()
     assert [len(batch["input_ids"]) for batch in probe] == [16, 4]
-    found = named(model, fisher(model, probe, estimator=estimator))
+    found = clones(fisher(model, probe, estimator=estimator))
     expected = slow_fisher(model, probe, estimator=estimator)
     for name, value in expected.items():
         scale = value.abs().max().item()
@@ -135,14 +142,14 @@ def test_the_fisher_of_an_output_bias_has_a_closed_form(learnt):
     name = next(name for name, p in model.named_parameters() if p.shape == (model.config.vocab_size,))
     logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).logits.double()
     expected = torch.zeros(model.config.vocab_size, dtype=torch.float64)
-    for scores, labels in zip(logits, batch["labels"], strict=True):
+    for scores, labels in zip(logits, labels_of(batch), strict=True):
         off = [
             s.softmax(0) - functional.one_hot(y, len(s))
             for s, y in zip(scores, labels, strict=True)
             if y >= 0
         ]
         expected += torch.stack(off).mean(0).square() / len(logits)
-    found = named(model, fisher(model, [batch], estimator="per_sample"))[name]
+    found = clones(fisher(model, [batch], estimator="per_sample"))[name]
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-9)
 
 
@@ -150,22 +157,22 @@ def test_a_domain_ends_with_its_fisher_and_its_anchor(ewc):
     """In eval mode: with dropout in training, the Fisher is that without."""
     work = ewc(*DROPOUT)
     base = work.weights()
-    assert same(work.module.anchor.named(work.module.model), base)
+    assert same(work.module.anchor.named(), base)
     assert all((value == 0).all() for value in fisher_of(work).values())
     work.learn(0)
-    assert same(work.module.anchor.named(work.module.model), work.weights())
+    assert same(work.module.anchor.named(), work.weights())
     assert not same(work.weights(), base)
     model = work.module.model
-    still = named(model, fisher(model.eval(), work.probe(), estimator="per_sample"))
+    still = clones(fisher(model.eval(), work.probe(), estimator="per_sample"))
     assert same(fisher_of(work), still)
-    assert not same(named(model, fisher(model.train(), work.probe(), estimator="per_sample")), still)
+    assert not same(clones(fisher(model.train(), work.probe(), estimator="per_sample")), still)
     assert work.module.domains == 1
 
 
 def test_the_penalty_does_not_leak_into_the_fisher(learnt):
     """With a penalty a million times the loss, the Fisher is the same."""
     moved(learnt.module.model)
-    expected = named(learnt.module.model, fisher(learnt.module.model, learnt.probe(), estimator="per_sample"))
+    expected = clones(fisher(learnt.module.model, learnt.probe(), estimator="per_sample"))
     before = fisher_of(learnt)
     learnt.module.strength = 1e9
     assert learnt.module.penalty() > 1e3
@@ -184,12 +191,12 @@ def test_the_fisher_is_that_of_the_loss_in_32_bits(precision, learnt):
     model, probe = learnt.module.model, learnt.probe()
     if precision == "half":
         model.bfloat16().float()
-    expected = named(model, fisher(model, probe, estimator="per_sample"))
+    expected = clones(fisher(model, probe, estimator="per_sample"))
     if precision == "scaled":
         found = fisher(
             model, [batch | {"weight": batch["weight"] * 65536} for batch in probe], estimator="per_sample"
         )
-        assert same(named(model, found), expected)
+        assert same(clones(found), expected)
     if precision == "autocast":
         learnt.module.domains.zero_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -197,28 +204,26 @@ def test_the_fisher_is_that_of_the_loss_in_32_bits(precision, learnt):
         assert same(fisher_of(learnt), expected)
     if precision == "half":
         found = fisher(model.bfloat16(), probe, estimator="per_sample")
-        assert all(value.dtype == torch.float32 for value in found)
-        assert same(named(model, found), expected)
+        assert all(value.dtype == torch.float32 for value in found.values())
+        assert same(clones(found), expected)
 
 
 def test_a_sample_without_anything_to_predict_is_not_counted(learnt):
     model, [batch] = learnt.module.model, learnt.probe()
-    rows = batch["labels"].clone()
-    rows[3] = -100
-    fewer = batch | {"labels": rows, "positions": (rows.flatten() != -100).nonzero().flatten()}
-    kept = [row for row in range(len(rows)) if row != 3]
-    rest = {name: batch[name][kept] for name in ("input_ids", "labels", "attention_mask") if name in batch}
-    rest["positions"] = (rest["labels"].flatten() != -100).nonzero().flatten()
+    labels = labels_of(batch)
+    labels[3] = -100
+    fewer = batch_of(batch["input_ids"], labels, batch.get("attention_mask"))
+    rest = some_rows(batch, [row for row in range(len(labels)) if row != 3])
     assert_close(
-        named(model, fisher(model, [fewer], estimator="per_sample")),
-        named(model, fisher(model, [rest], estimator="per_sample")),
+        clones(fisher(model, [fewer], estimator="per_sample")),
+        clones(fisher(model, [rest], estimator="per_sample")),
         rtol=1e-4,
         atol=1e-12,
     )
 
 
 def test_without_samples_there_is_no_fisher(learnt):
-    assert all((each == 0).all() for each in fisher(learnt.module.model, [], estimator="batch"))
+    assert all((each == 0).all() for each in fisher(learnt.module.model, [], estimator="batch").values())
 
 
 def test_it_leaves_no_gradients(learnt):
@@ -358,13 +363,13 @@ def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     model, [batch] = learnt.module.model, learnt.probe()
     learnt.data.eval_batch_size = 9
     probe, sent = learnt.probe(), []
-    expected = named(model, fisher(model, [batch], estimator="per_sample"))
+    expected = clones(fisher(model, [batch], estimator="per_sample"))
     assert [len(each["input_ids"]) for each in probe] == [9, 7]
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: sent.append(tensor.clone()))
     fisher(model, probe[: shares[0]], estimator="per_sample")
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))
-    found = named(model, fisher(model, probe[shares[0] :], estimator="per_sample"))
+    found = clones(fisher(model, probe[shares[0] :], estimator="per_sample"))
     assert_close(found, expected, rtol=1e-3, atol=1e-9)
 
 

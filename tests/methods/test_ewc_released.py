@@ -10,9 +10,11 @@ from transformers import AutoModelForMaskedLM
 from cpt.data.replay import NOTHING
 from cpt.methods.base import Shared
 from cpt.methods.ewc import EWC, EWCOptions
+from cpt.models.objectives import Causal
 from cpt.models.options import NOT_FROZEN
 from tests.conftest import SHARED
-from tests.support.making import named
+from tests.support.making import clones
+from tests.support.running import batch_of
 
 GOLDEN = SHARED / "golden"
 pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason="the released code's numbers are not here")
@@ -29,8 +31,7 @@ def golden_batches(domain: int) -> list[dict[str, torch.Tensor]]:
     arrays, found = np.load(GOLDEN / "batches.npz"), []
     for number in range(3):
         fields = ("input_ids", "labels", "attention_mask")
-        batch = {name: torch.from_numpy(arrays[f"d{domain}_b{number}_{name}"]).long() for name in fields}
-        batch["positions"] = (batch["labels"].flatten() != -100).nonzero().flatten()
+        batch = batch_of(*(torch.from_numpy(arrays[f"d{domain}_b{number}_{name}"]).long() for name in fields))
         found.append(batch | {"weight": torch.tensor(1 / len(batch["positions"]))})
     return found
 
@@ -53,18 +54,12 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def released():
     """EWC as the released code has it, after its first domain, which leaves model a, and at model b."""
     strength = json.loads((GOLDEN / "ewc.json").read_text())["settings"]["lamb"]
-    shared = {
-        "objective": None,
-        "length": 32,
-        "masks": [],
-        "replay": NOTHING,
-        "freeze": NOT_FROZEN,
-        "seed": 0,
-    }
+    shared = {"objective": Causal(), "length": 32, "masks": [], "replay": NOTHING, "seed": 0}
+    shared |= {"freeze": NOT_FROZEN, "optimizer": None, "schedule": None}
     options = EWCOptions(strength=strength, estimator="batch", merge="mean", gamma=0.5)
-    module = EWC(options, Shared(model=tiny("a"), optimizer=None, schedule=None, seed=0, **shared)).eval()
+    module = EWC(options, Shared(model=tiny("a"), **shared)).eval()
     module.after_domain(golden_batches(0))
-    first = named(module.model, module.fisher.buffers())
+    first = clones(module.fisher.named())
     module.model.load_state_dict(tiny("b").state_dict())
     return module, first
 
@@ -87,7 +82,7 @@ def test_the_penalty_and_loss_of_the_released_code(released):
 def test_the_merged_fisher_of_the_released_code_without_its_penalty(released):
     module, _ = released
     module.after_domain(golden_batches(1))
-    found = named(module.model, module.fisher.buffers())
+    found = clones(module.fisher.named())
     expected, leaking = numbers("fisher01"), numbers("fisher01_released")
     assert found.keys() == expected.keys()
     assert apart(found, expected) < 1e-4

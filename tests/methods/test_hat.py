@@ -12,9 +12,9 @@ from transformers import AutoModelForMaskedLM
 from cpt.adapters import export
 from cpt.adapters.bank import BASE
 from cpt.methods.hat import overlap
-from cpt.models.forward import logits_at, token_nll
 from cpt.training import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same
+from tests.support.running import batch_of, logits_at, token_nll
 
 ORDER = "order=[law,food,space]"
 HARSH = ["optim.weight_decay=0.1", "model.lr=1e-2", "trainer.gradient_clip_val=0.5"]
@@ -42,7 +42,7 @@ def causal(small_gpt2):
 def some_batch(vocabulary: int) -> dict[str, Tensor]:
     """Text that no domain has, scored everywhere."""
     ids = torch.randint(5, vocabulary, (4, 12), generator=torch.Generator().manual_seed(7))
-    return {"input_ids": ids, "labels": ids, "positions": torch.arange(ids.numel())}
+    return batch_of(ids, ids)
 
 
 def function(work: Made, domain: int) -> Tensor:

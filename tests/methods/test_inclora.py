@@ -7,8 +7,8 @@ import transformers
 
 from cpt.adapters import lora
 from cpt.data.sampling import Stream
-from cpt.models.forward import outputs_at
 from tests.support.making import ORDER, assert_close, learned, made, same, state_beside_the_model, weights
+from tests.support.running import outputs_at
 
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 STRONG = "optim.lr=0.05"

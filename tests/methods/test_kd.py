@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from cpt.data.batch import labels_of
 from cpt.data.sampling import Stream
 from cpt.methods.kd import chosen, distillation
-from cpt.models.forward import outputs_at
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -19,6 +19,13 @@ from tests.support.making import (
     same,
     state_beside_the_model,
 )
+from tests.support.running import outputs_at
+
+
+def taught_by(module, batch):
+    """What the teacher gives, logits and hidden states."""
+    with module.teacher.teaching(module.model):
+        return outputs_at(module.model, batch)
 
 
 @pytest.fixture
@@ -101,7 +108,7 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(distilled, kd, batch_of):
     for parameter in module.model.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     student = getattr(run(**inputs), field).detach()
-    at = batch["labels"] != -100
+    at = labels_of(batch) != -100
     expected = slow(student[at], teacher[at], temperature=2)
     found = module.losses(batch)["kd"]
     assert found.item() == pytest.approx(3 * sum(expected) / len(expected), rel=1e-3)
@@ -134,7 +141,7 @@ def test_the_teacher_is_the_model_before_the_domain_and_never_changes(kd):
     work = kd()
     for number in (0, 1):
         before = work.weights()
-        watch = Watch(lambda m: {name: copy.clone() for name, copy in m.teacher.named(m.model).items()})
+        watch = Watch(lambda m: {name: copy.clone() for name, copy in m.teacher.named().items()})
         work.learn(number, watch)
         assert len(watch.seen) == 6
         assert all(same(teacher, before) for _, teacher in watch.seen)
@@ -150,7 +157,7 @@ def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(kd, batch_of)
     module.model.base_model.layers[0].eval()  # modes of its own are kept
     modes = [each.training for each in module.modules()]
     random = torch.get_rng_state()
-    taught, hidden = module.teacher.outputs_at(module.model, batch)
+    taught, hidden = taught_by(module, batch)
     assert torch.equal(taught, still)
     assert not taught.requires_grad and not hidden.requires_grad
     assert [each.training for each in module.modules()] == modes
@@ -166,7 +173,7 @@ def test_modes_are_put_back_after_an_error(kd, batch_of):
     [batch] = batch_of(work)
     work.module.train()
     with pytest.raises(KeyError):
-        work.module.teacher.outputs_at(work.module.model, {"input_ids": batch["input_ids"]})
+        taught_by(work.module, {"input_ids": batch["input_ids"]})
     assert all(each.training for each in work.module.modules())
 
 

@@ -8,7 +8,6 @@ import transformers
 from cpt.adapters import lora
 from cpt.adapters.bank import BASE
 from cpt.data.sampling import Stream
-from cpt.models.forward import outputs_at, token_nll
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -19,6 +18,7 @@ from tests.support.making import (
     same,
     state_beside_the_model,
 )
+from tests.support.running import outputs_at, token_nll
 
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 STRONG = "optim.lr=0.05"

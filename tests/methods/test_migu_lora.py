@@ -6,7 +6,7 @@ import torch
 from cpt.adapters import lora
 from cpt.data.sampling import Stream
 from cpt.masks.migu import kept
-from cpt.models.forward import sequences
+from cpt.models.objectives import inputs_of
 from cpt.models.units import projections
 from tests.support.making import ORDER, made
 
@@ -71,7 +71,7 @@ def test_the_rows_are_those_of_brute_force(method, options, causal, build):
     work.learn(0)
     work.learn(1)
     module, mask, batch = work.module, work.module.masks[0], batch_of(work)
-    inputs = sequences(batch)
+    inputs = inputs_of(batch)
     present = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool()
     expected = outputs(module.model.eval(), inputs)
     module.activate(1)

@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import Callback
 import cpt.adapters.export
 from cpt.adapters.bank import BASE
 from cpt.data.sampling import Subset
-from cpt.models.forward import body, encoded, token_nll
+from cpt.models.forward import body
 from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
+from tests.support.running import encoded, token_nll
 
 N, D = 4, 32
 FEW = [f"method.tokens={N}", "trainer.steps=3", "optim.lr=0.03"]

@@ -10,10 +10,12 @@ import torch
 from cpt.adapters import routing
 from cpt.adapters.bank import BASE
 from cpt.adapters.routing import Router, Routing, largest
+from cpt.data.batch import labels_of
 from cpt.data.sampling import Subset
-from cpt.models.forward import token_nll
+from cpt.models.objectives import Causal
 from cpt.training import loop
 from tests.support.making import made
+from tests.support.running import batch_of, token_nll
 
 THREE = "order=[law,food,space]"
 DEFAULTS = {
@@ -29,7 +31,7 @@ DEFAULTS = {
 
 def router(domains: int = 2, **options) -> Router:
     """A router over parts that are never run."""
-    return Router(SimpleNamespace(domains=list(range(domains))), Routing(**(DEFAULTS | options)))
+    return Router(SimpleNamespace(domains=list(range(domains))), Routing(**(DEFAULTS | options)), Causal())
 
 
 def begun(domains: int = 2, **options) -> Router:
@@ -279,9 +281,9 @@ def test_the_likelihood_of_all_tokens_is_one(model, options, work, small, small_
     count, last = run.module.model.config.vocab_size, int(batch["positions"][-1])
     scores = len(batch["positions"])
     assert scores > 1
-    every = {name: batch[name].repeat(count, 1) for name in ("input_ids", "labels")}
-    every["labels"][:, last] = torch.arange(count)
-    every["positions"] = (batch["positions"] + 16 * torch.arange(count)[:, None]).flatten()
+    labels = labels_of(batch).repeat(count, 1)
+    labels[:, last] = torch.arange(count)
+    every = batch_of(batch["input_ids"].repeat(count, 1), labels)
     nll = run.module.nll(every, BASE)[0].view(count, scores)
     assert nll[:, -1].neg().exp().sum().item() == pytest.approx(1, abs=1e-4)
     assert len(run.module.used(BASE)) > 1
@@ -308,10 +310,11 @@ def test_what_was_used_is_of_the_last_evaluation(work):
     run = work()
     scored(run, "law")
     before = run.module.used(BASE)
-    run.module.bank.get_buffer("1").mul_(2)
+    for value in run.module.bank.weights(1).values():
+        value.mul_(2)
     scored(run, "law")
     again = run.module.used(BASE)
-    run.module.router = Router(run.module.bank, run.module.router.routing)
+    run.module.router = Router(run.module.bank, run.module.router.routing, run.module.objective)
     scored(run, "law")
     assert again == run.module.used(BASE) != before
 

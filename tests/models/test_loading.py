@@ -2,9 +2,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from cpt.data.objectives import Causal, Masked
-from cpt.models import forward, loading, tokenizers
+from cpt.models import loading, tokenizers
+from cpt.models.objectives import Causal, Masked
 from tests.conftest import sentences
+from tests.support.running import logits_at
 
 SIZES = {
     "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
@@ -52,14 +53,14 @@ def test_logits_at_positions_are_those_of_the_whole_model(name, objective):
     positions = torch.tensor([0, 5, 13, 30])
     batch = {"input_ids": ids, "attention_mask": mask, "positions": positions}
     whole = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[positions]
-    torch.testing.assert_close(forward.logits_at(model, batch), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits_at(model, batch), whole, rtol=1e-5, atol=1e-6)
     assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_the_head_is_computed_at_the_positions_only():
     model, seen = tiny("roberta", "masked"), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
-    forward.logits_at(model, {"input_ids": torch.full((3, 12), 5), "positions": torch.tensor([1, 2])})
+    logits_at(model, {"input_ids": torch.full((3, 12), 5), "positions": torch.tensor([1, 2])})
     assert seen == [(1, 2, 60)]
 
 

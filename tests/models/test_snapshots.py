@@ -4,13 +4,27 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.models.snapshots import PerParameter, Snapshot, pull
+from cpt.core.tensors import NamedTensors
+from cpt.models.snapshots import Snapshot, pull
 
 SHAPES = [(3, 4), (5,), (2, 3, 2)]
 
 
-def drawn(*, trained: bool = False) -> list[torch.Tensor]:
-    return [torch.randn(shape, requires_grad=trained) for shape in SHAPES]
+def drawn() -> list[torch.Tensor]:
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+class Holder(nn.Module):
+    """A model of parameters by number."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__()
+        for number, each in enumerate(parameters):
+            self.register_parameter(str(number), nn.Parameter(each.detach()))
+
+
+def by_name(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {str(number): each for number, each in enumerate(tensors)}
 
 
 def slow(parameters, anchors, weights) -> float:
@@ -23,39 +37,66 @@ def slow(parameters, anchors, weights) -> float:
 
 
 def test_the_pull_is_the_weighted_sum_of_squares():
-    parameters, anchors, weights = drawn(trained=True), drawn(), [w.abs() for w in drawn()]
-    value = pull(parameters, anchors, weights)
-    assert value.item() == pytest.approx(slow(parameters, anchors, weights), rel=1e-5)
+    model, anchors, weights = Holder(drawn()), drawn(), [w.abs() for w in drawn()]
+    value = pull(model, by_name(anchors), by_name(weights))
+    assert value.item() == pytest.approx(slow(model.parameters(), anchors, weights), rel=1e-5)
     (7 * value).backward()
-    for p, a, w in zip(parameters, anchors, weights, strict=True):
+    for p, a, w in zip(model.parameters(), anchors, weights, strict=True):
         torch.testing.assert_close(p.grad, 7 * w * (p - a).detach())
 
 
 def test_without_weights_all_count_alike():
-    parameters, anchors = drawn(trained=True), drawn()
-    value = pull(parameters, anchors)
+    model, anchors = Holder(drawn()), drawn()
+    value = pull(model, by_name(anchors))
     ones = [torch.ones(shape) for shape in SHAPES]
-    assert value.item() == pytest.approx(slow(parameters, anchors, ones), rel=1e-5)
+    assert value.item() == pytest.approx(slow(model.parameters(), anchors, ones), rel=1e-5)
     value.backward()
-    for p, a in zip(parameters, anchors, strict=True):
+    for p, a in zip(model.parameters(), anchors, strict=True):
         torch.testing.assert_close(p.grad, (p - a).detach())
 
 
 def test_the_pull_adds_to_what_there_is_of_a_gradient():
-    parameters, anchors = drawn(trained=True), drawn()
-    loss = sum(p.sum() for p in parameters) + pull(parameters, anchors)
-    loss.backward()
-    loss = sum(p.sum() for p in parameters) + pull(parameters, anchors)
-    loss.backward()
-    for p, a in zip(parameters, anchors, strict=True):
+    model, anchors = Holder(drawn()), drawn()
+    for _ in range(2):
+        loss = sum(p.sum() for p in model.parameters()) + pull(model, by_name(anchors))
+        loss.backward()
+    for p, a in zip(model.parameters(), anchors, strict=True):
         torch.testing.assert_close(p.grad, 2 + 2 * (p - a).detach())
 
 
 def test_what_is_not_trained_is_not_pulled():
-    parameters, anchors, weights = drawn(trained=True), drawn(), [w.abs() for w in drawn()]
+    model, anchors, weights = Holder(drawn()), drawn(), [w.abs() for w in drawn()]
+    parameters = list(model.parameters())
     parameters[1].requires_grad_(False)
     rest = [parameters[0], parameters[2]], [anchors[0], anchors[2]], [weights[0], weights[2]]
-    assert pull(parameters, anchors, weights).item() == pytest.approx(slow(*rest), rel=1e-5)
+    assert pull(model, by_name(anchors), by_name(weights)).item() == pytest.approx(slow(*rest), rel=1e-5)
+
+
+def test_what_is_younger_than_its_anchors_is_not_pulled():
+    model, anchors = Holder(drawn()), drawn()
+    two = [list(model.parameters())[:2], anchors[:2], [torch.ones(shape) for shape in SHAPES]]
+    assert pull(model, by_name(anchors[:2])).item() == pytest.approx(
+        slow(two[0], two[1], two[2][:2]), rel=1e-5
+    )
+
+
+def test_a_snapshot_takes_what_has_grown_and_its_state_goes_around():
+    model = nn.Sequential(nn.Linear(2, 2))
+    young, old = Snapshot(model, persistent=True), Snapshot(model, persistent=True)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.append(nn.Linear(2, 2))
+    grown = {name: p.detach().clone() for name, p in model.named_parameters()}
+    young.take(model, share=0.5)
+    other = Snapshot(nn.Sequential(nn.Linear(2, 2)), persistent=True)
+    other.load_state_dict(young.state_dict())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    old.restore(model)
+    assert old.named().keys() == before.keys()
+    assert all(p.any() == (name in before) for name, p in model.named_parameters())
+    other.restore(model)
+    assert all(torch.equal(p, grown[name]) for name, p in model.named_parameters())
 
 
 def test_a_snapshot_moves_by_shares_and_back():
@@ -96,4 +137,4 @@ def test_what_construction_gives_again_is_not_saved():
     model = nn.Linear(2, 2)
     assert len(Snapshot(model, persistent=True).state_dict()) == 2
     assert not Snapshot(model, persistent=False).state_dict()
-    assert not PerParameter((torch.zeros_like(p) for p in model.parameters()), persistent=False).state_dict()
+    assert not NamedTensors({"a.b": torch.zeros(2)}, persistent=False).state_dict()

@@ -11,6 +11,7 @@ import torch
 from tests.conftest import ROOT, SMALL
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
+from tests.support.seams import chosen
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +24,7 @@ sys.path.insert(0, {root!r})
 import torch
 from lightning.pytorch.callbacks import Callback
 from cpt.data import sampling
+from cpt.data.batch import labels_of
 from cpt.training import loop
 
 out = {out!r}
@@ -31,7 +33,7 @@ made = sampling.Stream.__getitem__
 def noted(stream, number):
     batch = made(stream, number)
     with open(f"{{out}}/batches-{{stream.rank}}.jsonl", "a") as file:
-        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], batch["labels"])]
+        rows = [[ids.tolist(), labels.tolist()] for ids, labels in zip(batch["input_ids"], labels_of(batch))]
         file.write(json.dumps([list(stream.names), number, rows]) + "\\n")
     return batch
 
@@ -221,6 +223,22 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
     assert len(alone["parts"][-1]["general"]) == 3 - (method[0] == "method=hat")  # hat mixes no base
     for row, expected in zip(together["parts"], alone["parts"], strict=True):
         assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
+
+
+@pytest.mark.parametrize("method", ["agem", "growing", "companions"])
+def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora, cache, tmp_path):
+    """A projected gradient, a grown block and a peer are the same in both, and as in one process; the memory
+    of A-GEM alone is each process's own."""
+    options = [*chosen(method), "optim.carry=true"]
+    assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0, (
+        tmp_path / "out" / "log"
+    ).read_text()
+    first, second = ((tmp_path / "out" / f"hashes-{rank}.txt").read_text() for rank in (0, 1))
+    assert first == second
+    start(small(ORDER, *options), tmp_path / "alone")
+    alone, together = json.loads((tmp_path / "alone" / "scores.json").read_text()), scores(tmp_path)
+    rows = zip(together["nll"], alone["nll"], strict=True)
+    assert method == "agem" or all(row == pytest.approx(expected, rel=1e-4) for row, expected in rows)
 
 
 def test_a_sweep_of_distributed_runs_keeps_them_apart(small, start, corpora, cache, tmp_path):

@@ -1,6 +1,6 @@
 """What the tests of single methods share: a method's module and its data as a run makes them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 
+from cpt.data.batch import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.objectives import Batch
 from cpt.methods.base import ContinualModule
 from cpt.training import assembly, loop
 from cpt.training.plan import Plan, planned
@@ -34,7 +34,7 @@ class Made:
         """Learns the domain of this place in the order, as a run does."""
         domain = self.data.domains[number]
         self.data.enter(domain)
-        self.module.activate(domain.index)
+        self.module.enter(domain)
         self.module.train()
         fitting = loop.trainer(
             self.plan.trainer.lightning,
@@ -61,9 +61,9 @@ def made(cfg: DictConfig) -> Made:
     return Made(module, assembly.sequence(plan, texts, start, module), plan)
 
 
-def named(model: nn.Module, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
-    """Tensors, one for each parameter, by the parameters' names."""
-    return {name: each.clone() for (name, _), each in zip(model.named_parameters(), tensors, strict=True)}
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of tensors by their names."""
+    return {name: each.clone() for name, each in tensors.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from cpt.core.randomness import key
 from cpt.evaluation.endtasks.encoding import Encoded, Job
 from cpt.models.forward import body, in_mode, uncached
-from cpt.optim.schedules import Linear
+from cpt.optim.schedules import Linear, Progress
 
 STD = 0.02  # of a new head where the model's configuration does not say it
 CHECK_EVERY = 20  # steps between two looks at the loss, each of which waits for the device
@@ -136,7 +136,9 @@ def optimizer_of(classifier: Classifier, job: Job) -> tuple[torch.optim.Optimize
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
     policy = Linear(warmup=settings.warmup)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: policy(step, steps=job.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: policy(Progress.alone(step, steps=job.steps))
+    )
     return optimizer, schedule
 
 

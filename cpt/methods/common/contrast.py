@@ -18,11 +18,12 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.data.objectives import Batch, Objective
+from cpt.data.batch import Batch
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
-from cpt.models.forward import encoded, nll_of, outputs_at
+from cpt.models.forward import nll_of
+from cpt.models.objectives import Objective
 from cpt.models.units import gated
 
 
@@ -91,7 +92,7 @@ class Contrast:
 
     def losses(self, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
         """The language-model loss, and the contrast against the importances of the soft mask."""
-        logits, hidden = outputs_at(self.model, batch)
+        logits, hidden = self.objective.outputs(self.model, batch)
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
         return terms | self.term(batch, hidden=hidden, soft=soft)
 
@@ -120,4 +121,4 @@ class Contrast:
 
     def represented(self, batch: Batch) -> Tensor:
         """The samples of a batch as vectors [B, D]; the head is not computed."""
-        return pooled(encoded(self.model, batch), batch.get("attention_mask"))
+        return pooled(self.objective.encode(self.model, batch), batch.get("attention_mask"))

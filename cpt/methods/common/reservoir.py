@@ -10,10 +10,9 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 from cpt.core.randomness import draws, key, sample_keys, shuffled
-from cpt.data.objectives import UNSCORED, Batch
+from cpt.data.batch import UNSCORED, Batch, labelled, labels_of
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-SAMPLE = ("input_ids", "labels", "attention_mask")
 BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -112,18 +111,18 @@ class Reservoir(nn.Module):
         # Of two samples of a batch that take the same slot, the later one stays.
         rows = {own[place]: row for row, place in enumerate(places) if place < len(own)}
         if rows:
-            parts = outputs.split((batch["labels"] != UNSCORED).sum(1).tolist())
+            parts = outputs.split(torch.bincount(batch["rows"], minlength=len(numbers)).tolist())
+            ids, labels = batch["input_ids"], labels_of(batch)
+            lengths = batch.get("attention_mask", torch.ones_like(ids)).sum(1)
             for slot, row in rows.items():
-                self.put(slot, {name: batch[name][row] for name in SAMPLE if name in batch}, parts[row])
+                self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row])
 
-    def put(self, slot: int, sample: Batch, outputs: Tensor) -> None:
-        """Writes a sample, `input_ids`, `labels` and perhaps `attention_mask`, each [T], with its outputs.
-        Outputs that are not finite, as of a step that is left out, are not taken."""
+    def put(self, slot: int, ids: Tensor, labels: Tensor, length: int, outputs: Tensor) -> None:
+        """Writes a sample, ids and labels [T] of which so many are text, with its outputs [k, width]. Outputs
+        that are not finite, as of a step that is left out, are not taken."""
         if not outputs.isfinite().all():
             return
-        self.input_ids[slot], self.labels[slot] = sample["input_ids"], sample["labels"]
-        present = sample.get("attention_mask", torch.ones_like(sample["labels"]))
-        self.lengths[slot] = present.sum()
+        self.input_ids[slot], self.labels[slot], self.lengths[slot] = ids, labels, length
         limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
@@ -138,12 +137,8 @@ class Reservoir(nn.Module):
 
     def batch(self, slots: Tensor) -> Batch:
         """The samples in slots [B] as an objective's batch, without a weight, where the outputs are."""
-        labels = self.labels[slots].long()
-        batch = {"input_ids": self.input_ids[slots].long(), "labels": labels}
-        batch["positions"] = (labels.flatten() != UNSCORED).nonzero().flatten()
-        present = torch.arange(labels.shape[1]) < self.lengths[slots][:, None]
-        if not present.all():
-            batch["attention_mask"] = present.long()
+        ids, labels = self.input_ids[slots].long(), self.labels[slots].long()
+        batch = labelled(ids, labels, torch.arange(ids.shape[1]) < self.lengths[slots][:, None])
         return {name: value.to(self.outputs.device) for name, value in batch.items()}
 
     def outputs_of(self, slots: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.objectives import Causal
+from cpt.data.batch import labels_of
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.contrast import Contrast, contrastive, pooled
 from cpt.models.dropout import dropout, rates
+from cpt.models.objectives import Causal
 from tests.conftest import SHARED
 from tests.masks.test_importance import batch_of, needs_golden, roberta
 
@@ -89,16 +90,14 @@ def masked(batch):
     """The batch with two of each sample's tokens corrupted, and their labels."""
     ids = batch["input_ids"].clone()
     ids.flatten()[batch["positions"]] = 4
-    labels = torch.full_like(ids, -100).flatten()
-    labels[batch["positions"]] = batch["input_ids"].flatten()[batch["positions"]]
-    return {**batch, "input_ids": ids, "labels": labels.view_as(ids)}
+    return {**batch, "input_ids": ids, "targets": batch["input_ids"].flatten()[batch["positions"]]}
 
 
 class Uncorrupting(Causal):
     """As masked text does: the labels are the text."""
 
     def uncorrupted(self, batch):
-        return torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        return torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
 
 
 def contrast(model, *, strength=1.0, temperature=0.1, text="corrupted", rate=0.3, objective=None):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.objectives import UNSCORED
+from cpt.data.batch import UNSCORED, labels_of
 from cpt.methods.common import reservoir as module
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
+from tests.support.running import batch_of
 
 LENGTH, SCORED, WIDTH = 5, 2, 3
 
@@ -25,10 +26,8 @@ def batch(numbers, *, scored=SCORED, length=LENGTH):
     ids = numbers[:, None].repeat(1, LENGTH)
     labels = torch.full_like(ids, UNSCORED)
     labels[:, 1 : 1 + scored] = numbers[:, None]
-    made = {"input_ids": ids, "labels": labels}
-    if length < LENGTH:
-        made["attention_mask"] = (torch.arange(LENGTH) < length).long().expand_as(ids)
-    return made, (numbers / 10).repeat_interleave(scored)[:, None].repeat(1, WIDTH)
+    mask = (torch.arange(LENGTH) < length).long().expand_as(ids) if length < LENGTH else None
+    return batch_of(ids, labels, mask), (numbers / 10).repeat_interleave(scored)[:, None].repeat(1, WIDTH)
 
 
 def fed(kept: Reservoir, numbers: range, *, size: int) -> Reservoir:
@@ -109,9 +108,8 @@ def test_samples_and_outputs_come_back_as_they_went_in():
     numbers = [held(kept)[slot] for slot in slots]
     expected, outputs = batch(numbers)
     replayed = kept.batch(slots)
-    assert set(replayed) == {"input_ids", "labels", "positions"}
-    assert torch.equal(replayed["input_ids"], expected["input_ids"])
-    assert torch.equal(replayed["labels"], expected["labels"])
+    assert replayed.keys() == expected.keys() == {"input_ids", "positions", "targets", "rows"}
+    assert all(torch.equal(value, expected[name]) for name, value in replayed.items())
     assert replayed["positions"].tolist() == [row * LENGTH + at for row in range(6) for at in (1, 2)]
     assert torch.equal(kept.outputs_of(slots), outputs)
 
@@ -133,7 +131,7 @@ def test_a_slot_is_written_anew_as_a_whole():
     kept = reservoir(samples=1)
     kept.add(*batch([5]))
     shorter, outputs = batch([7], scored=1, length=3)
-    kept.put(0, {name: value[0] for name, value in shorter.items()}, outputs)
+    kept.put(0, shorter["input_ids"][0], labels_of(shorter)[0], 3, outputs)
     assert kept.lengths.tolist() == [3]
     assert kept.labels[0].tolist() == [UNSCORED, 7, *[UNSCORED] * 3]
     assert kept.outputs[0].tolist() == [[pytest.approx(0.7)] * 3, [0] * 3]

@@ -1,31 +1,30 @@
-"""What a language model has to predict: rows of token ids in, a batch with labels out.
+"""What a language model has to predict, and how it is run to do so: from rows of token ids to logits.
 
-In both objectives `labels[b, t]` is the token that the model's output at position t should predict, so that a
-loss never asks which objective it serves."""
+This is the one place where a model is run on a batch, so that an objective may have a model of another
+kind."""
 
 from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
-
-UNSCORED = -100
-Batch = dict[str, Tensor]
+from cpt.data.batch import UNSCORED, Batch, labelled
+from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 
 class Objective(ABC):
-    """Makes batches. `scored` counts ahead what `batch` will score, from each row's size alone; the token
-    that the output at position t predicts stands `ahead` places after t."""
+    """Makes batches and runs a model on them. `scored` counts ahead what `batch` will score, from each row's
+    size alone; the token that the output at position t predicts stands `ahead` places after t."""
 
     ahead: int
 
     @abstractmethod
     def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Input ids and labels, both [B, T], of rows with ids [B, T], text at `present` [B, T], a key per
-        row."""
+        row. A label is what the model's output there should predict, UNSCORED for nothing."""
 
     @abstractmethod
     def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -40,14 +39,28 @@ class Objective(ABC):
         """The ids [B, T] of a batch as the text has them."""
 
     def batch(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> Batch:
-        """`input_ids` and `labels` [B, T] (-100: not scored), `positions` [K] of the scored ones in the
-        flattened batch, and `attention_mask` [B, T] only where a row is padded."""
+        """The batch of rows with ids [B, T], so many tokens long [B], with a key each [B]."""
         present = np.arange(ids.shape[1]) < lengths[:, None]
         inputs, labels = self.labels(ids, present, keys)
-        batch = {"input_ids": inputs, "labels": labels, "positions": np.flatnonzero(labels != UNSCORED)}
-        if not present.all():
-            batch["attention_mask"] = present.astype(np.int64)
-        return {name: torch.from_numpy(array) for name, array in batch.items()}
+        return labelled(*map(torch.from_numpy, (inputs, labels, present)))
+
+    def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
+        them."""
+        return logits_and_hidden(model, inputs_of(batch), positions=batch["positions"])
+
+    def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """The last hidden states [B, T, D] of a batch; the head is not computed."""
+        return hidden_states(model, inputs_of(batch))
+
+    def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
+        """Negative log-likelihood (nats) of the targets, [K]."""
+        return nll_of(self.outputs(model, batch)[0], batch)
+
+
+def inputs_of(batch: Batch) -> dict[str, Tensor]:
+    """What of a batch a model takes."""
+    return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
 
 
 class Masked(Objective):
@@ -76,7 +89,8 @@ class Masked(Objective):
         return text_tokens
 
     def uncorrupted(self, batch: Batch) -> Tensor:
-        return torch.where(batch["labels"] == UNSCORED, batch["input_ids"], batch["labels"])
+        ids = batch["input_ids"]
+        return ids.flatten().index_copy(0, batch["positions"], batch["targets"]).view_as(ids)
 
     def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         text = present & ~np.isin(ids, self.special)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.objectives import UNSCORED, Causal, Masked
+from cpt.data.batch import UNSCORED, labels_of
+from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import framed
 
 SPECIAL = [0, 1, 2, 98]
@@ -46,7 +47,7 @@ def text_places(ids, lengths):
 
 def scored_places(batch):
     return [
-        [place for place, label in enumerate(row) if label != UNSCORED] for row in batch["labels"].tolist()
+        [place for place, label in enumerate(row) if label != UNSCORED] for row in labels_of(batch).tolist()
     ]
 
 
@@ -82,7 +83,7 @@ def test_a_row_without_text_is_not_scored():
 def test_labels_are_the_ids_and_all_else_is_untouched():
     ids, lengths, keys = random_rows(200, 30)
     batch = masked().batch(ids, lengths, keys)
-    labels, inputs = batch["labels"].numpy(), batch["input_ids"].numpy()
+    labels, inputs = labels_of(batch).numpy(), batch["input_ids"].numpy()
     scored = labels != UNSCORED
     assert (labels[scored] == ids[scored]).all()
     assert (inputs[~scored] == ids[~scored]).all()
@@ -97,7 +98,7 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
     ids, lengths, keys = random_rows(3000, 64, short=False)
     ids[np.isin(ids, SPECIAL)] = 50
     batch = masked().batch(ids, lengths, keys)
-    inputs, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+    inputs, labels = batch["input_ids"].numpy(), labels_of(batch).numpy()
     scored = labels != UNSCORED
     assert scored.mean() == pytest.approx(10 / 64)
     before, after = ids[scored], inputs[scored]
@@ -116,7 +117,7 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
 def test_every_place_is_masked_equally_often():
     ids, lengths = np.full((6000, 20), 50), np.full(6000, 20)
     batch = masked().batch(ids, lengths, sample_keys(9, np.arange(6000)))
-    counts = (batch["labels"] != UNSCORED).sum(0).numpy()
+    counts = (labels_of(batch) != UNSCORED).sum(0).numpy()
     assert counts.sum() == 3 * 6000
     assert ((counts - 900) ** 2 / 900).sum() < 19 + 4 * np.sqrt(2 * 19)
 
@@ -127,8 +128,8 @@ def test_a_row_is_the_same_in_any_batch():
     whole = objective.batch(ids, lengths, keys)
     for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
         part = objective.batch(ids[picked], lengths[picked], keys[picked])
-        for name in ("input_ids", "labels"):
-            assert torch.equal(part[name], whole[name][picked])
+        assert torch.equal(part["input_ids"], whole["input_ids"][picked])
+        assert torch.equal(labels_of(part), labels_of(whole)[picked])
 
 
 def test_other_keys_other_masks():
@@ -136,7 +137,7 @@ def test_other_keys_other_masks():
     ids, lengths, keys = random_rows(50, 40, short=False)
     batches = [objective.batch(ids, lengths, keys + np.uint64(number)) for number in range(3)]
     for first, second in ((0, 1), (0, 2), (1, 2)):
-        same = (batches[first]["labels"] == batches[second]["labels"]).all(1)
+        same = (labels_of(batches[first]) == labels_of(batches[second])).all(1)
         assert same.float().mean() < 0.05
     assert torch.equal(objective.batch(ids, lengths, keys)["input_ids"], batches[0]["input_ids"])
 
@@ -154,7 +155,7 @@ def test_causal_labels_are_the_tokens_that_follow():
     objective = Causal()
     ids, lengths, keys = random_rows(60, 9)
     batch = objective.batch(ids, lengths, keys)
-    for row, size, labels in zip(ids.tolist(), lengths.tolist(), batch["labels"].tolist(), strict=True):
+    for row, size, labels in zip(ids.tolist(), lengths.tolist(), labels_of(batch).tolist(), strict=True):
         assert labels == [row[t + 1] if t + 1 < size else UNSCORED for t in range(9)]
     assert torch.equal(batch["input_ids"], torch.from_numpy(ids))
     assert objective.scored(np.zeros(60), lengths).tolist() == [len(each) for each in scored_places(batch)]
@@ -164,7 +165,7 @@ def test_causal_labels_are_the_tokens_that_follow():
 def test_ahead_is_where_the_label_stands():
     ids, lengths, keys = random_rows(20, 12)
     for objective in (masked(), Causal()):
-        labels = objective.batch(ids, lengths, keys)["labels"].numpy()
+        labels = labels_of(objective.batch(ids, lengths, keys)).numpy()
         rows, places = np.nonzero(labels != UNSCORED)
         assert (labels[rows, places] == ids[rows, places + objective.ahead]).all()
 
@@ -174,7 +175,7 @@ def test_with_a_real_tokenizer():
     objective = Masked(tokenizer, rate=0.5)
     ids = np.array(tokenizer(["ba de ki lo mu na pe ri so tu"] * 50)["input_ids"])
     batch = objective.batch(ids, np.full(50, ids.shape[1]), sample_keys(0, np.arange(50)))
-    assert (batch["labels"][:, [0, -1]] == UNSCORED).all()
+    assert (labels_of(batch)[:, [0, -1]] == UNSCORED).all()
     assert (batch["input_ids"] == tokenizer.mask_token_id).sum() > 100
     assert batch["input_ids"].max() < len(tokenizer)
     replaced = batch["input_ids"][(batch["input_ids"] != torch.from_numpy(ids))]

@@ -1,0 +1,64 @@
+"""What the loaders give: rows of tokens, which places of them are scored, and whose text they are."""
+
+from typing import Protocol, TypedDict
+
+import numpy as np
+import torch
+from torch import Tensor
+
+UNSCORED = -100  # as in transformers: a label that nothing is to predict
+
+
+class Batch(TypedDict, total=False):
+    """B rows of T tokens, K of whose places are scored. An objective may add what its model takes."""
+
+    input_ids: Tensor  # [B, T]
+    attention_mask: Tensor  # [B, T], 0 at padding; only where a row is padded
+    positions: Tensor  # [K], ascending: the scored places of the model's output, flattened row after row
+    targets: Tensor  # [K]: what is to be predicted there
+    rows: Tensor  # [K]: the row that each scored place is in
+    domains: Tensor  # [B]: the place in the order of the domain that a row's text is of, -1 for general text
+    weight: Tensor  # a scalar: what the loss of each scored place is multiplied by
+    column: Tensor  # a scalar, in evaluation: which held-out text it is
+    documents: Tensor  # [K], in evaluation: the document that each target is of
+
+
+class Collator(Protocol):
+    """What makes batches of rows; `scored` tells ahead what `batch` will score. The token that the output at
+    place t predicts stands `ahead` places after t."""
+
+    ahead: int
+
+    def batch(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> Batch:
+        """The batch of rows with ids [B, T], so many tokens long [B], with a key each [B]."""
+
+    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Scored places per row, [B], of rows with so many tokens of text (of all tokens)."""
+
+
+def labelled(input_ids: Tensor, labels: Tensor, present: Tensor) -> Batch:
+    """The batch of rows [B, T] whose outputs are to predict labels [B, T], nothing where they are UNSCORED;
+    text stands at `present` [B, T]."""
+    positions = (labels.flatten() != UNSCORED).nonzero().flatten()
+    targets, rows = labels.flatten()[positions], positions // labels.shape[1]
+    batch: Batch = {"input_ids": input_ids, "positions": positions, "targets": targets, "rows": rows}
+    return batch if present.all() else {**batch, "attention_mask": present.long()}
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """Labels [B, T] as transformers takes them, of a batch whose places are those of its `input_ids`."""
+    labels = torch.full_like(batch["input_ids"].flatten(), UNSCORED)
+    labels[batch["positions"]] = batch["targets"]
+    return labels.view_as(batch["input_ids"])
+
+
+def single(batch: Batch, row: int) -> Batch:
+    """One row of a batch as a batch, without a weight; its places are those of its `input_ids`."""
+    own, length = batch["rows"] == row, batch["input_ids"].shape[1]
+    of_rows = {name: batch[name][row : row + 1] for name in ("input_ids", "attention_mask") if name in batch}
+    return {
+        **of_rows,
+        "positions": batch["positions"][own] - row * length,
+        "targets": batch["targets"][own],
+        "rows": torch.zeros_like(batch["rows"][own]),
+    }

@@ -1,0 +1,197 @@
+"""When the hooks of a method are called: Lightning's side of `cpt.methods.base`, in the order of a stage."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from cpt.core.randomness import key
+from cpt.data.batch import Batch
+from cpt.data.datamodule import Domain
+from cpt.evaluation.perplexity import DocumentNLL
+from cpt.masks.base import Before, recording, scale_
+from cpt.models.forward import in_mode
+
+MOST = 3  # names that a message lists
+
+
+class Staged(LightningModule):
+    """A stage: the model takes its shape and its parts, the optimizer is made, steps are masked, guarded and
+    made, what was learned is kept, all texts are scored. No method overrides anything here."""
+
+    def take_shape(self, stage: Domain) -> None:
+        """Gives the model the shape of a stage, if it has not got it yet. Raises ValueError where what is new
+        would not be trained."""
+        if stage in self.shaped:
+            return
+        before = shapes(self.model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "shape", stage.name) % 2**63)
+            self.shape(stage)
+        self.shaped.append(stage)
+        if (after := shapes(self.model)) != before:
+            frozen = {id(each) for each in self.frozen}
+            new = [name for name in after.keys() - before if id(self.model.get_parameter(name)) in frozen]
+            if left := sorted(name for name in new if self.model.get_parameter(name).requires_grad):
+                raise ValueError(
+                    f"shape of {stage.name} has added {listed(left)}, which would not be trained; "
+                    "allowed: names in the scope, outside of freeze, or requires_grad=False"
+                )
+            self.watch()
+
+    def enter(self, stage: Domain) -> None:
+        """Makes ready for a stage, by its shape and its parts. Raises ValueError where `activate` grows."""
+        self.take_shape(stage)
+        before = shapes(self)
+        self.activate(stage.index)
+        if changed := [name for name, _ in shapes(self).items() ^ before.items()]:
+            raise ValueError(
+                f"activate of {stage.name} has added, removed or resized {listed(changed)}; "
+                "allowed: in shape(stage), which a resumed run repeats"
+            )
+
+    def configure_optimizers(self) -> dict:
+        optimizer = self.make_optimizer(list(self.parameter_groups()))
+        for group in optimizer.param_groups:
+            group["lr"] *= group.pop("times")
+        if self.carried is not None:
+            self.carried.give(optimizer, self.named_parameters())
+        data = self.trainer.datamodule
+        scheduler = LambdaLR(optimizer, lambda step: self.schedule(data.progress(step)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        self.pending.clear()  # of a step that was rolled back from
+        for mask in self.masks:
+            mask.activate(self.domain.index)
+        if self.trainer.global_step == 0:
+            self.seeded("before")
+            self.before_domain(self.trainer.datamodule.probe())
+            self.zero_grad()
+        self.check_groups(self.trainer.optimizers[0])
+
+    def check_groups(self, optimizer: Optimizer) -> None:
+        """Raises ValueError where something that requires a gradient would not be trained."""
+        inside = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        outside = [name for name, p in self.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise ValueError(
+                f"{listed(outside)} requires a gradient in {self.domain.name} but is in no group of the "
+                "optimizer; allowed: what is grown in shape(stage) and switched in activate(domain)"
+            )
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.seeded(batch_idx)
+
+    def seeded(self, moment: int | str) -> None:
+        """Makes what is drawn from now on a function of seed, domain, moment and process."""
+        torch.manual_seed(key(self.seed, self.domain.name, moment, self.global_rank) % 2**63)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with recording(self.masks):
+            terms = self.losses(batch)
+        self.guard.see(terms)
+        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self.record(terms)
+        return sum(terms.values())
+
+    def record(self, terms: dict[str, Tensor]) -> None:
+        """Logs each term."""
+        name = self.domain.name
+        for term, value in terms.items():
+            self.log(f"train/{term}/{name}", value.detach(), prog_bar=term == "lm", sync_dist=True)
+        self.log(f"train/lr/{name}", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for mask in self.masks:
+            for parameter, factor in mask.factors():
+                if parameter.grad is None:
+                    continue
+                if mask.acts_on == "gradient":
+                    scale_(parameter.grad, factor)
+                else:
+                    self.pending.append(
+                        Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)
+                    )
+        self.gradients(optimizer)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Any = None,
+    ) -> None:
+        # Clipping by norm is torch's clip_grad_norm_ cut in two: its norm is what the guard looks at.
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters])
+        self.steps = self.guard.allows(self.trainer, norm)
+        if not self.steps:
+            for parameter in parameters:
+                parameter.grad = None  # which every optimizer of torch leaves alone, moments and decay too
+        elif gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable
+    ) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if self.steps:
+            for before in self.pending:
+                before.scale(optimizer)
+            self.after_update()
+        self.pending.clear()
+
+    def on_fit_end(self) -> None:
+        # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.
+        # By then Lightning has taken the module off its device.
+        home = self.device
+        self.to(self.trainer.strategy.root_device)
+        with in_mode(self, training=False):
+            self.zero_grad()
+            self.seeded("after")
+            self.after_domain(self.trainer.datamodule.probe())
+            self.zero_grad()
+        if self.carried is not None:
+            self.carried.take(self.trainer.optimizers[0], self.named_parameters())
+        self.to(home)
+
+    def on_validation_start(self) -> None:
+        if self.router is not None:
+            self.router.begin()
+        texts = self.trainer.datamodule.held_out.values()
+        self.evaluation = [DocumentNLL(text.documents).to(self.device) for text in texts]
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        column = int(batch["column"])
+        name = list(self.trainer.datamodule.held_out)[column]
+        places = self.trainer.datamodule.places
+        nll, count = self.nll(batch, places.get(name, -1))
+        self.evaluation[column].update(nll, count, batch["documents"])
+
+    def row(self) -> list[tuple[Tensor, Tensor]]:
+        """The evaluation just made: for each held-out text nats and scored tokens, each [documents]."""
+        # torchmetrics makes a number of a tensor with one entry.
+        return [tuple(each.view(-1) for each in metric.compute()) for metric in self.evaluation]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
+        # model, which are equal anyway, and memories that are each process's own.
+        return [name for name, _ in self.named_buffers()]
+
+
+def shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """The shapes of a module's parameters by name."""
+    return {name: parameter.shape for name, parameter in module.named_parameters()}
+
+
+def listed(names: Collection[str]) -> str:
+    """The first of some names."""
+    return ", ".join([*sorted(names)[:MOST], *["…"][: len(names) > MOST]])

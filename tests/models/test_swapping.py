@@ -1,0 +1,69 @@
+"""Other weights in a model while it lasts: the bits of a copy with them, and all as it was after."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from cpt.models.swapping import swapped
+
+
+class Tied(nn.Module):
+    """Two maps that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).tanh())
+
+
+X = torch.randn(3, 4)
+
+
+@pytest.mark.parametrize("names", [["inner.weight"], ["outer.bias"], ["inner.weight", "inner.bias"], []])
+def test_it_is_a_functional_call_and_leaves_no_trace(names):
+    model = Tied()
+    own, state = list(model.parameters()), copy.deepcopy(model.state_dict())
+    weights = {name: torch.randn_like(model.get_parameter(name)) for name in names}
+    with swapped(model, weights):
+        found = model(X)
+    assert torch.equal(found, functional_call(model, weights, (X,)))
+    assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_gradients_go_to_the_weights_that_are_given():
+    model, weight = Tied(), torch.randn(4, 4, requires_grad=True)
+    with swapped(model, {"inner.weight": weight}):
+        loss = model(X).sum()
+    loss.backward()
+    assert weight.grad.any() and model.inner.weight.grad is None and model.inner.bias.grad.any()
+
+
+def test_a_pass_with_others_does_not_disturb_the_pass_before_it():
+    """A student's graph is still that of its weights when its teacher has run in between."""
+    model, other = Tied(), Tied()
+    model(X).sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss = model(X).sum()
+    with torch.no_grad(), swapped(model, dict(other.named_parameters())):
+        model(X)
+    loss.backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_it_is_as_before_after_an_error_and_for_an_unknown_name():
+    model = Tied()
+    own = model.inner.weight
+    with pytest.raises(RuntimeError), swapped(model, {"inner.weight": torch.zeros(2, 2)}):
+        model(X)
+    assert model.inner.weight is own and model.outer.weight is own
+    with pytest.raises(AttributeError, match="nothing"), swapped(model, {"inner.nothing": own}):
+        pass

@@ -1,0 +1,45 @@
+"""A model run on a batch, as every language-model objective runs it; perhaps with other weights, by name."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.data.batch import Batch, labelled, labels_of
+from cpt.models.objectives import Causal
+from cpt.models.swapping import swapped
+
+RUN = Causal()  # a masked one runs a model alike
+
+
+def outputs_at(
+    model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    with swapped(model, weights or {}):
+        return RUN.outputs(model, batch)
+
+
+def logits_at(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    return outputs_at(model, batch, weights=weights)[0]
+
+
+def token_nll(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    with swapped(model, weights or {}):
+        return RUN.nll(model, batch)
+
+
+def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
+    return RUN.encode(model, batch)
+
+
+def batch_of(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Batch:
+    """The batch of rows [B, T] with labels [B, T], -100 for nothing; with the mask if there is one."""
+    mask = {} if attention_mask is None else {"attention_mask": attention_mask}
+    return {**labelled(input_ids, labels, torch.ones_like(input_ids).bool()), **mask}
+
+
+def some_rows(batch: Batch, rows: list[int]) -> Batch:
+    """Rows of a batch, without a weight."""
+    mask = batch["attention_mask"][rows] if "attention_mask" in batch else None
+    return batch_of(batch["input_ids"][rows], labels_of(batch)[rows], mask)

@@ -1,0 +1,125 @@
+"""Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cpt.core.options import Options, option
+from cpt.core.rules import whole
+from cpt.data.batch import Batch
+from cpt.data.datamodule import Domain
+from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.common.reservoir import Reservoir
+from cpt.models.forward import divergence, nll_of
+from cpt.models.units import blocks, sublayers
+from cpt.optim.schedules import Progress, Schedule
+
+# What chooses each of them, beside its name.
+SEAMS: dict[str, list[str]] = {
+    "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
+    "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
+    "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
+    "across": ["method=ncl", "optim.carry=true", "schedule._target_=tests.support.seams.Across"],
+}
+
+
+def chosen(method: str) -> list[str]:
+    """The overrides that choose a method, one of conf/method or of SEAMS."""
+    return [*SEAMS[method], f"method.name={method}"] if method in SEAMS else [f"method={method}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AGEMOptions(Options):
+    """Options of A-GEM."""
+
+    memory: int = option("samples that are kept", whole(1))
+
+
+class AGEM(ContinualModule):
+    """A-GEM (Chaudhry et al., ICLR 2019, eq. 11): where g, the gradient of a step, points away from g_ref,
+    that of a draw from the samples of earlier domains,
+
+    g <- g - (g^T g_ref / g_ref^T g_ref) g_ref"""
+
+    def __init__(self, options: AGEMOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        row = np.array([self.length])
+        shape = {"length": self.length, "scored": int(self.objective.scored(row, row)[0]), "width": 0}
+        self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed)
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        for batch in probe:
+            self.memory.add(batch, torch.empty(len(batch["positions"]), 0))
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        slots = self.memory.draw(8, purpose=f"step {self.trainer.global_step}")
+        if self.domain.index == 0 or not len(slots):
+            return
+        trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        loss = self.objective.nll(self.model, self.memory.batch(slots)).mean()
+        own = torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True)
+        reference = [self.trainer.strategy.reduce(each, reduce_op="mean") for each in own]
+        product = dot([parameter.grad for parameter in trained], reference)
+        if product < 0:
+            share = product / dot(reference, reference)
+            for parameter, each in zip(trained, reference, strict=True):
+                parameter.grad.sub_(share * each)
+
+
+def dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
+    """The inner product of two lists of tensors of the same shapes, a scalar."""
+    return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across(Schedule):
+    """One linear warm-up and one decay to 0 over the steps of all domains."""
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.total_steps
+        return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)
+
+
+class Growing(ContinualModule):
+    """Block expansion (LLaMA Pro; Wu et al., ACL 2024, section 3.2): a stage adds a block whose maps to the
+    residual sum begin at zero, so that the model is at first the one before. Here all blocks are trained."""
+
+    def shape(self, stage: Domain) -> None:
+        config, count = self.model.config, len(blocks(self.model))
+        name, last = blocks(self.model)[-1]
+        layers = self.model.get_submodule(name.rpartition(".")[0])
+        if hasattr(config, "layer_types"):
+            config.layer_types = [*config.layer_types, config.layer_types[-1]]
+        config.num_hidden_layers = count + 1
+        layers.append(type(last)(config, count).train(last.training))
+        name, _ = blocks(self.model)[-1]
+        for inner in sublayers(self.model, ("heads", "neurons")):
+            if inner.out.name.startswith(f"{name}."):
+                for _, parameter in inner.out.module.named_parameters():
+                    nn.init.zeros_(parameter)
+
+
+class Companions(ContinualModule):
+    """A peer that learns along (deep mutual learning; Zhang et al., CVPR 2018, eq. 4), and a mean teacher of
+    the model (Tarvainen and Valpola, NeurIPS 2017, eq. 1) that both are held to."""
+
+    def companions(self) -> dict[str, nn.Module]:
+        return {"peer": deepcopy(self.model), "teacher": deepcopy(self.model).requires_grad_(False)}
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        own, peer, teacher = (
+            self.objective.outputs(each, batch)[0] for each in (self.model, *self.beside.values())
+        )
+        apart = divergence(peer.detach(), own) + divergence(teacher, own) + divergence(teacher, peer)
+        nll = nll_of(own, batch) + nll_of(peer, batch)
+        return {"lm": nll.sum() * batch["weight"], "apart": apart.sum() * batch["weight"]}
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        for slow, fast in zip(self.beside["teacher"].parameters(), self.model.parameters(), strict=True):
+            slow.lerp_(fast, 0.1)
