@@ -27,9 +27,7 @@ def test_the_schedules_are_warm_ups_and_decays_of_a_domain():
     assert [Constant(warmup=0.2)(at(step)) for step in (0, 2, 9)] == pytest.approx([1 / 3, 1, 1])
 
 
-@pytest.mark.parametrize(
-    "schedule", [Linear(warmup=0.1), Cosine(warmup=0.1, final=0.0), Constant(warmup=0.1)]
-)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_came_before_a_domain_does_not_change_its_rates(schedule):
     third = [
         Progress(step, 10, domain=2, domains=3, total_step=20 + step, total_steps=30) for step in range(10)
