@@ -10,6 +10,7 @@ from tests.support.making import DROPOUT, ORDER, made
 
 LABELS = torch.tensor([[-100, 7, -100, 8], [-100] * 4, [9, -100, -100, -100]])
 IDS = torch.arange(12).view(3, 4)
+CUT = ["trainer.steps=4", "trainer.accumulate_grad_batches=2"]
 EVERYWHERE = torch.ones(3, 4, dtype=torch.bool)
 
 
@@ -46,7 +47,7 @@ class Noting(Callback):
 
 @pytest.mark.parametrize("order", ["order=[law,food]", "order=[food,law]"])
 def test_a_row_knows_whose_text_it_is(order, small):
-    work = made(small(order, "replay=past", "replay.past=0.3", "replay.general=0.2", "trainer.steps=4"))
+    work = made(small(order, "replay=past", "replay.past=0.3", "replay.general=0.2", *CUT))
     noted, texts = Noting(), {}
     for name, text in work.data.train.items():
         rows = text.ids(torch.arange(len(text)).numpy())
