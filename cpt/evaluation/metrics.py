@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpt.data.sources.base import GENERAL
+
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
-GENERAL = "general"
 UNITS = ("nats", "perplexity", "bits_per_byte")
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 

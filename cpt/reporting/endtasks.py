@@ -11,7 +11,7 @@ import numpy as np
 from cpt.evaluation.endtasks import metrics as endscores
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
-from cpt.reporting.formatting import megabytes
+from cpt.reporting.formatting import megabytes, percent
 from cpt.reporting.page import Block, few
 from cpt.reporting.summary import PHASES, seconds, total
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
 FORMULAS = (
     "A[t][u]: test score on the end task of domain u after fine-tuning the model of stage t, a mean over "
-    "seeds; n: the last stage in which the task was measured."
+    "seeds; n: the last stage in which the task was measured. All scores and shares are in %."
 )
 MOVED = (
     "Test predictions right after a domain's own stage and after the last one, all seeds together: 1→0 were "
@@ -64,7 +64,7 @@ def blocks(scores: Scores, folder: Path) -> list[Block]:
 def line(scores: Scores) -> str:
     """The headline numbers for a console; "" where there are none."""
     numbers = endscores.summary(scores.endtasks, scores.rows)
-    told = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    told = ", ".join(f"{name} {percent(value)} %" for name, value in numbers.items())
     return f"end tasks ({len(scores.endtasks['tasks'])}): {told}" if told else ""
 
 
@@ -89,8 +89,8 @@ def heatmap(scores: Scores) -> bytes:
     small = max(len(rows), A.shape[1]) <= drawing.FEW + 1
     figure = drawing.figure((2.6 + 0.72 * A.shape[1], 2.0 + 0.42 * len(rows)) if small else (9.5, 8.5))
     axes = figure.add_subplot()
-    image = axes.imshow(A[rows], cmap=drawing.sequential(), aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="score (dark: better)")
+    image = axes.imshow(100 * A[rows], cmap=drawing.sequential(), aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="score, % (dark: better)")
     names = [scores.rows[row] for row in rows]
     drawing.ticks(axes.xaxis, names=given["tasks"], few=small, rotation=35 if small else 90)
     drawing.ticks(axes.yaxis, names=names, few=small, rotation=0)
@@ -103,10 +103,10 @@ def heatmap(scores: Scores) -> bytes:
 def _numbers(scores: Scores) -> Block:
     given = scores.endtasks
     found = endscores.summary(given, scores.rows)
-    cells = [[name, *endscores.MEANINGS[name], f"{value:.4f}"] for name, value in found.items()]
+    cells = [[name, *endscores.MEANINGS[name], percent(value)] for name, value in found.items()]
     seeds = f"{len(given['tasks'])} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     seeds += f"endtask.when={given['when']}, {given['seconds']:,.1f} seconds."
-    head = ("number", "meaning", "formula", "value")
+    head = ("number", "meaning", "formula", "%")
     return Block(title="End tasks", lines=[FORMULAS, seeds], head=head, cells=cells, words=3)
 
 
@@ -132,7 +132,7 @@ def _table(scores: np.ndarray, run: Scores, **shown: Any) -> Block:
 def _mean(mean: float, deviation: float) -> str:
     if not np.isfinite(mean):
         return "–"
-    return f"{mean:.4f}" + (f" ± {deviation:.4f}" if np.isfinite(deviation) else "")
+    return percent(mean) + (f" ± {percent(deviation)}" if np.isfinite(deviation) else "")
 
 
 def _transitions(scores: Scores, folder: Path) -> Block:
@@ -147,10 +147,10 @@ def _transitions(scores: Scores, folder: Path) -> Block:
 
 
 def _moved(counts: Mapping[str, float]) -> list[str]:
-    shown = [f"{counts['examples']:,}", f"{counts['before']:.4f}", f"{counts['after']:.4f}"]
+    shown = [f"{counts['examples']:,}", percent(counts["before"]), percent(counts["after"])]
     for name in ("forgotten", "gained"):
         adjusted = counts.get(f"{name}_adjusted")
-        shares = [f"{counts[f'{name}_share']:.4f}", "–" if adjusted is None else f"{adjusted:.4f}"]
+        shares = [percent(counts[f"{name}_share"]), "–" if adjusted is None else percent(adjusted)]
         shown += [f"{counts[name]:,}", *shares]
     return shown
 
@@ -182,7 +182,7 @@ def _annotate(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
     for (row, column), value in np.ndenumerate(A):
         if np.isfinite(value):
             colour = "white" if value > middle else "black"
-            axes.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=9, color=colour)
+            axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
 
 
 def _mark_own(axes: Axes, *, rows: Sequence[str], tasks: Sequence[str], width: float) -> None:
@@ -196,5 +196,6 @@ def _mark_own(axes: Axes, *, rows: Sequence[str], tasks: Sequence[str], width: f
 
 def _told(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803
     """The last row in words."""
-    last = [f"{task} {value:.3f}" for task, value in zip(tasks, A[-1], strict=True) if np.isfinite(value)]
+    known = [(task, value) for task, value in zip(tasks, A[-1], strict=True) if np.isfinite(value)]
+    last = [f"{task} {100 * value:.1f} %" for task, value in known]
     return f"End-task scores of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"

@@ -37,6 +37,15 @@ def decimals(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4f}"
 
 
+def percent(share: float) -> str:
+    """A share of 1 in hundredths."""
+    return f"{100 * share:.2f}"
+
+
 def megabytes(size: float | None) -> str:
-    """Bytes in units of 10^6, in as many digits as one reads."""
-    return "–" if size is None else f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"
+    """Bytes in units of 10^6, fewer than 10,000 in units that show them, in as many digits as one reads."""
+    if size is None:
+        return "–"
+    if 0 < size < 1e4:
+        return f"{size:.0f} B" if size < 1e3 else f"{size / 1e3:.2f} kB"
+    return f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"

@@ -153,5 +153,8 @@ def _texts(scores: Scores) -> Block:
 
 
 def _seconds(scores: Scores) -> Block:
-    cells = [[phase, f"{seconds:,.1f}"] for phase, seconds in scores.phases.items()]
-    return Block(title="Seconds", head=["phase", "seconds"], cells=cells, folded=f"{len(cells)} phases")
+    cells = [
+        [k, stage, f"{each:,.1f}"] for k, stages in scores.phases.items() for stage, each in stages.items()
+    ]
+    head = ["phase", "stage", "seconds"]
+    return Block(title="Seconds", head=head, cells=cells, words=2, folded=f"{len(cells)} phases")

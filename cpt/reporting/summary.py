@@ -18,7 +18,7 @@ SHOWN = {
     "memory": "memory",
     "skipped": "skipped",
 }
-PHASES = {"learn": "learn", "score": "score", "endtasks": "end tasks"}  # as the phases of a run begin
+PHASES = ("learn", "score", "endtasks")  # what a stage takes seconds for
 
 
 def everything(scores: Scores) -> dict[str, float]:
@@ -42,7 +42,7 @@ def escaped(name: str) -> str:
 
 def seconds(scores: Scores, kind: str, stage: str) -> float:
     """Wall seconds that a stage took to learn, score or fine-tune; 0 where it did not."""
-    return scores.phases.get(f"{PHASES[kind]} {stage}", 0.0)
+    return scores.phases.get(kind, {}).get(stage, 0.0)
 
 
 def total(scores: Scores, cost: str) -> int | None:
@@ -105,9 +105,8 @@ def _costs(scores: Scores) -> Pairs:
     yield from ((f"cost/{SHOWN[cost]}", total(scores, cost)) for cost in COSTS)
     yield "cost/stored_per_domain", scores.growth
     yield "cost/seconds", scores.seconds
-    for kind, words in PHASES.items():
-        began = [value for phase, value in scores.phases.items() if phase.startswith(f"{words} ")]
-        yield f"cost/seconds_{kind}", sum(began)
+    for kind in PHASES:
+        yield f"cost/seconds_{kind}", sum(scores.phases.get(kind, {}).values())
 
 
 def _stages(scores: Scores) -> Pairs:

@@ -126,7 +126,8 @@ def _costs(scores: Scores) -> Rows:
 
 
 def _seconds(scores: Scores) -> Rows:
-    yield from ([phase, float(value)] for phase, value in scores.phases.items())
+    for kind, stages in scores.phases.items():
+        yield from ([kind, stage, float(value)] for stage, value in stages.items())
 
 
 def _texts(scores: Scores) -> Rows:
@@ -141,6 +142,6 @@ LONG: Mapping[str, tuple[list[str], Callable[[Scores], Rows]]] = {
     "endtasks": (["stage", "after", "task", "seed", "metric", "own_metric", "value"], _endtasks),
     "parts": (["stage", "after", "text", "part", "weight"], _parts),
     "costs": (["stage", "after", *SHOWN.values(), *(f"seconds_{kind}" for kind in PHASES)], _costs),
-    "seconds": (["phase", "seconds"], _seconds),
+    "seconds": (["phase", "stage", "seconds"], _seconds),
     "texts": (["text", "tokens", "scored", "bytes", "documents", "digest"], _texts),
 }

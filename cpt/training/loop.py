@@ -52,17 +52,17 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     transformers.utils.logging.disable_progress_bar()
     custom_loggers, callbacks = preflight.checked(cfg, place.path)  # before hours of reading
     keep_threads(place.path / "threads", processes=trainer(cfg.trainer, label="").num_devices)
-    phases: dict[str, float] = {}
-    with timed(phases, "read the texts"):
+    took: dict[str, float] = {}
+    with timed(took, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    with timed(phases, "make the base"):
+    with timed(took, "make the base"):
         start = base(cfg.model, corpora, accelerator=cfg.trainer.accelerator)
         module = method(cfg, start)
-    with timed(phases, "tokenise"):
+    with timed(took, "tokenise"):
         data = sequence(plan, corpora, start, module)
         examined = examination(cfg.endtask, place, module=module, data=data, tokenizer=start.tokenizer)
     settle(plan, place, corpora, start, examined)
-    scores = begun(place, opened(plan, corpora, start, data), phases)
+    scores = begun(place, opened(plan, corpora, start, data), took)
     if cfg.check == "full":
         confirm(place)
     config = OmegaConf.to_container(cfg, resolve=True)
@@ -91,12 +91,12 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     return scores
 
 
-def begun(place: RunFolder, empty: Scores, phases: Mapping[str, float]) -> Scores:
+def begun(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
     """What a run folder has of the scores, with the seconds that this start has taken so far."""
     scores = place.scores() or empty
     place.check_documents(scores.domains, len(scores.rows))
-    for name, seconds in phases.items():
-        scores.phases[name] = scores.phases.get(name, 0.0) + seconds
+    for phase, seconds in took.items():
+        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     return scores
 
 
@@ -120,7 +120,7 @@ class Learner:
         self.callbacks = callbacks
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
-        scores.needs_domain = module.needs_domain
+        scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def learn(self) -> None:
         """Every stage that is not committed yet, and every end task that is missing."""
@@ -159,7 +159,7 @@ class Learner:
             )
         self.scores.run["finished"] = False
         self.restore(number)
-        with timed(self.scores.phases, f"end tasks {row}"):
+        with timed(self.scores.phases["endtasks"], row):
             self.examination.measure(number, trainer(self.cfg.trainer, label=row).strategy.root_device)
         if is_first_process():
             self.collect()
@@ -186,7 +186,7 @@ class Learner:
         saving = Checkpoint(checkpoint, every=self.cfg.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
         callbacks = [compute, guard, *self.callbacks.entering(number), saving]
-        with timed(self.scores.phases, f"learn {domain.name}"):
+        with timed(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
         check_state(state, domain.name)
@@ -216,7 +216,7 @@ class Learner:
 
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
-        with timed(self.scores.phases, f"score {row}"):
+        with timed(self.scores.phases["score"], row):
             trainer(self.cfg.trainer, label=f"scoring after {row}").validate(
                 self.module, datamodule=self.data, verbose=False
             )
@@ -250,7 +250,7 @@ class Learner:
         }
 
     def save(self) -> None:
-        self.scores.seconds = sum(self.scores.phases.values())
+        self.scores.seconds = sum(sum(stages.values()) for stages in self.scores.phases.values())
         self.scores.save(self.place.scores_file)
 
     def conclude(self, start: Base) -> None:
@@ -280,8 +280,8 @@ def array(values: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def timed(phases: dict[str, float], phase: str) -> Iterator[None]:
+def timed(took: dict[str, float], phase: str) -> Iterator[None]:
     """Adds the seconds of a phase to the others."""
     began = time.perf_counter()
     yield
-    phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - began
+    took[phase] = took.get(phase, 0.0) + time.perf_counter() - began

@@ -92,7 +92,7 @@ def survived(top, data, at, wrong):
         (("memory", 1), None),
         (("parts", 0), None),
         (("parts", 1, "law"), 1.0),
-        (("phases", "learn law"), "long"),
+        (("phases", "learn", "law"), "long"),
         (("metrics", "LC"), None),
         (("metrics", "LC", "nats"), "x"),
         (("metrics", "LC", "interval", "nats"), [1.0]),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import FROM_BASE, Scores
 from cpt.reporting.comparison.groups import sections
 from cpt.reporting.comparison.runs import Run, measured
 
@@ -33,7 +33,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
     names = ["base", *order][: len(nll)] if rows is None else rows
     stages = len(names)
     fields = {"conditions": CONDITIONS} | fields
-    fields = {"phases": {"score base": 2.0, **{f"learn {name}": 4.0 for name in names[1:]}}} | fields
+    fields = {"phases": {"score": {"base": 2.0}, "learn": dict.fromkeys(names[1:], 4.0)}} | fields
     if costs:
         fields = {
             "seen": [0, *[1000] * (stages - 1)],
@@ -56,6 +56,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
         seconds=20.0,
         parts=[{} for _ in names],
         endtasks=endtasks or {},
+        alone=(run | given)["method"] in FROM_BASE,
         **fields,
     )
     scores.measure()

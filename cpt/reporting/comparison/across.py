@@ -9,7 +9,7 @@ from cpt.evaluation.conditions import NONE as NO_RATE
 from cpt.evaluation.conditions import is_unknown, text_digest
 from cpt.reporting.comparison.groups import Group, Section
 from cpt.reporting.comparison.measures import NONE, Measure, told
-from cpt.reporting.comparison.notes import ALONE, FROM_BASE, counts
+from cpt.reporting.comparison.notes import counts, explain_alone
 from cpt.reporting.formatting import decimals
 from cpt.reporting.page import Block, few
 
@@ -90,7 +90,7 @@ def _table(numbered: Sequence[tuple[int, Section]]) -> Block:
         for number, section in numbered
         for group in section.groups
     ]
-    alone = [ALONE] * any(group.method in FROM_BASE for _, section in numbered for group in section.groups)
+    alone = explain_alone([group for _, section in numbered for group in section.groups])
     head = ["section", "group", "tokenizer", "length", "runs", *(measure.title for measure in MEASURES)]
     return Block(title=BITS, lines=[SIDE_BY_SIDE, *alone], head=head, cells=cells, words=5, sortable=False)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.evaluation.metrics import GENERAL
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.drawing import DASHES, FEW, literal, png

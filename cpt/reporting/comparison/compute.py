@@ -19,7 +19,7 @@ STORED = (
 )
 LEARNING = ("CPT/perplexity", "FG/nats")
 QUALITY = ("cost/flops", "LC/perplexity")
-RELATIVE = ("cost/tokens", "cost/flops", "cost/learning")
+RELATIVE = ("cost/tokens", "cost/flops", "cost/seconds_learn")
 Points = dict[str, tuple[float, float]]
 
 

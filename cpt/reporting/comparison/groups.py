@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpt.core.config import digest
-from cpt.evaluation.metrics import GENERAL
+from cpt.data.sources.base import GENERAL
 from cpt.reporting.comparison.measures import Spread, spread
 from cpt.reporting.comparison.runs import Pair, Run
 from cpt.reporting.formatting import shortened
@@ -35,6 +35,11 @@ class Group:
     @property
     def method(self) -> str:
         return self.runs[0].told("method")
+
+    @property
+    def alone(self) -> bool:
+        """Whether its method learns every domain from the base: see ContinualModule."""
+        return self.runs[0].scores.alone
 
     @property
     def facets(self) -> dict[str, str]:

@@ -7,13 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cpt.evaluation.statistics import interval
-from cpt.reporting.formatting import decimals, megabytes, perplexity
+from cpt.reporting.formatting import decimals, megabytes, percent, perplexity
 
 NONE = "–"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f}"
 
 
 def whole(number: float) -> str:
@@ -52,12 +48,12 @@ MEASURES = (
 COSTS = (
     Measure(key="cost/tokens", title="tokens", show=whole),
     Measure(key="cost/flops", title="FLOPs", show=power),
-    Measure(key="cost/learning", title="learning (s)", show=whole),
+    Measure(key="cost/seconds_learn", title="learning (s)", show=whole),
     Measure(key="cost/seconds", title="all (s)", show=whole),
     Measure(key="cost/memory", title="peak memory", show=megabytes),
     Measure(key="cost/trained", title="trained", show=whole),
     Measure(key="cost/stored", title="stored", show=megabytes),
-    Measure(key="cost/growth", title="per domain", show=megabytes),
+    Measure(key="cost/stored_per_domain", title="per domain", show=megabytes),
 )
 COMPARED = tuple(  # differences and ranks
     measure for measure in MEASURES if measure.key not in ("BWT_zs/nats", "endtask/forward")

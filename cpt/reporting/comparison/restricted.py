@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cpt.evaluation.metrics import GENERAL, Layout, values
+from cpt.data.sources.base import GENERAL
+from cpt.evaluation.metrics import Layout, values
 from cpt.evaluation.scores import Scores
 
 Metrics = dict[str, dict[str, float]]

@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 
 from cpt.core.config import executes, flat
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, is_unknown
 from cpt.evaluation.endtasks.metrics import final, headline, over_seeds, summary
-from cpt.evaluation.metrics import GENERAL, UNITS, intransigence
+from cpt.evaluation.metrics import UNITS, intransigence
 from cpt.evaluation.scores import Scores
 from cpt.reporting import labels
 from cpt.reporting.comparison.restricted import metrics_on, tasks_on
@@ -236,14 +237,14 @@ def costs(scores: Scores) -> dict[str, float | None]:
     def counted(numbers: Sequence[int], put: Callable[[Sequence[int]], float]) -> float | None:
         return put(numbers) if any(numbers) or len(scores.rows) == 1 else None
 
-    learning = [seconds for phase, seconds in scores.phases.items() if phase.startswith("learn ")]
+    learning = scores.phases.get("learn", {}).values()
     return {
         "cost/tokens": counted(scores.seen, sum),
         "cost/flops": counted(scores.flops, sum),
-        "cost/learning": sum(learning) if learning or len(scores.rows) == 1 else None,
+        "cost/seconds_learn": sum(learning) if learning or len(scores.rows) == 1 else None,
         "cost/seconds": scores.seconds,
         "cost/memory": max(scores.memory) if any(scores.memory) else None,
         "cost/stored": scores.stored[-1] if scores.stored else None,
-        "cost/growth": scores.growth,
+        "cost/stored_per_domain": scores.growth,
         "cost/trained": max(scores.trained, default=0),
     }

@@ -8,9 +8,10 @@ from dataclasses import replace
 from cpt.evaluation.statistics import EXACT, FLIPS
 from cpt.reporting.comparison.differences import Contrast, contrasts, on_examples, present, ranked
 from cpt.reporting.comparison.groups import Group, Section
-from cpt.reporting.comparison.measures import COMPARED, MEASURES, NONE, Measure, percent, task, told
+from cpt.reporting.comparison.measures import COMPARED, MEASURES, NONE, Measure, task, told
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import Run
+from cpt.reporting.formatting import percent
 from cpt.reporting.page import Block, few
 
 SPREAD = (

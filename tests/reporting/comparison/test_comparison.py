@@ -164,18 +164,18 @@ def test_what_is_not_finite_is_no_measurement():
 
 
 def test_costs():
-    (only,) = measured([run(phases={"learn law": 4.0, "learn food": 5.0, "score law": 90.0})], domains=[])
+    (only,) = measured([run(phases={"learn": {"law": 4.0, "food": 5.0}, "score": {"law": 90.0}})], domains=[])
     told = {key: value for key, value in only.values.items() if key.startswith("cost/")}
     assert (
         told
         == {
             "cost/tokens": 3000,
             "cost/flops": 6e9,
-            "cost/learning": 9,
+            "cost/seconds_learn": 9,
             "cost/seconds": 20,
             "cost/memory": 1e6,
             "cost/stored": 3e6,
-            "cost/growth": 1e6,
+            "cost/stored_per_domain": 1e6,
             "cost/trained": 5120,
         }
         or told["cost/stored"] == 3e6
@@ -411,3 +411,14 @@ def test_the_helpers_write_what_is_read(tmp_path):
     saved(tmp_path / "x", config={"seed": 0})
     assert json.loads((tmp_path / "x" / "config.yaml").read_text()) == {"seed": 0}
     assert run(tmp_path / "x").settings == {"seed": 0}
+
+
+def test_a_method_of_ones_own_says_that_it_learns_from_the_base():
+    runs = [run(method=method, seed=seed) for method in ("ncl", "mine", "das") for seed in (0, 1)]
+    for each in runs[2:4]:
+        each.scores.alone = True
+    found = section(runs)
+    assert set(ranked(found)["LC/perplexity"]) == {"ncl", "das"}
+    assert set(ranked(found)["CPT/nats"]) == {"ncl", "das", "mine"}
+    assert any("(`mine`)" in line for line in notes(found))
+    assert not any("from the base" in line for line in notes(section(runs[4:])))
