@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.formatting import megabytes, percent
 from cpt.reporting.page import Block, few
-from cpt.reporting.summary import PHASES, seconds, total
+from cpt.reporting.run_table import list_costs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,17 +35,17 @@ COMPUTE = (
 )
 MOVED_HEAD = ("task", "predictions", "accuracy then", "accuracy now")
 MOVED_HEAD += ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
-COMPUTE_HEAD = (
-    "after",
-    "tokens",
-    "FLOPs",
-    "learn, s",
-    "score, s",
-    "end tasks, s",
-    "peak memory",
-    "trained",
-    "stored",
-)
+COSTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "tokens": ("tokens", "{:,}".format),
+    "FLOPs": ("flops", "{:.3g}".format),
+    "learn, s": ("seconds_learn", "{:,.1f}".format),
+    "score, s": ("seconds_score", "{:,.1f}".format),
+    "end tasks, s": ("seconds_endtasks", "{:,.1f}".format),
+    "peak memory": ("memory", megabytes),
+    "trained": ("trained", "{:,}".format),
+    "stored": ("stored", megabytes),
+}
+NEEDED = ("tokens", "flops", "memory", "trained", "stored")  # of a stage that is shown
 
 
 def blocks(scores: Scores, folder: Path) -> list[Block]:
@@ -70,15 +70,22 @@ def line(scores: Scores) -> str:
 
 def compute(scores: Scores) -> Block:
     """What each stage cost, and the run; nothing where nothing was noted."""
-    noted = zip(scores.seen, scores.flops, scores.memory, scores.trained, scores.stored, strict=False)
-    cells = [_cost(scores, stage, *costs) for stage, costs in zip(scores.rows, noted, strict=False)]
+    stages: dict[str | None, dict[str, float | None]] = {}
+    for line in list_costs(scores):
+        stages.setdefault(line.after, {})[line.name] = line.value
+    noted = {stage: costs for stage, costs in stages.items() if None not in map(costs.get, NEEDED)}
+    cells = [_cost(stage, costs) for stage, costs in noted.items() if stage is not None]
     return Block(
         title="Compute",
         lines=[COMPUTE] if cells else [],
-        head=COMPUTE_HEAD,
-        cells=[*cells, _whole(scores)] if cells else [],
+        head=["after", *COSTS],
+        cells=[*cells, _cost("whole run", stages[None])] if cells else [],
         folded=f"{len(cells)} stages" if len(cells) > 2 * drawing.FEW else "",
     )
+
+
+def _cost(stage: str, costs: Mapping[str, float | None]) -> list[str]:
+    return [stage, *("–" if costs[name] is None else show(costs[name]) for name, show in COSTS.values())]
 
 
 def heatmap(scores: Scores) -> bytes:
@@ -153,27 +160,6 @@ def _moved(counts: Mapping[str, float]) -> list[str]:
         shares = [percent(counts[f"{name}_share"]), "–" if adjusted is None else percent(adjusted)]
         shown += [f"{counts[name]:,}", *shares]
     return shown
-
-
-def _cost(scores: Scores, stage: str, seen: int, flops: int, *sizes: int) -> list[str]:
-    took = [f"{seconds(scores, kind, stage):,.1f}" for kind in PHASES]
-    return [stage, f"{seen:,}", f"{flops:.3g}", *took, *_sizes(*sizes)]
-
-
-def _whole(scores: Scores) -> list[str]:
-    took = [f"{sum(seconds(scores, kind, stage) for stage in scores.rows):,.1f}" for kind in PHASES]
-    sizes = [total(scores, cost) for cost in ("memory", "trained", "stored")]
-    return [
-        "whole run",
-        f"{total(scores, 'seen'):,}",
-        f"{total(scores, 'flops'):.3g}",
-        *took,
-        *_sizes(*sizes),
-    ]
-
-
-def _sizes(memory: int, trained: int, stored: int) -> list[str]:
-    return [megabytes(memory), f"{trained:,}", megabytes(stored)]
 
 
 def _annotate(axes: Axes, A: np.ndarray) -> None:  # noqa: N803

@@ -17,7 +17,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures, tables
 from cpt.reporting.labels import label
-from cpt.reporting.summary import everything
+from cpt.reporting.run_table import summarise_run
 
 if TYPE_CHECKING:
     import wandb
@@ -82,7 +82,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
         run.log(points)
     run.log({**made_tables(scores), **pictures(scores), **report(folder)})
     run.config.update({"cpt": described(scores)}, allow_val_change=True)
-    run.summary.update(everything(scores))
+    run.summary.update(summarise_run(scores))
 
 
 def described(scores: Scores) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def described(scores: Scores) -> dict[str, Any]:
 def made_tables(scores: Scores) -> dict[str, Any]:
     import wandb
 
-    made = tables.tables(scores)
-    return {name: wandb.Table(columns=table.columns, data=table.rows) for name, table in made.items()}
+    frames = tables.tabulate(scores).items()
+    return {name: wandb.Table(columns=[*each], data=each.to_numpy().tolist()) for name, each in frames}
 
 
 def pictures(scores: Scores) -> dict[str, Any]:

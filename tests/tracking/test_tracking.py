@@ -10,7 +10,7 @@ import pytest
 
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS
-from cpt.reporting.summary import everything
+from cpt.reporting.run_table import summarise_run
 from cpt.tracking.loggers import LongCSV, log_scores, log_stage, tracked
 from cpt.tracking.wandb_run import opened
 from tests.conftest import ROOT, SMALL
@@ -169,7 +169,7 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
 
 
 def test_all_that_the_report_says_is_logged_at_the_end(resumed):
-    known, shown = everything(scores()), summary(resumed)
+    known, shown = summarise_run(scores()), summary(resumed)
     assert {key: shown[key] for key in known} == pytest.approx(known)
     keys = {key.split(".")[0] for row in history(resumed) for key in row}
     assert keys >= {"matrix", "losses", "endtasks", "costs", "endtasks_image", "tasks/law"}

@@ -22,7 +22,7 @@ from cpt.reporting.comparison.measures import COMPARED, COSTS, MEASURES, Measure
 from cpt.reporting.comparison.notes import counts
 from cpt.reporting.comparison.runs import Run
 from cpt.reporting.formatting import one_line
-from cpt.reporting.summary import everything
+from cpt.reporting.run_table import summarise_run
 
 CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate")  # columns of the CSV
 KINDS = ("csv", "latex", "json")
@@ -75,9 +75,7 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
             "group": group.name,
             **{name: run.conditions[name] for name in CONDITIONS},
             **{f"compared/{key}": value for key, value in run.values.items()},
-            **{
-                f"{name}/value" if name in RUN_KEYS else name: x for name, x in everything(run.scores).items()
-            },
+            **{f"{key}/value" if key in RUN_KEYS else key: x for key, x in summarise_run(run.scores).items()},
         }
         for number, section in enumerate(sections, start=1)
         for group in section.groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,11 @@ from cpt.evaluation.metrics import Layout, values
 from cpt.evaluation.scores import Scores
 
 Metrics = dict[str, dict[str, float]]
+
+
+def restricted(scores: Scores, names: Collection[str]) -> Scores:
+    """With the metrics and end tasks of these domains alone."""
+    return replace(scores, metrics=metrics_on(scores, names), endtasks=tasks_on(scores.endtasks, names))
 
 
 def metrics_on(scores: Scores, names: Collection[str]) -> Metrics:

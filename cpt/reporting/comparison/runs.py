@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +16,20 @@ import yaml
 from cpt.core.config import executes, flat
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, is_unknown
-from cpt.evaluation.endtasks.metrics import final, headline, over_seeds, summary
-from cpt.evaluation.metrics import UNITS, intransigence
+from cpt.evaluation.endtasks.metrics import MEANINGS
+from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.scores import Scores
 from cpt.reporting import labels
-from cpt.reporting.comparison.restricted import metrics_on, tasks_on
+from cpt.reporting.comparison.measures import COSTS
+from cpt.reporting.comparison.restricted import restricted
+from cpt.reporting.run_table import escape_name, summarise_run
 
 # What a run folder holds beside its scores.
 WITHIN = ("checkpoints", "diagnostics", "documents", "endtasks", "model", "rebuilt", "stages", "wandb")
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
+KEYS = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
+KEYS += [f"endtask/{name}" for name in MEANINGS]
+COST_KEYS = [measure.key for measure in COSTS]
 Pair = tuple[tuple[str, ...], int]  # order and seed: two runs of one pair learned the same text alike
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 
@@ -164,7 +169,7 @@ def measured(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
     ones = [run for run in runs if _alone(run)]
     sought = [(run, frozenset(domains) & set(run.scores.domains)) for run in runs]
     return [
-        replace(run, domains=names, values=_finite(_values(run, names, ones=ones)))
+        replace(run, domains=names, values=_values(run, names, ones=ones))
         for run, names in sought
         if names or not domains
     ]
@@ -189,16 +194,19 @@ def _open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
     return [name for name in unknown if len(said[run.counted, name]) == 1]
 
 
-def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    return {key: float(x) for key, x in numbers.items() if x is not None and math.isfinite(x)}
-
-
-def _values(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float | None]:
-    scores = run.scores
-    metrics = metrics_on(scores, names) if names else scores.metrics
-    numbers = {f"{name}/{unit}": units[unit] for name, units in metrics.items() for unit in UNITS}
-    against_one = {"intransigence/nats": _against_one(run, names, ones=ones)}
-    return numbers | against_one | _endtasks(scores, names) | costs(scores)
+def _values(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float]:
+    """What the run is compared by, of these domains alone if any are named."""
+    scores = restricted(run.scores, names) if names else run.scores
+    numbers = summarise_run(scores, ("metric", "task", "cost"))
+    against_one = _against_one(run, names, ones=ones)
+    if against_one is not None and math.isfinite(against_one):
+        numbers["intransigence/nats"] = against_one
+    for task, metric in scores.endtasks.get("metric", {}).items():
+        numbers[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
+    tasks = [f"task/{task}" for task in scores.endtasks.get("tasks", ())]
+    return {
+        key: numbers[key] for key in (*KEYS, *tasks, *COST_KEYS) if math.isfinite(numbers.get(key, math.nan))
+    }
 
 
 def _alone(run: Run) -> bool:
@@ -218,33 +226,3 @@ def _against_one(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> flo
     shared = [name for name in mine if name in other and (not names or name in names)]
     ours, alone = [mine[name] for name in shared], [other[name] for name in shared]
     return float(intransigence(ours, one=alone)) if shared else None
-
-
-def _endtasks(scores: Scores, names: frozenset[str]) -> dict[str, float]:
-    """`endtask/MF1`, …, and the last score of each task, `task/NAME`, in 0..1."""
-    given = tasks_on(scores.endtasks, names) if names else scores.endtasks
-    if not given or not given["tasks"]:
-        return {}
-    told = {f"endtask/{name}": x for name, x in summary(given, scores.rows).items()}
-    last = final(over_seeds(headline(given)))
-    return told | {f"task/{task}": float(x) for task, x in zip(given["tasks"], last, strict=True)}
-
-
-def costs(scores: Scores) -> dict[str, float | None]:
-    """What a run took: tokens, floating-point operations, seconds, bytes, parameters; None where it was not
-    counted."""
-
-    def counted(numbers: Sequence[int], put: Callable[[Sequence[int]], float]) -> float | None:
-        return put(numbers) if any(numbers) or len(scores.rows) == 1 else None
-
-    learning = scores.phases.get("learn", {}).values()
-    return {
-        "cost/tokens": counted(scores.seen, sum),
-        "cost/flops": counted(scores.flops, sum),
-        "cost/seconds_learn": sum(learning) if learning or len(scores.rows) == 1 else None,
-        "cost/seconds": scores.seconds,
-        "cost/memory": max(scores.memory) if any(scores.memory) else None,
-        "cost/stored": scores.stored[-1] if scores.stored else None,
-        "cost/stored_per_domain": scores.growth,
-        "cost/trained": max(scores.trained, default=0),
-    }
