@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 Array = np.ndarray
 EXACT = 12  # up to so many pairs every one of the 2^n signs is tried
@@ -40,8 +41,9 @@ def interval(
     known = _finite(values)
     if len(known) < 2:
         return np.nan, np.nan
-    drawn = np.random.default_rng(seed).integers(len(known), size=(replicates, len(known)))
-    low, high = np.percentile(known[drawn].mean(-1), LEVELS)
+    generator = np.random.default_rng(seed)
+    drawn = stats.bootstrap((known,), np.mean, n_resamples=replicates, method="percentile", rng=generator)
+    low, high = np.percentile(drawn.bootstrap_distribution, LEVELS)  # scipy's bounds differ by their rounding
     return float(low), float(high)
 
 
@@ -66,15 +68,12 @@ def paired(
 def ranks(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
     """Mean rank of each name over the keys for which all have a finite value; the lowest value is rank 1,
     equal ones share the mean of their ranks. nan where there is no such key."""
-    names = list(table)
-    keys = [key for key in table[names[0]] if all(key in row for row in table.values())] if names else []
-    values = np.array([[table[name][key] for key in keys] for name in names], dtype=float)
-    values = values.reshape(len(names), len(keys))[:, np.isfinite(values).all(0) if keys else []]
-    if not values.shape[1]:
-        return dict.fromkeys(names, np.nan)
-    lower = (values[None] < values[:, None]).sum(1)
-    equal = (values[None] == values[:, None]).sum(1)
-    return dict(zip(names, (lower + (equal + 1) / 2).mean(-1).tolist(), strict=True))
+    rows = list(table.values())
+    keys = [key for key in rows[0] if all(_is_known(row.get(key)) for row in rows)] if rows else []
+    if not keys:
+        return dict.fromkeys(table, np.nan)
+    placed = stats.rankdata([[row[key] for key in keys] for row in rows], axis=0)
+    return dict(zip(table, placed.mean(-1).tolist(), strict=True))
 
 
 def paired_examples(
@@ -106,22 +105,25 @@ def _finite(values: Sequence[float | None]) -> Array:
     return values[np.isfinite(values)]
 
 
+def _is_known(value: float | None) -> bool:
+    return value is not None and bool(np.isfinite(value))
+
+
 def _sign_flip(difference: Array, *, seed: int) -> float:
-    size, mean = len(difference), float(difference.mean())
-    if size > EXACT:
+    size = len(difference)
+    if size == 1:
+        return 1.0  # scipy needs two
+    if size > EXACT:  # our own stream, as the p-values that were published have it
         signs = np.random.default_rng(seed).integers(2, size=(FLIPS, size), dtype=np.int8) * 2 - 1
-        return _drawn_p(signs @ difference / size, mean)
-    signs = 1 - 2 * (np.arange(2**size)[:, None] >> np.arange(size) & 1)
-    return float(_as_far(signs @ difference / size, mean).mean())
+        return _drawn_p(signs @ difference / size, float(difference.mean()))
+    options = {"permutation_type": "samples", "n_resamples": np.inf}  # every sign of every pair
+    return float(stats.permutation_test((difference,), np.mean, **options).pvalue)
 
 
 def _drawn_p(flipped: Array, mean: float) -> float:
     """The observed mean is one of the flips: p is never 0."""
-    return float((1 + _as_far(flipped, mean).sum()) / (1 + len(flipped)))
-
-
-def _as_far(flipped: Array, mean: float) -> Array:
-    return np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
+    as_far = np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
+    return float((1 + as_far.sum()) / (1 + len(flipped)))
 
 
 def _pairs(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:

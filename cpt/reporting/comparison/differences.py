@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from cpt.evaluation.endtasks.metrics import Array, correct
 from cpt.evaluation.statistics import Difference, paired, paired_examples, ranks
 from cpt.reporting.comparison.groups import Group, Section
@@ -46,12 +48,10 @@ def contrasts(section: Section, measure: Measure) -> dict[str, Contrast]:
 def corrected(found: Mapping[str, Difference]) -> dict[str, Contrast]:
     """With p-values by Holm's step-down procedure (Holm 1979): the k-th smallest of m times m - k + 1, never
     below the one before it, at most 1."""
-    told, least = {}, 0.0
-    ordered = sorted(found.items(), key=lambda item: item[1].p)
-    for place, (name, difference) in enumerate(ordered):
-        least = max(least, min(1.0, difference.p * (len(ordered) - place)))
-        told[name] = Contrast(difference=difference, holm=least)
-    return {name: told[name] for name in found}
+    ordered = sorted(found, key=lambda name: found[name].p)
+    raised = [found[name].p * (len(ordered) - place) for place, name in enumerate(ordered)]
+    holm = dict(zip(ordered, np.minimum(1, np.maximum.accumulate(raised)).tolist(), strict=True))
+    return {name: Contrast(difference=difference, holm=holm[name]) for name, difference in found.items()}
 
 
 def ranked(section: Section) -> dict[str, dict[str, float]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import pandas
 
 from cpt.core.files import replacing
 from cpt.evaluation.conditions import described
@@ -81,15 +80,8 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
         for group in section.groups
         for run in group.runs
     ]
-    columns = dict.fromkeys(name for line in lines for name in line)
-    return _csv(list(columns), lines)
-
-
-def _csv(columns: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    rows = ([line.get(name, "") for name in columns] for line in lines)
-    csv.writer(text, lineterminator="\n").writerows(map(defused, row) for row in (columns, *rows))
-    return text.getvalue()
+    frame = pandas.DataFrame(lines, dtype=object).map(defused)
+    return frame.rename(columns=defused).to_csv(index=False, lineterminator="\n")
 
 
 def defused(value: Any) -> Any:
@@ -121,21 +113,9 @@ def _tabular(section: Section) -> str:
         for group in section.groups
     ]
     head = ["group", "n", *(escaped(measure.title) for measure in measures)]
-    body = [" & ".join(row) + r" \\" for row in (head, *rows)]
-    return "\n".join(
-        [
-            f"% {escaped(section.title)}",
-            f"% {escaped(described(section.conditions))}",
-            rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
-            r"\toprule",
-            body[0],
-            r"\midrule",
-            *body[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    shown = pandas.DataFrame(rows, columns=head).style.hide(axis="index")
+    tabular = shown.to_latex(hrules=True, column_format="l" + "r" * (len(head) - 1))
+    return f"% {escaped(section.title)}\n% {escaped(described(section.conditions))}\n{tabular}"
 
 
 def _best(groups: Sequence[Group], measure: Measure) -> float | None:
@@ -161,7 +141,8 @@ def escaped(text: str) -> str:
 def data(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
     """Groups with their spreads, differences, ranks, values by run. A number that is not finite is null."""
     told = {"version": 1, "sections": [_section(section, top=top) for section in sections], **beside}
-    return json.dumps(_finite(told), indent=1, ensure_ascii=False) + "\n"
+    plain = json.loads(json.dumps(told), parse_constant=lambda constant: None)  # JSON has no nan and infinity
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
 
 def _section(section: Section, *, top: Path) -> dict[str, Any]:
@@ -200,12 +181,3 @@ def _group(group: Group) -> dict[str, Any]:
 
 def _contrast(given: Contrast) -> dict[str, Any]:
     return {**given.difference._asdict(), "p_holm": given.holm}
-
-
-def _finite(value: Any) -> Any:
-    """The same for JSON, which has neither nan nor infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
