@@ -55,8 +55,9 @@ def description(picture: bytes) -> str:
 
 
 def style(place: int) -> dict[str, str]:
-    """Colour and marker of a series; 54 differ, neighbours in both."""
-    return {"color": SERIES[place % 6], "marker": MARKERS[(place + place // 6) % len(MARKERS)]}
+    """Colour, marker and dashes of a series; 54 differ in the first two, neighbours in both."""
+    marker = MARKERS[(place + place // 6) % len(MARKERS)]
+    return {"color": SERIES[place % 6], "marker": marker, "linestyle": DASHES[place // 6 % len(DASHES)]}
 
 
 def literal(name: str, *, width: int) -> str:

@@ -41,7 +41,7 @@ def _pareto(
     """A point per group that has both numbers; nothing if there is none."""
     groups = _both(comparable(section, pair[1]), pair)
     points = {group.name: (group.of(pair[0]), group.of(pair[1])) for group in groups}
-    drawn = charts.pareto(points, logarithmic=True, **labels) if points else b""
+    drawn = charts.pareto(points, logarithmic=True, places=section.places, **labels) if points else b""
     return Block(title=title, lines=lines, picture=drawn)
 
 
@@ -54,14 +54,15 @@ def _trade_off(section: Section) -> Block:
     groups = comparable(section, LEARNING[1])
     points = {group.name: (group.of("FG/nats"), group.of("LC/perplexity")) for group in groups}
     there = any(y is not None for _, values in points.values() for y in values)
-    drawn = charts.trade_off(points) if there else b""
+    drawn = charts.trade_off(points, places=section.places) if there else b""
     return Block(title="Average perplexity against forgetting", picture=drawn)
 
 
 def _curves(section: Section) -> Block:
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     lines = ["Mean perplexity over the domains learned so far: mean and range over the runs of a group."]
-    return Block(title="Over the stages", lines=lines, picture=charts.curves(runs))
+    picture = charts.curves(runs, places=section.places)
+    return Block(title="Over the stages", lines=lines, picture=picture)
 
 
 def _matrices(section: Section) -> Block:

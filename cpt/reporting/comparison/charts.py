@@ -1,6 +1,7 @@
 """The pictures over many runs, as PNG bytes that say in words what they show: see cpt.reporting.drawing.
 
-A group is what is drawn with one mark: runs that differ in their seed, say. Up to 54 marks differ.
+A group is what is drawn with one mark: runs that differ in their seed, say. Up to 54 marks differ. `places`
+gives each group its own, the same in every picture; without, marks follow the order within the picture.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
-from cpt.reporting.drawing import DASHES, FEW, literal, png
+from cpt.reporting.drawing import FEW, literal, png
 from cpt.reporting.figures import heaviest, mark_own, part_weights, perplexities
 from cpt.reporting.formatting import perplexity
 
@@ -22,43 +23,51 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = Sequence[float | None]
+Places = Mapping[str, int]
 HIGHLIGHTED = 6  # of more than FEW curves, so many are told apart: those that end lowest
 
 
-def trade_off(groups: Mapping[str, tuple[Values, Values]]) -> bytes:
+def trade_off(groups: Mapping[str, tuple[Values, Values]], *, places: Places | None = None) -> bytes:
     """Forgetting (nats) against average perplexity, a point per run; large: the mean of a group.
 
     A group is two sequences, forgetting and perplexity by run. One without forgetting (joint training,
     zero-shot) is a line at its mean perplexity.
     """
     figure, axes = _plane(len(groups))
-    levels = {}
-    for place, (name, values) in enumerate(groups.items()):
+    styles, levels = assign_styles(groups, places), {}
+    for name, values in groups.items():
         x, y = _known(values)
         y_alone = _numbers(values[1])
         if x.size:
-            _points(axes, x, y, label=_name(name, runs=x.size), style=drawing.style(place))
+            _points(axes, x, y, label=_name(name, runs=x.size), style=styles[name])
         elif np.isfinite(y_alone).any():
             levels[name] = float(y_alone[np.isfinite(y_alone)].mean())
     axes.margins(0.12)
-    _levels(axes, levels)
+    _levels(axes, levels, styles)
     axes.set(xlabel="forgetting FG (nats; left is better)", ylabel="average perplexity LC (down is better)")
     _legend(figure, axes)
     told = _means(groups, x="forgetting", y="perplexity")
     return png(figure, told=f"Forgetting (nats) and average perplexity, means over runs. {told}")
 
 
-def pareto(points: Mapping[str, tuple[Values, Values]], *, x: str, y: str, logarithmic: bool) -> bytes:
+def pareto(
+    points: Mapping[str, tuple[Values, Values]],
+    *,
+    x: str,
+    y: str,
+    logarithmic: bool,
+    places: Places | None = None,
+) -> bytes:
     """A group's mean of x against that of y, small its runs, and the front: the groups than which none is
     lower in both. x and y are the axes' labels; lower is better. `logarithmic`: x, whose values of 0 or less
     are left out."""
     figure, axes = _plane(len(points))
-    means = {}
-    for place, (name, values) in enumerate(points.items()):
+    styles, means = assign_styles(points, places), {}
+    for name, values in points.items():
         there = _known(values, positive=logarithmic)
         if there[0].size:
             means[name] = there[0].mean(), there[1].mean()
-            _points(axes, *there, label=_name(name, runs=there[0].size), style=drawing.style(place))
+            _points(axes, *there, label=_name(name, runs=there[0].size), style=styles[name])
     if logarithmic and means:
         axes.set_xscale("log")
     axes.margins(0.12)
@@ -80,12 +89,12 @@ def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-def curves(groups: Mapping[str, Sequence[Scores]]) -> bytes:
+def curves(groups: Mapping[str, Sequence[Scores]], *, places: Places | None = None) -> bytes:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains."""
     figure, axes = _plane(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
-    lines, levels = {}, {}
+    styles, lines, levels = assign_styles(groups, places), {}, {}
     for name, runs in groups.items():
         each = [_so_far(scores) for scores in runs if scores.learned]
         last = [_last(scores) for scores in runs if scores.rows and not scores.learned]
@@ -93,8 +102,8 @@ def curves(groups: Mapping[str, Sequence[Scores]]) -> bytes:
             lines[name] = _stacked(each)
         elif np.isfinite(last).any():
             levels[name] = float(np.nanmean(last))
-    _each_curve(axes, lines)
-    _levels(axes, levels)
+    _each_curve(axes, lines, styles)
+    _levels(axes, levels, styles)
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *map(np.ravel, lines.values())]))
     axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
@@ -156,6 +165,12 @@ def posteriors(groups: Mapping[str, Scores]) -> bytes:
     return png(figure, told=" ".join(told) or "No group.")
 
 
+def assign_styles(names: Iterable[str], places: Places | None) -> dict[str, dict[str, str]]:
+    """Colour, marker and dashes of each group."""
+    own = places or {name: place for place, name in enumerate(names)}
+    return {name: drawing.style(own[name]) for name in names}
+
+
 def _plane(groups: int) -> tuple[Figure, Axes]:
     """A figure that is high enough for a legend of so many groups, and its axes."""
     figure = drawing.figure((8.5, max(4.8, 0.23 * groups + 0.8)))
@@ -182,8 +197,8 @@ def _name(name: str, *, runs: int) -> str:
 
 def _points(axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str, style: Mapping[str, str]) -> None:
     """The runs of a group, and their mean as a large hollow mark."""
-    many = x.size > 5
-    axes.scatter(x, y, s=12 if many else 24, alpha=0.4 if many else 0.7, linewidths=0, zorder=2, **style)
+    many, mark = x.size > 5, {"color": style["color"], "marker": style["marker"]}
+    axes.scatter(x, y, s=12 if many else 24, alpha=0.4 if many else 0.7, linewidths=0, zorder=2, **mark)
     hollow = {"facecolors": "none", "edgecolors": style["color"], "linewidths": 2, "zorder": 3}
     axes.scatter(x.mean(), y.mean(), s=130, marker=style["marker"], label=label, **hollow)
 
@@ -197,15 +212,15 @@ def _staircase(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
         axes.step([x[0], *x, right], [top, *y, y[-1]], where="post", label="Pareto front", **corners)
 
 
-def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
+def _levels(axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Mapping[str, str]]) -> None:
     """A line per level; one that would press the points together is only named."""
     heights = list(levels.values()) or [0.0]
     drawn = axes.collections or axes.lines
     low, high = axes.get_ylim() if drawn else (min(heights), max(heights))
     bottom, top = low - 0.6 * (high - low), high + 0.6 * (high - low)
-    for place, (name, level) in enumerate(levels.items()):
+    for name, level in levels.items():
         label = f"{literal(name, width=30)}: {perplexity(level)}"
-        style = {"color": "black", "linewidth": 1.2, "linestyle": DASHES[place % 3]}
+        style = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
         if bottom <= level <= top:
             axes.axhline(level, label=label, **style)
         else:
@@ -251,7 +266,7 @@ def _over_runs(lines: np.ndarray) -> np.ndarray:
     return np.array([[v.mean(), v.min(), v.max()] if v.size else [np.nan] * 3 for v in there]).T
 
 
-def _each_curve(axes: Axes, lines: Mapping[str, np.ndarray]) -> None:
+def _each_curve(axes: Axes, lines: Mapping[str, np.ndarray], styles: Mapping[str, Mapping[str, str]]) -> None:
     """A curve per group; of many, those that end lowest are told apart and the others grey."""
     ends = _ends(lines)
     marked = sorted(ends, key=ends.get)[: HIGHLIGHTED if len(lines) > FEW else None]
@@ -259,10 +274,9 @@ def _each_curve(axes: Axes, lines: Mapping[str, np.ndarray]) -> None:
         axes.plot(*_curve(lines[name])[:2], color="0.75", linewidth=0.8, zorder=1)
     if len(marked) < len(lines):
         axes.plot([], [], color="0.75", label=f"{len(lines) - len(marked)} others")
-    for place, name in enumerate(marked):
+    for name in marked:
         stages, mean, low, high = _curve(lines[name])
-        style = drawing.style(place) | {"markersize": 5, "linestyle": DASHES[place // 6 % 3]}
-        style["markevery"] = -(-len(stages) // 20)
+        style = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20)}
         label = f"{_name(name, runs=len(lines[name]))}: {perplexity(ends[name])}"
         axes.plot(stages, mean, label=label, zorder=3, linewidth=1.6, **style)
         faint = 0.15 if len(marked) <= HIGHLIGHTED else 0.06

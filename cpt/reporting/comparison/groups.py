@@ -89,6 +89,7 @@ class Section:
     groups: Sequence[Group]
     baseline: str  # as asked for
     baselines: Mapping[str, Group]  # by the name of a group, the one that it is compared with
+    places: Mapping[str, int]  # by the name of a group, its mark in all pictures of the comparison
 
     @property
     def runs(self) -> list[Run]:
@@ -115,17 +116,26 @@ def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[Sect
         alike[run.alike].append(run)
     sets = sorted(alike.values(), key=lambda each: -len(each))
     firsts = [each[0] for each in sets]
+    groups = [grouped(each, by_order=by_order) for each in sets]
+    names = dict.fromkeys(group.name for each in groups for group in each)
+    places = {name: place for place, name in enumerate(names)}
     return [
-        _section(each, title=_title(each[0], firsts), by_order=by_order, baseline=baseline) for each in sets
+        _section(each, title=_title(each[0].runs[0], firsts), baseline=baseline, places=places)
+        for each in groups
     ]
 
 
-def _section(runs: Sequence[Run], *, title: str, by_order: bool, baseline: str) -> Section:
-    groups = grouped(runs, by_order=by_order)
+def _section(groups: Sequence[Group], *, title: str, baseline: str, places: Mapping[str, int]) -> Section:
     chosen = {group.name: compared_with(group, groups, baseline=baseline) for group in groups}
     baselines = {name: other for name, other in chosen.items() if other is not None}
-    given = runs[0].conditions
-    return Section(title=title, conditions=given, groups=groups, baseline=baseline, baselines=baselines)
+    return Section(
+        title=title,
+        conditions=groups[0].runs[0].conditions,
+        groups=groups,
+        baseline=baseline,
+        baselines=baselines,
+        places=places,
+    )
 
 
 def _title(run: Run, all_runs: Sequence[Run]) -> str:

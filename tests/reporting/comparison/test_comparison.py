@@ -8,13 +8,13 @@ import pytest
 
 from cpt.evaluation.statistics import Difference
 from cpt.reporting.comparison.differences import contrasts, corrected, on_examples, ranked
-from cpt.reporting.comparison.groups import differing, order_names
+from cpt.reporting.comparison.groups import differing, order_names, sections
 from cpt.reporting.comparison.measures import COMPARED, MEASURES, spread, told
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.restricted import metrics_on
 from cpt.reporting.comparison.runs import asked, begun, found, kept, known, measured
 from cpt.reporting.comparison.tables import least_p
-from tests.support.comparing import DOMAINS, NLL, endtasks, made, run, saved, section
+from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
 
 LC, FG = MEASURES[0], next(measure for measure in MEASURES if measure.key == "FG/nats")
 
@@ -422,3 +422,11 @@ def test_a_method_of_ones_own_says_that_it_learns_from_the_base():
     assert set(ranked(found)["CPT/nats"]) == {"ncl", "das", "mine"}
     assert any("(`mine`)" in line for line in notes(found))
     assert not any("from the base" in line for line in notes(section(runs[4:])))
+
+
+def test_marks_are_those_of_the_whole_comparison():
+    runs = [run(method=method, shift=shift) for shift, method in enumerate(("ncl", "das", "kd"))]
+    longer = [run(method=method, conditions=CONDITIONS | {"length": 128}) for method in ("kd", "ewc")]
+    first, second = sections(measured([*runs, *longer], domains=[]), by_order=False, baseline="ncl")
+    assert [first.places[group.name] for group in first.groups] == [0, 1, 2]
+    assert {group.name: second.places[group.name] for group in second.groups} == {"kd": 2, "ewc": 3}
