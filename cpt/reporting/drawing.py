@@ -7,7 +7,7 @@ and Ito (2008). A picture says in words what it shows: PNG's text chunk "Descrip
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,6 +165,35 @@ def panel(
     if not few:
         axes.set(xlabel=f"{len(columns)} columns", ylabel=f"{len(rows)} rows")
     return image
+
+
+def heat(
+    values: np.ndarray,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    few: bool,
+    label: str,
+    margin: float = 2.6,
+    extend: str = "neither",
+    **how: Any,
+) -> tuple[Figure, Axes]:
+    """A heat map as a picture of its own, `label` beside its colour scale; large unless few."""
+    drawn = figure((margin + 0.72 * len(columns), 2.0 + 0.42 * len(rows)) if few else (9.5, 8.5))
+    axes = drawn.add_subplot()
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
+    drawn.colorbar(image, ax=axes, extend=extend, label=label)
+    ticks(axes.xaxis, names=columns, few=few, rotation=35 if few else 90)
+    ticks(axes.yaxis, names=rows, few=few, rotation=0)
+    return drawn, axes
+
+
+def frame_cells(axes: Axes, cells: Iterable[tuple[int, int]], *, width: float) -> None:
+    """A frame round each (row, column)."""
+    from matplotlib.patches import Rectangle
+
+    for row, column in cells:
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
 
 
 def numbers(axes: Axes, values: np.ndarray, *, white: np.ndarray, most: int, sign: str = "") -> None:

@@ -94,17 +94,14 @@ def heatmap(scores: Scores) -> bytes:
     A = endscores.over_seeds(endscores.headline(given))  # noqa: N806
     rows = [row for row in range(len(A)) if np.isfinite(A[row]).any()]
     small = max(len(rows), A.shape[1]) <= drawing.FEW + 1
-    figure = drawing.figure((2.6 + 0.72 * A.shape[1], 2.0 + 0.42 * len(rows)) if small else (9.5, 8.5))
-    axes = figure.add_subplot()
-    image = axes.imshow(100 * A[rows], cmap=drawing.sequential(), aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="score, % (dark: better)")
-    names = [scores.rows[row] for row in rows]
-    drawing.ticks(axes.xaxis, names=given["tasks"], few=small, rotation=35 if small else 90)
-    drawing.ticks(axes.yaxis, names=names, few=small, rotation=0)
+    names, tasks = [scores.rows[row] for row in rows], given["tasks"]
+    how = {"cmap": drawing.sequential(), "few": small, "label": "score, % (dark: better)"}
+    figure, axes = drawing.heat(100 * A[rows], rows=names, columns=tasks, **how)
     axes.set(xlabel="end task of domain", ylabel="model after stage")
     _annotate(axes, A[rows] if small else A[:0])
-    _mark_own(axes, rows=names, tasks=given["tasks"], width=2 if small else 0.7)
-    return drawing.png(figure, told=_told(A[rows], rows=names, tasks=given["tasks"]))
+    own = [(names.index(task), column) for column, task in enumerate(tasks) if task in names]
+    drawing.frame_cells(axes, own, width=2 if small else 0.7)
+    return drawing.png(figure, told=_told(A[rows], rows=names, tasks=tasks))
 
 
 def _numbers(scores: Scores) -> Block:
@@ -169,15 +166,6 @@ def _annotate(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
         if np.isfinite(value):
             colour = "white" if value > middle else "black"
             axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
-
-
-def _mark_own(axes: Axes, *, rows: Sequence[str], tasks: Sequence[str], width: float) -> None:
-    from matplotlib.patches import Rectangle
-
-    for column, task in enumerate(tasks):
-        if task in rows:
-            corner = (column - 0.5, rows.index(task) - 0.5)
-            axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=width))
 
 
 def _told(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803

@@ -162,19 +162,18 @@ def list_costs(scores: Scores) -> Lines:
     for cost in COSTS:
         name, unit = COST_NAMES.get(cost, cost), COST_UNITS.get(cost, "bytes")
         yield Line(name, _total(scores, cost), unit, f"cost/{name}")
+        yield from _by_stage(scores, name, getattr(scores, cost), unit)
+    for kind in TIMED:
+        name, took = f"seconds_{kind}", scores.phases.get(kind, {})
+        yield Line(name, sum(took.values()), "s", f"cost/{name}")
+        yield from _by_stage(scores, name, [took.get(stage, 0.0) for stage in scores.rows], "s")
     yield Line("stored_per_domain", scores.growth, "bytes", "cost/stored_per_domain")
     yield Line("seconds", scores.seconds, "s", "cost/seconds")
-    for kind in TIMED:
-        yield Line(f"seconds_{kind}", sum(_seconds(scores, kind).values()), "s", f"cost/seconds_{kind}")
-    for row, stage in enumerate(scores.rows):
-        where = {"stage": row, "after": stage}
-        for cost in COSTS:
-            name, unit = COST_NAMES.get(cost, cost), COST_UNITS.get(cost, "bytes")
-            noted = next(iter(getattr(scores, cost)[row : row + 1]), None)
-            yield Line(name, noted, unit, f"stage/{escape_name(stage)}/{name}", **where)
-        for kind in TIMED:
-            name, took = f"seconds_{kind}", _seconds(scores, kind).get(stage, 0.0)
-            yield Line(name, took, "s", f"stage/{escape_name(stage)}/{name}", **where)
+
+
+def _by_stage(scores: Scores, name: str, noted: Sequence[float], unit: str) -> Lines:
+    for row, (stage, value) in enumerate(zip(scores.rows, noted, strict=False)):
+        yield Line(name, value, unit, f"stage/{escape_name(stage)}/{name}", row, stage)
 
 
 def _total(scores: Scores, cost: str) -> float | None:
@@ -187,10 +186,6 @@ def _total(scores: Scores, cost: str) -> float | None:
         return max(noted) if any(noted) else None
     over = {"skipped": sum, "stored": itemgetter(-1)}.get(cost, max)
     return over(noted) if noted else None
-
-
-def _seconds(scores: Scores, kind: str) -> dict[str, float]:
-    return scores.phases.get(kind, {})
 
 
 def _phases(scores: Scores) -> Lines:

@@ -117,7 +117,7 @@ def stage_row(scores: Scores, row: int) -> dict[str, float]:
     points = {f"ppl/{escape_name(line.on)}": line.value for line in losses}
     points |= {"stages/learned": float(np.mean(so_far))} if so_far else {}
     for name in CURVES:
-        taken = [line.value for line in costs if line.name == name and line.value is not None]
+        taken = [line.value for line in costs if line.name == name]
         if name in CUMULATED:
             points[f"stages/{name.removesuffix('_learn')}"] = sum(taken)
         elif len(taken) > row:

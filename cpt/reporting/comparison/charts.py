@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 Values = Sequence[float | None]
 Places = Mapping[str, int]
+Styles = Mapping[str, Mapping[str, str]]
 HIGHLIGHTED = 6  # of more than FEW curves, so many are told apart: those that end lowest
 
 
@@ -99,7 +101,7 @@ def curves(groups: Mapping[str, Sequence[Scores]], *, places: Places | None = No
         each = [_so_far(scores) for scores in runs if scores.learned]
         last = [_last(scores) for scores in runs if scores.rows and not scores.learned]
         if any(np.isfinite(line).any() for line in each):
-            lines[name] = _stacked(each)
+            lines[name] = pandas.DataFrame(each)  # [run, stage], nan where a run has no more
         elif np.isfinite(last).any():
             levels[name] = float(np.nanmean(last))
     _each_curve(axes, lines, styles)
@@ -212,7 +214,7 @@ def _staircase(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
         axes.step([x[0], *x, right], [top, *y, y[-1]], where="post", label="Pareto front", **corners)
 
 
-def _levels(axes: Axes, levels: Mapping[str, float], styles: Mapping[str, Mapping[str, str]]) -> None:
+def _levels(axes: Axes, levels: Mapping[str, float], styles: Styles) -> None:
     """A line per level; one that would press the points together is only named."""
     heights = list(levels.values()) or [0.0]
     drawn = axes.collections or axes.lines
@@ -248,43 +250,26 @@ def _last(scores: Scores) -> float:
     return float(mean) if np.isfinite(mean) else np.nan
 
 
-def _stacked(lines: Sequence[np.ndarray]) -> np.ndarray:
-    """Lines [run, stage], the shorter ones filled up with nan."""
-    longest = max(map(len, lines))
-    return np.array([np.pad(line, (0, longest - len(line)), constant_values=np.nan) for line in lines])
-
-
-def _ends(lines: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _ends(lines: Mapping[str, pandas.DataFrame]) -> dict[str, float]:
     """The mean over runs at the last stage that any of them reached."""
-    means = {name: _over_runs(each)[0] for name, each in lines.items()}
-    return {name: float(mean[np.isfinite(mean)][-1]) for name, mean in means.items()}
+    return {name: float(runs.mean().dropna().iloc[-1]) for name, runs in lines.items()}
 
 
-def _over_runs(lines: np.ndarray) -> np.ndarray:
-    """Mean, least and largest over the runs there are, [3, stage]; nan where there is none."""
-    there = [line[np.isfinite(line)] for line in lines.T]
-    return np.array([[v.mean(), v.min(), v.max()] if v.size else [np.nan] * 3 for v in there]).T
-
-
-def _each_curve(axes: Axes, lines: Mapping[str, np.ndarray], styles: Mapping[str, Mapping[str, str]]) -> None:
+def _each_curve(axes: Axes, lines: Mapping[str, pandas.DataFrame], styles: Styles) -> None:
     """A curve per group; of many, those that end lowest are told apart and the others grey."""
     ends = _ends(lines)
     marked = sorted(ends, key=ends.get)[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in [name for name in lines if name not in marked]:
-        axes.plot(*_curve(lines[name])[:2], color="0.75", linewidth=0.8, zorder=1)
+        axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", linewidth=0.8, zorder=1)
     if len(marked) < len(lines):
         axes.plot([], [], color="0.75", label=f"{len(lines) - len(marked)} others")
     for name in marked:
-        stages, mean, low, high = _curve(lines[name])
+        runs, stages = lines[name], lines[name].columns + 1
         style = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20)}
-        label = f"{_name(name, runs=len(lines[name]))}: {perplexity(ends[name])}"
-        axes.plot(stages, mean, label=label, zorder=3, linewidth=1.6, **style)
+        label = f"{_name(name, runs=len(runs))}: {perplexity(ends[name])}"
+        axes.plot(stages, runs.mean(), label=label, zorder=3, linewidth=1.6, **style)
         faint = 0.15 if len(marked) <= HIGHLIGHTED else 0.06
-        axes.fill_between(stages, low, high, color=style["color"], alpha=faint, linewidth=0)
-
-
-def _curve(lines: np.ndarray) -> tuple[np.ndarray, ...]:
-    return np.arange(1, lines.shape[1] + 1), *_over_runs(lines)
+        axes.fill_between(stages, runs.min(), runs.max(), color=style["color"], alpha=faint, linewidth=0)
 
 
 def _scale(figure: Figure, image: object, *, label: str) -> None:
