@@ -11,7 +11,7 @@ from cpt.core.preemption import deferred
 from cpt.core.processes import is_first_process
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_report import table
+from cpt.reporting.run_report import format_scores
 from cpt.training.identity import check, is_same
 from cpt.training.plan import Plan, endtask_digest, planned
 from cpt.training.run_folder import RunFolder
@@ -48,7 +48,7 @@ def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
 
         with explained(place):
             scores = fold(plan, place)
-    log.info("\n%s\n%s", table(scores), place.path / "report.html")
+    log.info("\n%s\n%s", format_scores(scores), place.path / "report.html")
     return objective_value(scores.metrics, plan.cfg.objective)
 
 

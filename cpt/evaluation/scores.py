@@ -15,7 +15,7 @@ import numpy as np
 from cpt.core.schema import check
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.endtasks.metrics import check_endtasks
-from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, intervals, values
+from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, compute_values, intervals
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
@@ -57,7 +57,7 @@ class Scores(Layout):
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        check(vars(self), declared(type(self)))
+        check(vars(self), get_field_types(type(self)))
         check(self.run, RUN, of="run")
         for names in (self.rows, self.domains):
             if not isinstance(names, list) or len(set(names)) != len(names):
@@ -126,7 +126,7 @@ class Scores(Layout):
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
-        measured = values(self.matrix, layout=self)
+        measured = compute_values(self.matrix, layout=self)
         self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
@@ -141,7 +141,7 @@ class Scores(Layout):
                 raise ValueError(f"needed is cpt's format, version {VERSION}")
             if differing := sorted(({f.name for f in fields(cls)} ^ set(data)) - LATER):
                 raise ValueError(f"missing or unknown: {', '.join(differing)}")
-            return cls(**complete(data))
+            return cls(**complete_fields(data))
         except (ValueError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
@@ -162,7 +162,7 @@ class Scores(Layout):
             temporary.unlink(missing_ok=True)
 
 
-def complete(data: dict[str, Any]) -> dict[str, Any]:
+def complete_fields(data: dict[str, Any]) -> dict[str, Any]:
     """A file's fields with those that an earlier cpt left out or wrote in another form: whether the method
     learned from the base, and seconds by phase (`learn pandas`) in place of kind and stage."""
     run, phases = data["run"], data["phases"]
@@ -183,7 +183,7 @@ def divide_phases(phases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def declared(kind: type) -> dict[str, Any]:
+def get_field_types(kind: type) -> dict[str, Any]:
     """The types of a class's fields."""
     return get_type_hints(kind)
 

@@ -38,7 +38,7 @@ def interval(
 ) -> tuple[float, float]:
     """95 % percentile bootstrap of the mean, the values redrawn with replacement; without those that are not
     finite, (nan, nan) where fewer than two are left."""
-    known = _finite(values)
+    known = _drop_unknown(values)
     if len(known) < 2:
         return np.nan, np.nan
     generator = np.random.default_rng(seed)
@@ -47,7 +47,7 @@ def interval(
     return float(low), float(high)
 
 
-def paired(
+def compare_pairs(
     values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], *, seed: int = 0
 ) -> Difference:
     """Mean of values minus baseline over the keys (order and seed of a run, say) that both have.
@@ -58,14 +58,14 @@ def paired(
     """
     shared = [key for key in values if key in baseline]
     difference = np.array([[values[key], baseline[key]] for key in shared], dtype=float).reshape(-1, 2)
-    difference = _finite(difference[:, 0] - difference[:, 1])
+    difference = _drop_unknown(difference[:, 0] - difference[:, 1])
     if not len(difference):
         return NOTHING
     low, high = interval(difference, seed=seed)
     return Difference(float(difference.mean()), low, high, _sign_flip(difference, seed=seed), len(difference))
 
 
-def ranks(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
+def rank_rows(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
     """Mean rank of each name over the keys for which all have a finite value; the lowest value is rank 1,
     equal ones share the mean of their ranks. nan where there is no such key."""
     rows = list(table.values())
@@ -76,7 +76,7 @@ def ranks(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, flo
     return dict(zip(table, placed.mean(-1).tolist(), strict=True))
 
 
-def paired_examples(
+def compare_examples(
     one: Mapping[Hashable, Array] | Array,
     other: Mapping[Hashable, Array] | Array | None = None,
     *,
@@ -89,18 +89,18 @@ def paired_examples(
     or easy for all of them. Examples are redrawn within their task (interval), or swapped between the two
     (p: Fisher's test with random signs). ValueError if there are other numbers of examples.
     """
-    strata = [_levels(difference) for difference in _by_task(_pairs(one, other)).values()]
+    strata = [_count_levels(difference) for difference in _by_task(_pair_arrays(one, other)).values()]
     if not strata:
         return NOTHING
     generator = np.random.default_rng(seed)
-    drawn = np.mean([_redrawn(*stratum, generator=generator) for stratum in strata], axis=0)
-    flipped = np.mean([_flipped(*stratum, generator=generator) for stratum in strata], axis=0)
+    drawn = np.mean([_redraw(*stratum, generator=generator) for stratum in strata], axis=0)
+    flipped = np.mean([_flip_signs(*stratum, generator=generator) for stratum in strata], axis=0)
     mean = float(np.mean([level @ count / count.sum() for level, count in strata]))
     low, high = np.percentile(drawn, LEVELS).tolist()
     return Difference(mean, low, high, _drawn_p(flipped, mean), int(sum(count.sum() for _, count in strata)))
 
 
-def _finite(values: Sequence[float | None]) -> Array:
+def _drop_unknown(values: Sequence[float | None]) -> Array:
     values = np.array(values, dtype=float)
     return values[np.isfinite(values)]
 
@@ -126,7 +126,7 @@ def _drawn_p(flipped: Array, mean: float) -> float:
     return float((1 + as_far.sum()) / (1 + len(flipped)))
 
 
-def _pairs(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:
+def _pair_arrays(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:
     if isinstance(one, Mapping):
         return dict(one) if other is None else {key: (one[key], other[key]) for key in one if key in other}
     return {None: (one, other)}
@@ -146,20 +146,20 @@ def _by_task(pairs: Mapping[Hashable, tuple[Array, Array]]) -> dict[Hashable, Ar
     return {task: np.mean(differences, axis=0) for task, differences in seeds.items() if len(differences[0])}
 
 
-def _levels(difference: Array) -> tuple[Array, Array]:
+def _count_levels(difference: Array) -> tuple[Array, Array]:
     """The different values and how often each occurs: all that resampling needs to know, since examples with
     one value are alike."""
     levels, counts = np.unique(difference.round(12), return_counts=True)
     return levels, counts
 
 
-def _redrawn(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
+def _redraw(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
     """Means of redrawn examples, [replicate]."""
     size = counts.sum()
     return generator.multinomial(size, counts / size, size=REPLICATES) @ levels / size
 
 
-def _flipped(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
+def _flip_signs(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
     """Means of examples with random signs, [flip]: of m alike, a binomial number keeps its sign."""
     kept = generator.binomial(counts, 0.5, size=(FLIPS, len(counts)))
     return (2 * kept - counts) @ levels / counts.sum()

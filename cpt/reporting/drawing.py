@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt.reporting.formatting import shortened
+from cpt.reporting.formatting import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,7 +62,7 @@ def style(place: int) -> dict[str, str]:
 
 def literal(name: str, *, width: int) -> str:
     """The name as matplotlib shows it unchanged; a dollar sign would start a formula."""
-    return shortened(name, width=width).replace("$", r"\$")
+    return shorten(name, width=width).replace("$", r"\$")
 
 
 def ticks(axis: Axis, *, names: Sequence[str], few: bool, rotation: int, most: int = 30) -> None:
@@ -110,7 +110,7 @@ def direct_labels(axes: Axes, ends: Mapping[str, tuple[np.ndarray, str]]) -> Non
     low, high = np.log(axes.get_ylim())
     known = {name: line[np.isfinite(line)][-1] for name, (line, _) in ends.items() if np.isfinite(line).any()}
     wanted = {name: (np.log(value) - low) / (high - low) for name, value in known.items()}
-    for name, height in apart(wanted, gap=0.052).items():
+    for name, height in space_heights(wanted, gap=0.052).items():
         axes.annotate(
             literal(name, width=30),
             xy=(1, wanted[name]),
@@ -124,7 +124,7 @@ def direct_labels(axes: Axes, ends: Mapping[str, tuple[np.ndarray, str]]) -> Non
         )
 
 
-def apart(wanted: Mapping[str, float], *, gap: float) -> dict[str, float]:
+def space_heights(wanted: Mapping[str, float], *, gap: float) -> dict[str, float]:
     """Heights at least `gap` apart, close to the wanted ones, within 0..1 where there is room."""
     placed: dict[str, float] = {}
     below = -np.inf
@@ -167,7 +167,7 @@ def panel(
     return image
 
 
-def heat(
+def draw_heat(
     values: np.ndarray,
     *,
     rows: Sequence[str],
@@ -196,7 +196,7 @@ def frame_cells(axes: Axes, cells: Iterable[tuple[int, int]], *, width: float) -
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
 
 
-def numbers(axes: Axes, values: np.ndarray, *, white: np.ndarray, most: int, sign: str = "") -> None:
+def write_numbers(axes: Axes, values: np.ndarray, *, white: np.ndarray, most: int, sign: str = "") -> None:
     """Values written into their cells, in white where that is asked for; nothing where cells are many."""
     for (row, column), value in np.ndenumerate(values if max(values.shape) <= most else values[:0]):
         if np.isfinite(value):

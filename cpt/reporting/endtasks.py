@@ -48,27 +48,27 @@ COSTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 NEEDED = ("tokens", "flops", "memory", "trained", "stored")  # of a stage that is shown
 
 
-def blocks(scores: Scores, folder: Path) -> list[Block]:
+def build_endtask_blocks(scores: Scores, folder: Path) -> list[Block]:
     """The end tasks' numbers, A in each metric with a picture, and what became of the predictions."""
     if not scores.endtasks:
         return []
     given = scores.endtasks
     A = endscores.headline(given)  # noqa: N806
     measured = np.isfinite(A).reshape(len(A), -1).any(-1).sum()
-    picture = heatmap(scores) if measured > 1 else b""
-    tables = [_table(endscores.cube(given, kind), scores, folded=name) for kind, name in NAMES.items()]
-    first = _table(A, scores, title=f"End tasks: {_metrics(given)}", picture=picture)
-    return [_numbers(scores), first, *tables, _transitions(scores, folder)]
+    picture = draw_endtasks(scores) if measured > 1 else b""
+    tables = [_show_scores(endscores.cube(given, kind), scores, folded=name) for kind, name in NAMES.items()]
+    first = _show_scores(A, scores, title=f"End tasks: {_name_metrics(given)}", picture=picture)
+    return [_show_summary(scores), first, *tables, _transitions(scores, folder)]
 
 
-def line(scores: Scores) -> str:
+def format_endtasks(scores: Scores) -> str:
     """The headline numbers for a console; "" where there are none."""
-    numbers = endscores.summary(scores.endtasks, scores.rows)
+    numbers = endscores.summarise_endtasks(scores.endtasks, scores.rows)
     told = ", ".join(f"{name} {percent(value)} %" for name, value in numbers.items())
     return f"end tasks ({len(scores.endtasks['tasks'])}): {told}" if told else ""
 
 
-def compute(scores: Scores) -> Block:
+def build_compute_block(scores: Scores) -> Block:
     """What each stage cost, and the run; nothing where nothing was noted."""
     stages: dict[str | None, dict[str, float | None]] = {}
     for line in list_costs(scores):
@@ -88,7 +88,7 @@ def _cost(stage: str, costs: Mapping[str, float | None]) -> list[str]:
     return [stage, *("–" if costs[name] is None else show(costs[name]) for name, show in COSTS.values())]
 
 
-def heatmap(scores: Scores) -> bytes:
+def draw_endtasks(scores: Scores) -> bytes:
     """A in each task's own metric, the rows that were measured; a domain's own stage is marked."""
     given = scores.endtasks
     A = endscores.over_seeds(endscores.headline(given))  # noqa: N806
@@ -96,17 +96,17 @@ def heatmap(scores: Scores) -> bytes:
     small = max(len(rows), A.shape[1]) <= drawing.FEW + 1
     names, tasks = [scores.rows[row] for row in rows], given["tasks"]
     how = {"cmap": drawing.sequential(), "few": small, "label": "score, % (dark: better)"}
-    figure, axes = drawing.heat(100 * A[rows], rows=names, columns=tasks, **how)
+    figure, axes = drawing.draw_heat(100 * A[rows], rows=names, columns=tasks, **how)
     axes.set(xlabel="end task of domain", ylabel="model after stage")
-    _annotate(axes, A[rows] if small else A[:0])
+    _write_scores(axes, A[rows] if small else A[:0])
     own = [(names.index(task), column) for column, task in enumerate(tasks) if task in names]
     drawing.frame_cells(axes, own, width=2 if small else 0.7)
-    return drawing.png(figure, told=_told(A[rows], rows=names, tasks=tasks))
+    return drawing.png(figure, told=_describe_last_row(A[rows], rows=names, tasks=tasks))
 
 
-def _numbers(scores: Scores) -> Block:
+def _show_summary(scores: Scores) -> Block:
     given = scores.endtasks
-    found = endscores.summary(given, scores.rows)
+    found = endscores.summarise_endtasks(given, scores.rows)
     cells = [[name, *endscores.MEANINGS[name], percent(value)] for name, value in found.items()]
     seeds = f"{len(given['tasks'])} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     seeds += f"endtask.when={given['when']}, {given['seconds']:,.1f} seconds."
@@ -114,7 +114,7 @@ def _numbers(scores: Scores) -> Block:
     return Block(title="End tasks", lines=[FORMULAS, seeds], head=head, cells=cells, words=3)
 
 
-def _metrics(given: Mapping[str, Any]) -> str:
+def _name_metrics(given: Mapping[str, Any]) -> str:
     """Each task's own metric: one for all, or by task."""
     names = {task: NAMES[given["metric"][task]] for task in given["tasks"]}
     if len(set(names.values())) == 1:
@@ -122,9 +122,9 @@ def _metrics(given: Mapping[str, Any]) -> str:
     return "each in its own metric: " + few([f"{task} {name}" for task, name in names.items()], between=", ")
 
 
-def _table(scores: np.ndarray, run: Scores, **shown: Any) -> Block:
+def _show_scores(scores: np.ndarray, run: Scores, **shown: Any) -> Block:
     """Mean ± standard deviation over seeds, of the rows that were measured."""
-    means, spread = endscores.over_seeds(scores), endscores.spread(scores)
+    means, spread = endscores.over_seeds(scores), endscores.sd_over_seeds(scores)
     cells = [
         [run.rows[row], *(map(_mean, means[row], spread[row]))]
         for row in range(len(means))
@@ -159,7 +159,7 @@ def _moved(counts: Mapping[str, float]) -> list[str]:
     return shown
 
 
-def _annotate(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
+def _write_scores(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
     """The scores, white on dark."""
     middle = (np.nanmin(A) + np.nanmax(A)) / 2 if len(A) else 0
     for (row, column), value in np.ndenumerate(A):
@@ -168,7 +168,7 @@ def _annotate(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
             axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
 
 
-def _told(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803
+def _describe_last_row(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803
     """The last row in words."""
     known = [(task, value) for task, value in zip(tasks, A[-1], strict=True) if np.isfinite(value)]
     last = [f"{task} {100 * value:.1f} %" for task, value in known]

@@ -27,7 +27,7 @@ def heatmap(scores: Scores) -> bytes:
     """The matrix, coloured by the change in nats against the base model; a domain's own row is marked."""
     change = scores.matrix - scores.matrix[:1]
     columns, few, scale = len(scores.domains), len(scores.domains) <= FEW + 1, drawing.limits(change)
-    figure, axes = drawing.heat(
+    figure, axes = drawing.draw_heat(
         change,
         rows=scores.rows,
         columns=scores.domains,
@@ -66,7 +66,7 @@ def stages(scores: Scores) -> bytes:
         ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
     drawing.direct_labels(axes, ends)
-    return png(figure, told=_means(scores))
+    return png(figure, told=_describe_means(scores))
 
 
 def mixtures(scores: Scores) -> bytes:
@@ -74,7 +74,7 @@ def mixtures(scores: Scores) -> bytes:
     names, weights = part_weights(scores)
     few = max(weights.shape) <= FEW + 1
     how = {"cmap": "Blues", "vmin": 0, "vmax": 1, "few": few, "margin": 3.2, "label": "mean weight"}
-    figure, axes = drawing.heat(weights, rows=scores.domains, columns=names, **how)
+    figure, axes = drawing.draw_heat(weights, rows=scores.domains, columns=names, **how)
     axes.set(xlabel="part of", ylabel="test text")
     for (row, column), value in np.ndenumerate(weights if few else weights[:0]):
         axes.text(
@@ -120,7 +120,7 @@ def _changes(scores: Scores) -> str:
     return f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {'; '.join(each[:FEW])}{more}."
 
 
-def _means(scores: Scores) -> str:
+def _describe_means(scores: Scores) -> str:
     """The mean perplexity over the domains at the first and the last stage."""
     columns = [place for place, name in enumerate(scores.domains) if name != GENERAL]
     mean = perplexities(scores)[:, columns].mean(1)

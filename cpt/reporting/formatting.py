@@ -8,12 +8,12 @@ import numpy as np
 UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
 
 
-def one_line(text: str) -> str:
+def strip_controls(text: str) -> str:
     """The text with a blank for whatever could end a line or speak to a terminal."""
     return UNSEEN.sub(" ", text)
 
 
-def shortened(name: str, *, width: int) -> str:
+def shorten(name: str, *, width: int) -> str:
     """The name in at most `width` characters, its middle left out: names often differ at their ends."""
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"

@@ -83,7 +83,7 @@ def escape_name(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
-def _metrics(scores: Scores) -> Lines:
+def _list_metrics(scores: Scores) -> Lines:
     for name, metric in scores.metrics.items():
         for unit in UNITS:
             low, high = metric.get("interval", {}).get(unit, (None, None))
@@ -93,7 +93,7 @@ def _metrics(scores: Scores) -> Lines:
         yield Line(name, value, key=name)
 
 
-def _perplexities(scores: Scores) -> Lines:
+def _list_perplexities(scores: Scores) -> Lines:
     if not scores.rows:
         return
     perplexity = in_units(scores.matrix, layout=scores)["perplexity"]
@@ -115,23 +115,23 @@ def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Lines:
                 yield Line("loss", loss, unit, stage=row, after=scores.rows[row], on=text)
 
 
-def _texts(scores: Scores) -> Lines:
+def _list_texts(scores: Scores) -> Lines:
     for text, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         for name, size in zip(("tokens", "scored", "bytes"), sizes, strict=True):
             yield Line(name, size, name, f"text/{escape_name(text)}/{name}", on=text)
 
 
-def _tasks(scores: Scores) -> Lines:
+def _list_tasks(scores: Scores) -> Lines:
     given, rows = scores.endtasks, scores.rows
     if not given:
         return
-    for name, value in endscores.summary(given, rows).items():
+    for name, value in endscores.summarise_endtasks(given, rows).items():
         yield Line(name, value, "share", f"endtask/{name}")
     yield Line("seconds", given["seconds"], "s", "endtask/seconds")
     for kind in endscores.KINDS:
         cube = endscores.cube(given, kind)
-        means, deviations = endscores.over_seeds(cube), endscores.spread(cube)
-        final, own = endscores.final(means), endscores.forward(means, rows, given["tasks"])
+        means, deviations = endscores.over_seeds(cube), endscores.sd_over_seeds(cube)
+        final, own = endscores.pick_final(means), endscores.forward(means, rows, given["tasks"])
         for place, (task, row) in enumerate(zip(given["tasks"], endscores.last_measured(cube), strict=True)):
             key, last = f"endtask/{escape_name(task)}/{kind}", rows[row] if row is not None else None
             deviation = None if row is None else deviations[row, place]
@@ -150,7 +150,7 @@ def list_endtasks(scores: Scores) -> Lines:
             yield Line(kind, cube[row, task, seed], "share", seed=given["seeds"][seed], **where)
 
 
-def _parts(scores: Scores) -> Lines:
+def _list_parts(scores: Scores) -> Lines:
     for row, (stage, texts) in enumerate(zip(scores.rows, scores.parts, strict=False)):
         for text, weights in texts.items():
             for part, weight in weights.items():
@@ -161,22 +161,22 @@ def list_costs(scores: Scores) -> Lines:
     """Of the whole run, where stored is what is kept at the end, and of each stage."""
     for cost in COSTS:
         name, unit = COST_NAMES.get(cost, cost), COST_UNITS.get(cost, "bytes")
-        yield Line(name, _total(scores, cost), unit, f"cost/{name}")
-        yield from _by_stage(scores, name, getattr(scores, cost), unit)
+        yield Line(name, _total_cost(scores, cost), unit, f"cost/{name}")
+        yield from _list_stages(scores, name, getattr(scores, cost), unit)
     for kind in TIMED:
         name, took = f"seconds_{kind}", scores.phases.get(kind, {})
         yield Line(name, sum(took.values()), "s", f"cost/{name}")
-        yield from _by_stage(scores, name, [took.get(stage, 0.0) for stage in scores.rows], "s")
+        yield from _list_stages(scores, name, [took.get(stage, 0.0) for stage in scores.rows], "s")
     yield Line("stored_per_domain", scores.growth, "bytes", "cost/stored_per_domain")
     yield Line("seconds", scores.seconds, "s", "cost/seconds")
 
 
-def _by_stage(scores: Scores, name: str, noted: Sequence[float], unit: str) -> Lines:
+def _list_stages(scores: Scores, name: str, noted: Sequence[float], unit: str) -> Lines:
     for row, (stage, value) in enumerate(zip(scores.rows, noted, strict=False)):
         yield Line(name, value, unit, f"stage/{escape_name(stage)}/{name}", row, stage)
 
 
-def _total(scores: Scores, cost: str) -> float | None:
+def _total_cost(scores: Scores, cost: str) -> float | None:
     """One of COSTS over a run: the sum of tokens, operations and steps left out, the last of stored bytes,
     else the largest. An earlier cpt noted 0 of every stage for what it did not count: None."""
     noted = getattr(scores, cost)
@@ -188,20 +188,20 @@ def _total(scores: Scores, cost: str) -> float | None:
     return over(noted) if noted else None
 
 
-def _phases(scores: Scores) -> Lines:
+def _list_phases(scores: Scores) -> Lines:
     for kind, stages in scores.phases.items():
         yield from (Line(kind, seconds, "s", after=stage) for stage, seconds in stages.items())
 
 
 ENDS = {"value": "", "low": "/low", "high": "/high"}  # of a key
 KINDS: dict[str, Callable[[Scores], Lines]] = {
-    "metric": _metrics,
-    "perplexity": _perplexities,
-    "text": _texts,
-    "task": _tasks,
+    "metric": _list_metrics,
+    "perplexity": _list_perplexities,
+    "text": _list_texts,
+    "task": _list_tasks,
     "cost": list_costs,
     "loss": list_losses,
     "endtask": list_endtasks,
-    "part": _parts,
-    "phase": _phases,
+    "part": _list_parts,
+    "phase": _list_phases,
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.evaluation.metrics import METRICS, UNITS, described
+from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_table import (
     COST_COLUMNS,
@@ -43,11 +43,11 @@ def _nullify(frame: DataFrame) -> DataFrame:
     return known.astype(object).where(known.notna(), None)
 
 
-def _matrix(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_matrix(table: DataFrame, scores: Scores) -> DataFrame:
     return _widen(table[table["unit"] == "perplexity"], ["after"], "on", scores.domains)
 
 
-def _losses(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_losses(table: DataFrame, scores: Scores) -> DataFrame:
     cells = _widen(table, [*WHERE, "on"], "unit", UNITS).rename(columns={"on": "text"})
     rows = {stage: row for row, stage in enumerate(scores.rows) if row}
     learned = cells["text"].map(rows).fillna(np.inf) <= cells["stage"].astype(int)
@@ -55,34 +55,34 @@ def _losses(table: DataFrame, scores: Scores) -> DataFrame:
     return cells
 
 
-def _metrics(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_metrics(table: DataFrame, scores: Scores) -> DataFrame:
     lines = table[table["name"].isin(METRICS)].rename(columns={"name": "metric"})
     for place, column in enumerate(("meaning", "formula")):
-        lines[column] = [described(METRICS[name].compute)[place] for name in lines["metric"]]
+        lines[column] = [describe_metric(METRICS[name].compute)[place] for name in lines["metric"]]
     return lines[["metric", "meaning", "formula", "unit", "value", "low", "high"]]
 
 
-def _endtasks(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_endtasks(table: DataFrame, scores: Scores) -> DataFrame:
     lines = table.rename(columns={"on": "task", "name": "metric"})
     lines["own_metric"] = lines["task"].map(scores.endtasks["metric"]) == lines["metric"]
     return lines[[*WHERE, "task", "seed", "metric", "own_metric", "value"]]
 
 
-def _parts(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_parts(table: DataFrame, scores: Scores) -> DataFrame:
     lines = table.rename(columns={"on": "text", "value": "weight"})
     return lines[[*WHERE, "text", "part", "weight"]]
 
 
-def _costs(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_costs(table: DataFrame, scores: Scores) -> DataFrame:
     return _widen(table[table["stage"].notna()], WHERE, "name", COST_COLUMNS)
 
 
-def _seconds(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_seconds(table: DataFrame, scores: Scores) -> DataFrame:
     lines = table.rename(columns={"name": "phase", "after": "stage", "stage": "", "value": "seconds"})
     return lines[["phase", "stage", "seconds"]]
 
 
-def _texts(table: DataFrame, scores: Scores) -> DataFrame:
+def _tabulate_texts(table: DataFrame, scores: Scores) -> DataFrame:
     sizes = _widen(table, ["on"], "name", ("tokens", "scored", "bytes")).rename(columns={"on": "text"})
     for fact in ("documents", "digest"):
         sizes[fact] = [str(scores.texts.get(text, {}).get(fact, "")) for text in sizes["text"]]
@@ -96,14 +96,14 @@ def _widen(table: DataFrame, index: list[str], names: str, columns: Sequence[str
 
 
 TABLES: dict[str, tuple[str, Callable[[DataFrame, Scores], DataFrame]]] = {
-    "matrix": ("loss", _matrix),
-    "losses": ("loss", _losses),
-    "metrics": ("metric", _metrics),
-    "endtasks": ("endtask", _endtasks),
-    "parts": ("part", _parts),
-    "costs": ("cost", _costs),
-    "seconds": ("phase", _seconds),
-    "texts": ("text", _texts),
+    "matrix": ("loss", _tabulate_matrix),
+    "losses": ("loss", _tabulate_losses),
+    "metrics": ("metric", _tabulate_metrics),
+    "endtasks": ("endtask", _tabulate_endtasks),
+    "parts": ("part", _tabulate_parts),
+    "costs": ("cost", _tabulate_costs),
+    "seconds": ("phase", _tabulate_seconds),
+    "texts": ("text", _tabulate_texts),
 }
 
 

@@ -268,7 +268,7 @@ class Learner:
             self.collect()
         self.scores.objective = objective_value(self.scores.metrics, self.cfg.objective)
         self.scores.run["finished"] = True
-        run_report.write(self.place.path, self.scores)
+        run_report.write_report(self.place.path, self.scores)
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves

@@ -137,7 +137,7 @@ def test_units_by_hand():
     assert units["perplexity"][1, 0] == pytest.approx(np.e**3)
     assert units["bits_per_byte"][1, 0] == pytest.approx(3.0 * 100 / 400 / 0.6931471805599453)
     assert units["bits_per_byte"][2, 1] == pytest.approx(4.0 * 50 / 150 / 0.6931471805599453)
-    measured = metrics.values(NLL, layout=layout())
+    measured = metrics.compute_values(NLL, layout=layout())
     assert measured["LC"]["perplexity"] == pytest.approx((np.e**3.9 + np.e**4.3 + np.e**5) / 3)
     assert measured["general_drift"]["bits_per_byte"] == pytest.approx(0.75 * 60 / 180 / np.log(2))
     assert measured["FG_max"]["perplexity"] == pytest.approx(
@@ -152,7 +152,7 @@ def test_intransigence_by_hand():
 
 
 def test_every_metric_describes_itself():
-    described = {name: metrics.described(metric.compute) for name, metric in METRICS.items()}
+    described = {name: metrics.describe_metric(metric.compute) for name, metric in METRICS.items()}
     assert described["FG"] == (
         "Forgetting since each domain was learned, > 0 is bad",
         "mean_{j<n} (L[n][j] - L[j][j])",

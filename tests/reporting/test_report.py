@@ -11,12 +11,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from cpt.evaluation.metrics import METRICS, described
+from cpt.evaluation.metrics import METRICS, describe_metric
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing, figures, run_report
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting.comparison import charts
-from cpt.reporting.formatting import perplexity, shortened
+from cpt.reporting.formatting import perplexity, shorten
 from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
 
 NLL = [[5.12, 5.15, 5.2, 4.98], [4.65, 4.8, 5.0, 5.14], [4.89, 3.79, 4.9, 5.2], [4.95, 4.1, 4.0, 5.25]]
@@ -50,7 +50,7 @@ def written(folder, scores, *, config="seed: 0  # a < b\n"):
     scores.save(folder / "scores.json")
     if config:
         (folder / "config.yaml").write_text(config)
-    run_report.write(folder)
+    run_report.write_report(folder)
     return (folder / "report.md").read_text(), (folder / "report.html").read_text()
 
 
@@ -110,7 +110,7 @@ def test_a_report_shows_every_metric_with_its_formula_and_interval(tmp_path):
     for name, metric in METRICS.items():
         value, (low, high) = scores.metrics[name]["nats"], scores.metrics[name]["interval"]["nats"]
         at = cells.index(name)
-        assert cells[at + 1 : at + 3] == list(described(metric.compute))
+        assert cells[at + 1 : at + 3] == list(describe_metric(metric.compute))
         assert cells[at + 3] == f"{value:.4f} [{low:.4f}, {high:.4f}]"
         assert cells[at + 4].startswith(perplexity(scores.metrics[name]["perplexity"]))
         assert cells[at + 5].startswith(f"{scores.metrics[name]['bits_per_byte']:.4f}")
@@ -217,14 +217,14 @@ def test_runs_that_lack_something(tmp_path, scores):
     assert Page(html).open == []
     assert set(scores.metrics) == {name for name in METRICS if f"\n| {name} |" in markdown}
     assert ("unfinished" in markdown) == (not scores.run["finished"])
-    assert all(row in run_report.table(scores) for row in scores.rows)
+    assert all(row in run_report.format_scores(scores) for row in scores.rows)
 
 
 def test_236_domains_take_seconds(tmp_path):
     scores = many()
     began = time.perf_counter()
     _, html = written(tmp_path, scores)
-    text = run_report.table(scores)
+    text = run_report.format_scores(scores)
     assert time.perf_counter() - began < 10
     cells = set(Page(html).cells)
     assert {perplexity(value) for value in np.exp(scores.matrix).ravel().tolist()} <= cells
@@ -234,7 +234,7 @@ def test_236_domains_take_seconds(tmp_path):
 
 
 def test_the_console_table():
-    text = run_report.table(made())
+    text = run_report.format_scores(made())
     lines = [line.split() for line in text.splitlines()]
     assert ["after", *DOMAINS] in lines
     assert ["networkx", "133.0", "44.26", "134.3", "181.3"] in lines
@@ -247,15 +247,15 @@ def test_the_console_table():
 def test_the_console_table_is_narrow(count):
     names = [f"a_domain_with_a_long_name_{place}" for place in range(count)]
     nll = np.full((count + 1, count + 1), 9.9)
-    lines = run_report.table(made(nll=nll, domains=[*names, "general"])).splitlines()
+    lines = run_report.format_scores(made(nll=nll, domains=[*names, "general"])).splitlines()
     assert max(map(len, lines[1:])) <= 100
     assert "19,930" in lines[3]
 
 
 def test_names_are_shortened_in_their_middle():
-    assert shortened("pandas", width=6) == "pandas"
-    assert shortened("a_long_name_1", width=7) == "a_l…e_1"
-    assert len(shortened("a_long_name_1", width=8)) == 8
+    assert shorten("pandas", width=6) == "pandas"
+    assert shorten("a_long_name_1", width=7) == "a_l…e_1"
+    assert len(shorten("a_long_name_1", width=8)) == 8
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_perplexities_are_written_to_be_read(value, shown):
 
 def test_labels_are_moved_apart_and_keep_their_order():
     wanted = {"a": 0.5, "b": 0.51, "c": 0.99, "d": 1.0, "e": 0.98, "f": 0.02}
-    placed = drawing.apart(wanted, gap=0.05)
+    placed = drawing.space_heights(wanted, gap=0.05)
     heights = sorted(placed.values())
     assert sorted(placed, key=placed.get) == sorted(wanted, key=wanted.get)
     assert min(np.diff(heights)) >= 0.05 - 1e-9
@@ -307,7 +307,7 @@ def test_reports_come_from_the_file_alone(tmp_path):
     data = json.loads((tmp_path / "scores.json").read_text())
     data["metrics"]["LC"]["nats"] = 3.2345
     (tmp_path / "scores.json").write_text(json.dumps(data))
-    run_report.write(tmp_path)
+    run_report.write_report(tmp_path)
     assert "3.2345" in (tmp_path / "report.md").read_text()
 
 
@@ -379,12 +379,14 @@ def test_tasks_with_metrics_of_their_own_are_told(tmp_path):
 
 
 def test_the_picture_of_end_tasks_shows_measured_rows():
-    picture = endtask_report.heatmap(examined())
+    picture = endtask_report.draw_endtasks(examined())
     told = drawing.description(picture)
     assert told == "End-task scores of 3 models; after pandas: sympy 75.0 %, networkx 50.0 %, pandas 90.0 %"
     changed = A.copy()
     changed[1, 0] = 0.2
-    assert endtask_report.heatmap(examined(changed)) != picture == endtask_report.heatmap(examined())
+    assert (
+        endtask_report.draw_endtasks(examined(changed)) != picture == endtask_report.draw_endtasks(examined())
+    )
 
 
 def test_many_end_tasks_take_seconds(tmp_path):
@@ -396,7 +398,7 @@ def test_many_end_tasks_take_seconds(tmp_path):
     markdown, html = written(tmp_path, scores)
     assert time.perf_counter() - began < 10
     assert f"{100 * learned[-1, 0]:.2f} ±" in html
-    assert all(len(line) <= 110 for line in run_report.table(scores).splitlines()[1:])
+    assert all(len(line) <= 110 for line in run_report.format_scores(scores).splitlines()[1:])
 
 
 def test_what_became_of_the_predictions(tmp_path):
@@ -431,7 +433,7 @@ def test_a_report_shows_what_each_stage_cost(tmp_path):
 
 
 def test_the_console_shows_the_end_tasks():
-    lines = run_report.table(examined()).splitlines()
+    lines = run_report.format_scores(examined()).splitlines()
     expected = "end tasks (3): MF1 71.67 %, Acc 72.67 %, forward 76.67 %, forget_rate 7.50 %"
     assert lines[-1] == expected
-    assert "end tasks" not in run_report.table(made())
+    assert "end tasks" not in run_report.format_scores(made())

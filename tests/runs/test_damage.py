@@ -74,7 +74,7 @@ def survived(top, data, at, wrong):
     except ValueError as error:
         assert "\n" not in str(error)
         return False
-    run_report.table(scores)
+    run_report.format_scores(scores)
     folder = top / "runs" / str(len(list(top.glob("runs/*"))))
     folder.mkdir(parents=True)
     scores.save(folder / "scores.json")

@@ -8,7 +8,7 @@ import numpy as np
 
 from cpt.evaluation.scores import FROM_BASE, Scores
 from cpt.reporting.comparison.groups import sections
-from cpt.reporting.comparison.runs import Run, measured
+from cpt.reporting.comparison.runs import Run, measure_runs
 
 DOMAINS = ["law", "food", "space"]
 NLL = [
@@ -95,7 +95,7 @@ def saved(folder, *, config=None, **given):
 
 def section(runs, *, by_order=False, baseline="ncl", domains=()):
     """The only section of runs."""
-    (found,) = sections(measured(runs, domains=domains), by_order=by_order, baseline=baseline)
+    (found,) = sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
     return found
 
 

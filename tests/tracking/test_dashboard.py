@@ -9,7 +9,7 @@ import yaml
 from cpt import dashboard
 from cpt.reporting.run_table import summarise_run
 from cpt.reporting.tables import stage_row, tabulate, task_rows
-from cpt.tracking.wandb_run import described, pictures
+from cpt.tracking.wandb_run import describe_run, pictures
 from cpt.training.plan import planned
 from tests.conftest import ROOT
 from tests.tracking.test_sync import scores
@@ -61,7 +61,7 @@ def workspace():
         warnings.simplefilter("ignore")  # its own, about pydantic
         pytest.importorskip("wandb_workspaces.workspaces", reason="wandb-workspaces is not installed")
         import wandb_workspaces.reports.v2  # noqa: F401
-    return dashboard.workspace("me", "p")
+    return dashboard.build_workspace("me", "p")
 
 
 def test_the_dashboard_shows_numbers_that_there_are(workspace):
@@ -102,7 +102,7 @@ def test_the_dashboard_groups_by_method_and_sorts_by_perplexity(workspace):
 def test_what_the_dashboard_groups_by_tells_apart_what_cannot_be_compared():
     one, other = scores(), scores()
     other.conditions = {"length": 128}
-    told = [described(each) for each in (one, other)]
+    told = [describe_run(each) for each in (one, other)]
     assert [each["label"] for each in told] == ["das", "das"]
     for name in (dashboard.MEASURED, dashboard.GROUP):
         prefix, _, key = name.partition(".")

@@ -125,7 +125,7 @@ def send(runs):
     """Sends offline; only then are W&B's files whole: its service writes them."""
     import wandb
 
-    failed = sync.sync(runs, project="p", entity="me", mode="offline")
+    failed = sync.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()
     return failed
 
@@ -333,9 +333,11 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
             self.code = exit_code
 
     run = Run()
-    monkeypatch.setattr(sync, "opened", lambda *args, **about: run)
+    monkeypatch.setattr(sync, "open_run", lambda *args, **about: run)
     assert (
-        sync.sync({folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online")
+        sync.sync_runs(
+            {folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online"
+        )
         == 0
     )
     assert [row["stage"] for row in run.logged if "ppl/law" in row] == [2]
@@ -354,14 +356,14 @@ def refusing(error):
 
 def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
     runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(sync, "opened", refusing(ConnectionError("W&B: no answer")))
+    monkeypatch.setattr(sync, "open_run", refusing(ConnectionError("W&B: no answer")))
     with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
-        sync.sync(runs, project=None, entity=None, mode="online")
+        sync.sync_runs(runs, project=None, entity=None, mode="online")
     few = dict(list(runs.items())[:2])
-    assert sync.sync(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(sync, "opened", refusing(ValueError("W&B: no key")))
+    assert sync.sync_runs(few, project=None, entity=None, mode="online") == 2
+    monkeypatch.setattr(sync, "open_run", refusing(ValueError("W&B: no key")))
     with pytest.raises(ValueError, match="W&B: no key"):
-        sync.sync(few, project=None, entity=None, mode="online")
+        sync.sync_runs(few, project=None, entity=None, mode="online")
 
 
 def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
@@ -375,11 +377,11 @@ def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
 
 def test_an_unknown_mode_is_told():
     with pytest.raises(ValueError, match="mode=disabled; allowed: online, offline"):
-        sync.sync({}, project=None, entity=None, mode="disabled")
+        sync.sync_runs({}, project=None, entity=None, mode="disabled")
 
 
 def test_a_bare_folder_is_enough(tmp_path):
-    assert sync.read(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
+    assert sync.read_folder(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
 
 
 def test_tables_are_plain_json():

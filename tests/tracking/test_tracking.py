@@ -12,7 +12,7 @@ from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS
 from cpt.reporting.run_table import summarise_run
 from cpt.tracking.loggers import LongCSV, log_scores, log_stage, tracked
-from cpt.tracking.wandb_run import opened
+from cpt.tracking.wandb_run import open_run
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 from tests.support.wandb_files import config, history, of_kind, records, summary
@@ -194,7 +194,7 @@ def test_metrics_csv_has_the_points_over_the_stages(resumed):
 )
 def test_what_wandb_refuses_ends_in_one_line(tmp_path, given, message):
     with pytest.raises(ValueError, match=message) as caught:
-        opened("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
+        open_run("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
     assert "\n" not in str(caught.value)
 
 
@@ -207,4 +207,4 @@ def test_wandb_that_cannot_be_reached_and_a_wrong_key_are_told_apart(tmp_path, m
     ):
         monkeypatch.setattr(wandb, "init", refusing(error))
         with pytest.raises(expected, match="W&B: no answer; logger.mode=offline keeps"):
-            opened("id0", tmp_path, tags=[], mode="online")
+            open_run("id0", tmp_path, tags=[], mode="online")

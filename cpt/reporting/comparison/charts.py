@@ -35,20 +35,20 @@ def trade_off(groups: Mapping[str, tuple[Values, Values]], *, places: Places | N
     A group is two sequences, forgetting and perplexity by run. One without forgetting (joint training,
     zero-shot) is a line at its mean perplexity.
     """
-    figure, axes = _plane(len(groups))
+    figure, axes = _open_plane(len(groups))
     styles, levels = assign_styles(groups, places), {}
     for name, values in groups.items():
-        x, y = _known(values)
-        y_alone = _numbers(values[1])
+        x, y = _pair_known(values)
+        y_alone = _to_array(values[1])
         if x.size:
-            _points(axes, x, y, label=_name(name, runs=x.size), style=styles[name])
+            _points(axes, x, y, label=_name_group(name, runs=x.size), style=styles[name])
         elif np.isfinite(y_alone).any():
             levels[name] = float(y_alone[np.isfinite(y_alone)].mean())
     axes.margins(0.12)
-    _levels(axes, levels, styles)
+    _draw_levels(axes, levels, styles)
     axes.set(xlabel="forgetting FG (nats; left is better)", ylabel="average perplexity LC (down is better)")
     _legend(figure, axes)
-    told = _means(groups, x="forgetting", y="perplexity")
+    told = _list_means(groups, x="forgetting", y="perplexity")
     return png(figure, told=f"Forgetting (nats) and average perplexity, means over runs. {told}")
 
 
@@ -63,13 +63,13 @@ def pareto(
     """A group's mean of x against that of y, small its runs, and the front: the groups than which none is
     lower in both. x and y are the axes' labels; lower is better. `logarithmic`: x, whose values of 0 or less
     are left out."""
-    figure, axes = _plane(len(points))
+    figure, axes = _open_plane(len(points))
     styles, means = assign_styles(points, places), {}
     for name, values in points.items():
-        there = _known(values, positive=logarithmic)
+        there = _pair_known(values, positive=logarithmic)
         if there[0].size:
             means[name] = there[0].mean(), there[1].mean()
-            _points(axes, *there, label=_name(name, runs=there[0].size), style=styles[name])
+            _points(axes, *there, label=_name_group(name, runs=there[0].size), style=styles[name])
     if logarithmic and means:
         axes.set_xscale("log")
     axes.margins(0.12)
@@ -77,7 +77,7 @@ def pareto(
     _staircase(axes, [means[name] for name in front])
     axes.set(xlabel=x, ylabel=y)
     _legend(figure, axes)
-    told = f"The front: {', '.join(front) or 'no group'}. {_means(points, x='x', y='y')}"
+    told = f"The front: {', '.join(front) or 'no group'}. {_list_means(points, x='x', y='y')}"
     return png(figure, told=f"{y} against {x}; lower is better for both. {told}")
 
 
@@ -94,23 +94,25 @@ def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
 def curves(groups: Mapping[str, Sequence[Scores]], *, places: Places | None = None) -> bytes:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains."""
-    figure, axes = _plane(min(len(groups), 2 * FEW))
+    figure, axes = _open_plane(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
     styles, lines, levels = assign_styles(groups, places), {}, {}
     for name, runs in groups.items():
         each = [_so_far(scores) for scores in runs if scores.learned]
         last = [_last(scores) for scores in runs if scores.rows and not scores.learned]
         if any(np.isfinite(line).any() for line in each):
-            lines[name] = pandas.DataFrame(each)  # [run, stage], nan where a run has no more
+            lines[name] = pandas.DataFrame(
+                map(pandas.Series, each)
+            )  # [run, stage], nan where a run has no more
         elif np.isfinite(last).any():
             levels[name] = float(np.nanmean(last))
     _each_curve(axes, lines, styles)
-    _levels(axes, levels, styles)
+    _draw_levels(axes, levels, styles)
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *map(np.ravel, lines.values())]))
     axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(figure, axes)
-    ends = [f"{name} {perplexity(value)}" for name, value in (_ends(lines) | levels).items()]
+    ends = [f"{name} {perplexity(value)}" for name, value in (_end_curves(lines) | levels).items()]
     return png(figure, told=f"Mean perplexity over the domains so far, at the end. {_listed(ends)}")
 
 
@@ -128,7 +130,7 @@ def matrices(runs: Mapping[str, Scores]) -> bytes:
         image = drawing.panel(axes, changes[name], title=name, **names, **how)
         strong = np.abs(changes[name]) > 0.6 * scale["vmax"]
         if len(shown) <= FEW:
-            drawing.numbers(axes, changes[name], white=strong, most=8, sign="+")
+            drawing.write_numbers(axes, changes[name], white=strong, most=8, sign="+")
         mark_own(axes, scores=scores, columns=scores.domains)
     _scale(figure, image if shown else None, label="change in nats per token\n(blue: better than base)")
     domains = {name: [text != GENERAL for text in scores.domains] for name, scores in shown.items()}
@@ -144,7 +146,7 @@ def overlaps(matrices: Mapping[str, tuple[list[str], np.ndarray]]) -> bytes:
     for (title, (names, values)), axes in zip(matrices.items(), grid, strict=False):
         how = {"cmap": drawing.sequential(), "vmin": 0, "vmax": 1}
         image = drawing.panel(axes, values, title=title, rows=names, columns=names, **how)
-        drawing.numbers(axes, values, white=values > 0.6, most=9)
+        drawing.write_numbers(axes, values, white=values > 0.6, most=9)
         others = values[~np.eye(len(names), dtype=bool)]
         if np.isfinite(others).any():
             ends.append(f"{title} {np.nanmean(others):.2f}")
@@ -161,7 +163,7 @@ def posteriors(groups: Mapping[str, Scores]) -> bytes:
         how = {"cmap": drawing.sequential(), "vmin": 0, "vmax": 1}
         texts = groups[title].domains
         image = drawing.panel(axes, weights, title=title, rows=texts, columns=parts, **how)
-        drawing.numbers(axes, weights, white=weights > 0.6, most=9)
+        drawing.write_numbers(axes, weights, white=weights > 0.6, most=9)
     _scale(figure, image, label="mean weight of a part (column)\nin the score of a text (row)")
     told = [f"{name}: {heaviest(scores)}" for name, scores in list(groups.items())[:FEW]]
     return png(figure, told=" ".join(told) or "No group.")
@@ -173,7 +175,7 @@ def assign_styles(names: Iterable[str], places: Places | None) -> dict[str, dict
     return {name: drawing.style(own[name]) for name in names}
 
 
-def _plane(groups: int) -> tuple[Figure, Axes]:
+def _open_plane(groups: int) -> tuple[Figure, Axes]:
     """A figure that is high enough for a legend of so many groups, and its axes."""
     figure = drawing.figure((8.5, max(4.8, 0.23 * groups + 0.8)))
     axes = figure.add_subplot()
@@ -182,18 +184,18 @@ def _plane(groups: int) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _numbers(values: Values) -> np.ndarray:
+def _to_array(values: Values) -> np.ndarray:
     return np.array(list(values), dtype=float)
 
 
-def _known(values: tuple[Values, Values], *, positive: bool = False) -> np.ndarray:
+def _pair_known(values: tuple[Values, Values], *, positive: bool = False) -> np.ndarray:
     """The pairs of which both are there, [2, n]; `positive`: whose first is above 0."""
-    pairs = np.stack([_numbers(each) for each in values])
+    pairs = np.stack([_to_array(each) for each in values])
     there = np.isfinite(pairs).all(0)
     return pairs[:, there & (pairs[0] > 0) if positive else there]
 
 
-def _name(name: str, *, runs: int) -> str:
+def _name_group(name: str, *, runs: int) -> str:
     return literal(name, width=44) + f" ({runs})" * (runs > 1)
 
 
@@ -214,7 +216,7 @@ def _staircase(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
         axes.step([x[0], *x, right], [top, *y, y[-1]], where="post", label="Pareto front", **corners)
 
 
-def _levels(axes: Axes, levels: Mapping[str, float], styles: Styles) -> None:
+def _draw_levels(axes: Axes, levels: Mapping[str, float], styles: Styles) -> None:
     """A line per level; one that would press the points together is only named."""
     heights = list(levels.values()) or [0.0]
     drawn = axes.collections or axes.lines
@@ -250,14 +252,14 @@ def _last(scores: Scores) -> float:
     return float(mean) if np.isfinite(mean) else np.nan
 
 
-def _ends(lines: Mapping[str, pandas.DataFrame]) -> dict[str, float]:
+def _end_curves(lines: Mapping[str, pandas.DataFrame]) -> dict[str, float]:
     """The mean over runs at the last stage that any of them reached."""
     return {name: float(runs.mean().dropna().iloc[-1]) for name, runs in lines.items()}
 
 
 def _each_curve(axes: Axes, lines: Mapping[str, pandas.DataFrame], styles: Styles) -> None:
     """A curve per group; of many, those that end lowest are told apart and the others grey."""
-    ends = _ends(lines)
+    ends = _end_curves(lines)
     marked = sorted(ends, key=ends.get)[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in [name for name in lines if name not in marked]:
         axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", linewidth=0.8, zorder=1)
@@ -266,7 +268,7 @@ def _each_curve(axes: Axes, lines: Mapping[str, pandas.DataFrame], styles: Style
     for name in marked:
         runs, stages = lines[name], lines[name].columns + 1
         style = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20)}
-        label = f"{_name(name, runs=len(runs))}: {perplexity(ends[name])}"
+        label = f"{_name_group(name, runs=len(runs))}: {perplexity(ends[name])}"
         axes.plot(stages, runs.mean(), label=label, zorder=3, linewidth=1.6, **style)
         faint = 0.15 if len(marked) <= HIGHLIGHTED else 0.06
         axes.fill_between(stages, runs.min(), runs.max(), color=style["color"], alpha=faint, linewidth=0)
@@ -280,11 +282,11 @@ def _scale(figure: Figure, image: object, *, label: str) -> None:
         figure.colorbar(image, ax=shown, label=label, **how)
 
 
-def _means(groups: Mapping[str, tuple[Values, Values]], *, x: str, y: str) -> str:
+def _list_means(groups: Mapping[str, tuple[Values, Values]], *, x: str, y: str) -> str:
     """Each group's means in words; of many groups the first."""
     each = []
     for name, values in groups.items():
-        there = _known(values)
+        there = _pair_known(values)
         if there[0].size:
             each.append(f"{name}: {x} {there[0].mean():.4g}, {y} {there[1].mean():.4g}")
     return _listed(each)

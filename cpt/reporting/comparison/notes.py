@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cpt.evaluation.conditions import described
+from cpt.evaluation.conditions import describe_conditions
 from cpt.reporting.comparison.groups import Group, Section, differing, order_names
 from cpt.reporting.page import few
 
@@ -20,7 +20,7 @@ APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a 
 SETTINGS = 8  # so many differing settings are named
 
 
-def counts(group: Group, key: str) -> bool:
+def is_ranked(group: Group, key: str) -> bool:
     """Whether a group is ranked by a measure: what is said of one model after all domains is not true of
     models that learned a domain each."""
     return not group.alone or key.startswith(APART)
@@ -34,7 +34,7 @@ def notes(section: Section) -> list[str]:
 
 def _conditions(section: Section) -> list[str]:
     """What perplexity means here."""
-    lines = [f"Perplexity of all these runs: {described(section.conditions)}."]
+    lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
     assumed = [run for run in section.runs if run.assumed]
     if assumed:
         names = ", ".join(dict.fromkeys(name for run in assumed for name in run.assumed))
