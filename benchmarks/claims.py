@@ -6,8 +6,8 @@ if the sign-flip test gives p <= 0.05 in the direction claimed, the contrary was
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cpt.evaluation.endtasks.metrics import cube, final
-from cpt.evaluation.statistics import Difference, paired
+from cpt.evaluation.endtasks.metrics import cube, pick_final
+from cpt.evaluation.statistics import Difference, compare_pairs
 from cpt.reporting.comparison.groups import Group, Section
 from cpt.reporting.comparison.runs import Pair, Run
 
@@ -116,7 +116,7 @@ def accuracy(run: Run, *, late: bool) -> float | None:
     given = run.scores.endtasks
     if not given:
         return None
-    by_task = dict(zip(given["tasks"], final(cube(given, "accuracy")).mean(-1), strict=True))
+    by_task = dict(zip(given["tasks"], pick_final(cube(given, "accuracy")).mean(-1), strict=True))
     names = run.scores.run["order"][-FEW:] if late else run.scores.run["order"][:FEW]
     return float(sum(by_task[name] for name in names) / FEW)
 
@@ -133,7 +133,7 @@ def tested(claim: Claim, section: Section) -> Difference | None:
         return None
     ours = by_pair(groups[claim.of], claim.measure)
     theirs = by_pair(groups[claim.against], claim.measure) if claim.against else dict.fromkeys(ours, 0.0)
-    found = paired(ours, theirs)
+    found = compare_pairs(ours, theirs)
     return found if found.n else None
 
 

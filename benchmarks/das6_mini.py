@@ -17,7 +17,7 @@ from measuring import ROOT
 from cpt import report
 from cpt.reporting.comparison import tables
 from cpt.reporting.comparison.groups import Section, sections
-from cpt.reporting.comparison.runs import Run, found, measured
+from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
@@ -72,9 +72,9 @@ def swept(options: argparse.Namespace) -> None:
 
 
 def finished(folder: Path) -> list[Run]:
-    scores, _ = found([folder])
+    scores, _ = find_runs([folder])
     runs = [Run(folder=path, scores=each) for path, each in scores.items() if each.run["finished"]]
-    return measured(runs, domains=())
+    return measure_runs(runs, domains=())
 
 
 def raw(runs: Sequence[Run]) -> None:
@@ -99,8 +99,8 @@ def parts(section: Section) -> Iterator[str]:
     yield told(section)
     head = ("claim", "difference [95 % interval]", "pairs", "p", "verdict")
     claimed = Block(title="What the papers claim", head=head, cells=claims.rows(section), words=2)
-    differences, tasks = tables.differences(section), tables.tasks(section)
-    for block in (claimed, tables.main(section, domains=()), differences, tasks):
+    differences, tasks = tables.tabulate_differences(section), tables.tabulate_tasks(section)
+    for block in (claimed, tables.tabulate_main(section, domains=()), differences, tasks):
         yield markdown(block, picture="")
 
 

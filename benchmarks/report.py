@@ -105,8 +105,9 @@ def measured(learned: list[str], *, draw: np.random.Generator, method: str, mask
         memory=[10**9] * len(rows),
         trained=[0, *[10**6] * count],
         stored=[place * 10**6 for place in range(len(rows))],
-        phases={f"learn {name}": float(draw.uniform(50, 90)) for name in learned},
+        phases={"learn": {name: float(draw.uniform(50, 90)) for name in learned}},
         endtasks=endtasks(learned, draw=draw, rows=len(rows)),
+        alone=method == "one",
     )
     scores.measure()
     return scores

@@ -26,18 +26,22 @@ IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
 TABLES = ("losses", "endtasks", "costs", "metrics")
 
 
-def workspace(entity: str, project: str) -> Workspace:
+def build_workspace(entity: str, project: str) -> Workspace:
     """The workspace, not saved yet: runs grouped by what their perplexities depend on and by method, the best
     average perplexity first."""
     from wandb_workspaces.workspaces import Workspace
 
-    sections = [comparison(), stages(), runs(), training()]
+    sections = [build_comparison(), build_stages(), build_runs(), build_training()]
     return Workspace(
-        entity=entity, project=project, name="cpt: comparison", sections=sections, runset_settings=order()
+        entity=entity,
+        project=project,
+        name="cpt: comparison",
+        sections=sections,
+        runset_settings=order_runs(),
     )
 
 
-def order() -> RunsetSettings:
+def order_runs() -> RunsetSettings:
     """Which runs come first, how they are grouped, and which columns stay in sight."""
     from wandb_workspaces.workspaces import Config, Ordering, RunsetSettings, Summary
 
@@ -49,7 +53,7 @@ def order() -> RunsetSettings:
     )
 
 
-def comparison() -> Section:
+def build_comparison() -> Section:
     """Forgetting against quality, quality against compute, and a bar per method."""
     from wandb_workspaces.reports.v2 import BarPlot, Config, MarkdownPanel, ScatterPlot, SummaryMetric
     from wandb_workspaces.workspaces import Section
@@ -80,7 +84,7 @@ def comparison() -> Section:
     return Section(name="Comparison", panels=[MarkdownPanel(markdown=APART), *planes, *bars], is_open=True)
 
 
-def stages() -> Section:
+def build_stages() -> Section:
     """The curves over the stages."""
     from wandb_workspaces.reports.v2 import LinePlot
     from wandb_workspaces.workspaces import Section
@@ -94,7 +98,7 @@ def stages() -> Section:
     return Section(name="Over the stages", panels=panels, is_open=True)
 
 
-def runs() -> Section:
+def build_runs() -> Section:
     """The pictures and tables of the runs chosen on the left."""
     from wandb_workspaces.reports.v2 import MediaBrowser, WeavePanelSummaryTable
     from wandb_workspaces.workspaces import Section
@@ -104,7 +108,7 @@ def runs() -> Section:
     return Section(name="Runs", panels=[*pictures, *tables])
 
 
-def training() -> Section:
+def build_training() -> Section:
     """Loss and learning rate over the steps of a domain."""
     from wandb_workspaces.reports.v2 import LinePlot
     from wandb_workspaces.workspaces import Section
@@ -125,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         if find_spec("wandb_workspaces") is None:
             raise ValueError("needed is the package wandb-workspaces; pip install wandb-workspaces")
-        print(workspace(asked_for.entity, asked_for.project).save().url)
+        print(build_workspace(asked_for.entity, asked_for.project).save().url)
     return 0
 
 

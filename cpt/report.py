@@ -12,14 +12,23 @@ from typing import NoReturn
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.across import heading
-from cpt.reporting.comparison.album import pictures
-from cpt.reporting.comparison.compute import compute
-from cpt.reporting.comparison.exports import KINDS, exported
+from cpt.reporting.comparison.across import build_heading
+from cpt.reporting.comparison.album import build_pictures
+from cpt.reporting.comparison.compute import tabulate_compute
+from cpt.reporting.comparison.exports import KINDS, export_sections
 from cpt.reporting.comparison.groups import Section, sections
-from cpt.reporting.comparison.runs import FILTERS, Run, asked, begun, found, kept, known, measured
+from cpt.reporting.comparison.runs import (
+    FILTERS,
+    Run,
+    check_domains,
+    filter_runs,
+    find_begun,
+    find_runs,
+    measure_runs,
+    parse_filters,
+)
 from cpt.reporting.labels import label
-from cpt.reporting.page import Block, few, plain, written
+from cpt.reporting.page import Block, align_columns, few, write_page
 
 USUAL = "ncl"  # what is compared with where nothing else is asked for
 LC = 6  # columns of the differences that a console shows: up to those of LC
@@ -67,23 +76,23 @@ def main(arguments: Sequence[str]) -> int:
     """What the command line asks for; gives the exit code: 1 if something is wrong or could not be read, 2 if
     there is no finished run."""
     try:
-        return _done(parser().parse_args(arguments))
+        return _run(parser().parse_args(arguments))
     except (ValueError, OSError) as error:
         print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
 
-def _done(asked_for: argparse.Namespace) -> int:
-    there = _found(asked_for)
+def _run(asked_for: argparse.Namespace) -> int:
+    there = _find(asked_for)
     kinds = _kinds(asked_for.export)
     failed = bool(there.damaged)
     if any(folder.is_dir() for folder in asked_for.folders) and any((there.runs, there.damaged, there.begun)):
-        failed |= _reported(there, asked_for, kinds=kinds)
+        failed |= _report(there, asked_for, kinds=kinds)
     if not there.finished:
         print(_nothing(there, asked_for.folders), file=sys.stderr)
         return 2
     if asked_for.sync:
-        failed |= _synced(there.runs, asked_for)
+        failed |= _sync(there.runs, asked_for)
     return int(failed)
 
 
@@ -100,16 +109,16 @@ def _nothing(there: Found, folders: Sequence[Path]) -> str:
     return f"no finished run below {places}: {told}"
 
 
-def _found(asked_for: argparse.Namespace) -> Found:
-    where = asked(asked_for.where)
-    runs, damaged = found(asked_for.folders)
+def _find(asked_for: argparse.Namespace) -> Found:
+    where = parse_filters(asked_for.where)
+    runs, damaged = find_runs(asked_for.folders)
     finished = [
         Run(folder=folder, scores=scores) for folder, scores in runs.items() if scores.run["finished"]
     ]
-    chosen = kept(finished, where=where) if finished else []
+    chosen = filter_runs(finished, where=where) if finished else []
     left_out = {run.folder for run in finished} - {run.folder for run in chosen}
     runs = {folder: scores for folder, scores in runs.items() if folder not in left_out}
-    return Found(runs=runs, finished=chosen, damaged=damaged, begun=begun(asked_for.folders))
+    return Found(runs=runs, finished=chosen, damaged=damaged, begun=find_begun(asked_for.folders))
 
 
 def _kinds(given: str) -> list[str]:
@@ -119,24 +128,26 @@ def _kinds(given: str) -> list[str]:
     return kinds
 
 
-def _reported(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]) -> bool:
+def _report(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]) -> bool:
     """Writes and prints the comparison; whether something of it could not be read."""
     domains = asked_for.domains.split(",") if asked_for.domains else []
-    chosen = measured(there.finished, domains=known(domains, runs=there.finished) if there.finished else ())
+    chosen = measure_runs(
+        there.finished, domains=check_domains(domains, runs=there.finished) if there.finished else ()
+    )
     compared = sections(chosen, by_order=asked_for.by == "order", baseline=asked_for.baseline or USUAL)
     check_baseline(compared, asked_for.baseline)
-    bodies = [_section(section, domains=domains) for section in compared]
+    bodies = [_build_section_blocks(section, domains=domains) for section in compared]
     failed = [line for _, faults in bodies for line in faults]
     others = aside(there, chosen, failed=failed)
-    above = heading(compared)
-    blocks = [*above, *_numbered([body for body, _ in bodies]), *others]
-    stem = (asked_for.out or _first(asked_for.folders)) / asked_for.name
+    above = build_heading(compared)
+    blocks = [*above, *_number([body for body, _ in bodies]), *others]
+    stem = (asked_for.out or _first_folder(asked_for.folders)) / asked_for.name
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page = written(blocks, title="Comparison of runs", stem=stem)
+    page = write_page(blocks, title="Comparison of runs", stem=stem)
     beside = {block.title.lower().replace(" ", "_"): _plainly(block) for block in others if _plainly(block)}
     beside |= {"apart": list(above[0].lines)} if above else {}
-    exported(compared, stem=stem, kinds=kinds if compared else [], beside=beside)
-    _shown(above, compared, others)
+    export_sections(compared, stem=stem, kinds=kinds if compared else [], beside=beside)
+    _print(above, compared, others)
     print(page)
     print(*there.damaged, *failed, sep="\n", end="\n" * bool(there.damaged or failed), file=sys.stderr)
     return bool(failed)
@@ -146,7 +157,7 @@ def _plainly(block: Block) -> list:
     return [list(row) for row in block.cells] or list(block.lines)
 
 
-def _first(folders: Sequence[Path]) -> Path:
+def _first_folder(folders: Sequence[Path]) -> Path:
     return next((folder for folder in folders if folder.is_dir()), Path())
 
 
@@ -157,7 +168,7 @@ def check_baseline(compared: Sequence[Section], baseline: str | None) -> None:
         raise ValueError(f"--baseline {baseline}; there is: {', '.join(sorted(there))}")
 
 
-def _numbered(bodies: Sequence[Sequence[Block]]) -> list[Block]:
+def _number(bodies: Sequence[Sequence[Block]]) -> list[Block]:
     """The blocks of all sections; of several each title says of which it is."""
     if len(bodies) == 1:
         return list(bodies[0])
@@ -168,12 +179,17 @@ def _numbered(bodies: Sequence[Sequence[Block]]) -> list[Block]:
     ]
 
 
-def _section(section: Section, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
+def _build_section_blocks(section: Section, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
     """The blocks of a section, and a line for each file of predictions that cannot be read."""
-    examples, failed = tables.examples(section)
-    main = tables.main(section, domains=domains)
-    others = [tables.differences(section), tables.ranking(section), tables.tasks(section), examples]
-    return [main, *others, compute(section), *pictures(section)], failed
+    examples, failed = tables.tabulate_examples(section)
+    main = tables.tabulate_main(section, domains=domains)
+    others = [
+        tables.tabulate_differences(section),
+        tables.tabulate_ranks(section),
+        tables.tabulate_tasks(section),
+        examples,
+    ]
+    return [main, *others, tabulate_compute(section), *build_pictures(section)], failed
 
 
 def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list[Block]:
@@ -199,31 +215,33 @@ def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list
     ]
 
 
-def _shown(above: Sequence[Block], compared: Sequence[Section], others: Sequence[Block]) -> None:
+def _print(above: Sequence[Block], compared: Sequence[Section], others: Sequence[Block]) -> None:
     """The main tables without intervals, for a console."""
     for block in above:
-        table = [plain(block)] if block.cells else []
+        table = [align_columns(block)] if block.cells else []
         print("\n".join(filter(None, [block.title, *table, *block.lines])), end="\n\n")
     for section in compared:
-        main = tables.main(section, domains=())
-        print("\n".join([main.title, plain(tables.console(section)), *main.lines]), end="\n\n")
-        if (differences := tables.differences(section)).cells:
+        main = tables.tabulate_main(section, domains=())
+        print(
+            "\n".join([main.title, align_columns(tables.tabulate_console(section)), *main.lines]), end="\n\n"
+        )
+        if (differences := tables.tabulate_differences(section)).cells:
             cells = [row[:LC] for row in differences.cells]
             first = Block(head=differences.head[:LC], cells=cells, words=2)
-            print("\n".join([differences.title, plain(first), *differences.lines]), end="\n\n")
+            print("\n".join([differences.title, align_columns(first), *differences.lines]), end="\n\n")
     for block in others:
         if block.cells:
-            print("\n".join([block.title, plain(block)]), end="\n\n")
+            print("\n".join([block.title, align_columns(block)]), end="\n\n")
 
 
-def _synced(runs: Mapping[Path, Scores], asked_for: argparse.Namespace) -> bool:
+def _sync(runs: Mapping[Path, Scores], asked_for: argparse.Namespace) -> bool:
     """Sends the runs to W&B; whether one failed."""
     if find_spec("wandb") is None:
         raise ValueError("--sync needs the package wandb; pip install wandb")
-    from cpt.tracking.sync import sync
+    from cpt.tracking.sync import sync_runs
 
     options = {name: getattr(asked_for, name) for name in ("project", "entity", "mode")}
-    return bool(sync(runs, **options))
+    return bool(sync_runs(runs, **options))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from cpt.core.preemption import deferred
 from cpt.core.processes import is_first_process
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_report import table
+from cpt.reporting.run_report import format_scores
 from cpt.training.identity import check, is_same
 from cpt.training.plan import Plan, planned
 from cpt.training.run_folder import RunFolder
@@ -51,7 +51,7 @@ def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
     else:
         with explained(place):
             scores = fold(plan, place)
-    log.info("\n%s\n%s", table(scores), place.path / "report.html")
+    log.info("\n%s\n%s", format_scores(scores), place.path / "report.html")
     return objective_value(scores.metrics, plan.run.objective)
 
 
@@ -71,17 +71,17 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
 
     ready = preflight.checked(plan, place.path)  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
-    phases: dict[str, float] = {}
-    with timed(phases, "read the texts"):
+    took: dict[str, float] = {}
+    with timed(took, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
-    with timed(phases, "make the base"):
+    with timed(took, "make the base"):
         start = base(plan.model, corpora, accelerator=plan.trainer.accelerator)
         module = assembly.method(plan, start)
-    with timed(phases, "tokenise"):
+    with timed(took, "tokenise"):
         data = assembly.sequence(plan, corpora, start, module)
         examined = examination(plan.endtasks, place, module=module, data=data, tokenizer=start.tokenizer)
     settle(plan, place, corpora, start, examined)
-    scores = begun(place, assembly.opened(plan, corpora, start, data), phases)
+    scores = begun(place, assembly.opened(plan, corpora, start, data), took)
     if plan.run.check == "full":
         confirm(place)
     how = {"group": str(plan.run.name), "job": plan.names["method"], "tags": plan.run.tags}
@@ -103,12 +103,12 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     return scores
 
 
-def begun(place: RunFolder, empty: Scores, phases: Mapping[str, float]) -> Scores:
+def begun(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
     """What a run folder has of the scores, with the seconds that this start has taken so far."""
     scores = place.scores() or empty
     place.check_documents(scores.domains, len(scores.rows))
-    for name, seconds in phases.items():
-        scores.phases[name] = scores.phases.get(name, 0.0) + seconds
+    for phase, seconds in took.items():
+        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     return scores
 
 

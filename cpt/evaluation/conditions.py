@@ -55,7 +55,7 @@ def _unknown(scores: Scores, counts: list[int]) -> str:
     return f"unknown ({digest(by_text)[:8]})"
 
 
-def described(given: Mapping[str, str]) -> str:
+def describe_conditions(given: Mapping[str, str]) -> str:
     """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains."""
     rate = f", mask_rate {given['mask_rate']}" * (given["mask_rate"] != NONE)
     rest = (

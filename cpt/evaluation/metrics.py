@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cpt.data.sources.base import GENERAL
+
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
-GENERAL = "general"
 UNITS = ("nats", "perplexity", "bits_per_byte")
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
@@ -119,7 +120,7 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-def described(function: Callable[..., Array]) -> tuple[str, str]:
+def describe_metric(function: Callable[..., Array]) -> tuple[str, str]:
     """Meaning and formula of a metric, from the first line of its docstring: "meaning: `formula`."."""
     meaning, _, formula = (function.__doc__ or "").split("\n")[0].partition(": `")
     return meaning, formula.removesuffix("`.")
@@ -159,7 +160,7 @@ def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
-def values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
+def compute_values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
     """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
     units = {unit: metrics(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
     return {name: {unit: units[unit][name] for unit in UNITS} for name in units["nats"]}
@@ -179,8 +180,8 @@ def intervals(
     parts = []
     for first in range(0, replicates, chunk):
         size = min(chunk, replicates - first)
-        drawn = [_resampled(*s, generator=g, size=size) for s, g in zip(samples, generators, strict=True)]
-        parts.append(values(np.stack(drawn, -1), layout=layout))
+        drawn = [_resample(*s, generator=g, size=size) for s, g in zip(samples, generators, strict=True)]
+        parts.append(compute_values(np.stack(drawn, -1), layout=layout))
     return {m: {u: _bounds([part[m][u] for part in parts]) for u in UNITS} for m in parts[0]}
 
 
@@ -202,7 +203,7 @@ def _samples(nll_sums: Arrays, *, counts: Arrays, layout: Layout) -> list[list[A
     return samples
 
 
-def _resampled(sums: Array, count: Array, *, generator: np.random.Generator, size: int) -> Array:
+def _resample(sums: Array, count: Array, *, generator: np.random.Generator, size: int) -> Array:
     """Mean loss per token of `size` resamples of a column's documents, as [size, row]."""
     documents = count.size
     drawn = generator.integers(documents, size=(size, documents)) + np.arange(size)[:, None] * documents

@@ -13,12 +13,15 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from cpt.core.schema import check
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.endtasks.metrics import check_endtasks
-from cpt.evaluation.metrics import GENERAL, METRICS, UNITS, Array, Arrays, Layout, intervals, values
+from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, compute_values, intervals
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-LATER = {"conditions", "skipped"}  # fields that files of this version may lack
+PHASES = ("start", "learn", "score", "endtasks")  # kinds of seconds; "start": what precedes the stages
+LATER = {"conditions", "skipped", "alone"}  # fields that files of this version may lack
+FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
@@ -46,14 +49,15 @@ class Scores(Layout):
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
     conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
     needs_domain: bool = False  # whether a text's domain must be known at test time
+    alone: bool = False  # whether each domain was learned from the base, so that no model has met them all
     loading: str = ""  # a Python expression that loads the exported model
     objective: float | list[float | None] | None = None  # what a sweeper minimises
     seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)  # {one of PHASES: {stage: seconds}}
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        check(vars(self), declared(type(self)))
+        check(vars(self), get_field_types(type(self)))
         check(self.run, RUN, of="run")
         for names in (self.rows, self.domains):
             if not isinstance(names, list) or len(set(names)) != len(names):
@@ -70,6 +74,9 @@ class Scores(Layout):
                 raise ValueError(
                     f"{name} has {given} entries, needed is none or one for each row {self.rows}"
                 )
+        if unknown := sorted(set(self.phases) - set(PHASES)):
+            raise ValueError(f"phases are of {', '.join(unknown)}; allowed: {', '.join(PHASES)}")
+        self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
         check_metrics(self.metrics)
         check_endtasks(self.endtasks, rows=self.rows)
 
@@ -119,7 +126,7 @@ class Scores(Layout):
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
-        measured = values(self.matrix, layout=self)
+        measured = compute_values(self.matrix, layout=self)
         self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
@@ -134,7 +141,7 @@ class Scores(Layout):
                 raise ValueError(f"needed is cpt's format, version {VERSION}")
             if differing := sorted(({f.name for f in fields(cls)} ^ set(data)) - LATER):
                 raise ValueError(f"missing or unknown: {', '.join(differing)}")
-            return cls(**data)
+            return cls(**complete_fields(data))
         except (ValueError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
@@ -155,8 +162,28 @@ class Scores(Layout):
             temporary.unlink(missing_ok=True)
 
 
+def complete_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """A file's fields with those that an earlier cpt left out or wrote in another form: whether the method
+    learned from the base, and seconds by phase (`learn pandas`) in place of kind and stage."""
+    run, phases = data["run"], data["phases"]
+    given = {"alone": isinstance(run, dict) and run.get("method") in FROM_BASE} | data
+    if isinstance(phases, dict) and not all(isinstance(stages, dict) for stages in phases.values()):
+        given["phases"] = divide_phases(phases)
+    return given
+
+
+def divide_phases(phases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{kind: {stage: seconds}} from the phases as they were called: `learn pandas`, `end tasks pandas`."""
+    divided: dict[str, dict[str, Any]] = {kind: {} for kind in PHASES}
+    for phase, seconds in phases.items():
+        words = {"learn ": "learn", "score ": "score", "end tasks ": "endtasks"}
+        prefix = next((each for each in words if phase.startswith(each)), "")
+        divided[words.get(prefix, "start")][phase.removeprefix(prefix)] = seconds
+    return divided
+
+
 @cache
-def declared(kind: type) -> dict[str, Any]:
+def get_field_types(kind: type) -> dict[str, Any]:
     """The types of a class's fields."""
     return get_type_hints(kind)
 

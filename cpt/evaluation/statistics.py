@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 Array = np.ndarray
 EXACT = 12  # up to so many pairs every one of the 2^n signs is tried
@@ -37,15 +38,16 @@ def interval(
 ) -> tuple[float, float]:
     """95 % percentile bootstrap of the mean, the values redrawn with replacement; without those that are not
     finite, (nan, nan) where fewer than two are left."""
-    known = _finite(values)
+    known = _drop_unknown(values)
     if len(known) < 2:
         return np.nan, np.nan
-    drawn = np.random.default_rng(seed).integers(len(known), size=(replicates, len(known)))
-    low, high = np.percentile(known[drawn].mean(-1), LEVELS)
+    generator = np.random.default_rng(seed)
+    drawn = stats.bootstrap((known,), np.mean, n_resamples=replicates, method="percentile", rng=generator)
+    low, high = np.percentile(drawn.bootstrap_distribution, LEVELS)  # scipy's bounds differ by their rounding
     return float(low), float(high)
 
 
-def paired(
+def compare_pairs(
     values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], *, seed: int = 0
 ) -> Difference:
     """Mean of values minus baseline over the keys (order and seed of a run, say) that both have.
@@ -56,28 +58,25 @@ def paired(
     """
     shared = [key for key in values if key in baseline]
     difference = np.array([[values[key], baseline[key]] for key in shared], dtype=float).reshape(-1, 2)
-    difference = _finite(difference[:, 0] - difference[:, 1])
+    difference = _drop_unknown(difference[:, 0] - difference[:, 1])
     if not len(difference):
         return NOTHING
     low, high = interval(difference, seed=seed)
     return Difference(float(difference.mean()), low, high, _sign_flip(difference, seed=seed), len(difference))
 
 
-def ranks(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
+def rank_rows(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
     """Mean rank of each name over the keys for which all have a finite value; the lowest value is rank 1,
     equal ones share the mean of their ranks. nan where there is no such key."""
-    names = list(table)
-    keys = [key for key in table[names[0]] if all(key in row for row in table.values())] if names else []
-    values = np.array([[table[name][key] for key in keys] for name in names], dtype=float)
-    values = values.reshape(len(names), len(keys))[:, np.isfinite(values).all(0) if keys else []]
-    if not values.shape[1]:
-        return dict.fromkeys(names, np.nan)
-    lower = (values[None] < values[:, None]).sum(1)
-    equal = (values[None] == values[:, None]).sum(1)
-    return dict(zip(names, (lower + (equal + 1) / 2).mean(-1).tolist(), strict=True))
+    rows = list(table.values())
+    keys = [key for key in rows[0] if all(_is_known(row.get(key)) for row in rows)] if rows else []
+    if not keys:
+        return dict.fromkeys(table, np.nan)
+    placed = stats.rankdata([[row[key] for key in keys] for row in rows], axis=0)
+    return dict(zip(table, placed.mean(-1).tolist(), strict=True))
 
 
-def paired_examples(
+def compare_examples(
     one: Mapping[Hashable, Array] | Array,
     other: Mapping[Hashable, Array] | Array | None = None,
     *,
@@ -90,41 +89,44 @@ def paired_examples(
     or easy for all of them. Examples are redrawn within their task (interval), or swapped between the two
     (p: Fisher's test with random signs). ValueError if there are other numbers of examples.
     """
-    strata = [_levels(difference) for difference in _by_task(_pairs(one, other)).values()]
+    strata = [_count_levels(difference) for difference in _by_task(_pair_arrays(one, other)).values()]
     if not strata:
         return NOTHING
     generator = np.random.default_rng(seed)
-    drawn = np.mean([_redrawn(*stratum, generator=generator) for stratum in strata], axis=0)
-    flipped = np.mean([_flipped(*stratum, generator=generator) for stratum in strata], axis=0)
+    drawn = np.mean([_redraw(*stratum, generator=generator) for stratum in strata], axis=0)
+    flipped = np.mean([_flip_signs(*stratum, generator=generator) for stratum in strata], axis=0)
     mean = float(np.mean([level @ count / count.sum() for level, count in strata]))
     low, high = np.percentile(drawn, LEVELS).tolist()
     return Difference(mean, low, high, _drawn_p(flipped, mean), int(sum(count.sum() for _, count in strata)))
 
 
-def _finite(values: Sequence[float | None]) -> Array:
+def _drop_unknown(values: Sequence[float | None]) -> Array:
     values = np.array(values, dtype=float)
     return values[np.isfinite(values)]
 
 
+def _is_known(value: float | None) -> bool:
+    return value is not None and bool(np.isfinite(value))
+
+
 def _sign_flip(difference: Array, *, seed: int) -> float:
-    size, mean = len(difference), float(difference.mean())
-    if size > EXACT:
+    size = len(difference)
+    if size == 1:
+        return 1.0  # scipy needs two
+    if size > EXACT:  # our own stream, as the p-values that were published have it
         signs = np.random.default_rng(seed).integers(2, size=(FLIPS, size), dtype=np.int8) * 2 - 1
-        return _drawn_p(signs @ difference / size, mean)
-    signs = 1 - 2 * (np.arange(2**size)[:, None] >> np.arange(size) & 1)
-    return float(_as_far(signs @ difference / size, mean).mean())
+        return _drawn_p(signs @ difference / size, float(difference.mean()))
+    options = {"permutation_type": "samples", "n_resamples": np.inf}  # every sign of every pair
+    return float(stats.permutation_test((difference,), np.mean, **options).pvalue)
 
 
 def _drawn_p(flipped: Array, mean: float) -> float:
     """The observed mean is one of the flips: p is never 0."""
-    return float((1 + _as_far(flipped, mean).sum()) / (1 + len(flipped)))
+    as_far = np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
+    return float((1 + as_far.sum()) / (1 + len(flipped)))
 
 
-def _as_far(flipped: Array, mean: float) -> Array:
-    return np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
-
-
-def _pairs(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:
+def _pair_arrays(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:
     if isinstance(one, Mapping):
         return dict(one) if other is None else {key: (one[key], other[key]) for key in one if key in other}
     return {None: (one, other)}
@@ -144,20 +146,20 @@ def _by_task(pairs: Mapping[Hashable, tuple[Array, Array]]) -> dict[Hashable, Ar
     return {task: np.mean(differences, axis=0) for task, differences in seeds.items() if len(differences[0])}
 
 
-def _levels(difference: Array) -> tuple[Array, Array]:
+def _count_levels(difference: Array) -> tuple[Array, Array]:
     """The different values and how often each occurs: all that resampling needs to know, since examples with
     one value are alike."""
     levels, counts = np.unique(difference.round(12), return_counts=True)
     return levels, counts
 
 
-def _redrawn(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
+def _redraw(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
     """Means of redrawn examples, [replicate]."""
     size = counts.sum()
     return generator.multinomial(size, counts / size, size=REPLICATES) @ levels / size
 
 
-def _flipped(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
+def _flip_signs(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
     """Means of examples with random signs, [flip]: of m alike, a binomial number keeps its sign."""
     kept = generator.binomial(counts, 0.5, size=(FLIPS, len(counts)))
     return (2 * kept - counts) @ levels / counts.sum()

@@ -7,12 +7,12 @@ and Ito (2008). A picture says in words what it shows: PNG's text chunk "Descrip
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt.reporting.formatting import shortened
+from cpt.reporting.formatting import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,13 +55,14 @@ def description(picture: bytes) -> str:
 
 
 def style(place: int) -> dict[str, str]:
-    """Colour and marker of a series; 54 differ, neighbours in both."""
-    return {"color": SERIES[place % 6], "marker": MARKERS[(place + place // 6) % len(MARKERS)]}
+    """Colour, marker and dashes of a series; 54 differ in the first two, neighbours in both."""
+    marker = MARKERS[(place + place // 6) % len(MARKERS)]
+    return {"color": SERIES[place % 6], "marker": marker, "linestyle": DASHES[place // 6 % len(DASHES)]}
 
 
 def literal(name: str, *, width: int) -> str:
     """The name as matplotlib shows it unchanged; a dollar sign would start a formula."""
-    return shortened(name, width=width).replace("$", r"\$")
+    return shorten(name, width=width).replace("$", r"\$")
 
 
 def ticks(axis: Axis, *, names: Sequence[str], few: bool, rotation: int, most: int = 30) -> None:
@@ -109,7 +110,7 @@ def direct_labels(axes: Axes, ends: Mapping[str, tuple[np.ndarray, str]]) -> Non
     low, high = np.log(axes.get_ylim())
     known = {name: line[np.isfinite(line)][-1] for name, (line, _) in ends.items() if np.isfinite(line).any()}
     wanted = {name: (np.log(value) - low) / (high - low) for name, value in known.items()}
-    for name, height in apart(wanted, gap=0.052).items():
+    for name, height in space_heights(wanted, gap=0.052).items():
         axes.annotate(
             literal(name, width=30),
             xy=(1, wanted[name]),
@@ -123,7 +124,7 @@ def direct_labels(axes: Axes, ends: Mapping[str, tuple[np.ndarray, str]]) -> Non
         )
 
 
-def apart(wanted: Mapping[str, float], *, gap: float) -> dict[str, float]:
+def space_heights(wanted: Mapping[str, float], *, gap: float) -> dict[str, float]:
     """Heights at least `gap` apart, close to the wanted ones, within 0..1 where there is room."""
     placed: dict[str, float] = {}
     below = -np.inf
@@ -166,7 +167,36 @@ def panel(
     return image
 
 
-def numbers(axes: Axes, values: np.ndarray, *, white: np.ndarray, most: int, sign: str = "") -> None:
+def draw_heat(
+    values: np.ndarray,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    few: bool,
+    label: str,
+    margin: float = 2.6,
+    extend: str = "neither",
+    **how: Any,
+) -> tuple[Figure, Axes]:
+    """A heat map as a picture of its own, `label` beside its colour scale; large unless few."""
+    drawn = figure((margin + 0.72 * len(columns), 2.0 + 0.42 * len(rows)) if few else (9.5, 8.5))
+    axes = drawn.add_subplot()
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
+    drawn.colorbar(image, ax=axes, extend=extend, label=label)
+    ticks(axes.xaxis, names=columns, few=few, rotation=35 if few else 90)
+    ticks(axes.yaxis, names=rows, few=few, rotation=0)
+    return drawn, axes
+
+
+def frame_cells(axes: Axes, cells: Iterable[tuple[int, int]], *, width: float) -> None:
+    """A frame round each (row, column)."""
+    from matplotlib.patches import Rectangle
+
+    for row, column in cells:
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
+
+
+def write_numbers(axes: Axes, values: np.ndarray, *, white: np.ndarray, most: int, sign: str = "") -> None:
     """Values written into their cells, in white where that is asked for; nothing where cells are many."""
     for (row, column), value in np.ndenumerate(values if max(values.shape) <= most else values[:0]):
         if np.isfinite(value):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ import numpy as np
 from cpt.evaluation.endtasks import metrics as endscores
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
-from cpt.reporting.formatting import megabytes
+from cpt.reporting.formatting import megabytes, percent
 from cpt.reporting.page import Block, few
-from cpt.reporting.summary import PHASES, seconds, total
+from cpt.reporting.run_table import list_costs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
 FORMULAS = (
     "A[t][u]: test score on the end task of domain u after fine-tuning the model of stage t, a mean over "
-    "seeds; n: the last stage in which the task was measured."
+    "seeds; n: the last stage in which the task was measured. All scores and shares are in %."
 )
 MOVED = (
     "Test predictions right after a domain's own stage and after the last one, all seeds together: 1→0 were "
@@ -35,82 +35,86 @@ COMPUTE = (
 )
 MOVED_HEAD = ("task", "predictions", "accuracy then", "accuracy now")
 MOVED_HEAD += ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
-COMPUTE_HEAD = (
-    "after",
-    "tokens",
-    "FLOPs",
-    "learn, s",
-    "score, s",
-    "end tasks, s",
-    "peak memory",
-    "trained",
-    "stored",
-)
+COSTS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "tokens": ("tokens", "{:,}".format),
+    "FLOPs": ("flops", "{:.3g}".format),
+    "learn, s": ("seconds_learn", "{:,.1f}".format),
+    "score, s": ("seconds_score", "{:,.1f}".format),
+    "end tasks, s": ("seconds_endtasks", "{:,.1f}".format),
+    "peak memory": ("memory", megabytes),
+    "trained": ("trained", "{:,}".format),
+    "stored": ("stored", megabytes),
+}
+NEEDED = ("tokens", "flops", "memory", "trained", "stored")  # of a stage that is shown
 
 
-def blocks(scores: Scores, folder: Path) -> list[Block]:
+def build_endtask_blocks(scores: Scores, folder: Path) -> list[Block]:
     """The end tasks' numbers, A in each metric with a picture, and what became of the predictions."""
     if not scores.endtasks:
         return []
     given = scores.endtasks
     A = endscores.headline(given)  # noqa: N806
     measured = np.isfinite(A).reshape(len(A), -1).any(-1).sum()
-    picture = heatmap(scores) if measured > 1 else b""
-    tables = [_table(endscores.cube(given, kind), scores, folded=name) for kind, name in NAMES.items()]
-    first = _table(A, scores, title=f"End tasks: {_metrics(given)}", picture=picture)
-    return [_numbers(scores), first, *tables, _transitions(scores, folder)]
+    picture = draw_endtasks(scores) if measured > 1 else b""
+    tables = [_show_scores(endscores.cube(given, kind), scores, folded=name) for kind, name in NAMES.items()]
+    first = _show_scores(A, scores, title=f"End tasks: {_name_metrics(given)}", picture=picture)
+    return [_show_summary(scores), first, *tables, _transitions(scores, folder)]
 
 
-def line(scores: Scores) -> str:
+def format_endtasks(scores: Scores) -> str:
     """The headline numbers for a console; "" where there are none."""
-    numbers = endscores.summary(scores.endtasks, scores.rows)
-    told = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    numbers = endscores.summarise_endtasks(scores.endtasks, scores.rows)
+    told = ", ".join(f"{name} {percent(value)} %" for name, value in numbers.items())
     return f"end tasks ({len(scores.endtasks['tasks'])}): {told}" if told else ""
 
 
-def compute(scores: Scores) -> Block:
+def build_compute_block(scores: Scores) -> Block:
     """What each stage cost, and the run; nothing where nothing was noted."""
-    noted = zip(scores.seen, scores.flops, scores.memory, scores.trained, scores.stored, strict=False)
-    cells = [_cost(scores, stage, *costs) for stage, costs in zip(scores.rows, noted, strict=False)]
+    stages: dict[str | None, dict[str, float | None]] = {}
+    for line in list_costs(scores):
+        stages.setdefault(line.after, {})[line.name] = line.value
+    noted = {stage: costs for stage, costs in stages.items() if None not in map(costs.get, NEEDED)}
+    cells = [_cost(stage, costs) for stage, costs in noted.items() if stage is not None]
     return Block(
         title="Compute",
         lines=[COMPUTE] if cells else [],
-        head=COMPUTE_HEAD,
-        cells=[*cells, _whole(scores)] if cells else [],
+        head=["after", *COSTS],
+        cells=[*cells, _cost("whole run", stages[None])] if cells else [],
         folded=f"{len(cells)} stages" if len(cells) > 2 * drawing.FEW else "",
     )
 
 
-def heatmap(scores: Scores) -> bytes:
+def _cost(stage: str, costs: Mapping[str, float | None]) -> list[str]:
+    return [stage, *("–" if costs[name] is None else show(costs[name]) for name, show in COSTS.values())]
+
+
+def draw_endtasks(scores: Scores) -> bytes:
     """A in each task's own metric, the rows that were measured; a domain's own stage is marked."""
     given = scores.endtasks
     A = endscores.over_seeds(endscores.headline(given))  # noqa: N806
     rows = [row for row in range(len(A)) if np.isfinite(A[row]).any()]
     small = max(len(rows), A.shape[1]) <= drawing.FEW + 1
-    figure = drawing.figure((2.6 + 0.72 * A.shape[1], 2.0 + 0.42 * len(rows)) if small else (9.5, 8.5))
-    axes = figure.add_subplot()
-    image = axes.imshow(A[rows], cmap=drawing.sequential(), aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="score (dark: better)")
-    names = [scores.rows[row] for row in rows]
-    drawing.ticks(axes.xaxis, names=given["tasks"], few=small, rotation=35 if small else 90)
-    drawing.ticks(axes.yaxis, names=names, few=small, rotation=0)
+    names, tasks = [scores.rows[row] for row in rows], given["tasks"]
+    how = {"cmap": drawing.sequential(), "few": small, "label": "score, % (dark: better)"}
+    figure, axes = drawing.draw_heat(100 * A[rows], rows=names, columns=tasks, **how)
     axes.set(xlabel="end task of domain", ylabel="model after stage")
-    _annotate(axes, A[rows] if small else A[:0])
-    _mark_own(axes, rows=names, tasks=given["tasks"], width=2 if small else 0.7)
-    return drawing.png(figure, told=_told(A[rows], rows=names, tasks=given["tasks"]))
+    _write_scores(axes, A[rows] if small else A[:0])
+    own = [(names.index(task), column) for column, task in enumerate(tasks) if task in names]
+    drawing.frame_cells(axes, own, width=2 if small else 0.7)
+    return drawing.png(figure, told=_describe_last_row(A[rows], rows=names, tasks=tasks))
 
 
-def _numbers(scores: Scores) -> Block:
+def _show_summary(scores: Scores) -> Block:
     given = scores.endtasks
-    found = endscores.summary(given, scores.rows)
-    cells = [[name, *endscores.MEANINGS[name], f"{value:.4f}"] for name, value in found.items()]
+    found = endscores.summarise_endtasks(given, scores.rows)
+    cells = [[name, *endscores.MEANINGS[name], percent(value)] for name, value in found.items()]
     seeds = f"{len(given['tasks'])} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     seeds += f"endtask.when={given['when']}, {given['seconds']:,.1f} seconds."
-    head = ("number", "meaning", "formula", "value")
+    head = ("number", "meaning", "formula", "%")
     return Block(title="End tasks", lines=[FORMULAS, seeds], head=head, cells=cells, words=3)
 
 
-def _metrics(given: Mapping[str, Any]) -> str:
+def _name_metrics(given: Mapping[str, Any]) -> str:
     """Each task's own metric: one for all, or by task."""
     names = {task: NAMES[given["metric"][task]] for task in given["tasks"]}
     if len(set(names.values())) == 1:
@@ -118,9 +122,9 @@ def _metrics(given: Mapping[str, Any]) -> str:
     return "each in its own metric: " + few([f"{task} {name}" for task, name in names.items()], between=", ")
 
 
-def _table(scores: np.ndarray, run: Scores, **shown: Any) -> Block:
+def _show_scores(scores: np.ndarray, run: Scores, **shown: Any) -> Block:
     """Mean ± standard deviation over seeds, of the rows that were measured."""
-    means, spread = endscores.over_seeds(scores), endscores.spread(scores)
+    means, spread = endscores.over_seeds(scores), endscores.sd_over_seeds(scores)
     cells = [
         [run.rows[row], *(map(_mean, means[row], spread[row]))]
         for row in range(len(means))
@@ -132,7 +136,7 @@ def _table(scores: np.ndarray, run: Scores, **shown: Any) -> Block:
 def _mean(mean: float, deviation: float) -> str:
     if not np.isfinite(mean):
         return "–"
-    return f"{mean:.4f}" + (f" ± {deviation:.4f}" if np.isfinite(deviation) else "")
+    return percent(mean) + (f" ± {percent(deviation)}" if np.isfinite(deviation) else "")
 
 
 def _transitions(scores: Scores, folder: Path) -> Block:
@@ -147,54 +151,25 @@ def _transitions(scores: Scores, folder: Path) -> Block:
 
 
 def _moved(counts: Mapping[str, float]) -> list[str]:
-    shown = [f"{counts['examples']:,}", f"{counts['before']:.4f}", f"{counts['after']:.4f}"]
+    shown = [f"{counts['examples']:,}", percent(counts["before"]), percent(counts["after"])]
     for name in ("forgotten", "gained"):
         adjusted = counts.get(f"{name}_adjusted")
-        shares = [f"{counts[f'{name}_share']:.4f}", "–" if adjusted is None else f"{adjusted:.4f}"]
+        shares = [percent(counts[f"{name}_share"]), "–" if adjusted is None else percent(adjusted)]
         shown += [f"{counts[name]:,}", *shares]
     return shown
 
 
-def _cost(scores: Scores, stage: str, seen: int, flops: int, *sizes: int) -> list[str]:
-    took = [f"{seconds(scores, kind, stage):,.1f}" for kind in PHASES]
-    return [stage, f"{seen:,}", f"{flops:.3g}", *took, *_sizes(*sizes)]
-
-
-def _whole(scores: Scores) -> list[str]:
-    took = [f"{sum(seconds(scores, kind, stage) for stage in scores.rows):,.1f}" for kind in PHASES]
-    sizes = [total(scores, cost) for cost in ("memory", "trained", "stored")]
-    return [
-        "whole run",
-        f"{total(scores, 'seen'):,}",
-        f"{total(scores, 'flops'):.3g}",
-        *took,
-        *_sizes(*sizes),
-    ]
-
-
-def _sizes(memory: int, trained: int, stored: int) -> list[str]:
-    return [megabytes(memory), f"{trained:,}", megabytes(stored)]
-
-
-def _annotate(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
+def _write_scores(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
     """The scores, white on dark."""
     middle = (np.nanmin(A) + np.nanmax(A)) / 2 if len(A) else 0
     for (row, column), value in np.ndenumerate(A):
         if np.isfinite(value):
             colour = "white" if value > middle else "black"
-            axes.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=9, color=colour)
+            axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
 
 
-def _mark_own(axes: Axes, *, rows: Sequence[str], tasks: Sequence[str], width: float) -> None:
-    from matplotlib.patches import Rectangle
-
-    for column, task in enumerate(tasks):
-        if task in rows:
-            corner = (column - 0.5, rows.index(task) - 0.5)
-            axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=width))
-
-
-def _told(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803
+def _describe_last_row(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803
     """The last row in words."""
-    last = [f"{task} {value:.3f}" for task, value in zip(tasks, A[-1], strict=True) if np.isfinite(value)]
+    known = [(task, value) for task, value in zip(tasks, A[-1], strict=True) if np.isfinite(value)]
+    last = [f"{task} {100 * value:.1f} %" for task, value in known]
     return f"End-task scores of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.evaluation.metrics import GENERAL
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.drawing import DASHES, FEW, SERIES, png, ticks
@@ -26,18 +26,20 @@ def perplexities(scores: Scores) -> np.ndarray:
 def heatmap(scores: Scores) -> bytes:
     """The matrix, coloured by the change in nats against the base model; a domain's own row is marked."""
     change = scores.matrix - scores.matrix[:1]
-    columns, few = len(scores.domains), len(scores.domains) <= FEW + 1
-    figure = drawing.figure((2.6 + 0.72 * columns, 2.0 + 0.42 * len(scores.rows)) if few else (9.5, 8.5))
-    axes = figure.add_subplot()
-    how = {"cmap": drawing.diverging(), **drawing.limits(change)}
-    image = axes.imshow(change, aspect="auto", interpolation="nearest", **how)
-    beyond = "both" if np.nanmax(np.abs(change), initial=0) > image.norm.vmax else "neither"
-    figure.colorbar(image, ax=axes, extend=beyond, label="change in nats per token\n(blue: better than base)")
-    ticks(axes.xaxis, names=scores.domains, few=few, rotation=35 if few else 90)
-    ticks(axes.yaxis, names=scores.rows, few=few, rotation=0)
+    columns, few, scale = len(scores.domains), len(scores.domains) <= FEW + 1, drawing.limits(change)
+    figure, axes = drawing.draw_heat(
+        change,
+        rows=scores.rows,
+        columns=scores.domains,
+        few=few,
+        label="change in nats per token\n(blue: better than base)",
+        extend="both" if np.nanmax(np.abs(change), initial=0) > scale["vmax"] else "neither",
+        cmap=drawing.diverging(),
+        **scale,
+    )
     axes.set(xlabel="test text", ylabel="model after stage")
     if few:
-        _annotate(axes, scores=scores, strong=0.6 * image.norm.vmax)
+        _annotate(axes, scores=scores, strong=0.6 * scale["vmax"])
     mark_own(axes, scores=scores, columns=scores.domains)
     if GENERAL in scores.domains:
         axes.axvline(columns - 1.5, color="black", linewidth=1.5 if few else 0.8)
@@ -64,19 +66,15 @@ def stages(scores: Scores) -> bytes:
         ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
     drawing.direct_labels(axes, ends)
-    return png(figure, told=_means(scores))
+    return png(figure, told=_describe_means(scores))
 
 
 def mixtures(scores: Scores) -> bytes:
     """The weight of each part in the last model's score of each text."""
     names, weights = part_weights(scores)
     few = max(weights.shape) <= FEW + 1
-    figure = drawing.figure((3.2 + 0.72 * len(names), 2.0 + 0.42 * len(weights)) if few else (9.5, 8.5))
-    axes = figure.add_subplot()
-    image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="mean weight")
-    ticks(axes.xaxis, names=names, few=few, rotation=35 if few else 90)
-    ticks(axes.yaxis, names=scores.domains, few=few, rotation=0)
+    how = {"cmap": "Blues", "vmin": 0, "vmax": 1, "few": few, "margin": 3.2, "label": "mean weight"}
+    figure, axes = drawing.draw_heat(weights, rows=scores.domains, columns=names, **how)
     axes.set(xlabel="part of", ylabel="test text")
     for (row, column), value in np.ndenumerate(weights if few else weights[:0]):
         axes.text(
@@ -107,12 +105,8 @@ def heaviest(scores: Scores) -> str:
 
 def mark_own(axes: Axes, *, scores: Scores, columns: Sequence[str]) -> None:
     """A frame round each domain's own row: what is below it was measured after the domain was learned."""
-    from matplotlib.patches import Rectangle
-
-    for name in scores.learned:
-        corner = (columns.index(name) - 0.5, scores.rows.index(name) - 0.5)
-        width = 2 if len(columns) <= FEW + 1 else 0.7
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, linewidth=width))
+    cells = [(scores.rows.index(name), columns.index(name)) for name in scores.learned]
+    drawing.frame_cells(axes, cells, width=2 if len(columns) <= FEW + 1 else 0.7)
 
 
 def _changes(scores: Scores) -> str:
@@ -126,7 +120,7 @@ def _changes(scores: Scores) -> str:
     return f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {'; '.join(each[:FEW])}{more}."
 
 
-def _means(scores: Scores) -> str:
+def _describe_means(scores: Scores) -> str:
     """The mean perplexity over the domains at the first and the last stage."""
     columns = [place for place, name in enumerate(scores.domains) if name != GENERAL]
     mean = perplexities(scores)[:, columns].mean(1)

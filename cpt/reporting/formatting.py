@@ -8,12 +8,12 @@ import numpy as np
 UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")
 
 
-def one_line(text: str) -> str:
+def strip_controls(text: str) -> str:
     """The text with a blank for whatever could end a line or speak to a terminal."""
     return UNSEEN.sub(" ", text)
 
 
-def shortened(name: str, *, width: int) -> str:
+def shorten(name: str, *, width: int) -> str:
     """The name in at most `width` characters, its middle left out: names often differ at their ends."""
     tail = (width - 1) // 2
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
@@ -37,6 +37,15 @@ def decimals(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4f}"
 
 
+def percent(share: float) -> str:
+    """A share of 1 in hundredths."""
+    return f"{100 * share:.2f}"
+
+
 def megabytes(size: float | None) -> str:
-    """Bytes in units of 10^6, in as many digits as one reads."""
-    return "–" if size is None else f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"
+    """Bytes in units of 10^6, fewer than 10,000 in units that show them, in as many digits as one reads."""
+    if size is None:
+        return "–"
+    if 0 < size < 1e4:
+        return f"{size:.0f} B" if size < 1e3 else f"{size / 1e3:.2f} kB"
+    return f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"

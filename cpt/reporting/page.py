@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from cpt.reporting.drawing import FEW, description
-from cpt.reporting.formatting import one_line
+from cpt.reporting.formatting import strip_controls
 
 # What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
 IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
@@ -47,10 +47,10 @@ class Block:
             raise ValueError(f"facets={len(self.facets)} rows; allowed: none, or {len(self.cells)} as cells")
 
 
-def written(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
+def write_page(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
     """Writes STEM.md, its pictures STEM-1.png, ... and STEM.html; gives the path of the latter."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    parts = [f"# {quoted(title, IN_CELL)}"]
+    parts = [f"# {quote_markup(title, IN_CELL)}"]
     for number, block in enumerate(shown, start=1):
         picture = stem.with_name(f"{stem.name}-{number}.png")
         if block.picture:
@@ -91,14 +91,14 @@ def markdown(block: Block, *, picture: str) -> str:
     """A block with its picture in a file of this name."""
 
     def row(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(quoted(cell, IN_CELL) for cell in cells)} |"
+        return f"| {' | '.join(quote_markup(cell, IN_CELL) for cell in cells)} |"
 
-    title, folded = (quoted(text, IN_CELL) for text in (block.title, block.folded))
+    title, folded = (quote_markup(text, IN_CELL) for text in (block.title, block.folded))
     fence = "~" * max([4, *(len(tildes) + 1 for tildes in re.findall("~+", block.code))])
     bar = [":--" if column < block.words else "--:" for column in range(len(block.head))]
     parts = [
         f"## {title}" if title else "",
-        *(quoted(line, IN_LINE) for line in block.lines),
+        *(quote_markup(line, IN_LINE) for line in block.lines),
         f"![{title}]({picture})" if block.picture else "",
         f"<details><summary>{folded}</summary>" if folded else "",
         "\n".join(map(row, [block.head, bar, *block.cells])) if block.cells else "",
@@ -108,15 +108,15 @@ def markdown(block: Block, *, picture: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def quoted(text: str, markup: re.Pattern[str]) -> str:
+def quote_markup(text: str, markup: re.Pattern[str]) -> str:
     """On one line, with a character reference for each sign of markup: Markdown shows the text as it is."""
     named = {"&": "&amp;", "<": "&lt;"}
-    return markup.sub(lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), one_line(text))
+    return markup.sub(lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), strip_controls(text))
 
 
-def plain(block: Block) -> str:
+def align_columns(block: Block) -> str:
     """The table with its columns aligned: words to the left, numbers to the right."""
-    lines = [list(map(one_line, row)) for row in (block.head, *block.cells)]
+    lines = [list(map(strip_controls, row)) for row in (block.head, *block.cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     align = [str.ljust if place < block.words else str.rjust for place in range(len(widths))]
     rows = [map(lambda put, *cell: put(*cell), align, row, widths) for row in lines]

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cpt.evaluation.conditions import conditions
-from cpt.evaluation.conditions import described as described_conditions
-from cpt.evaluation.metrics import METRICS, UNITS, described
+from cpt.evaluation.conditions import describe_conditions as described_conditions
+from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures
-from cpt.reporting.formatting import decimals, megabytes, perplexity, shortened
+from cpt.reporting.formatting import decimals, megabytes, perplexity, shorten
 from cpt.reporting.labels import label
-from cpt.reporting.page import Block, few, plain, written
+from cpt.reporting.page import Block, align_columns, few, write_page
 
 FORMULAS = (
     "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
@@ -21,7 +21,7 @@ FORMULAS = (
 )
 
 
-def write(folder: Path, scores: Scores | None = None) -> Path:
+def write_report(folder: Path, scores: Scores | None = None) -> Path:
     """Writes report.md and report.html into a run folder, of these scores or those that stand there; gives
     the path of the latter."""
     scores, config = scores or Scores.load(Path(folder) / "scores.json"), Path(folder) / "config.yaml"
@@ -30,46 +30,52 @@ def write(folder: Path, scores: Scores | None = None) -> Path:
         lines=["Framed: a domain's own stage. Colour: change against the base model."],
         picture=figures.heatmap(scores) if scores.rows else b"",
         head=["after", *scores.domains],
-        cells=_matrix(scores),
+        cells=_format_matrix(scores),
         folded=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
     )
     stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
-    blocks = [_summary(scores), matrix, stages, _parts(scores), _metrics(scores)]
-    blocks += [*endtask_report.blocks(scores, Path(folder)), endtask_report.compute(scores)]
-    blocks += [_texts(scores), _seconds(scores), settings]
-    return written(blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report")
+    blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
+    blocks += [
+        *endtask_report.build_endtask_blocks(scores, Path(folder)),
+        endtask_report.build_compute_block(scores),
+    ]
+    blocks += [_show_texts(scores), _show_seconds(scores), settings]
+    return write_page(
+        blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report"
+    )
 
 
-def table(scores: Scores) -> str:
+def format_scores(scores: Scores) -> str:
     """For a console of 100 characters: perplexities and headlines; of many domains the first and last."""
-    columns, rows = _ends(len(scores.domains)), _ends(len(scores.rows))
-    names = [shortened(scores.domains[column], width=min(24, 86 // len(columns) - 2)) for column in columns]
+    columns, rows = _pick_ends(len(scores.domains)), _pick_ends(len(scores.rows))
+    names = [shorten(scores.domains[column], width=min(24, 86 // len(columns) - 2)) for column in columns]
     matrix = [
-        [shortened(row[0], width=12), *(row[1:][column] for column in columns)] for row in _matrix(scores)
+        [shorten(row[0], width=12), *(row[1:][column] for column in columns)]
+        for row in _format_matrix(scores)
     ]
     losses = Block(head=["after", *names], cells=[matrix[row] for row in rows])
     shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
     metrics = Block(head=["", *UNITS], cells=[[name, *_in_units(scores.metrics[name])] for name in shown])
     texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
     title = f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"
-    parts = [title, plain(losses), plain(metrics), endtask_report.line(scores)]
+    parts = [title, align_columns(losses), align_columns(metrics), endtask_report.format_endtasks(scores)]
     return "\n\n".join(filter(None, parts))
 
 
-def _ends(size: int) -> list[int]:
+def _pick_ends(size: int) -> list[int]:
     """The places of the first and last few; all if they are few."""
     return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
 
 
-def _matrix(scores: Scores) -> list[list[str]]:
+def _format_matrix(scores: Scores) -> list[list[str]]:
     """The name and the perplexities of each row."""
     losses = figures.perplexities(scores).tolist()
     return [[row, *map(perplexity, values)] for row, values in zip(scores.rows, losses, strict=True)]
 
 
-def _summary(scores: Scores) -> Block:
+def _show_run(scores: Scores) -> Block:
     run = scores.run
     cells = [
         ["method", label(scores.run)],
@@ -99,7 +105,7 @@ def _skipped(scores: Scores) -> str:
     return f"{told}: loss or gradient were not finite (on_nonfinite)"
 
 
-def _parts(scores: Scores) -> Block:
+def _show_parts(scores: Scores) -> Block:
     """Which parts of the model scored each text; nothing of a model without parts."""
     if not any(scores.parts):
         return Block()
@@ -125,9 +131,11 @@ def _mixture(weights: Mapping[str, float]) -> str:
     return told + ", …" * (len(weights) > len(heaviest))
 
 
-def _metrics(scores: Scores) -> Block:
+def _show_metrics(scores: Scores) -> Block:
     head = ["metric", "meaning", "formula", "nats", "perplexity", "bits per byte"]
-    cells = [[m, *described(METRICS[m].compute), *_in_units(units)] for m, units in scores.metrics.items()]
+    cells = [
+        [m, *describe_metric(METRICS[m].compute), *_in_units(units)] for m, units in scores.metrics.items()
+    ]
     return Block(title="Metrics", lines=[FORMULAS], head=head, cells=cells, words=3)
 
 
@@ -140,7 +148,7 @@ def _in_units(metric: Mapping) -> list[str]:
     return cells
 
 
-def _texts(scores: Scores) -> Block:
+def _show_texts(scores: Scores) -> Block:
     cells = []
     for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         facts = [scores.texts.get(name, {}).get(fact, "–") for fact in ("documents", "digest")]
@@ -152,6 +160,9 @@ def _texts(scores: Scores) -> Block:
     return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")
 
 
-def _seconds(scores: Scores) -> Block:
-    cells = [[phase, f"{seconds:,.1f}"] for phase, seconds in scores.phases.items()]
-    return Block(title="Seconds", head=["phase", "seconds"], cells=cells, folded=f"{len(cells)} phases")
+def _show_seconds(scores: Scores) -> Block:
+    cells = [
+        [k, stage, f"{each:,.1f}"] for k, stages in scores.phases.items() for stage, each in stages.items()
+    ]
+    head = ["phase", "stage", "seconds"]
+    return Block(title="Seconds", head=head, cells=cells, words=2, folded=f"{len(cells)} phases")

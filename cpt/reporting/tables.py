@@ -1,146 +1,138 @@
-"""The numbers of a run as tables with one fact per line, which a dashboard can plot, and as curves."""
+"""A run's tables and its curves over the stages, as a dashboard plots them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpt.evaluation.endtasks import metrics as endscores
-from cpt.evaluation.metrics import METRICS, UNITS, described, in_units
+from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.scores import Scores
-from cpt.reporting.summary import PHASES, SHOWN, escaped, seconds
+from cpt.reporting.run_table import (
+    COST_COLUMNS,
+    escape_name,
+    list_costs,
+    list_endtasks,
+    list_losses,
+    run_table,
+)
 
-Rows = Iterator[list[Any]]
-LATEST_FIRST = ("losses", "endtasks", "parts")  # by stage: W&B shows the first 10,000 lines of a table
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+CURVES = ("tokens", "flops", "memory", "trained", "stored", "seconds_learn")  # of costs over the stages
+CUMULATED = ("tokens", "flops", "seconds_learn")  # what the run has taken up to a stage
+WHERE = ["stage", "after"]
 
 
-class Table(NamedTuple):
-    """Lines of numbers and words; None where there is no number."""
-
-    columns: list[str]
-    rows: list[list[Any]]
-
-
-def tables(scores: Scores) -> dict[str, Table]:
+def tabulate(scores: Scores) -> dict[str, DataFrame]:
     """Every table that has lines, by name. `matrix` is the report's perplexities (row: after a stage, column:
-    test text), `losses` the same with one line per cell in every unit."""
-    made = {
-        "matrix": Table(["after", *scores.domains], _matrix(scores)),
-        **{name: Table(columns, list(rows(scores))) for name, (columns, rows) in LONG.items()},
-    }
-    for name in LATEST_FIRST:
-        made[name].rows.sort(key=itemgetter(0), reverse=True)
-    return {
-        name: Table(t.columns, [list(map(plain, row)) for row in t.rows])
-        for name, t in made.items()
-        if t.rows
-    }
+    test text), `losses` the same with one line per cell in every unit. The last stages first: W&B shows the
+    first 10,000 lines of a table."""
+    kinds = dict(list(run_table(scores).groupby("kind")))
+    made = {name: make(kinds[kind], scores) for name, (kind, make) in TABLES.items() if kind in kinds}
+    for name in {"losses", "endtasks", "parts"} & made.keys():
+        made[name] = made[name].sort_values("stage", ascending=False, kind="stable")
+    return {name: _nullify(frame) for name, frame in made.items() if len(frame)}
 
 
-def plain(value: Any) -> Any:
-    """A table's cell: a number that is not finite is none."""
-    if isinstance(value, float | np.floating):
-        return float(value) if np.isfinite(value) else None
-    return value
+def _nullify(frame: DataFrame) -> DataFrame:
+    """With None for what is not there or not finite."""
+    known = frame.replace([np.inf, -np.inf], np.nan)
+    return known.astype(object).where(known.notna(), None)
+
+
+def _tabulate_matrix(table: DataFrame, scores: Scores) -> DataFrame:
+    return _widen(table[table["unit"] == "perplexity"], ["after"], "on", scores.domains)
+
+
+def _tabulate_losses(table: DataFrame, scores: Scores) -> DataFrame:
+    cells = _widen(table, [*WHERE, "on"], "unit", UNITS).rename(columns={"on": "text"})
+    rows = {stage: row for row, stage in enumerate(scores.rows) if row}
+    learned = cells["text"].map(rows).fillna(np.inf) <= cells["stage"].astype(int)
+    cells.insert(3, "learned", learned)
+    return cells
+
+
+def _tabulate_metrics(table: DataFrame, scores: Scores) -> DataFrame:
+    lines = table[table["name"].isin(METRICS)].rename(columns={"name": "metric"})
+    for place, column in enumerate(("meaning", "formula")):
+        lines[column] = [describe_metric(METRICS[name].compute)[place] for name in lines["metric"]]
+    return lines[["metric", "meaning", "formula", "unit", "value", "low", "high"]]
+
+
+def _tabulate_endtasks(table: DataFrame, scores: Scores) -> DataFrame:
+    lines = table.rename(columns={"on": "task", "name": "metric"})
+    lines["own_metric"] = lines["task"].map(scores.endtasks["metric"]) == lines["metric"]
+    return lines[[*WHERE, "task", "seed", "metric", "own_metric", "value"]]
+
+
+def _tabulate_parts(table: DataFrame, scores: Scores) -> DataFrame:
+    lines = table.rename(columns={"on": "text", "value": "weight"})
+    return lines[[*WHERE, "text", "part", "weight"]]
+
+
+def _tabulate_costs(table: DataFrame, scores: Scores) -> DataFrame:
+    return _widen(table[table["stage"].notna()], WHERE, "name", COST_COLUMNS)
+
+
+def _tabulate_seconds(table: DataFrame, scores: Scores) -> DataFrame:
+    lines = table.rename(columns={"name": "phase", "after": "stage", "stage": "", "value": "seconds"})
+    return lines[["phase", "stage", "seconds"]]
+
+
+def _tabulate_texts(table: DataFrame, scores: Scores) -> DataFrame:
+    sizes = _widen(table, ["on"], "name", ("tokens", "scored", "bytes")).rename(columns={"on": "text"})
+    for fact in ("documents", "digest"):
+        sizes[fact] = [str(scores.texts.get(text, {}).get(fact, "")) for text in sizes["text"]]
+    return sizes
+
+
+def _widen(table: DataFrame, index: list[str], names: str, columns: Sequence[str]) -> DataFrame:
+    """A line per place, with a column per name."""
+    cells = table.set_index([*index, names])["value"].unstack(sort=False)
+    return cells.reindex(columns=columns).reset_index()
+
+
+TABLES: dict[str, tuple[str, Callable[[DataFrame, Scores], DataFrame]]] = {
+    "matrix": ("loss", _tabulate_matrix),
+    "losses": ("loss", _tabulate_losses),
+    "metrics": ("metric", _tabulate_metrics),
+    "endtasks": ("endtask", _tabulate_endtasks),
+    "parts": ("part", _tabulate_parts),
+    "costs": ("cost", _tabulate_costs),
+    "seconds": ("phase", _tabulate_seconds),
+    "texts": ("text", _tabulate_texts),
+}
 
 
 def stage_row(scores: Scores, row: int) -> dict[str, float]:
     """The points over `stage` after so many stages: `ppl/<text>`, the perplexity on each test text; of
     `stages/…`, `learned` is its mean over the domains learned so far, `tokens`, `flops` and `seconds` (of
     learning) are what the run has taken up to here, `memory`, `trained` and `stored` are the stage's own."""
-    perplexity = dict(zip(scores.domains, _units(scores)["perplexity"][row].tolist(), strict=True))
-    so_far = [perplexity[name] for name in scores.rows[1 : row + 1] if name in perplexity]
-    points = {f"ppl/{escaped(text)}": value for text, value in perplexity.items()}
+    losses = [line for line in list_losses(scores, [row]) if line.unit == "perplexity"]
+    so_far = [line.value for line in losses if line.on in scores.rows[1 : row + 1]]
+    costs = [line for line in list_costs(scores) if line.stage is not None and line.stage <= row]
+    points = {f"ppl/{escape_name(line.on)}": line.value for line in losses}
     points |= {"stages/learned": float(np.mean(so_far))} if so_far else {}
-    return {"stage": row, **points, **{f"stages/{name}": value for name, value in _costs_so_far(scores, row)}}
+    for name in CURVES:
+        taken = [line.value for line in costs if line.name == name]
+        if name in CUMULATED:
+            points[f"stages/{name.removesuffix('_learn')}"] = sum(taken)
+        elif len(taken) > row:
+            points[f"stages/{name}"] = taken[row]
+    return {"stage": row, **points}
 
 
 def task_rows(scores: Scores) -> list[dict[str, float]]:
     """The points of the end tasks over `stage`: `tasks/<task>` in its own metric, a mean over seeds."""
-    if not scores.endtasks:
-        return []
-    points = []
-    for row, values in enumerate(endscores.over_seeds(endscores.headline(scores.endtasks)).tolist()):
-        named = zip(scores.endtasks["tasks"], values, strict=True)
-        measured = {f"tasks/{escaped(task)}": value for task, value in named if np.isfinite(value)}
-        points += [{"stage": row, **measured}] if measured else []
-    return points
-
-
-def _costs_so_far(scores: Scores, row: int) -> Iterator[tuple[str, float]]:
-    for cost in ("seen", "flops"):
-        yield SHOWN[cost], sum(getattr(scores, cost)[: row + 1])
-    for cost in ("memory", "trained", "stored"):
-        yield from ((SHOWN[cost], value) for value in getattr(scores, cost)[row : row + 1])
-    yield "seconds", sum(seconds(scores, "learn", stage) for stage in scores.rows[: row + 1])
-
-
-def _units(scores: Scores) -> Mapping[str, np.ndarray]:
-    return in_units(scores.matrix, layout=scores)
-
-
-def _matrix(scores: Scores) -> list[list[Any]]:
+    points: dict[int, dict[str, list[float]]] = {}
+    for line in list_endtasks(scores):
+        if line.name == scores.endtasks["metric"][line.on]:
+            measured = points.setdefault(line.stage, {})
+            measured.setdefault(f"tasks/{escape_name(line.on)}", []).append(line.value)
     return [
-        [row, *values] for row, values in zip(scores.rows, _units(scores)["perplexity"].tolist(), strict=True)
+        {"stage": row, **{name: float(np.mean(each)) for name, each in measured.items()}}
+        for row, measured in sorted(points.items())
     ]
-
-
-def _losses(scores: Scores) -> Rows:
-    units = [_units(scores)[unit].tolist() for unit in UNITS]
-    for row, stage in enumerate(scores.rows):
-        so_far = set(scores.rows[1 : row + 1])
-        for column, text in enumerate(scores.domains):
-            yield [row, stage, text, text in so_far, *(values[row][column] for values in units)]
-
-
-def _metrics(scores: Scores) -> Rows:
-    for name, metric in scores.metrics.items():
-        for unit in UNITS:
-            low, high = metric.get("interval", {}).get(unit, (None, None))
-            yield [name, *described(METRICS[name].compute), unit, metric[unit], low, high]
-
-
-def _endtasks(scores: Scores) -> Rows:
-    given = scores.endtasks
-    for kind in endscores.KINDS if given else ():
-        for place in np.argwhere(np.isfinite(cube := endscores.cube(given, kind))):
-            row, task, seed = place.tolist()
-            name = given["tasks"][task]
-            own = given["metric"][name] == kind
-            yield [row, scores.rows[row], name, given["seeds"][seed], kind, own, cube[row, task, seed]]
-
-
-def _parts(scores: Scores) -> Rows:
-    for row, (stage, texts) in enumerate(zip(scores.rows, scores.parts, strict=False)):
-        for text, weights in texts.items():
-            yield from ([row, stage, text, part, float(weight)] for part, weight in weights.items())
-
-
-def _costs(scores: Scores) -> Rows:
-    for row, stage in enumerate(scores.rows):
-        noted = [next(iter(getattr(scores, cost)[row : row + 1]), None) for cost in SHOWN]
-        yield [row, stage, *noted, *(seconds(scores, kind, stage) for kind in PHASES)]
-
-
-def _seconds(scores: Scores) -> Rows:
-    yield from ([phase, float(value)] for phase, value in scores.phases.items())
-
-
-def _texts(scores: Scores) -> Rows:
-    for text, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
-        facts = scores.texts.get(text, {})
-        yield [text, *sizes, str(facts.get("documents", "")), str(facts.get("digest", ""))]
-
-
-LONG: Mapping[str, tuple[list[str], Callable[[Scores], Rows]]] = {
-    "losses": (["stage", "after", "text", "learned", *UNITS], _losses),
-    "metrics": (["metric", "meaning", "formula", "unit", "value", "low", "high"], _metrics),
-    "endtasks": (["stage", "after", "task", "seed", "metric", "own_metric", "value"], _endtasks),
-    "parts": (["stage", "after", "text", "part", "weight"], _parts),
-    "costs": (["stage", "after", *SHOWN.values(), *(f"seconds_{kind}" for kind in PHASES)], _costs),
-    "seconds": (["phase", "seconds"], _seconds),
-    "texts": (["text", "tokens", "scored", "bytes", "documents", "digest"], _texts),
-}

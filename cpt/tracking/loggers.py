@@ -15,7 +15,7 @@ from cpt.core.config import digest
 from cpt.core.preemption import Preempted
 from cpt.evaluation.scores import Scores
 from cpt.reporting.tables import stage_row
-from cpt.tracking.wandb_run import opened, publish, publish_stage
+from cpt.tracking.wandb_run import open_run, publish, publish_stage
 
 
 class LongCSV(Logger):
@@ -95,7 +95,7 @@ def wandb_logger(
     # open.
     about = {"name": folder.name, "group": group, "job_type": job, "tags": list(tags), "config": dict(config)}
     places = {name: options.get(name) for name in ("project", "entity", "mode")}
-    return WandbLogger(experiment=opened(digest([group, folder.name]), folder, **about, **places))
+    return WandbLogger(experiment=open_run(digest([group, folder.name]), folder, **about, **places))
 
 
 @rank_zero_only
@@ -122,10 +122,10 @@ def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> No
         if isinstance(logger, WandbLogger):
             publish(logger.experiment, scores, folder=folder)
         elif not isinstance(logger, LongCSV):
-            logger.log_metrics(final(scores), step=len(scores.rows) - 1)
+            logger.log_metrics(flatten_metrics(scores), step=len(scores.rows) - 1)
 
 
-def final(scores: Scores) -> dict[str, float]:
+def flatten_metrics(scores: Scores) -> dict[str, float]:
     """The metrics of a run, METRIC/UNIT."""
     return {
         f"{metric}/{unit}": value

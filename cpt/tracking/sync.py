@@ -23,7 +23,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from cpt.core.config import digest
 from cpt.core.errors import reason
 from cpt.evaluation.scores import Scores
-from cpt.tracking.wandb_run import OVER_STAGE, opened, publish, publish_stage
+from cpt.tracking.wandb_run import OVER_STAGE, open_run, publish, publish_stage
 
 if TYPE_CHECKING:
     import wandb
@@ -54,7 +54,7 @@ class Record(NamedTuple):
     distributions: list[dict[str, np.ndarray]]  # [row], by name
 
 
-def sync(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
+def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
     """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`).
 
     A run that W&B knows keeps its curves and gets what is missing. One that is at work is left out. What
@@ -67,7 +67,7 @@ def sync(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None
     with logging_redirect_tqdm():
         for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):
             try:
-                sent += _sent(path.resolve(), scores, project=project, entity=entity, mode=mode)
+                sent += _send(path.resolve(), scores, project=project, entity=entity, mode=mode)
             except (UnreadableError, ConnectionError) as error:
                 failed += 1
                 log.error("%s: %s", path, reason(error))
@@ -80,12 +80,12 @@ class UnreadableError(Exception):
     """A run folder whose files cannot be read."""
 
 
-def _sent(path: Path, scores: Scores, *, mode: str, **place: str | None) -> bool:
+def _send(path: Path, scores: Scores, *, mode: str, **place: str | None) -> bool:
     """Whether the run was sent: not while it is at work."""
     if at_work(path, scores):
         log.warning("%s: is at work; left out", path)
         return False
-    record = read(path, scores)
+    record = read_folder(path, scores)
     with _files(path, mode) as folder:
         rebuild(record, scores, folder=folder, mode=mode, **place)
     return True
@@ -104,7 +104,7 @@ def at_work(path: Path, scores: Scores) -> bool:
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Turns what can be wrong with files into UnreadableError."""
     try:
         yield
@@ -112,11 +112,11 @@ def reading() -> Iterator[None]:
         raise UnreadableError(f"{type(error).__name__}: {reason(error)}") from error
 
 
-def read(path: Path, scores: Scores) -> Record:
+def read_folder(path: Path, scores: Scores) -> Record:
     """The files of a run, none of which has to be there; UnreadableError if one is damaged."""
-    with reading():
+    with translate_errors():
         distributions = [_arrays(path, row) for row in range(len(scores.rows))]
-        return Record(path, _config(path / "config.yaml"), curves(path / "metrics.csv"), distributions)
+        return Record(path, _config(path / "config.yaml"), read_curves(path / "metrics.csv"), distributions)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _arrays(path: Path, row: int) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def curves(path: Path) -> Curves:
+def read_curves(path: Path) -> Curves:
     """The curves of training in metrics.csv, a dictionary per step; what is over stages stands in the scores.
 
     Of two lines with one step and name the later counts; a line that a kill cut off is left out.
@@ -180,17 +180,17 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
     about = {"name": record.path.name, "group": scores.run["name"], "job_type": scores.run["method"]}
     about["tags"] = [str(tag) for tag in record.config.get("tags") or []]
     own = identifier(record.path, scores)
-    run = opened(own, folder, config=record.config, settings=SETTINGS, **about, **place)
+    run = open_run(own, folder, config=record.config, settings=SETTINGS, **about, **place)
     failed = True
     try:
-        with reading():
-            fill(run, record, scores)
+        with translate_errors():
+            fill_run(run, record, scores)
         failed = not scores.run["finished"]
     finally:
         run.finish(exit_code=int(failed))
 
 
-def fill(run: wandb.Run, record: Record, scores: Scores) -> None:
+def fill_run(run: wandb.Run, record: Record, scores: Scores) -> None:
     """What the W&B run has not yet: curves if it is new, the stages after its last, the result."""
     known = int(run.summary.get("stage", -1)) if run.resumed else -1
     for step, points in () if run.resumed else record.curves:

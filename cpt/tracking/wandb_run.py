@@ -12,12 +12,12 @@ import numpy as np
 from cpt.core.errors import reason
 from cpt.core.naming import LONGEST_TAG
 from cpt.evaluation.conditions import conditions
-from cpt.evaluation.conditions import described as conditions_in_words
+from cpt.evaluation.conditions import describe_conditions as conditions_in_words
 from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures, tables
 from cpt.reporting.labels import label
-from cpt.reporting.summary import everything
+from cpt.reporting.run_table import summarise_run
 
 if TYPE_CHECKING:
     import wandb
@@ -28,7 +28,7 @@ LARGEST_REPORT = 10_000_000  # bytes; a page that is larger is slow in a panel
 OVER_STAGE = ("ppl/*", "stages/*", "tasks/*")
 
 
-def opened(
+def open_run(
     identifier: str, folder: Path, *, tags: Sequence[str], settings: Mapping[str, Any] = NOTHING, **about: Any
 ) -> wandb.Run:
     """A W&B run with its files below the folder; one that W&B has by this identifier already is continued.
@@ -80,12 +80,12 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
     """Tables, pictures, the report, end tasks over the stages, and every number of the report as summary."""
     for points in tables.task_rows(scores):
         run.log(points)
-    run.log({**made_tables(scores), **pictures(scores), **report(folder)})
-    run.config.update({"cpt": described(scores)}, allow_val_change=True)
-    run.summary.update(everything(scores))
+    run.log({**build_tables(scores), **pictures(scores), **report(folder)})
+    run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
+    run.summary.update(summarise_run(scores))
 
 
-def described(scores: Scores) -> dict[str, Any]:
+def describe_run(scores: Scores) -> dict[str, Any]:
     """What the config does not say: the name in comparisons, the order resolved, what was learned on what."""
     known = {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
     given = conditions(scores)
@@ -104,11 +104,11 @@ def described(scores: Scores) -> dict[str, Any]:
     }
 
 
-def made_tables(scores: Scores) -> dict[str, Any]:
+def build_tables(scores: Scores) -> dict[str, Any]:
     import wandb
 
-    made = tables.tables(scores)
-    return {name: wandb.Table(columns=table.columns, data=table.rows) for name, table in made.items()}
+    frames = tables.tabulate(scores).items()
+    return {name: wandb.Table(columns=[*each], data=each.to_numpy().tolist()) for name, each in frames}
 
 
 def pictures(scores: Scores) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def pictures(scores: Scores) -> dict[str, Any]:
     if scores.rows and any(scores.parts):
         drawn["parts_image"] = figures.mixtures(scores)
     if tables.task_rows(scores):
-        drawn["endtasks_image"] = endtask_report.heatmap(scores)
+        drawn["endtasks_image"] = endtask_report.draw_endtasks(scores)
     return {name: wandb.Image(Image.open(BytesIO(png))) for name, png in drawn.items()}
 
 

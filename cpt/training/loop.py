@@ -59,7 +59,7 @@ class Learner:
         self.callbacks, self.device = callbacks, device
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
-        scores.needs_domain = module.needs_domain
+        scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def learn(self) -> None:
         """Every stage that is not committed yet, and every end task that is missing."""
@@ -100,7 +100,7 @@ class Learner:
             )
         self.scores.run["finished"] = False
         self.restore(number)
-        with timed(self.scores.phases, f"end tasks {row}"):
+        with timed(self.scores.phases["endtasks"], row):
             self.examination.measure(number, self.device)
         if is_first_process():
             self.collect()
@@ -127,7 +127,7 @@ class Learner:
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
         callbacks = [compute, guard, *self.callbacks.entering(number), saving]
-        with timed(self.scores.phases, f"learn {domain.name}"):
+        with timed(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
         check_state(state, domain.name)
@@ -157,7 +157,7 @@ class Learner:
 
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
-        with timed(self.scores.phases, f"score {row}"):
+        with timed(self.scores.phases["score"], row):
             trainer(self.plan.trainer.lightning, label=f"scoring after {row}").validate(
                 self.module, datamodule=self.data, verbose=False
             )
@@ -191,7 +191,7 @@ class Learner:
         }
 
     def save(self) -> None:
-        self.scores.seconds = sum(self.scores.phases.values())
+        self.scores.seconds = sum(sum(stages.values()) for stages in self.scores.phases.values())
         self.scores.save(self.place.scores_file)
 
     def conclude(self, start: Base) -> None:
@@ -209,7 +209,7 @@ class Learner:
             self.collect()
         self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
         self.scores.run["finished"] = True
-        run_report.write(self.place.path, self.scores)
+        run_report.write_report(self.place.path, self.scores)
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
@@ -221,8 +221,8 @@ def array(values: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def timed(phases: dict[str, float], phase: str) -> Iterator[None]:
+def timed(took: dict[str, float], phase: str) -> Iterator[None]:
     """Adds the seconds of a phase to the others."""
     began = time.perf_counter()
     yield
-    phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - began
+    took[phase] = took.get(phase, 0.0) + time.perf_counter() - began

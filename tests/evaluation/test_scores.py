@@ -1,5 +1,6 @@
 """The metrics on matrices small enough for a hand, the bootstrap by simulation, the file by breaking it."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -136,7 +137,7 @@ def test_units_by_hand():
     assert units["perplexity"][1, 0] == pytest.approx(np.e**3)
     assert units["bits_per_byte"][1, 0] == pytest.approx(3.0 * 100 / 400 / 0.6931471805599453)
     assert units["bits_per_byte"][2, 1] == pytest.approx(4.0 * 50 / 150 / 0.6931471805599453)
-    measured = metrics.values(NLL, layout=layout())
+    measured = metrics.compute_values(NLL, layout=layout())
     assert measured["LC"]["perplexity"] == pytest.approx((np.e**3.9 + np.e**4.3 + np.e**5) / 3)
     assert measured["general_drift"]["bits_per_byte"] == pytest.approx(0.75 * 60 / 180 / np.log(2))
     assert measured["FG_max"]["perplexity"] == pytest.approx(
@@ -151,7 +152,7 @@ def test_intransigence_by_hand():
 
 
 def test_every_metric_describes_itself():
-    described = {name: metrics.described(metric.compute) for name, metric in METRICS.items()}
+    described = {name: metrics.describe_metric(metric.compute) for name, metric in METRICS.items()}
     assert described["FG"] == (
         "Forgetting since each domain was learned, > 0 is bad",
         "mean_{j<n} (L[n][j] - L[j][j])",
@@ -274,7 +275,7 @@ def test_append_adds_a_row_and_measures():
 
 def test_saved_and_loaded_is_the_same(tmp_path):
     measured = made()
-    measured.phases, measured.seconds = {"row base": np.float32(1.5)}, np.float64(2.5)
+    measured.phases["score"]["base"], measured.seconds = np.float32(1.5), np.float64(2.5)
     measured.save(tmp_path / "scores.json")
     assert Scores.load(tmp_path / "scores.json") == measured
     assert [path.name for path in tmp_path.iterdir()] == ["scores.json"]
@@ -285,7 +286,7 @@ def test_the_contract_of_the_file(tmp_path):
     data = json.loads((tmp_path / "scores.json").read_text())
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
     keys += " config_digest run texts versions parts trained stored seen flops memory endtasks"
-    keys += " needs_domain loading conditions skipped"
+    keys += " needs_domain loading conditions skipped alone"
     assert set(data) == set(keys.split())
     assert data["version"] == 3
     assert data["nll"] == NLL.tolist()
@@ -414,3 +415,45 @@ def test_the_import_is_light():
     code = f"import sys, cpt.evaluation.scores; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def as_of_an_earlier_cpt(path, *, method, **phases):
+    """A file without `alone`, with the seconds by what a phase was called."""
+    given = made()
+    given.run["method"] = method
+    given.save(path)
+    data = json.loads(path.read_text())
+    del data["alone"]
+    path.write_text(json.dumps(data | {"phases": phases}))
+
+
+def test_seconds_of_earlier_files_are_read_by_kind_and_stage(tmp_path):
+    phases = {"read the texts": 9.0, "learn end tasks a": 1.0, "score base": 2.0, "end tasks learn b": 3.0}
+    as_of_an_earlier_cpt(tmp_path / "scores.json", method="ncl", **phases)
+    scores = Scores.load(tmp_path / "scores.json")
+    assert scores.phases == {
+        "start": {"read the texts": 9.0},
+        "learn": {"end tasks a": 1.0},
+        "score": {"base": 2.0},
+        "endtasks": {"learn b": 3.0},
+    }
+    scores.save(tmp_path / "scores.json")
+    assert Scores.load(tmp_path / "scores.json") == scores
+
+
+@pytest.mark.parametrize(("method", "alone"), [("one", True), ("dga", True), ("ncl", False)])
+def test_earlier_files_learned_from_the_base_by_their_method(tmp_path, method, alone):
+    as_of_an_earlier_cpt(tmp_path / "scores.json", method=method)
+    assert Scores.load(tmp_path / "scores.json").alone is alone
+
+
+def test_a_file_says_itself_whether_it_learned_from_the_base(tmp_path):
+    given = made()
+    given.run["method"], given.alone = "one", False
+    given.save(tmp_path / "scores.json")
+    assert Scores.load(tmp_path / "scores.json").alone is False
+
+
+def test_an_unknown_kind_of_seconds_is_refused():
+    with pytest.raises(ValueError, match="phases are of sleep; allowed: start, learn, score, endtasks"):
+        dataclasses.replace(made(), phases={"sleep": {"a": 1.0}})

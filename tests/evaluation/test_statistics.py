@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation import statistics
-from cpt.evaluation.statistics import interval, paired, paired_examples, ranks
+from cpt.evaluation.statistics import compare_examples, compare_pairs, interval, rank_rows
 
 
 def test_an_interval_is_that_of_all_redraws():
@@ -34,7 +34,7 @@ def test_the_p_value_of_all_signs():
     values, baseline = {"a": 3.0, "b": 5.0, "c": 2.0, "d": 4.0}, {"a": 2.0, "b": 3.0, "c": 2.5, "d": 1.0}
     differences = np.array([1.0, 2.0, -0.5, 3.0])
     means = [abs(np.mean(differences * signs)) for signs in itertools.product((-1, 1), repeat=4)]
-    found = paired(values, baseline)
+    found = compare_pairs(values, baseline)
     assert found.mean == pytest.approx(5.5 / 4)
     assert found.p == np.mean(np.array(means) >= 5.5 / 4 - 1e-12)
     assert found.n == 4
@@ -43,36 +43,36 @@ def test_the_p_value_of_all_signs():
 
 
 def test_the_difference_is_over_shared_keys():
-    found = paired({1: 2.0, 2: 4.0, 3: None, 5: 7.0}, {2: 1.0, 1: 1.0, 3: 1.0, 4: 9.0})
+    found = compare_pairs({1: 2.0, 2: 4.0, 3: None, 5: 7.0}, {2: 1.0, 1: 1.0, 3: 1.0, 4: 9.0})
     assert (found.mean, found.n) == (2.0, 2)
     assert found.p == 0.5
-    assert paired({1: 2.0}, {1: 1.0}).p == 1
-    nothing = paired({1: 2.0}, {2: 1.0})
+    assert compare_pairs({1: 2.0}, {1: 1.0}).p == 1
+    nothing = compare_pairs({1: 2.0}, {2: 1.0})
     assert nothing.n == 0
     assert np.isnan([nothing.mean, nothing.low, nothing.high, nothing.p]).all()
 
 
 def test_no_difference_has_p_1_and_a_sure_one_the_least_there_is():
     same = dict.fromkeys(range(8), 1.0)
-    assert paired(same, same) == (0, 0, 0, 1, 8)
+    assert compare_pairs(same, same) == (0, 0, 0, 1, 8)
     better = {key: 2.0 + key / 10 for key in range(8)}
-    assert paired(better, same).p == 2 / 2**8
-    assert paired(same, better).mean == pytest.approx(-1.35)
+    assert compare_pairs(better, same).p == 2 / 2**8
+    assert compare_pairs(same, better).mean == pytest.approx(-1.35)
     rounded = dict(enumerate([0.1, 0.1 * 3, 0.9, 0.1, 0.7]))  # the sums of one sign differ in their last bit
-    assert paired(rounded, dict.fromkeys(rounded, 0.0)).p == 2 / 2**5
+    assert compare_pairs(rounded, dict.fromkeys(rounded, 0.0)).p == 2 / 2**5
 
 
 def test_many_pairs_are_flipped_at_random():
     generator = np.random.default_rng(1)
     draws = generator.normal(0.15, 1, 13)
     values, zero = dict(enumerate(draws)), dict.fromkeys(range(13), 0.0)
-    found = paired(values, zero)
+    found = compare_pairs(values, zero)
     signs = np.array(list(itertools.product((-1, 1), repeat=13)))
     exact = np.mean(abs(signs @ draws) >= abs(draws.sum()) - 1e-9)
     assert found.p == pytest.approx(exact, abs=0.02)
     assert found.p != exact
-    assert paired(values, zero) == found
-    sure = paired({key: 1.0 + key for key in range(60)}, dict.fromkeys(range(60), 0.0))
+    assert compare_pairs(values, zero) == found
+    sure = compare_pairs({key: 1.0 + key for key in range(60)}, dict.fromkeys(range(60), 0.0))
     assert sure.p == 1 / (statistics.FLIPS + 1)
 
 
@@ -81,13 +81,13 @@ def test_up_to_twelve_pairs_the_test_is_exact():
     signs = np.array(list(itertools.product((-1, 1), repeat=12)))
     values = np.array(list(draws.values()))
     exact = np.mean(abs(signs @ values) >= abs(values.sum()) - 1e-9)
-    assert paired(draws, dict.fromkeys(draws, 0.0)).p == exact
+    assert compare_pairs(draws, dict.fromkeys(draws, 0.0)).p == exact
 
 
 def test_p_values_are_uniform_under_no_difference():
     generator = np.random.default_rng(3)
     zero = dict.fromkeys(range(10), 0.0)
-    p = [paired(dict(enumerate(generator.normal(size=10))), zero).p for _ in range(150)]
+    p = [compare_pairs(dict(enumerate(generator.normal(size=10))), zero).p for _ in range(150)]
     assert 0.02 <= np.mean(np.array(p) <= 0.1) <= 0.18
 
 
@@ -97,17 +97,19 @@ def test_ranks_by_hand():
         "ncl": {0: 2.0, 1: 4.0, 2: 3.0, 3: 0.0},
         "ewc": {0: 3.0, 1: 6.0, 2: 1.0},
     }
-    assert ranks(table) == pytest.approx({"das": (1 + 2 + 2.5) / 3, "ncl": (2 + 1 + 2.5) / 3, "ewc": 7 / 3})
+    assert rank_rows(table) == pytest.approx(
+        {"das": (1 + 2 + 2.5) / 3, "ncl": (2 + 1 + 2.5) / 3, "ewc": 7 / 3}
+    )
     table["das"][1] = None
     table["ewc"][0] = float("nan")
-    assert ranks(table) == {"das": 2.5, "ncl": 2.5, "ewc": 1.0}
+    assert rank_rows(table) == {"das": 2.5, "ncl": 2.5, "ewc": 1.0}
 
 
 def test_ranks_of_nothing():
-    assert ranks({}) == {}
-    assert np.isnan(list(ranks({"a": {0: 1.0}, "b": {1: 1.0}}).values())).all()
-    assert np.isnan(ranks({"a": {}})["a"])
-    assert ranks({"a": {0: 3.0}}) == {"a": 1.0}
+    assert rank_rows({}) == {}
+    assert np.isnan(list(rank_rows({"a": {0: 1.0}, "b": {1: 1.0}}).values())).all()
+    assert np.isnan(rank_rows({"a": {}})["a"])
+    assert rank_rows({"a": {0: 3.0}}) == {"a": 1.0}
 
 
 # --- over test examples
@@ -117,7 +119,7 @@ def test_examples_as_plain_resampling():
     """The same as drawing examples and signs one by one."""
     generator = np.random.default_rng(4)
     one, other = generator.random(80) < 0.6, generator.random(80) < 0.5
-    found = paired_examples(one, other)
+    found = compare_examples(one, other)
     difference = one.astype(float) - other
     assert found.mean == pytest.approx(difference.mean())
     assert found.n == 80
@@ -125,7 +127,7 @@ def test_examples_as_plain_resampling():
     assert [found.low, found.high] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.0126)
     flipped = (difference * generator.choice([-1, 1], size=(20_000, 80))).mean(1)
     assert found.p == pytest.approx(np.mean(abs(flipped) >= abs(difference.mean()) - 1e-12), abs=0.02)
-    assert paired_examples(one, other) == found
+    assert compare_examples(one, other) == found
 
 
 def test_tasks_weigh_alike_and_seeds_share_their_examples():
@@ -133,20 +135,20 @@ def test_tasks_weigh_alike_and_seeds_share_their_examples():
     large, small = generator.random((2, 400)) < [[0.9], [0.5]], generator.random((2, 20)) < 0.5
     one = {("law", 0): large[0], ("food", 0): small[0]}
     other = {("law", 0): large[1], ("food", 0): small[1], ("space", 0): small[0]}
-    found = paired_examples(one, other)
+    found = compare_examples(one, other)
     means = [given[0].mean() - given[1].mean() for given in (large, small)]
     assert found.mean == pytest.approx(np.mean(means))
     assert found.n == 420
     pairs = {key: (one[key], other[key]) for key in one}
-    assert paired_examples(pairs) == found
+    assert compare_examples(pairs) == found
     again = {(task, seed): given for (task, _), given in pairs.items() for seed in range(5)}
-    assert paired_examples(again) == pytest.approx(found)  # five copies are no more evidence than one
+    assert compare_examples(again) == pytest.approx(found)  # five copies are no more evidence than one
 
 
 def test_seeds_that_differ_are_averaged_by_example():
     one = {("law", 0): np.array([1, 1, 0, 0]), ("law", 1): np.array([1, 0, 0, 1])}
     other = {("law", 0): np.array([0, 1, 0, 0]), ("law", 1): np.array([0, 0, 1, 0])}
-    found = paired_examples(one, other)
+    found = compare_examples(one, other)
     assert found.mean == pytest.approx(np.mean([1, 0, -0.5, 0.5]))
     assert found.n == 4
     signs = np.array(list(itertools.product((-1, 1), repeat=4)))
@@ -156,37 +158,37 @@ def test_seeds_that_differ_are_averaged_by_example():
 
 def test_p_over_tasks_is_that_of_all_signs():
     law, food = np.array([1, 1, 1, 0, 1]), np.array([1, 0, 1])
-    found = paired_examples({"law": (law, 0 * law), "food": (food, 0 * food)})
+    found = compare_examples({"law": (law, 0 * law), "food": (food, 0 * food)})
     means = [
         (np.mean(law * signs[:5]) + np.mean(food * signs[5:])) / 2
         for signs in itertools.product((-1, 1), repeat=8)
     ]
     assert found.mean == pytest.approx((0.8 + 2 / 3) / 2)
     assert found.p == pytest.approx(np.mean(np.abs(means) >= found.mean - 1e-9), abs=0.006)
-    alone = paired_examples(np.array([1, 1, 1, 1, 1, 0]), np.zeros(6))
+    alone = compare_examples(np.array([1, 1, 1, 1, 1, 0]), np.zeros(6))
     assert alone.p == pytest.approx(2 / 2**5, abs=0.01)
 
 
 def test_equal_predictions_and_none():
     right = np.array([True, False, True])
-    assert paired_examples(right, right) == (0, 0, 0, 1, 3)
-    assert paired_examples({}, {}).n == 0
-    assert np.isnan(paired_examples({("law", 0): right}, {("food", 0): right}).p)
-    assert paired_examples({("law", 0): (right[:0], right[:0])}).n == 0
+    assert compare_examples(right, right) == (0, 0, 0, 1, 3)
+    assert compare_examples({}, {}).n == 0
+    assert np.isnan(compare_examples({("law", 0): right}, {("food", 0): right}).p)
+    assert compare_examples({("law", 0): (right[:0], right[:0])}).n == 0
 
 
 def test_other_test_data_is_one_line():
     right = np.array([True, False, True])
     with pytest.raises(ValueError, match="law: predictions for other numbers of test examples"):
-        paired_examples({("law", 0): right}, {("law", 0): right[:2]})
+        compare_examples({("law", 0): right}, {("law", 0): right[:2]})
     with pytest.raises(ValueError, match="law: predictions for other numbers"):
-        paired_examples({("law", 0): (right, right), ("law", 1): (right[:2], right[:2])})
+        compare_examples({("law", 0): (right, right), ("law", 1): (right[:2], right[:2])})
 
 
 def test_the_interval_over_examples_covers():
     generator = np.random.default_rng(6)
     hits = []
     for _ in range(100):
-        found = paired_examples(generator.random(200) < 0.7, generator.random(200) < 0.6)
+        found = compare_examples(generator.random(200) < 0.7, generator.random(200) < 0.6)
         hits.append(found.low <= 0.1 <= found.high)
     assert 0.87 <= np.mean(hits) <= 1

@@ -27,6 +27,9 @@ def test_the_schedules_are_warm_ups_and_decays_of_a_domain():
     assert [Constant(warmup=0.2)(at(step)) for step in (0, 2, 9)] == pytest.approx([1 / 3, 1, 1])
 
 
+SCHEDULES = [Linear(warmup=0.1), Cosine(warmup=0.1, final=0.0), Constant(warmup=0.1)]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_came_before_a_domain_does_not_change_its_rates(schedule):
     third = [

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cpt.reporting.comparison import charts
-from cpt.reporting.page import Block, written
+from cpt.reporting.page import Block, write_page
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""
@@ -144,7 +144,7 @@ def page(tmp_path_factory):
         Block(title="</script><script>alert(1)</script>", lines=["<b>"], code="seed: 0\n" * 3, folded="yaml"),
         Block(head=["run", "trial"], cells=[["method", "x"], ["a", "y"]], words=2, sortable=False),
     ]
-    return written(blocks, title="Comparison of runs", stem=tmp_path_factory.mktemp("page") / "comparison")
+    return write_page(blocks, title="Comparison of runs", stem=tmp_path_factory.mktemp("page") / "comparison")
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 import subprocess
 import sys
 
+import pytest
+
+from cpt.reporting.formatting import megabytes
 from cpt.reporting.labels import label, shared_values
 from tests.conftest import ROOT
 
@@ -30,3 +33,11 @@ def test_a_variant_is_what_the_command_line_gives_beyond_the_names():
     command = [sys.executable, "run.py", *given, "--cfg", "job", "--resolve"]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
     assert "variant: mask.migu.threshold=0.5; trainer.steps=7\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(None, "–"), (0, "0.00 MB"), (600, "600 B"), (4_096, "4.10 kB"), (10_000, "0.01 MB"), (2e8, "200 MB")],
+)
+def test_a_small_state_is_not_nothing(size, shown):
+    assert megabytes(size) == shown

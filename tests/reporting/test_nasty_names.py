@@ -8,9 +8,9 @@ import re
 import pytest
 
 from cpt.reporting import run_report
-from cpt.reporting.comparison.exports import SPECIAL, defused, escaped, latex, table
-from cpt.reporting.formatting import one_line
-from cpt.reporting.page import Block, markdown, plain, written
+from cpt.reporting.comparison.exports import SPECIAL, defuse, escape_latex, format_csv, format_latex
+from cpt.reporting.formatting import strip_controls
+from cpt.reporting.page import Block, align_columns, markdown, write_page
 from tests.reporting.test_page import Elements
 from tests.support.comparing import NLL, made, run, section
 
@@ -69,21 +69,21 @@ def compared(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_csv_gives_names_back_and_no_formulas(name, tmp_path):
-    head, *lines = csv.reader(io.StringIO(table([compared(name)], top=tmp_path), newline=""))
+    head, *lines = csv.reader(io.StringIO(format_csv([compared(name)], top=tmp_path), newline=""))
     assert [len(line) for line in lines] == [len(head)] * 2
     methods = {line[head.index("method")] for line in lines}
-    assert methods == {"ncl", defused(name)}
+    assert methods == {"ncl", defuse(name)}
     assert {each.removeprefix("'") for each in methods} == {"ncl", name}
     for cell in (cell for line in (head, *lines) for cell in line):
         assert not re.match(r"[=+\-@\t\r\n＝＋－＠]", cell) or float(cell) < 0
 
 
 def test_numbers_in_csv_stay_numbers(tmp_path):
-    head, line = csv.reader(io.StringIO(table([section([run(shift=-3.0)])], top=tmp_path)))
+    head, line = csv.reader(io.StringIO(format_csv([section([run(shift=-3.0)])], top=tmp_path)))
     told = dict(zip(head, line, strict=True))
     assert float(told["FG/nats"]) < 0
     assert told["FG/nats"] == str(made(shift=-3.0).metrics["FG"]["nats"])
-    assert [defused(x) for x in (-1.5, -1, "a-b", "", "'")] == [-1.5, -1, "a-b", "", "'"]
+    assert [defuse(x) for x in (-1.5, -1, "a-b", "", "'")] == [-1.5, -1, "a-b", "", "'"]
 
 
 # --- LaTeX
@@ -91,7 +91,7 @@ def test_numbers_in_csv_stay_numbers(tmp_path):
 
 @pytest.mark.parametrize("name", ALL)
 def test_latex_has_no_sign_of_its_own_from_a_name(name):
-    text = escaped(name)
+    text = escape_latex(name)
     for printed in sorted(SPECIAL.values(), key=len, reverse=True):
         text = text.replace(printed, "")
     assert not set(text) & set("\\~^%$#&_{}\n\r\t\x00\x1b\u2028\x85")
@@ -99,7 +99,7 @@ def test_latex_has_no_sign_of_its_own_from_a_name(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_latex_tables_keep_their_lines(name):
-    usual, other = (latex([compared(each)]).split("\n") for each in ("name", name))
+    usual, other = (format_latex([compared(each)]).split("\n") for each in ("name", name))
     assert len(other) == len(usual)
     for line, like in zip(other, usual, strict=True):
         assert line[:1] == like[:1] or not like.startswith(("%", "\\"))
@@ -123,7 +123,7 @@ def shown(token):
 
 def read(name):
     """The name as Markdown shows it: on one line, without blanks at its ends."""
-    return re.sub(" +", " ", one_line(name)).strip()
+    return re.sub(" +", " ", strip_controls(name)).strip()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -158,7 +158,7 @@ def test_code_stays_in_its_fence(code):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_console_gets_a_line_per_row_and_no_control_signs(name):
-    text = plain(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]]))
+    text = align_columns(Block(head=["group", name], cells=[[name, "1"], ["x", "2"]]))
     assert len(text.splitlines()) == 3
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
 
@@ -166,7 +166,7 @@ def test_a_console_gets_a_line_per_row_and_no_control_signs(name):
 def test_a_page_has_no_element_from_a_name(tmp_path):
     blocks = [Block(title=name, lines=[name], head=[name], cells=[[name]], folded=name) for name in NAMES]
     usual = [Block(title="n", lines=["n"], head=["n"], cells=[["n"]], folded="n") for _ in NAMES]
-    pages = [written(each, title="t", stem=tmp_path / "p").read_text() for each in (blocks, usual)]
+    pages = [write_page(each, title="t", stem=tmp_path / "p").read_text() for each in (blocks, usual)]
     tags = [{tag for tag, _ in Elements(page).elements} for page in pages]
     assert tags[0] - {"code"} == tags[1]
 
@@ -175,7 +175,7 @@ def test_the_report_of_a_run_with_such_names(tmp_path, monkeypatch):
     for name in ("heatmap", "stages", "mixtures"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
     names = ["law\n# x", "<script>alert(1)</script>", "a|b"]
-    run_report.write(tmp_path, made(order=names, nll=NLL))
+    run_report.write_report(tmp_path, made(order=names, nll=NLL))
     text = (tmp_path / "report.md").read_text()
     assert "<script" not in text
     assert not re.search(r"^# x", text, re.MULTILINE)

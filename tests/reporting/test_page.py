@@ -12,7 +12,7 @@ from PIL import Image, PngImagePlugin
 
 from cpt.reporting.comparison import charts
 from cpt.reporting.drawing import description
-from cpt.reporting.page import Block, few, inline, plain, written
+from cpt.reporting.page import Block, align_columns, few, inline, write_page
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
 
@@ -38,7 +38,7 @@ class Elements(HTMLParser):
 
 
 def page(tmp_path, *blocks, title="Title"):
-    return written(blocks, title=title, stem=tmp_path / "report").read_text(encoding="utf-8")
+    return write_page(blocks, title=title, stem=tmp_path / "report").read_text(encoding="utf-8")
 
 
 def test_the_policy_lets_the_page_run_its_own_script_alone(tmp_path):
@@ -107,7 +107,7 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
 
 
 def test_names_with_dots_keep_them(tmp_path):
-    path = written([Block(lines=["one"])], title="t", stem=tmp_path / "v1.5")
+    path = write_page([Block(lines=["one"])], title="t", stem=tmp_path / "v1.5")
     assert path == tmp_path / "v1.5.html"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["v1.5.html", "v1.5.md"]
 
@@ -127,7 +127,7 @@ def test_the_page_works_where_it_is_printed_or_dark(tmp_path):
 
 def test_a_table_as_text_is_aligned():
     block = Block(head=HEAD, cells=CELLS)
-    assert plain(block) == "group           LC\ndas           −1.5\nncl + <migu>    20"
+    assert align_columns(block) == "group           LC\ndas           −1.5\nncl + <migu>    20"
 
 
 def test_of_many_names_the_ends_are_shown():

@@ -11,12 +11,12 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from cpt.evaluation.metrics import METRICS, described
+from cpt.evaluation.metrics import METRICS, describe_metric
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing, figures, run_report
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting.comparison import charts
-from cpt.reporting.formatting import perplexity, shortened
+from cpt.reporting.formatting import perplexity, shorten
 from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
 
 NLL = [[5.12, 5.15, 5.2, 4.98], [4.65, 4.8, 5.0, 5.14], [4.89, 3.79, 4.9, 5.2], [4.95, 4.1, 4.0, 5.25]]
@@ -39,7 +39,7 @@ def made(*, nll=NLL, domains=DOMAINS, rows=None, digest="d", **given):
         config_digest="0123abcd",
         versions={"python": "3.11", "torch": "2.13"},
         seconds=123.4,
-        phases={"score base": 2.25, "learn sympy": 41.5},
+        phases={"score": {"base": 2.25}, "learn": {"sympy": 41.5}},
     )
     scores.measure()
     return scores
@@ -50,7 +50,7 @@ def written(folder, scores, *, config="seed: 0  # a < b\n"):
     scores.save(folder / "scores.json")
     if config:
         (folder / "config.yaml").write_text(config)
-    run_report.write(folder)
+    run_report.write_report(folder)
     return (folder / "report.md").read_text(), (folder / "report.html").read_text()
 
 
@@ -110,7 +110,7 @@ def test_a_report_shows_every_metric_with_its_formula_and_interval(tmp_path):
     for name, metric in METRICS.items():
         value, (low, high) = scores.metrics[name]["nats"], scores.metrics[name]["interval"]["nats"]
         at = cells.index(name)
-        assert cells[at + 1 : at + 3] == list(described(metric.compute))
+        assert cells[at + 1 : at + 3] == list(describe_metric(metric.compute))
         assert cells[at + 3] == f"{value:.4f} [{low:.4f}, {high:.4f}]"
         assert cells[at + 4].startswith(perplexity(scores.metrics[name]["perplexity"]))
         assert cells[at + 5].startswith(f"{scores.metrics[name]['bits_per_byte']:.4f}")
@@ -128,7 +128,7 @@ def test_a_report_says_what_was_run(tmp_path):
     for text in written(tmp_path, made(method="ewc", mask="migu", seed=41)):
         for part in ("ewc + migu", "tiny (masked)", "sympy → networkx → pandas", "41", "torch 2.13", "123.4"):
             assert part in text
-        for part in ("learn sympy", "41.5", "d-pandas", "1,002", "0123abcd", "<details>"):
+        for part in ("sympy", "41.5", "d-pandas", "1,002", "0123abcd", "<details>"):
             assert part in text
     assert "a &lt; b" in (tmp_path / "report.html").read_text()
     assert "a < b" in (tmp_path / "report.md").read_text()
@@ -217,14 +217,14 @@ def test_runs_that_lack_something(tmp_path, scores):
     assert Page(html).open == []
     assert set(scores.metrics) == {name for name in METRICS if f"\n| {name} |" in markdown}
     assert ("unfinished" in markdown) == (not scores.run["finished"])
-    assert all(row in run_report.table(scores) for row in scores.rows)
+    assert all(row in run_report.format_scores(scores) for row in scores.rows)
 
 
 def test_236_domains_take_seconds(tmp_path):
     scores = many()
     began = time.perf_counter()
     _, html = written(tmp_path, scores)
-    text = run_report.table(scores)
+    text = run_report.format_scores(scores)
     assert time.perf_counter() - began < 10
     cells = set(Page(html).cells)
     assert {perplexity(value) for value in np.exp(scores.matrix).ravel().tolist()} <= cells
@@ -234,7 +234,7 @@ def test_236_domains_take_seconds(tmp_path):
 
 
 def test_the_console_table():
-    text = run_report.table(made())
+    text = run_report.format_scores(made())
     lines = [line.split() for line in text.splitlines()]
     assert ["after", *DOMAINS] in lines
     assert ["networkx", "133.0", "44.26", "134.3", "181.3"] in lines
@@ -247,15 +247,15 @@ def test_the_console_table():
 def test_the_console_table_is_narrow(count):
     names = [f"a_domain_with_a_long_name_{place}" for place in range(count)]
     nll = np.full((count + 1, count + 1), 9.9)
-    lines = run_report.table(made(nll=nll, domains=[*names, "general"])).splitlines()
+    lines = run_report.format_scores(made(nll=nll, domains=[*names, "general"])).splitlines()
     assert max(map(len, lines[1:])) <= 100
     assert "19,930" in lines[3]
 
 
 def test_names_are_shortened_in_their_middle():
-    assert shortened("pandas", width=6) == "pandas"
-    assert shortened("a_long_name_1", width=7) == "a_l…e_1"
-    assert len(shortened("a_long_name_1", width=8)) == 8
+    assert shorten("pandas", width=6) == "pandas"
+    assert shorten("a_long_name_1", width=7) == "a_l…e_1"
+    assert len(shorten("a_long_name_1", width=8)) == 8
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_perplexities_are_written_to_be_read(value, shown):
 
 def test_labels_are_moved_apart_and_keep_their_order():
     wanted = {"a": 0.5, "b": 0.51, "c": 0.99, "d": 1.0, "e": 0.98, "f": 0.02}
-    placed = drawing.apart(wanted, gap=0.05)
+    placed = drawing.space_heights(wanted, gap=0.05)
     heights = sorted(placed.values())
     assert sorted(placed, key=placed.get) == sorted(wanted, key=wanted.get)
     assert min(np.diff(heights)) >= 0.05 - 1e-9
@@ -307,7 +307,7 @@ def test_reports_come_from_the_file_alone(tmp_path):
     data = json.loads((tmp_path / "scores.json").read_text())
     data["metrics"]["LC"]["nats"] = 3.2345
     (tmp_path / "scores.json").write_text(json.dumps(data))
-    run_report.write(tmp_path)
+    run_report.write_report(tmp_path)
     assert "3.2345" in (tmp_path / "report.md").read_text()
 
 
@@ -323,8 +323,8 @@ def examined(matrix=A, **options):
     scores.seen, scores.flops = [0, 51_200, 51_200, 51_200], [0, 2 * 10**12, 3 * 10**12, 4 * 10**12]
     scores.memory, scores.trained = [10**6, 9 * 10**6, 8 * 10**6, 7 * 10**6], [0, 5120, 6120, 6120]
     scores.stored = [0, 10**6, 2 * 10**6, 4 * 10**6]
-    scores.phases = {"score base": 1.5, "learn sympy": 41.5, "score sympy": 2.5, "end tasks sympy": 9.25}
-    scores.phases |= {"learn pandas": 30.0, "read the texts": 100.0}
+    scores.phases = {"learn": {"sympy": 41.5, "pandas": 30.0}, "score": {"base": 1.5, "sympy": 2.5}}
+    scores.phases |= {"endtasks": {"sympy": 9.25}, "start": {"read the texts": 100.0}}
     return scores
 
 
@@ -342,10 +342,10 @@ def test_a_report_shows_the_end_tasks(tmp_path):
     markdown, html = written(tmp_path, examined())
     numbers = {row[0]: row[1:] for row in tables(markdown)["End tasks"][1:]}
     assert {name: row[-1] for name, row in numbers.items()} == {
-        "MF1": "0.7167",
-        "Acc": "0.7267",
-        "forward": "0.7667",
-        "forget_rate": "0.0750",
+        "MF1": "71.67",
+        "Acc": "72.67",
+        "forward": "76.67",
+        "forget_rate": "7.50",
     }
     assert numbers["forget_rate"][1] == "mean_{u&lt;n} (A[u][u] - A[n][u])"
     assert "3 tasks, seeds 0, 1, endtask.when=each, 12.5 seconds." in markdown
@@ -353,10 +353,10 @@ def test_a_report_shows_the_end_tasks(tmp_path):
     own, macro, micro, accuracy = ([shown[place + row] for row in range(4)] for place in (0, 4, 8, 12))
     assert own[0] == ["after", *TASKS]
     assert own[1:] == macro[1:]
-    assert own[1] == ["sympy", "0.8000 ± 0.0283", "–", "–"]
-    assert own[3] == ["pandas", "0.7500 ± 0.0283", "0.5000 ± 0.0283", "0.9000 ± 0.0283"]
-    assert micro[2] == ["networkx", "0.7200 ± 0.0283", "0.6200 ± 0.0283", "–"]
-    assert accuracy[3][1] == "0.7600 ± 0.0283"
+    assert own[1] == ["sympy", "80.00 ± 2.83", "–", "–"]
+    assert own[3] == ["pandas", "75.00 ± 2.83", "50.00 ± 2.83", "90.00 ± 2.83"]
+    assert micro[2] == ["networkx", "72.00 ± 2.83", "62.00 ± 2.83", "–"]
+    assert accuracy[3][1] == "76.00 ± 2.83"
     assert all(f"<summary>{name}</summary>" in html for name in ("macro-F1", "micro-F1", "accuracy"))
     assert Page(html).open == []
     assert len(Page(html).loads) == 3
@@ -367,7 +367,7 @@ def test_one_measurement_of_each_task_has_no_picture_and_no_deviation(tmp_path):
     last[3] = [0.5, 0.25, 0.75]
     markdown, html = written(tmp_path, examined(last, when="last", seeds=[7], apart=0))
     assert len(Page(html).loads) == 2
-    assert tables(markdown)["End tasks: macro-F1"][1] == ["pandas", "0.5000", "0.2500", "0.7500"]
+    assert tables(markdown)["End tasks: macro-F1"][1] == ["pandas", "50.00", "25.00", "75.00"]
     assert [row[0] for row in tables(markdown)["End tasks"][1:]] == ["MF1", "Acc"]
 
 
@@ -375,16 +375,18 @@ def test_tasks_with_metrics_of_their_own_are_told(tmp_path):
     metric = dict(zip(TASKS, ("macro_f1", "micro_f1", "accuracy"), strict=True))
     markdown, _ = written(tmp_path, examined(metric=metric))
     title = "End tasks: each in its own metric: sympy macro-F1, networkx micro-F1, pandas accuracy"
-    assert tables(markdown)[title][3][1:] == ["0.7500 ± 0.0283", "0.5200 ± 0.0283", "0.9100 ± 0.0283"]
+    assert tables(markdown)[title][3][1:] == ["75.00 ± 2.83", "52.00 ± 2.83", "91.00 ± 2.83"]
 
 
 def test_the_picture_of_end_tasks_shows_measured_rows():
-    picture = endtask_report.heatmap(examined())
+    picture = endtask_report.draw_endtasks(examined())
     told = drawing.description(picture)
-    assert told == "End-task scores of 3 models; after pandas: sympy 0.750, networkx 0.500, pandas 0.900"
+    assert told == "End-task scores of 3 models; after pandas: sympy 75.0 %, networkx 50.0 %, pandas 90.0 %"
     changed = A.copy()
     changed[1, 0] = 0.2
-    assert endtask_report.heatmap(examined(changed)) != picture == endtask_report.heatmap(examined())
+    assert (
+        endtask_report.draw_endtasks(examined(changed)) != picture == endtask_report.draw_endtasks(examined())
+    )
 
 
 def test_many_end_tasks_take_seconds(tmp_path):
@@ -395,8 +397,8 @@ def test_many_end_tasks_take_seconds(tmp_path):
     began = time.perf_counter()
     markdown, html = written(tmp_path, scores)
     assert time.perf_counter() - began < 10
-    assert f"{learned[-1, 0]:.4f} ±" in html
-    assert all(len(line) <= 110 for line in run_report.table(scores).splitlines()[1:])
+    assert f"{100 * learned[-1, 0]:.2f} ±" in html
+    assert all(len(line) <= 110 for line in run_report.format_scores(scores).splitlines()[1:])
 
 
 def test_what_became_of_the_predictions(tmp_path):
@@ -406,8 +408,8 @@ def test_what_became_of_the_predictions(tmp_path):
         predicted(tmp_path, row, "sympy", 0, right, rows=["base", *TASKS])
     shown = tables(written(tmp_path, examined(seeds=[0]))[0])[title]
     luck = (2 / 6) * (4 / 6) / 2
-    moved = ["3", "0.5000", f"{3 / 6 - luck:.4f}", "1", "0.1667", f"{1 / 6 - luck:.4f}"]
-    assert shown[1:] == [["sympy", "6", "0.6667", "0.3333", *moved]]
+    moved = ["3", "50.00", f"{100 * (3 / 6 - luck):.2f}", "1", "16.67", f"{100 * (1 / 6 - luck):.2f}"]
+    assert shown[1:] == [["sympy", "6", "66.67", "33.33", *moved]]
     damaged = predicted(tmp_path, 3, "sympy", 0, [1] * 6, rows=["base", *TASKS])
     damaged.write_bytes(b"PAR1")
     markdown, _ = written(tmp_path, examined(seeds=[0]))
@@ -431,7 +433,7 @@ def test_a_report_shows_what_each_stage_cost(tmp_path):
 
 
 def test_the_console_shows_the_end_tasks():
-    lines = run_report.table(examined()).splitlines()
-    expected = "end tasks (3): MF1 0.7167, Acc 0.7267, forward 0.7667, forget_rate 0.0750"
+    lines = run_report.format_scores(examined()).splitlines()
+    expected = "end tasks (3): MF1 71.67 %, Acc 72.67 %, forward 76.67 %, forget_rate 7.50 %"
     assert lines[-1] == expected
-    assert "end tasks" not in run_report.table(made())
+    assert "end tasks" not in run_report.format_scores(made())

@@ -74,7 +74,7 @@ def survived(top, data, at, wrong):
     except ValueError as error:
         assert "\n" not in str(error)
         return False
-    run_report.table(scores)
+    run_report.format_scores(scores)
     folder = top / "runs" / str(len(list(top.glob("runs/*"))))
     folder.mkdir(parents=True)
     scores.save(folder / "scores.json")
@@ -92,7 +92,7 @@ def survived(top, data, at, wrong):
         (("memory", 1), None),
         (("parts", 0), None),
         (("parts", 1, "law"), 1.0),
-        (("phases", "learn law"), "long"),
+        (("phases", "learn", "law"), "long"),
         (("metrics", "LC"), None),
         (("metrics", "LC", "nats"), "x"),
         (("metrics", "LC", "interval", "nats"), [1.0]),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import FROM_BASE, Scores
 from cpt.reporting.comparison.groups import sections
-from cpt.reporting.comparison.runs import Run, measured
+from cpt.reporting.comparison.runs import Run, measure_runs
 
 DOMAINS = ["law", "food", "space"]
 NLL = [
@@ -33,7 +33,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
     names = ["base", *order][: len(nll)] if rows is None else rows
     stages = len(names)
     fields = {"conditions": CONDITIONS} | fields
-    fields = {"phases": {"score base": 2.0, **{f"learn {name}": 4.0 for name in names[1:]}}} | fields
+    fields = {"phases": {"score": {"base": 2.0}, "learn": dict.fromkeys(names[1:], 4.0)}} | fields
     if costs:
         fields = {
             "seen": [0, *[1000] * (stages - 1)],
@@ -56,6 +56,7 @@ def made(*, nll=NLL, order=DOMAINS, rows=None, shift=0.0, digest="d", endtasks=N
         seconds=20.0,
         parts=[{} for _ in names],
         endtasks=endtasks or {},
+        alone=(run | given)["method"] in FROM_BASE,
         **fields,
     )
     scores.measure()
@@ -94,7 +95,7 @@ def saved(folder, *, config=None, **given):
 
 def section(runs, *, by_order=False, baseline="ncl", domains=()):
     """The only section of runs."""
-    (found,) = sections(measured(runs, domains=domains), by_order=by_order, baseline=baseline)
+    (found,) = sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
     return found
 
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from cpt import dashboard
-from cpt.reporting.summary import everything
-from cpt.reporting.tables import stage_row, tables, task_rows
-from cpt.tracking.wandb_run import described, pictures
+from cpt.reporting.run_table import summarise_run
+from cpt.reporting.tables import stage_row, tabulate, task_rows
+from cpt.tracking.wandb_run import describe_run, pictures
 from cpt.training.plan import planned
 from tests.conftest import ROOT
 from tests.tracking.test_sync import scores
@@ -49,7 +49,7 @@ def test_the_sweep_runs_the_program_and_minimises_a_number_that_there_is(sweep):
     assert (ROOT / sweep["program"]).is_file()
     assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
     assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert sweep["metric"]["name"] in everything(scores())
+    assert sweep["metric"]["name"] in summarise_run(scores())
     assert sweep["metric"]["goal"] == "minimize"
     for parameter in sweep["parameters"].values():
         assert all(not isinstance(value, str) or value.isidentifier() for value in candidates(parameter))
@@ -61,12 +61,12 @@ def workspace():
         warnings.simplefilter("ignore")  # its own, about pydantic
         pytest.importorskip("wandb_workspaces.workspaces", reason="wandb-workspaces is not installed")
         import wandb_workspaces.reports.v2  # noqa: F401
-    return dashboard.workspace("me", "p")
+    return dashboard.build_workspace("me", "p")
 
 
 def test_the_dashboard_shows_numbers_that_there_are(workspace):
     made = scores()
-    curves = {key for row in [stage_row(made, 2), *task_rows(made)] for key in row} | set(everything(made))
+    curves = {key for row in [stage_row(made, 2), *task_rows(made)] for key in row} | set(summarise_run(made))
     panels = [panel for section in workspace.sections for panel in section.panels]
     points = [key for panel in panels for key in getattr(panel, "metrics", None) or []]
     for panel in panels:
@@ -88,7 +88,7 @@ def test_patterns_of_the_dashboard_meet_the_curves(workspace):
     assert len(patterns) == 4
     names = ["train/lm/law", "train/lr/law", "ppl/law", "ppl/a%2Fb", "tasks/law"]
     assert all([name for name in names if re.search(pattern, name)] for pattern in patterns)
-    assert not any(re.search(pattern, name) for pattern in patterns for name in everything(scores()))
+    assert not any(re.search(pattern, name) for pattern in patterns for name in summarise_run(scores()))
 
 
 def test_the_dashboard_groups_by_method_and_sorts_by_perplexity(workspace):
@@ -96,13 +96,13 @@ def test_the_dashboard_groups_by_method_and_sorts_by_perplexity(workspace):
     assert (order.item.name, order.ascending) == ("LC/perplexity", True)
     assert [config.name for config in workspace.runset_settings.groupby] == ["cpt.measured", "cpt.label"]
     pinned = workspace.runset_settings.pinned_columns
-    assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(everything(scores()))
+    assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(summarise_run(scores()))
 
 
 def test_what_the_dashboard_groups_by_tells_apart_what_cannot_be_compared():
     one, other = scores(), scores()
     other.conditions = {"length": 128}
-    told = [described(each) for each in (one, other)]
+    told = [describe_run(each) for each in (one, other)]
     assert [each["label"] for each in told] == ["das", "das"]
     for name in (dashboard.MEASURED, dashboard.GROUP):
         prefix, _, key = name.partition(".")
@@ -113,7 +113,7 @@ def test_what_the_dashboard_groups_by_tells_apart_what_cannot_be_compared():
 
 def test_the_dashboard_shows_pictures_and_tables_that_there_are(workspace):
     assert set(dashboard.IMAGES) == set(pictures(scores()))
-    assert set(dashboard.TABLES) <= set(tables(scores()))
+    assert set(dashboard.TABLES) <= set(tabulate(scores()))
     assert workspace._to_model().model_dump_json()
 
 

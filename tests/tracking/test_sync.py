@@ -11,8 +11,8 @@ from filelock import FileLock
 
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, Scores
-from cpt.reporting.summary import everything
-from cpt.reporting.tables import stage_row, tables, task_rows
+from cpt.reporting.run_table import summarise_run
+from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.tracking import sync, wandb_run
 from tests.support import wandb_files
 
@@ -50,7 +50,8 @@ def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
         )
         made.append(name, nll=nll, parts=parts, **costs)
     made.metrics["LC"]["interval"] = {"nats": [3.0, 3.5]}
-    made.phases = {"read the texts": 2.0, **{f"learn {d}": 10.0 for d in domains}, f"score {domains[0]}": 0.5}
+    made.phases = {"start": {"read the texts": 2.0}, "learn": dict.fromkeys(domains, 10.0)}
+    made.phases |= {"score": {domains[0]: 0.5}}
     if endtasks:
         made.endtasks = examined(list(domains))
     return made
@@ -124,7 +125,7 @@ def send(runs):
     """Sends offline; only then are W&B's files whole: its service writes them."""
     import wandb
 
-    failed = sync.sync(runs, project="p", entity="me", mode="offline")
+    failed = sync.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()
     return failed
 
@@ -208,7 +209,7 @@ def test_curves_have_their_axes(synced):
 
 
 def test_every_number_of_the_report_is_in_the_summary(synced):
-    known, shown = everything(scores()), wandb_files.summary(synced[0] / "done")
+    known, shown = summarise_run(scores()), wandb_files.summary(synced[0] / "done")
     assert len(known) > 80
     assert {key: shown[key] for key in known} == pytest.approx(known)
 
@@ -223,7 +224,7 @@ def test_every_table_and_picture_is_there(synced):
         "parts_image",
         "endtasks_image",
         "report",
-        *tables(scores()),
+        *tabulate(scores()),
     }
     assert len(list(done.rglob("media/images/*.png"))) == 4
     assert [page.read_text() for page in done.rglob("media/html/*.html")] == ["<p>the page</p>"]
@@ -241,14 +242,14 @@ def test_every_table_and_picture_is_there(synced):
 def test_a_run_without_end_tasks_or_parts_has_no_such_table_or_picture():
     plain = scores(endtasks=False)
     plain.parts = [{} for _ in plain.rows]
-    assert set(tables(plain)) == {"matrix", "losses", "metrics", "costs", "seconds", "texts"}
+    assert set(tabulate(plain)) == {"matrix", "losses", "metrics", "costs", "seconds", "texts"}
     assert set(wandb_run.pictures(plain)) == {"matrix_image", "stages_image"}
     assert task_rows(plain) == []
 
 
 def test_the_table_of_end_tasks_has_a_line_per_stage_task_seed_and_metric():
-    columns, rows = tables(scores())["endtasks"]
-    lines = [dict(zip(columns, row, strict=True)) for row in rows]
+    frame = tabulate(scores())["endtasks"]
+    lines = frame.to_dict("records")
     assert len(lines) == 3 * 2 * 3  # (stage, task) measured, seeds, metrics
     (one,) = [
         x for x in lines if (x["stage"], x["task"], x["seed"], x["metric"]) == (2, "law", 5, "macro_f1")
@@ -261,36 +262,39 @@ def test_the_table_of_end_tasks_has_a_line_per_stage_task_seed_and_metric():
 
 
 def test_tables_of_metrics_parts_costs_and_texts():
-    made = tables(scores())
-    lines = [dict(zip(made["metrics"].columns, row, strict=True)) for row in made["metrics"].rows]
+    made = tabulate(scores())
+    lines = made["metrics"].to_dict("records")
     (lc,) = [x for x in lines if (x["metric"], x["unit"]) == ("LC", "nats")]
     assert (lc["low"], lc["high"]) == (3.0, 3.5)
     assert lc["formula"] == "mean_j L[n][j]"
     (ppl,) = [x for x in lines if (x["metric"], x["unit"]) == ("LC", "perplexity")]
     assert (ppl["low"], ppl["high"]) == (None, None)
-    assert made["parts"].rows[0] == [2, "food", "law", "base", 0.25]
-    assert len(made["parts"].rows) == 12
-    assert made["costs"].columns == [
+    assert made["parts"].to_numpy().tolist()[0] == [2, "food", "law", "base", 0.25]
+    assert len(made["parts"]) == 12
+    assert [*made["costs"]] == [
         "stage", "after", "trained", "stored", "tokens", "flops", "memory", "skipped", "seconds_learn",
         "seconds_score", "seconds_endtasks",
     ]  # fmt: skip
-    assert made["costs"].rows[1] == [1, "law", 7, 8, 100, 10**12, 6, 0, 10.0, 0.5, 0.0]
-    assert made["seconds"].rows[0] == ["read the texts", 2.0]
-    assert made["texts"].rows[1] == ["food", 101, 10, 401, "{'train': 3}", "dfood"]
+    assert made["costs"].to_numpy().tolist()[1] == [1, "law", 7, 8, 100, 10**12, 6, 0, 10.0, 0.5, 0.0]
+    assert made["seconds"].to_numpy().tolist()[:2] == [
+        ["start", "read the texts", 2.0],
+        ["learn", "law", 10.0],
+    ]
+    assert made["texts"].to_numpy().tolist()[1] == ["food", 101, 10, 401, "{'train': 3}", "dfood"]
 
 
 def test_a_number_that_is_not_finite_is_none_in_a_table_and_left_out_of_the_summary():
     broken = scores(endtasks=False)
     broken.nll[2][0] = None
     broken.measure()
-    assert tables(broken)["matrix"].rows[2][1] is None
-    assert "LC/nats" not in everything(broken)
+    assert tabulate(broken)["matrix"].iloc[2, 1] is None
+    assert "LC/nats" not in summarise_run(broken)
 
 
 def test_no_key_collides_whatever_domains_are_called():
     made = scores(domains=NASTY)
-    summary, rows = everything(made), [stage_row(made, len(NASTY)), *task_rows(made)]
-    points = {key for row in rows for key in row} | set(tables(made)) | {"report", "trainer/global_step"}
+    summary, rows = summarise_run(made), [stage_row(made, len(NASTY)), *task_rows(made)]
+    points = {key for row in rows for key in row} | set(tabulate(made)) | {"report", "trainer/global_step"}
     points |= {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
     assert not points & set(summary)
     assert len([key for key in rows[0] if key.startswith("ppl/")]) == len(NASTY) + 1
@@ -329,9 +333,11 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
             self.code = exit_code
 
     run = Run()
-    monkeypatch.setattr(sync, "opened", lambda *args, **about: run)
+    monkeypatch.setattr(sync, "open_run", lambda *args, **about: run)
     assert (
-        sync.sync({folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online")
+        sync.sync_runs(
+            {folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online"
+        )
         == 0
     )
     assert [row["stage"] for row in run.logged if "ppl/law" in row] == [2]
@@ -350,14 +356,14 @@ def refusing(error):
 
 def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
     runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(sync, "opened", refusing(ConnectionError("W&B: no answer")))
+    monkeypatch.setattr(sync, "open_run", refusing(ConnectionError("W&B: no answer")))
     with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
-        sync.sync(runs, project=None, entity=None, mode="online")
+        sync.sync_runs(runs, project=None, entity=None, mode="online")
     few = dict(list(runs.items())[:2])
-    assert sync.sync(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(sync, "opened", refusing(ValueError("W&B: no key")))
+    assert sync.sync_runs(few, project=None, entity=None, mode="online") == 2
+    monkeypatch.setattr(sync, "open_run", refusing(ValueError("W&B: no key")))
     with pytest.raises(ValueError, match="W&B: no key"):
-        sync.sync(few, project=None, entity=None, mode="online")
+        sync.sync_runs(few, project=None, entity=None, mode="online")
 
 
 def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
@@ -371,15 +377,15 @@ def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
 
 def test_an_unknown_mode_is_told():
     with pytest.raises(ValueError, match="mode=disabled; allowed: online, offline"):
-        sync.sync({}, project=None, entity=None, mode="disabled")
+        sync.sync_runs({}, project=None, entity=None, mode="disabled")
 
 
 def test_a_bare_folder_is_enough(tmp_path):
-    assert sync.read(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
+    assert sync.read_folder(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
 
 
 def test_tables_are_plain_json():
-    rows = {name: table.rows for name, table in tables(scores()).items()}
+    rows = {name: table.to_numpy().tolist() for name, table in tabulate(scores()).items()}
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS
-from cpt.reporting.summary import everything
+from cpt.reporting.run_table import summarise_run
 from cpt.tracking.loggers import LongCSV, log_scores, log_stage, tracked
-from cpt.tracking.wandb_run import opened
+from cpt.tracking.wandb_run import open_run
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 from tests.support.wandb_files import config, history, of_kind, records, summary
@@ -169,7 +169,7 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
 
 
 def test_all_that_the_report_says_is_logged_at_the_end(resumed):
-    known, shown = everything(scores()), summary(resumed)
+    known, shown = summarise_run(scores()), summary(resumed)
     assert {key: shown[key] for key in known} == pytest.approx(known)
     keys = {key.split(".")[0] for row in history(resumed) for key in row}
     assert keys >= {"matrix", "losses", "endtasks", "costs", "endtasks_image", "tasks/law"}
@@ -194,7 +194,7 @@ def test_metrics_csv_has_the_points_over_the_stages(resumed):
 )
 def test_what_wandb_refuses_ends_in_one_line(tmp_path, given, message):
     with pytest.raises(ValueError, match=message) as caught:
-        opened("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
+        open_run("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
     assert "\n" not in str(caught.value)
 
 
@@ -207,4 +207,4 @@ def test_wandb_that_cannot_be_reached_and_a_wrong_key_are_told_apart(tmp_path, m
     ):
         monkeypatch.setattr(wandb, "init", refusing(error))
         with pytest.raises(expected, match="W&B: no answer; logger.mode=offline keeps"):
-            opened("id0", tmp_path, tags=[], mode="online")
+            open_run("id0", tmp_path, tags=[], mode="online")

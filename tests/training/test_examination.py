@@ -95,7 +95,7 @@ def test_what_is_asked_for_is_measured_after_its_stage(run, when, files):
     scores = run(when=when)
     assert scores["endtasks"]["files"] == files
     assert len(scores["endtasks"]["digest"]) == 16
-    assert scores["phases"]["end tasks food"] > 0
+    assert scores["phases"]["endtasks"]["food"] > 0
 
 
 def test_methods_with_a_model_per_domain_are_measured_on_each(run):

@@ -80,7 +80,7 @@ def over_seeds(scores: Array) -> Array:
     return np.where(count > 0, np.where(there, scores, 0).sum(-1) / np.maximum(count, 1), np.nan)
 
 
-def spread(scores: Array) -> Array:
+def sd_over_seeds(scores: Array) -> Array:
     """[row, task, seed] to [row, task]: standard deviation over seeds (n - 1); nan below two of them."""
     there = np.isfinite(scores)
     count = there.sum(-1)
@@ -94,18 +94,18 @@ def last_measured(scores: Array) -> list[int | None]:
     return [int(np.flatnonzero(column)[-1]) if column.any() else None for column in there.T]
 
 
-def final(scores: Array) -> Array:
+def pick_final(scores: Array) -> Array:
     """A of the last row in which each task was measured: [row, task, ...] to [task, ...]; nan if never.
 
     That is the last model, or for a method that learns each domain from the base the model of the domain.
     """
-    return _chosen(scores, last_measured(scores))
+    return _pick_rows(scores, last_measured(scores))
 
 
 def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
     """The diagonal A[u][u]: [row, task, ...] to [task, ...]; nan where a domain has no row (joint)."""
     own = [rows.index(task) if task in rows[: len(scores)] else None for task in tasks]
-    return _chosen(scores, own)
+    return _pick_rows(scores, own)
 
 
 def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
@@ -125,7 +125,7 @@ def forward_transfer(diagonal: Array, *, one: Array) -> float:
     return float((np.asarray(diagonal) - np.asarray(one)).mean())
 
 
-def summary(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
+def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
     """MF1, Acc, forward and forget_rate, on seed means; without those that lack a term.
 
     `when: diagonal` measures no last model: it has neither MF1 nor Acc.
@@ -136,7 +136,7 @@ def summary(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float
     found = {"forward": forward(scores, rows, tasks).mean(), "forget_rate": forget_rate(scores, rows, tasks)}
     if endtasks["when"] != "diagonal":
         accuracy = over_seeds(cube(endtasks, "accuracy"))
-        found = {"MF1": final(scores).mean(), "Acc": final(accuracy).mean()} | found
+        found = {"MF1": pick_final(scores).mean(), "Acc": pick_final(accuracy).mean()} | found
     return {name: float(value) for name, value in found.items() if np.isfinite(value)}
 
 
@@ -189,7 +189,7 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
     found = {}
     for task, last in _last_rows(rows, endtasks):
         for seed in endtasks["seeds"]:
-            table = _read(_file(folder, rows, last, task=task, seed=seed), COLUMNS[1:])
+            table = _read_columns(_file(folder, rows, last, task=task, seed=seed), COLUMNS[1:])
             if table is not None:
                 found[task, seed] = _equal(*table.columns)
     return found
@@ -198,11 +198,11 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
 def predictions(path: Path) -> dict[str, Array] | None:
     """A file's COLUMNS, [example] each, in the order of the test data; None if there is no file. ValueError
     if it is damaged."""
-    table = _read(path, COLUMNS)
+    table = _read_columns(path, COLUMNS)
     return None if table is None else {name: table[name].to_numpy() for name in COLUMNS}
 
 
-def _read(path: Path, columns: Sequence[str]) -> Table | None:
+def _read_columns(path: Path, columns: Sequence[str]) -> Table | None:
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
@@ -223,7 +223,7 @@ def _equal(label: ChunkedArray, prediction: ChunkedArray) -> Array:
     return equal(label, prediction).to_numpy()
 
 
-def _chosen(scores: Array, chosen: Sequence[int | None]) -> Array:
+def _pick_rows(scores: Array, chosen: Sequence[int | None]) -> Array:
     """The score of each task in the row chosen for it."""
     nothing = np.full(scores.shape[2:], np.nan)
     return np.array([nothing if row is None else scores[row, task] for task, row in enumerate(chosen)])

@@ -1,0 +1,1 @@
+"""Runs side by side: `python -m cpt.report FOLDER…`."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from cpt.evaluation.conditions import NONE as NO_RATE
 from cpt.evaluation.conditions import is_unknown, text_digest
 from cpt.reporting.comparison.groups import Group, Section
-from cpt.reporting.comparison.measures import NONE, Measure, told
-from cpt.reporting.comparison.notes import ALONE, FROM_BASE, counts
+from cpt.reporting.comparison.measures import NONE, Measure, format_spread
+from cpt.reporting.comparison.notes import explain_alone, is_ranked
 from cpt.reporting.formatting import decimals
 from cpt.reporting.page import Block, few
 
@@ -32,19 +32,22 @@ MEASURES = tuple(
 )
 
 
-def heading(sections: Sequence[Section]) -> list[Block]:
+def build_heading(sections: Sequence[Section]) -> list[Block]:
     """What keeps the sections apart, if there are several, and what may be compared all the same."""
     if len(sections) < 2:
         return []
     bits = bits_per_byte(sections)
     but = f", but for what stands under “{BITS}”." if bits else "."
-    lines = [f"{len(sections)} {APART}{but}", *(_section(s, n, sections) for n, s in enumerate(sections, 1))]
+    lines = [
+        f"{len(sections)} {APART}{but}",
+        *(_describe_section(s, n, sections) for n, s in enumerate(sections, 1)),
+    ]
     if any(is_unknown(value) for section in sections for value in section.conditions.values()):
         lines.append(UNKNOWN)
     return [Block(lines=[*lines, *_other_texts(sections)]), *bits]
 
 
-def _section(section: Section, number: int, sections: Sequence[Section]) -> str:
+def _describe_section(section: Section, number: int, sections: Sequence[Section]) -> str:
     """`Section 2, 6 runs of tiny_gpt2: tokenizer 0123abcd, length 64.`"""
     own = section.conditions
     keys = [
@@ -72,30 +75,30 @@ def bits_per_byte(sections: Sequence[Section]) -> list[Block]:
     """A table of the causal groups for each text that several sections were scored on."""
     alike = defaultdict(list)
     for number, section in enumerate(sections, start=1):
-        if section.objective == "causal" and _known(section):
+        if section.objective == "causal" and _has_digests(section):
             key = [section.conditions[name] for name in ("domains", "texts", "score_on")]
             alike[tuple(key)].append((number, section))
-    return [_table(found) for found in alike.values() if len(found) > 1]
+    return [_tabulate_bits(found) for found in alike.values() if len(found) > 1]
 
 
-def _known(section: Section) -> bool:
+def _has_digests(section: Section) -> bool:
     scores = section.runs[0].scores
     return not any(is_unknown(text_digest(scores, name)) for name in scores.domains)
 
 
-def _table(numbered: Sequence[tuple[int, Section]]) -> Block:
+def _tabulate_bits(numbered: Sequence[tuple[int, Section]]) -> Block:
     cells = [
         [str(number), group.name, section.conditions["tokenizer"], section.conditions["length"], group.size]
-        + [_cell(group, measure) for measure in MEASURES]
+        + [_format_bits(group, measure) for measure in MEASURES]
         for number, section in numbered
         for group in section.groups
     ]
-    alone = [ALONE] * any(group.method in FROM_BASE for _, section in numbered for group in section.groups)
+    alone = explain_alone([group for _, section in numbered for group in section.groups])
     head = ["section", "group", "tokenizer", "length", "runs", *(measure.title for measure in MEASURES)]
     return Block(title=BITS, lines=[SIDE_BY_SIDE, *alone], head=head, cells=cells, words=5, sortable=False)
 
 
-def _cell(group: Group, measure: Measure) -> str:
-    if not counts(group, measure.key):
+def _format_bits(group: Group, measure: Measure) -> str:
+    if not is_ranked(group, measure.key):
         return NONE
-    return told(group.spread(measure.key), show=measure.show, bounds=True)
+    return format_spread(group.spread(measure.key), show=measure.show, bounds=True)

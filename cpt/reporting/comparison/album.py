@@ -5,32 +5,40 @@ from __future__ import annotations
 from cpt.reporting.comparison import charts
 from cpt.reporting.comparison.compute import LEARNING, QUALITY, comparable
 from cpt.reporting.comparison.groups import Group, Section
-from cpt.reporting.comparison.overlap import overlap
+from cpt.reporting.comparison.overlap import measure_overlap
 from cpt.reporting.page import Block, few
 
 PANELS = 8  # so many pictures side by side at most
 
 
-def pictures(section: Section) -> list[Block]:
+def build_pictures(section: Section) -> list[Block]:
     """Those for which there are numbers."""
-    kinds = (_plane, _quality, _trade_off, _curves, _matrices, _overlaps, _posteriors)
+    kinds = (
+        _draw_plane,
+        _draw_quality,
+        _draw_trade_off,
+        _draw_curves,
+        _draw_matrices,
+        _draw_overlaps,
+        _draw_posteriors,
+    )
     return [block for block in (kind(section) for kind in kinds) if block.picture]
 
 
-def _plane(section: Section) -> Block:
+def _draw_plane(section: Section) -> Block:
     title = "Forgetting against learning"
     lines = ["CPT: perplexity on each domain just after it was learned. Down and left is better."]
     labels = {"x": "learning CPT (perplexity)", "y": "forgetting FG (nats)"}
-    return _pareto(section, LEARNING, title=title, lines=lines, labels=labels)
+    return _draw_pareto(section, LEARNING, title=title, lines=lines, labels=labels)
 
 
-def _quality(section: Section) -> Block:
+def _draw_quality(section: Section) -> Block:
     labels = {"x": "FLOPs of the whole run", "y": "average perplexity LC"}
     lines = ["Down and left is better. Runs without counted operations are left out."]
-    return _pareto(section, QUALITY, title="Quality against compute", lines=lines, labels=labels)
+    return _draw_pareto(section, QUALITY, title="Quality against compute", lines=lines, labels=labels)
 
 
-def _pareto(
+def _draw_pareto(
     section: Section,
     pair: tuple[str, str],
     *,
@@ -41,7 +49,7 @@ def _pareto(
     """A point per group that has both numbers; nothing if there is none."""
     groups = _both(comparable(section, pair[1]), pair)
     points = {group.name: (group.of(pair[0]), group.of(pair[1])) for group in groups}
-    drawn = charts.pareto(points, logarithmic=True, **labels) if points else b""
+    drawn = charts.pareto(points, logarithmic=True, places=section.places, **labels) if points else b""
     return Block(title=title, lines=lines, picture=drawn)
 
 
@@ -50,23 +58,26 @@ def _both(groups: list[Group], pair: tuple[str, str]) -> list[Group]:
     return [g for g in groups if any(x and y is not None for x, y in zip(*map(g.of, pair), strict=True))]
 
 
-def _trade_off(section: Section) -> Block:
+def _draw_trade_off(section: Section) -> Block:
     groups = comparable(section, LEARNING[1])
     points = {group.name: (group.of("FG/nats"), group.of("LC/perplexity")) for group in groups}
     there = any(y is not None for _, values in points.values() for y in values)
-    drawn = charts.trade_off(points) if there else b""
+    drawn = charts.trade_off(points, places=section.places) if there else b""
     return Block(title="Average perplexity against forgetting", picture=drawn)
 
 
-def _curves(section: Section) -> Block:
+def _draw_curves(section: Section) -> Block:
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     lines = ["Mean perplexity over the domains learned so far: mean and range over the runs of a group."]
-    return Block(title="Over the stages", lines=lines, picture=charts.curves(runs))
+    picture = charts.curves(runs, places=section.places)
+    return Block(title="Over the stages", lines=lines, picture=picture)
 
 
-def _matrices(section: Section) -> Block:
+def _draw_matrices(section: Section) -> Block:
     """The first run of each group; of many groups the baselines and the best."""
-    chosen = _chosen([group for group in section.groups if len(group.runs[0].scores.rows) > 1], section)
+    chosen = _choose_groups(
+        [group for group in section.groups if len(group.runs[0].scores.rows) > 1], section
+    )
     runs = {group.name: group.runs[0].scores for group in chosen}
     told = [f"{g.name}: seed {g.runs[0].told('seed')}, order {g.runs[0].order}" for g in chosen]
     lines = ["Change in nats against the base; one run of each group.", few(told, between="; ")]
@@ -74,19 +85,19 @@ def _matrices(section: Section) -> Block:
     return Block(title=title, lines=lines, picture=charts.matrices(runs)) if runs else Block()
 
 
-def _chosen(groups: list[Group], section: Section) -> list[Group]:
+def _choose_groups(groups: list[Group], section: Section) -> list[Group]:
     """At most PANELS groups: baselines first, then by LC."""
     compared = {group.name for group in section.baselines.values()}
     first = sorted(groups, key=lambda group: group.name not in compared)[:PANELS]
     return [group for group in groups if group in first]
 
 
-def _overlaps(section: Section) -> Block:
+def _draw_overlaps(section: Section) -> Block:
     """What domains share of importances, masks or gates, in the first run of each group that keeps them."""
     found = {}
     for group in section.groups:
         run = group.runs[0]
-        for quantity, matrix in overlap(run.folder, run.scores.rows).items():
+        for quantity, matrix in measure_overlap(run.folder, run.scores.rows).items():
             found[f"{group.name}: {quantity}"] = matrix
     shown = dict(list(found.items())[:PANELS])
     more = [f"{len(found) - PANELS} more are not shown."] if len(found) > PANELS else []
@@ -95,7 +106,7 @@ def _overlaps(section: Section) -> Block:
     return Block(title=title, lines=lines, picture=charts.overlaps(shown)) if shown else Block()
 
 
-def _posteriors(section: Section) -> Block:
+def _draw_posteriors(section: Section) -> Block:
     """The weights of parts, for groups of which some text is scored by several."""
     runs = {group.name: group.runs[0].scores for group in section.groups}
     mixed = {

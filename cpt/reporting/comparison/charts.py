@@ -1,6 +1,7 @@
 """The pictures over many runs, as PNG bytes that say in words what they show: see cpt.reporting.drawing.
 
-A group is what is drawn with one mark: runs that differ in their seed, say. Up to 54 marks differ.
+A group is what is drawn with one mark: runs that differ in their seed, say. Up to 54 marks differ. `places`
+gives each group its own, the same in every picture; without, marks follow the order within the picture.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas
 
-from cpt.evaluation.metrics import GENERAL
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
-from cpt.reporting.drawing import DASHES, FEW, literal, png
+from cpt.reporting.drawing import FEW, literal, png
 from cpt.reporting.figures import heaviest, mark_own, part_weights, perplexities
 from cpt.reporting.formatting import perplexity
 
@@ -22,43 +24,52 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = Sequence[float | None]
+Places = Mapping[str, int]
+Styles = Mapping[str, Mapping[str, str]]
 HIGHLIGHTED = 6  # of more than FEW curves, so many are told apart: those that end lowest
 
 
-def trade_off(groups: Mapping[str, tuple[Values, Values]]) -> bytes:
+def trade_off(groups: Mapping[str, tuple[Values, Values]], *, places: Places | None = None) -> bytes:
     """Forgetting (nats) against average perplexity, a point per run; large: the mean of a group.
 
     A group is two sequences, forgetting and perplexity by run. One without forgetting (joint training,
     zero-shot) is a line at its mean perplexity.
     """
-    figure, axes = _plane(len(groups))
-    levels = {}
-    for place, (name, values) in enumerate(groups.items()):
-        x, y = _known(values)
-        y_alone = _numbers(values[1])
+    figure, axes = _open_plane(len(groups))
+    styles, levels = assign_styles(groups, places), {}
+    for name, values in groups.items():
+        x, y = _pair_known(values)
+        y_alone = _to_array(values[1])
         if x.size:
-            _points(axes, x, y, label=_name(name, runs=x.size), style=drawing.style(place))
+            _points(axes, x, y, label=_name_group(name, runs=x.size), style=styles[name])
         elif np.isfinite(y_alone).any():
             levels[name] = float(y_alone[np.isfinite(y_alone)].mean())
     axes.margins(0.12)
-    _levels(axes, levels)
+    _draw_levels(axes, levels, styles)
     axes.set(xlabel="forgetting FG (nats; left is better)", ylabel="average perplexity LC (down is better)")
     _legend(figure, axes)
-    told = _means(groups, x="forgetting", y="perplexity")
+    told = _list_means(groups, x="forgetting", y="perplexity")
     return png(figure, told=f"Forgetting (nats) and average perplexity, means over runs. {told}")
 
 
-def pareto(points: Mapping[str, tuple[Values, Values]], *, x: str, y: str, logarithmic: bool) -> bytes:
+def pareto(
+    points: Mapping[str, tuple[Values, Values]],
+    *,
+    x: str,
+    y: str,
+    logarithmic: bool,
+    places: Places | None = None,
+) -> bytes:
     """A group's mean of x against that of y, small its runs, and the front: the groups than which none is
     lower in both. x and y are the axes' labels; lower is better. `logarithmic`: x, whose values of 0 or less
     are left out."""
-    figure, axes = _plane(len(points))
-    means = {}
-    for place, (name, values) in enumerate(points.items()):
-        there = _known(values, positive=logarithmic)
+    figure, axes = _open_plane(len(points))
+    styles, means = assign_styles(points, places), {}
+    for name, values in points.items():
+        there = _pair_known(values, positive=logarithmic)
         if there[0].size:
             means[name] = there[0].mean(), there[1].mean()
-            _points(axes, *there, label=_name(name, runs=there[0].size), style=drawing.style(place))
+            _points(axes, *there, label=_name_group(name, runs=there[0].size), style=styles[name])
     if logarithmic and means:
         axes.set_xscale("log")
     axes.margins(0.12)
@@ -66,7 +77,7 @@ def pareto(points: Mapping[str, tuple[Values, Values]], *, x: str, y: str, logar
     _staircase(axes, [means[name] for name in front])
     axes.set(xlabel=x, ylabel=y)
     _legend(figure, axes)
-    told = f"The front: {', '.join(front) or 'no group'}. {_means(points, x='x', y='y')}"
+    told = f"The front: {', '.join(front) or 'no group'}. {_list_means(points, x='x', y='y')}"
     return png(figure, told=f"{y} against {x}; lower is better for both. {told}")
 
 
@@ -80,26 +91,28 @@ def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-def curves(groups: Mapping[str, Sequence[Scores]]) -> bytes:
+def curves(groups: Mapping[str, Sequence[Scores]], *, places: Places | None = None) -> bytes:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains."""
-    figure, axes = _plane(min(len(groups), 2 * FEW))
+    figure, axes = _open_plane(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
-    lines, levels = {}, {}
+    styles, lines, levels = assign_styles(groups, places), {}, {}
     for name, runs in groups.items():
         each = [_so_far(scores) for scores in runs if scores.learned]
         last = [_last(scores) for scores in runs if scores.rows and not scores.learned]
         if any(np.isfinite(line).any() for line in each):
-            lines[name] = _stacked(each)
+            lines[name] = pandas.DataFrame(
+                map(pandas.Series, each)
+            )  # [run, stage], nan where a run has no more
         elif np.isfinite(last).any():
             levels[name] = float(np.nanmean(last))
-    _each_curve(axes, lines)
-    _levels(axes, levels)
+    _each_curve(axes, lines, styles)
+    _draw_levels(axes, levels, styles)
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *map(np.ravel, lines.values())]))
     axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(figure, axes)
-    ends = [f"{name} {perplexity(value)}" for name, value in (_ends(lines) | levels).items()]
+    ends = [f"{name} {perplexity(value)}" for name, value in (_end_curves(lines) | levels).items()]
     return png(figure, told=f"Mean perplexity over the domains so far, at the end. {_listed(ends)}")
 
 
@@ -117,7 +130,7 @@ def matrices(runs: Mapping[str, Scores]) -> bytes:
         image = drawing.panel(axes, changes[name], title=name, **names, **how)
         strong = np.abs(changes[name]) > 0.6 * scale["vmax"]
         if len(shown) <= FEW:
-            drawing.numbers(axes, changes[name], white=strong, most=8, sign="+")
+            drawing.write_numbers(axes, changes[name], white=strong, most=8, sign="+")
         mark_own(axes, scores=scores, columns=scores.domains)
     _scale(figure, image if shown else None, label="change in nats per token\n(blue: better than base)")
     domains = {name: [text != GENERAL for text in scores.domains] for name, scores in shown.items()}
@@ -133,7 +146,7 @@ def overlaps(matrices: Mapping[str, tuple[list[str], np.ndarray]]) -> bytes:
     for (title, (names, values)), axes in zip(matrices.items(), grid, strict=False):
         how = {"cmap": drawing.sequential(), "vmin": 0, "vmax": 1}
         image = drawing.panel(axes, values, title=title, rows=names, columns=names, **how)
-        drawing.numbers(axes, values, white=values > 0.6, most=9)
+        drawing.write_numbers(axes, values, white=values > 0.6, most=9)
         others = values[~np.eye(len(names), dtype=bool)]
         if np.isfinite(others).any():
             ends.append(f"{title} {np.nanmean(others):.2f}")
@@ -150,13 +163,19 @@ def posteriors(groups: Mapping[str, Scores]) -> bytes:
         how = {"cmap": drawing.sequential(), "vmin": 0, "vmax": 1}
         texts = groups[title].domains
         image = drawing.panel(axes, weights, title=title, rows=texts, columns=parts, **how)
-        drawing.numbers(axes, weights, white=weights > 0.6, most=9)
+        drawing.write_numbers(axes, weights, white=weights > 0.6, most=9)
     _scale(figure, image, label="mean weight of a part (column)\nin the score of a text (row)")
     told = [f"{name}: {heaviest(scores)}" for name, scores in list(groups.items())[:FEW]]
     return png(figure, told=" ".join(told) or "No group.")
 
 
-def _plane(groups: int) -> tuple[Figure, Axes]:
+def assign_styles(names: Iterable[str], places: Places | None) -> dict[str, dict[str, str]]:
+    """Colour, marker and dashes of each group."""
+    own = places or {name: place for place, name in enumerate(names)}
+    return {name: drawing.style(own[name]) for name in names}
+
+
+def _open_plane(groups: int) -> tuple[Figure, Axes]:
     """A figure that is high enough for a legend of so many groups, and its axes."""
     figure = drawing.figure((8.5, max(4.8, 0.23 * groups + 0.8)))
     axes = figure.add_subplot()
@@ -165,25 +184,25 @@ def _plane(groups: int) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _numbers(values: Values) -> np.ndarray:
+def _to_array(values: Values) -> np.ndarray:
     return np.array(list(values), dtype=float)
 
 
-def _known(values: tuple[Values, Values], *, positive: bool = False) -> np.ndarray:
+def _pair_known(values: tuple[Values, Values], *, positive: bool = False) -> np.ndarray:
     """The pairs of which both are there, [2, n]; `positive`: whose first is above 0."""
-    pairs = np.stack([_numbers(each) for each in values])
+    pairs = np.stack([_to_array(each) for each in values])
     there = np.isfinite(pairs).all(0)
     return pairs[:, there & (pairs[0] > 0) if positive else there]
 
 
-def _name(name: str, *, runs: int) -> str:
+def _name_group(name: str, *, runs: int) -> str:
     return literal(name, width=44) + f" ({runs})" * (runs > 1)
 
 
 def _points(axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str, style: Mapping[str, str]) -> None:
     """The runs of a group, and their mean as a large hollow mark."""
-    many = x.size > 5
-    axes.scatter(x, y, s=12 if many else 24, alpha=0.4 if many else 0.7, linewidths=0, zorder=2, **style)
+    many, mark = x.size > 5, {"color": style["color"], "marker": style["marker"]}
+    axes.scatter(x, y, s=12 if many else 24, alpha=0.4 if many else 0.7, linewidths=0, zorder=2, **mark)
     hollow = {"facecolors": "none", "edgecolors": style["color"], "linewidths": 2, "zorder": 3}
     axes.scatter(x.mean(), y.mean(), s=130, marker=style["marker"], label=label, **hollow)
 
@@ -197,15 +216,15 @@ def _staircase(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
         axes.step([x[0], *x, right], [top, *y, y[-1]], where="post", label="Pareto front", **corners)
 
 
-def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
+def _draw_levels(axes: Axes, levels: Mapping[str, float], styles: Styles) -> None:
     """A line per level; one that would press the points together is only named."""
     heights = list(levels.values()) or [0.0]
     drawn = axes.collections or axes.lines
     low, high = axes.get_ylim() if drawn else (min(heights), max(heights))
     bottom, top = low - 0.6 * (high - low), high + 0.6 * (high - low)
-    for place, (name, level) in enumerate(levels.items()):
+    for name, level in levels.items():
         label = f"{literal(name, width=30)}: {perplexity(level)}"
-        style = {"color": "black", "linewidth": 1.2, "linestyle": DASHES[place % 3]}
+        style = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
         if bottom <= level <= top:
             axes.axhline(level, label=label, **style)
         else:
@@ -233,44 +252,26 @@ def _last(scores: Scores) -> float:
     return float(mean) if np.isfinite(mean) else np.nan
 
 
-def _stacked(lines: Sequence[np.ndarray]) -> np.ndarray:
-    """Lines [run, stage], the shorter ones filled up with nan."""
-    longest = max(map(len, lines))
-    return np.array([np.pad(line, (0, longest - len(line)), constant_values=np.nan) for line in lines])
-
-
-def _ends(lines: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _end_curves(lines: Mapping[str, pandas.DataFrame]) -> dict[str, float]:
     """The mean over runs at the last stage that any of them reached."""
-    means = {name: _over_runs(each)[0] for name, each in lines.items()}
-    return {name: float(mean[np.isfinite(mean)][-1]) for name, mean in means.items()}
+    return {name: float(runs.mean().dropna().iloc[-1]) for name, runs in lines.items()}
 
 
-def _over_runs(lines: np.ndarray) -> np.ndarray:
-    """Mean, least and largest over the runs there are, [3, stage]; nan where there is none."""
-    there = [line[np.isfinite(line)] for line in lines.T]
-    return np.array([[v.mean(), v.min(), v.max()] if v.size else [np.nan] * 3 for v in there]).T
-
-
-def _each_curve(axes: Axes, lines: Mapping[str, np.ndarray]) -> None:
+def _each_curve(axes: Axes, lines: Mapping[str, pandas.DataFrame], styles: Styles) -> None:
     """A curve per group; of many, those that end lowest are told apart and the others grey."""
-    ends = _ends(lines)
+    ends = _end_curves(lines)
     marked = sorted(ends, key=ends.get)[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in [name for name in lines if name not in marked]:
-        axes.plot(*_curve(lines[name])[:2], color="0.75", linewidth=0.8, zorder=1)
+        axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", linewidth=0.8, zorder=1)
     if len(marked) < len(lines):
         axes.plot([], [], color="0.75", label=f"{len(lines) - len(marked)} others")
-    for place, name in enumerate(marked):
-        stages, mean, low, high = _curve(lines[name])
-        style = drawing.style(place) | {"markersize": 5, "linestyle": DASHES[place // 6 % 3]}
-        style["markevery"] = -(-len(stages) // 20)
-        label = f"{_name(name, runs=len(lines[name]))}: {perplexity(ends[name])}"
-        axes.plot(stages, mean, label=label, zorder=3, linewidth=1.6, **style)
+    for name in marked:
+        runs, stages = lines[name], lines[name].columns + 1
+        style = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20)}
+        label = f"{_name_group(name, runs=len(runs))}: {perplexity(ends[name])}"
+        axes.plot(stages, runs.mean(), label=label, zorder=3, linewidth=1.6, **style)
         faint = 0.15 if len(marked) <= HIGHLIGHTED else 0.06
-        axes.fill_between(stages, low, high, color=style["color"], alpha=faint, linewidth=0)
-
-
-def _curve(lines: np.ndarray) -> tuple[np.ndarray, ...]:
-    return np.arange(1, lines.shape[1] + 1), *_over_runs(lines)
+        axes.fill_between(stages, runs.min(), runs.max(), color=style["color"], alpha=faint, linewidth=0)
 
 
 def _scale(figure: Figure, image: object, *, label: str) -> None:
@@ -281,11 +282,11 @@ def _scale(figure: Figure, image: object, *, label: str) -> None:
         figure.colorbar(image, ax=shown, label=label, **how)
 
 
-def _means(groups: Mapping[str, tuple[Values, Values]], *, x: str, y: str) -> str:
+def _list_means(groups: Mapping[str, tuple[Values, Values]], *, x: str, y: str) -> str:
     """Each group's means in words; of many groups the first."""
     each = []
     for name, values in groups.items():
-        there = _known(values)
+        there = _pair_known(values)
         if there[0].size:
             each.append(f"{name}: {x} {there[0].mean():.4g}, {y} {there[1].mean():.4g}")
     return _listed(each)

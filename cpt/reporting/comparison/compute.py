@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from cpt.reporting.comparison.charts import pareto_front
 from cpt.reporting.comparison.groups import Group, Section
-from cpt.reporting.comparison.measures import COSTS, NONE, told
-from cpt.reporting.comparison.notes import counts
-from cpt.reporting.comparison.tables import filtered
+from cpt.reporting.comparison.measures import COSTS, NONE, format_spread
+from cpt.reporting.comparison.notes import is_ranked
+from cpt.reporting.comparison.tables import add_facets
 from cpt.reporting.page import Block, few
 
 STORED = (
@@ -19,30 +19,34 @@ STORED = (
 )
 LEARNING = ("CPT/perplexity", "FG/nats")
 QUALITY = ("cost/flops", "LC/perplexity")
-RELATIVE = ("cost/tokens", "cost/flops", "cost/learning")
+RELATIVE = ("cost/tokens", "cost/flops", "cost/seconds_learn")
 Points = dict[str, tuple[float, float]]
 
 
-def compute(section: Section) -> Block:
+def tabulate_compute(section: Section) -> Block:
     """What each group took, over its baseline's, and whether it is on the Pareto fronts."""
     fronts = [pareto_front(points(section, *pair)) for pair in (LEARNING, QUALITY)]
     cells = [
-        [group.name, *_costs(group, section), *("yes" if group.name in each else "no" for each in fronts)]
+        [
+            group.name,
+            *_format_costs(group, section),
+            *("yes" if group.name in each else "no" for each in fronts),
+        ]
         for group in section.groups
     ]
     head = ["group"]
     for measure in COSTS:
         head += [measure.title] + ["x baseline"] * (measure.key in RELATIVE)
     head += ["domain known", "front: FG, CPT", "front: LC, FLOPs"]
-    return filtered(
+    return add_facets(
         Block(title="Compute", lines=[STORED, *on_front(fronts)], head=head, cells=cells), section
     )
 
 
-def _costs(group: Group, section: Section) -> list[str]:
+def _format_costs(group: Group, section: Section) -> list[str]:
     cells = []
     for measure in COSTS:
-        cells += [told(group.spread(measure.key), show=measure.show, bounds=False)]
+        cells += [format_spread(group.spread(measure.key), show=measure.show, bounds=False)]
         cells += [_ratio(group, section, measure.key)] if measure.key in RELATIVE else []
     needed = sorted({run.scores.needs_domain for run in group.runs})
     return [*cells, " or ".join("yes" if each else "no" for each in needed)]
@@ -64,7 +68,7 @@ def points(section: Section, x: str, y: str) -> Points:
 
 def comparable(section: Section, y: str) -> list[Group]:
     """Without methods that learn each domain from the base: they have no model to be forgotten in."""
-    return [group for group in section.groups if counts(group, y)]
+    return [group for group in section.groups if is_ranked(group, y)]
 
 
 def on_front(fronts: Sequence[Sequence[str]]) -> list[str]:

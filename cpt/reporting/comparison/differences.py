@@ -8,23 +8,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+
 from cpt.evaluation.endtasks.metrics import Array, correct
-from cpt.evaluation.statistics import Difference, paired, paired_examples, ranks
+from cpt.evaluation.statistics import Difference, compare_examples, compare_pairs, rank_rows
 from cpt.reporting.comparison.groups import Group, Section
 from cpt.reporting.comparison.measures import COMPARED, Measure
-from cpt.reporting.comparison.notes import counts
+from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contrast:
+class CorrectedDifference:
     """A group's difference from its baseline, and its p-value corrected for the number of groups compared."""
 
     difference: Difference
     holm: float
 
 
-def present(section: Section, measures: Sequence[Measure]) -> list[Measure]:
+def list_present(section: Section, measures: Sequence[Measure]) -> list[Measure]:
     """Those that some group has."""
     return [
         measure
@@ -34,33 +36,34 @@ def present(section: Section, measures: Sequence[Measure]) -> list[Measure]:
 
 
 @lru_cache(maxsize=256)  # tables and exports ask for the same ones
-def contrasts(section: Section, measure: Measure) -> dict[str, Contrast]:
+def contrasts(section: Section, measure: Measure) -> dict[str, CorrectedDifference]:
     """By group, its mean difference from its baseline over the orders and seeds that both have."""
     found = {}
     for group in section.groups:
         if baseline := section.baselines.get(group.name):
-            found[group.name] = paired(group.by_pair(measure.key), baseline.by_pair(measure.key))
-    return corrected({name: each for name, each in found.items() if each.n})
+            found[group.name] = compare_pairs(group.by_pair(measure.key), baseline.by_pair(measure.key))
+    return correct_holm({name: each for name, each in found.items() if each.n})
 
 
-def corrected(found: Mapping[str, Difference]) -> dict[str, Contrast]:
+def correct_holm(found: Mapping[str, Difference]) -> dict[str, CorrectedDifference]:
     """With p-values by Holm's step-down procedure (Holm 1979): the k-th smallest of m times m - k + 1, never
     below the one before it, at most 1."""
-    told, least = {}, 0.0
-    ordered = sorted(found.items(), key=lambda item: item[1].p)
-    for place, (name, difference) in enumerate(ordered):
-        least = max(least, min(1.0, difference.p * (len(ordered) - place)))
-        told[name] = Contrast(difference=difference, holm=least)
-    return {name: told[name] for name in found}
+    ordered = sorted(found, key=lambda name: found[name].p)
+    raised = [found[name].p * (len(ordered) - place) for place, name in enumerate(ordered)]
+    holm = dict(zip(ordered, np.minimum(1, np.maximum.accumulate(raised)).tolist(), strict=True))
+    return {
+        name: CorrectedDifference(difference=difference, holm=holm[name])
+        for name, difference in found.items()
+    }
 
 
-def ranked(section: Section) -> dict[str, dict[str, float]]:
+def rank_groups(section: Section) -> dict[str, dict[str, float]]:
     """By measure, the mean rank of each group that has it, among those of one model (and order, if groups are
     told apart by it), over the orders and seeds that all these have."""
     beside = defaultdict(list)
     for group in section.groups:
         beside[group.model, group.order].append(group)
-    measures = present(section, COMPARED)
+    measures = list_present(section, COMPARED)
     return {
         measure.key: {name: rank for each in beside.values() for name, rank in _ranks(each, measure).items()}
         for measure in measures
@@ -69,18 +72,20 @@ def ranked(section: Section) -> dict[str, dict[str, float]]:
 
 def _ranks(groups: Sequence[Group], measure: Measure) -> dict[str, float]:
     sign = -1 if measure.higher else 1
-    having = [g for g in groups if g.mean(measure.key) is not None and counts(g, measure.key)]
+    having = [g for g in groups if g.mean(measure.key) is not None and is_ranked(g, measure.key)]
     table = {
         group.name: {pair: sign * value for pair, value in group.by_pair(measure.key).items()}
         for group in having
     }
     return (
-        {name: rank for name, rank in ranks(table).items() if math.isfinite(rank)} if len(table) > 1 else {}
+        {name: rank for name, rank in rank_rows(table).items() if math.isfinite(rank)}
+        if len(table) > 1
+        else {}
     )
 
 
 @lru_cache(maxsize=16)
-def on_examples(section: Section) -> tuple[dict[str, Contrast], list[str]]:
+def on_examples(section: Section) -> tuple[dict[str, CorrectedDifference], list[str]]:
     """Differences in accuracy over the test examples of the end tasks, by group, where the predictions are
     kept; and a line for each group of which they cannot be read."""
     found, failed = {}, []
@@ -88,14 +93,14 @@ def on_examples(section: Section) -> tuple[dict[str, Contrast], list[str]]:
     for group in section.groups:
         if baseline := section.baselines.get(group.name):
             try:
-                pairs = _pairs(*(_predicted(each, loaded) for each in (group, baseline)))
-                found[group.name] = paired_examples(pairs)
+                pairs = _share_keys(*(_predicted(each, loaded) for each in (group, baseline)))
+                found[group.name] = compare_examples(pairs)
             except ValueError as error:
                 failed.append(f"{group.name}: {error}")
-    return corrected({name: each for name, each in found.items() if each.n}), failed
+    return correct_holm({name: each for name, each in found.items() if each.n}), failed
 
 
-def _pairs(one: Mapping, other: Mapping) -> dict[tuple, tuple[Array, Array]]:
+def _share_keys(one: Mapping, other: Mapping) -> dict[tuple, tuple[Array, Array]]:
     return {key: (one[key], other[key]) for key in one if key in other}
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +10,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pandas
+
 from cpt.core.files import replacing
-from cpt.evaluation.conditions import described
+from cpt.evaluation.conditions import describe_conditions
 from cpt.evaluation.scores import RUN_KEYS
-from cpt.reporting.comparison.differences import Contrast, contrasts, on_examples, present, ranked
+from cpt.reporting.comparison.differences import (
+    CorrectedDifference,
+    contrasts,
+    list_present,
+    on_examples,
+    rank_groups,
+)
 from cpt.reporting.comparison.groups import Group, Section
-from cpt.reporting.comparison.measures import COMPARED, COSTS, MEASURES, Measure, told
-from cpt.reporting.comparison.notes import counts
+from cpt.reporting.comparison.measures import COMPARED, COSTS, MEASURES, Measure, format_spread
+from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.runs import Run
-from cpt.reporting.formatting import one_line
-from cpt.reporting.summary import everything
+from cpt.reporting.formatting import strip_controls
+from cpt.reporting.run_table import summarise_run
 
 CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate")  # columns of the CSV
 KINDS = ("csv", "latex", "json")
@@ -48,12 +53,14 @@ FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with (OWASP, 
 Fault = Mapping[str, Any]
 
 
-def exported(sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], beside: Fault) -> list[Path]:
+def export_sections(
+    sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], beside: Fault
+) -> list[Path]:
     """Writes STEM.csv, .tex, .json, whichever are asked for; `beside` goes into the JSON as it is."""
     writers: dict[str, tuple[str, Callable[[], str]]] = {
-        "csv": (".csv", lambda: table(sections, top=stem.parent)),
-        "latex": (".tex", lambda: latex(sections)),
-        "json": (".json", lambda: data(sections, top=stem.parent, beside=beside)),
+        "csv": (".csv", lambda: format_csv(sections, top=stem.parent)),
+        "latex": (".tex", lambda: format_latex(sections)),
+        "json": (".json", lambda: format_json(sections, top=stem.parent, beside=beside)),
     }
     paths = []
     for suffix, text in (writers[kind] for kind in kinds):
@@ -63,7 +70,7 @@ def exported(sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], b
     return paths
 
 
-def table(sections: Sequence[Section], *, top: Path) -> str:
+def format_csv(sections: Sequence[Section], *, top: Path) -> str:
     """A line per run: what it is, its group, the measures of the comparison and every number of its report.
 
     The latter are of all its texts, whatever `--domains` says; the former (`compared/…`) are not.
@@ -75,26 +82,17 @@ def table(sections: Sequence[Section], *, top: Path) -> str:
             "group": group.name,
             **{name: run.conditions[name] for name in CONDITIONS},
             **{f"compared/{key}": value for key, value in run.values.items()},
-            **{
-                f"{name}/value" if name in RUN_KEYS else name: x for name, x in everything(run.scores).items()
-            },
+            **{f"{key}/value" if key in RUN_KEYS else key: x for key, x in summarise_run(run.scores).items()},
         }
         for number, section in enumerate(sections, start=1)
         for group in section.groups
         for run in group.runs
     ]
-    columns = dict.fromkeys(name for line in lines for name in line)
-    return _csv(list(columns), lines)
+    frame = pandas.DataFrame(lines, dtype=object).map(defuse)
+    return frame.rename(columns=defuse).to_csv(index=False, lineterminator="\n")
 
 
-def _csv(columns: Sequence[str], lines: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    rows = ([line.get(name, "") for name in columns] for line in lines)
-    csv.writer(text, lineterminator="\n").writerows(map(defused, row) for row in (columns, *rows))
-    return text.getvalue()
-
-
-def defused(value: Any) -> Any:
+def defuse(value: Any) -> Any:
     """With an apostrophe before a text that a spreadsheet would take for a formula; numbers stay."""
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
@@ -105,71 +103,63 @@ def _facts(run: Run, *, top: Path) -> dict[str, Any]:
     return {"folder": place, **told, "order": " ".join(run.scores.run["order"])}
 
 
-def latex(sections: Sequence[Section]) -> str:
+def format_latex(sections: Sequence[Section]) -> str:
     """A booktabs table per section: mean ± standard deviation, the best mean of each column in bold."""
     head = "% needs \\usepackage{booktabs}\n"
     return head + "\n".join(_tabular(section) for section in sections)
 
 
 def _tabular(section: Section) -> str:
-    measures = [measure for measure in present(section, MEASURES) if measure.key in IN_TABLE]
+    measures = [measure for measure in list_present(section, MEASURES) if measure.key in IN_TABLE]
     best = {measure.key: _best(section.groups, measure) for measure in measures}
     rows = [
         [
-            escaped(group.name),
+            escape_latex(group.name),
             str(len(group.runs)),
-            *(_cell(group, each, best[each.key]) for each in measures),
+            *(_format_cell(group, each, best[each.key]) for each in measures),
         ]
         for group in section.groups
     ]
-    head = ["group", "n", *(escaped(measure.title) for measure in measures)]
-    body = [" & ".join(row) + r" \\" for row in (head, *rows)]
-    return "\n".join(
-        [
-            f"% {escaped(section.title)}",
-            f"% {escaped(described(section.conditions))}",
-            rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}",
-            r"\toprule",
-            body[0],
-            r"\midrule",
-            *body[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    head = ["group", "n", *(escape_latex(measure.title) for measure in measures)]
+    shown = pandas.DataFrame(rows, columns=head).style.hide(axis="index")
+    tabular = shown.to_latex(hrules=True, column_format="l" + "r" * (len(head) - 1))
+    comments = (section.title, describe_conditions(section.conditions))
+    return "".join(f"% {escape_latex(comment)}\n" for comment in comments) + tabular
 
 
 def _best(groups: Sequence[Group], measure: Measure) -> float | None:
-    counting = [group.mean(measure.key) for group in groups if counts(group, measure.key)]
+    counting = [group.mean(measure.key) for group in groups if is_ranked(group, measure.key)]
     means = [mean for mean in counting if mean is not None]
     return (max if measure.higher else min)(means, default=None)
 
 
-def _cell(group: Group, measure: Measure, best: float | None) -> str:
+def _format_cell(group: Group, measure: Measure, best: float | None) -> str:
     """Bold also where another mean is as good in the digits shown."""
     spread = group.spread(measure.key)
-    text = escaped(told(spread, show=measure.show, bounds=False)).replace("-", "$-$", 1 if spread.n else 0)
-    equal = best is not None and spread.mean is not None and counts(group, measure.key)
+    text = escape_latex(format_spread(spread, show=measure.show, bounds=False)).replace(
+        "-", "$-$", 1 if spread.n else 0
+    )
+    equal = best is not None and spread.mean is not None and is_ranked(group, measure.key)
     equal = equal and measure.show(spread.mean) == measure.show(best)
     return rf"\textbf{{{text}}}" if equal else text
 
 
-def escaped(text: str) -> str:
+def escape_latex(text: str) -> str:
     """As LaTeX prints it, on one line."""
-    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], one_line(text))
+    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], strip_controls(text))
 
 
-def data(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
+def format_json(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
     """Groups with their spreads, differences, ranks, values by run. A number that is not finite is null."""
-    told = {"version": 1, "sections": [_section(section, top=top) for section in sections], **beside}
-    return json.dumps(_finite(told), indent=1, ensure_ascii=False) + "\n"
+    told = {"version": 1, "sections": [_describe_data(section, top=top) for section in sections], **beside}
+    plain = json.loads(json.dumps(told), parse_constant=lambda constant: None)  # JSON has no nan and infinity
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
 
-def _section(section: Section, *, top: Path) -> dict[str, Any]:
+def _describe_data(section: Section, *, top: Path) -> dict[str, Any]:
     differing = {
-        each.key: {name: _contrast(given) for name, given in contrasts(section, each).items()}
-        for each in present(section, COMPARED)
+        each.key: {name: _describe_difference(given) for name, given in contrasts(section, each).items()}
+        for each in list_present(section, COMPARED)
     }
     examples, _ = on_examples(section)
     return {
@@ -177,11 +167,11 @@ def _section(section: Section, *, top: Path) -> dict[str, Any]:
         "objective": section.objective,
         "domains": section.domains,
         "conditions": dict(section.conditions),
-        "groups": [_group(group) for group in section.groups],
+        "groups": [_describe_group(group) for group in section.groups],
         "baselines": {name: group.name for name, group in section.baselines.items()},
         "differences": {key: found for key, found in differing.items() if found},
-        "differences_on_examples": {name: _contrast(given) for name, given in examples.items()},
-        "ranks": {key: found for key, found in ranked(section).items() if found},
+        "differences_on_examples": {name: _describe_difference(given) for name, given in examples.items()},
+        "ranks": {key: found for key, found in rank_groups(section).items() if found},
         "runs": [
             {**_facts(run, top=top), "group": group.name, "values": run.values}
             for group in section.groups
@@ -190,7 +180,7 @@ def _section(section: Section, *, top: Path) -> dict[str, Any]:
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _describe_group(group: Group) -> dict[str, Any]:
     """Its spreads by key, of those that a run of it has."""
     keys = dict.fromkeys(
         [each.key for each in (*MEASURES, *COSTS)] + [k for r in group.runs for k in r.values]
@@ -200,14 +190,5 @@ def _group(group: Group) -> dict[str, Any]:
     return {**facts, "runs": len(group.runs), "spreads": spreads}
 
 
-def _contrast(given: Contrast) -> dict[str, Any]:
+def _describe_difference(given: CorrectedDifference) -> dict[str, Any]:
     return {**given.difference._asdict(), "p_holm": given.holm}
-
-
-def _finite(value: Any) -> Any:
-    """The same for JSON, which has neither nan nor infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cpt.core.config import digest
-from cpt.evaluation.metrics import GENERAL
-from cpt.reporting.comparison.measures import Spread, spread
+from cpt.data.sources.base import GENERAL
+from cpt.reporting.comparison.measures import Spread, spread_values
 from cpt.reporting.comparison.runs import Pair, Run
-from cpt.reporting.formatting import shortened
-from cpt.reporting.labels import label, shared_values, values
+from cpt.reporting.formatting import shorten
+from cpt.reporting.labels import label, shared_values, split_variant
 from cpt.reporting.page import few
 
 SOURCES = ("domains.",)  # where the text came from; whether it is the same is seen from its digest
@@ -37,6 +37,11 @@ class Group:
         return self.runs[0].told("method")
 
     @property
+    def alone(self) -> bool:
+        """Whether its method learns every domain from the base: see ContinualModule."""
+        return self.runs[0].scores.alone
+
+    @property
     def facets(self) -> dict[str, str]:
         order = {"order": self.orders[0]} if self.order is not None else {}
         return {"method": self.plain, "model": self.model} | order
@@ -46,7 +51,7 @@ class Group:
         return [run.values.get(key) for run in self.runs]
 
     def spread(self, key: str) -> Spread:
-        return self.spreads.setdefault(key, spread(self.of(key)))
+        return self.spreads.setdefault(key, spread_values(self.of(key)))
 
     @cached_property
     def spreads(self) -> dict[str, Spread]:
@@ -84,6 +89,7 @@ class Section:
     groups: Sequence[Group]
     baseline: str  # as asked for
     baselines: Mapping[str, Group]  # by the name of a group, the one that it is compared with
+    places: Mapping[str, int]  # by the name of a group, its mark in all pictures of the comparison
 
     @property
     def runs(self) -> list[Run]:
@@ -95,7 +101,7 @@ class Section:
 
     @property
     def domains(self) -> list[str]:
-        return _domains(self.runs[0])
+        return _list_domains(self.runs[0])
 
     def facets(self, names: Iterable[str]) -> list[dict[str, str]]:
         """What the page filters rows by, a row for each of these groups."""
@@ -110,37 +116,48 @@ def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[Sect
         alike[run.alike].append(run)
     sets = sorted(alike.values(), key=lambda each: -len(each))
     firsts = [each[0] for each in sets]
+    groups = [group_runs(each, by_order=by_order) for each in sets]
+    names = dict.fromkeys(group.name for each in groups for group in each)
+    places = {name: place for place, name in enumerate(names)}
     return [
-        _section(each, title=_title(each[0], firsts), by_order=by_order, baseline=baseline) for each in sets
+        _build_section(each, title=_title(each[0].runs[0], firsts), baseline=baseline, places=places)
+        for each in groups
     ]
 
 
-def _section(runs: Sequence[Run], *, title: str, by_order: bool, baseline: str) -> Section:
-    groups = grouped(runs, by_order=by_order)
+def _build_section(
+    groups: Sequence[Group], *, title: str, baseline: str, places: Mapping[str, int]
+) -> Section:
     chosen = {group.name: compared_with(group, groups, baseline=baseline) for group in groups}
     baselines = {name: other for name, other in chosen.items() if other is not None}
-    given = runs[0].conditions
-    return Section(title=title, conditions=given, groups=groups, baseline=baseline, baselines=baselines)
+    return Section(
+        title=title,
+        conditions=groups[0].runs[0].conditions,
+        groups=groups,
+        baseline=baseline,
+        baselines=baselines,
+        places=places,
+    )
 
 
 def _title(run: Run, all_runs: Sequence[Run]) -> str:
     """Objective and domains; and what sets the run apart from others with these, if there are some."""
-    named = [other for other in all_runs if _name(other) == _name(run)]
+    named = [other for other in all_runs if _name_conditions(other) == _name_conditions(run)]
     own = run.conditions
     differing = [key for key in own if any(other.conditions[key] != own[key] for other in named)]
     told = ", ".join(f"{key} {own[key]}" for key in differing)
-    return _name(run) + f" ({told})" * bool(told)
+    return _name_conditions(run) + f" ({told})" * bool(told)
 
 
-def _name(run: Run) -> str:
-    return f"{run.conditions['objective']}: {few(_domains(run), between=', ')}"
+def _name_conditions(run: Run) -> str:
+    return f"{run.conditions['objective']}: {few(_list_domains(run), between=', ')}"
 
 
-def _domains(run: Run) -> list[str]:
+def _list_domains(run: Run) -> list[str]:
     return sorted(set(run.scores.domains) - {GENERAL})
 
 
-def grouped(runs: Sequence[Run], *, by_order: bool) -> list[Group]:
+def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[Group]:
     """The groups of comparable runs by their mean LC; those without one last."""
     shared, names = shared_values(run.scores.run for run in runs), order_names(runs)
     models = {run.told("model") for run in runs}
@@ -151,15 +168,15 @@ def grouped(runs: Sequence[Run], *, by_order: bool) -> list[Group]:
     groups = []
     for (name, model, order), alike in split.items():
         extra = [model] * (len(models) > 1) + [f"order {names[order]}" for order in [order] if order]
-        for settings, each in apart(alike).items():
-            own = frozenset({*settings, *values(each[0].scores.run)} - shared)
+        for settings, each in split_by_settings(alike).items():
+            own = frozenset({*settings, *split_variant(each[0].scores.run)} - shared)
             title = ", ".join([name, *settings, *extra])
-            group = _group(each, name=title, model=model, marks=own, orders=names)
+            group = _build_group(each, name=title, model=model, marks=own, orders=names)
             groups.append(replace(group, order=order))
     return _unique(sorted(groups, key=_place))
 
 
-def _group(
+def _build_group(
     runs: Sequence[Run],
     *,
     name: str,
@@ -188,7 +205,7 @@ def _unique(groups: Sequence[Group]) -> list[Group]:
     return named
 
 
-def apart(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
+def split_by_settings(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
     """Runs of one label by the settings (`key=value`) in which their config files differ, though their labels
     do not; runs without a config file stand by themselves only if others have told differences."""
     keys = differing(runs)
@@ -196,20 +213,24 @@ def apart(runs: Sequence[Run]) -> dict[tuple[str, ...], list[Run]]:
     for run in runs:
         own = [f"{key}={run.settings.get(key, 'absent')}" for key in keys]
         split[tuple(own if run.settings else ["config unknown"] * bool(keys))].append(run)
-    return {_short(settings): each for settings, each in split.items()} if len(split) <= 1 else _told(split)
+    return (
+        {_shorten_settings(settings): each for settings, each in split.items()}
+        if len(split) <= 1
+        else _name_splits(split)
+    )
 
 
-def _told(split: Mapping[tuple[str, ...], list[Run]]) -> dict[tuple[str, ...], list[Run]]:
+def _name_splits(split: Mapping[tuple[str, ...], list[Run]]) -> dict[tuple[str, ...], list[Run]]:
     """The same under short names, of which two that are equal are told apart by a digest."""
-    counts, told = Counter(map(_short, split)), {}
+    counts, told = Counter(map(_shorten_settings, split)), {}
     for settings, runs in split.items():
-        mark = [f"config {digest(settings)}"] * (counts[_short(settings)] > 1)
-        told[*_short(settings), *mark] = runs
+        mark = [f"config {digest(settings)}"] * (counts[_shorten_settings(settings)] > 1)
+        told[*_shorten_settings(settings), *mark] = runs
     return told
 
 
-def _short(settings: Sequence[str]) -> tuple[str, ...]:
-    return (*(shortened(each, width=40) for each in settings[:TELLING]), *["…"] * (len(settings) > TELLING))
+def _shorten_settings(settings: Sequence[str]) -> tuple[str, ...]:
+    return (*(shorten(each, width=40) for each in settings[:TELLING]), *["…"] * (len(settings) > TELLING))
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -219,7 +240,9 @@ def differing(runs: Sequence[Run]) -> list[str]:
     keys = {key for run in there for key in run.settings if not key.startswith((*SOURCES, "order"))}
     told = {key: [str(run.settings.get(key, "absent")) for run in there] for key in keys}
     seeds = [run.told("seed") for run in there]
-    return sorted(key for key, values in told.items() if len(set(values)) > 1 and values != seeds)
+    return sorted(
+        key for key, split_variant in told.items() if len(set(split_variant)) > 1 and split_variant != seeds
+    )
 
 
 def order_names(runs: Sequence[Run]) -> dict[tuple[str, ...], str]:
@@ -229,7 +252,7 @@ def order_names(runs: Sequence[Run]) -> dict[tuple[str, ...], str]:
     for order, name in sorted(given.items()):
         seen[name] += 1
         number = f" #{seen[name]}" * (counts[name] > 1)
-        names[order] = shortened(name, width=40) + number
+        names[order] = shorten(name, width=40) + number
     return names
 
 

@@ -7,20 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cpt.evaluation.statistics import interval
-from cpt.reporting.formatting import decimals, megabytes, perplexity
+from cpt.reporting.formatting import decimals, megabytes, percent, perplexity
 
 NONE = "–"
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.2f}"
-
-
-def whole(number: float) -> str:
+def format_whole(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def power(number: float) -> str:
+def format_power(number: float) -> str:
     """Three digits and a power of ten."""
     return "0" if number == 0 else f"{number:.2e}"
 
@@ -50,21 +46,21 @@ MEASURES = (
     Measure(key="endtask/forget_rate", title="forget rate (%)", show=percent),
 )
 COSTS = (
-    Measure(key="cost/tokens", title="tokens", show=whole),
-    Measure(key="cost/flops", title="FLOPs", show=power),
-    Measure(key="cost/learning", title="learning (s)", show=whole),
-    Measure(key="cost/seconds", title="all (s)", show=whole),
+    Measure(key="cost/tokens", title="tokens", show=format_whole),
+    Measure(key="cost/flops", title="FLOPs", show=format_power),
+    Measure(key="cost/seconds_learn", title="learning (s)", show=format_whole),
+    Measure(key="cost/seconds", title="all (s)", show=format_whole),
     Measure(key="cost/memory", title="peak memory", show=megabytes),
-    Measure(key="cost/trained", title="trained", show=whole),
+    Measure(key="cost/trained", title="trained", show=format_whole),
     Measure(key="cost/stored", title="stored", show=megabytes),
-    Measure(key="cost/growth", title="per domain", show=megabytes),
+    Measure(key="cost/stored_per_domain", title="per domain", show=megabytes),
 )
 COMPARED = tuple(  # differences and ranks
     measure for measure in MEASURES if measure.key not in ("BWT_zs/nats", "endtask/forward")
 )
 
 
-def task(name: str) -> Measure:
+def measure_task(name: str) -> Measure:
     """The last score of an end task."""
     return Measure(key=f"task/{name}", title=name, show=percent, higher=True)
 
@@ -82,7 +78,7 @@ class Spread:
     high: float | None = None
 
 
-def spread(values: Sequence[float | None]) -> Spread:
+def spread_values(values: Sequence[float | None]) -> Spread:
     """Over runs; None: the run has no such number. The standard deviation is the sample's (n - 1)."""
     there = [value for value in values if value is not None]
     sizes = {"n": len(there), "runs": len(values)}
@@ -93,7 +89,7 @@ def spread(values: Sequence[float | None]) -> Spread:
     return Spread(**sizes, mean=mean, sd=sd, low=float(low), high=float(high))
 
 
-def told(given: Spread, *, show: Callable[[float], str], bounds: bool) -> str:
+def format_spread(given: Spread, *, show: Callable[[float], str], bounds: bool) -> str:
     """`53.10 ± 0.30 [52.80, 53.40] (3)`: mean, deviation, interval if wanted, and how many runs have the
     number if not all have."""
     if given.mean is None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from cpt.evaluation.conditions import described
+from collections.abc import Sequence
+
+from cpt.evaluation.conditions import describe_conditions
 from cpt.reporting.comparison.groups import Group, Section, differing, order_names
 from cpt.reporting.page import few
 
-FROM_BASE = ("one", "dga")  # methods that learn each domain from the base
-ALONE = (
-    "`one` and `dga` learn every domain from the base: their CPT counts; their LC and FG compare models that "
-    "never met."
-)
 ASSUMED = (
     "runs do not say all of this, being of an earlier cpt; it is taken from the others, as their texts have "
     "exactly as many tokens, scored tokens and bytes"
@@ -23,10 +20,10 @@ APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a 
 SETTINGS = 8  # so many differing settings are named
 
 
-def counts(group: Group, key: str) -> bool:
+def is_ranked(group: Group, key: str) -> bool:
     """Whether a group is ranked by a measure: what is said of one model after all domains is not true of
     models that learned a domain each."""
-    return group.method not in FROM_BASE or key.startswith(APART)
+    return not group.alone or key.startswith(APART)
 
 
 def notes(section: Section) -> list[str]:
@@ -37,7 +34,7 @@ def notes(section: Section) -> list[str]:
 
 def _conditions(section: Section) -> list[str]:
     """What perplexity means here."""
-    lines = [f"Perplexity of all these runs: {described(section.conditions)}."]
+    lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
     assumed = [run for run in section.runs if run.assumed]
     if assumed:
         names = ", ".join(dict.fromkeys(name for run in assumed for name in run.assumed))
@@ -52,8 +49,15 @@ def _orders(section: Section) -> list[str]:
     return lines if len(names) > 1 else []
 
 
+def explain_alone(groups: Sequence[Group]) -> list[str]:
+    """Which of the groups' methods learn every domain from the base, and what that means; nothing if none."""
+    methods = " and ".join(sorted({f"`{group.method}`" for group in groups if group.alone}))
+    meaning = "their CPT counts; their LC and FG compare models that never met"
+    return [f"Methods that learn every domain from the base ({methods}): {meaning}."] if methods else []
+
+
 def _alone(section: Section) -> list[str]:
-    return [ALONE] * any(group.method in FROM_BASE for group in section.groups)
+    return explain_alone(section.groups)
 
 
 def _copies(section: Section) -> list[str]:

@@ -23,7 +23,7 @@ SUMMED = {
 }
 
 
-def overlap(folder: Path, rows: Sequence[str]) -> dict[str, tuple[list[str], np.ndarray]]:
+def measure_overlap(folder: Path, rows: Sequence[str]) -> dict[str, tuple[list[str], np.ndarray]]:
     """By quantity the domains' names [n] and their similarities [n, n], 0..1, nan between two that use
     nothing, from RUNFOLDER/diagnostics/NNN.npz; rows are scores.rows. A file that is missing or damaged
     leaves its domain out; quantities of fewer than two domains are left out.
@@ -36,7 +36,7 @@ def overlap(folder: Path, rows: Sequence[str]) -> dict[str, tuple[list[str], np.
       recovered from the shares since the first domain by the tokens that the stages read.
     - "gates: neurons", ... (HAT): the units that are open.
     """
-    stages = {number: _read(folder, number) for number in range(1, len(rows))}
+    stages = {number: _read_stage(folder, number) for number in range(1, len(rows))}
     there = {number: row for number, row in stages.items() if row}
     found = {}
     for prefix, title in SUMMED.items():
@@ -69,7 +69,7 @@ def jaccard(shares: np.ndarray) -> np.ndarray:
         return np.where(empty[:, None] & empty, np.nan, 1 / (1 / p + 1 / q - 1))
 
 
-def _read(folder: Path, number: int) -> Row:
+def _read_stage(folder: Path, number: int) -> Row:
     """The arrays of one stage; none if its file is missing or damaged."""
     try:
         with open(Path(folder) / "diagnostics" / f"{number:03d}.npz", "rb") as file, np.load(file) as arrays:

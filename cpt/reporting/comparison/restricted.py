@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from cpt.evaluation.metrics import GENERAL, Layout, values
+from cpt.data.sources.base import GENERAL
+from cpt.evaluation.metrics import Layout, compute_values
 from cpt.evaluation.scores import Scores
 
 Metrics = dict[str, dict[str, float]]
+
+
+def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
+    """With the metrics and end tasks of these domains alone."""
+    return replace(scores, metrics=metrics_on(scores, names), endtasks=tasks_on(scores.endtasks, names))
 
 
 def metrics_on(scores: Scores, names: Collection[str]) -> Metrics:
@@ -38,7 +45,7 @@ def _taken(scores: Scores, *, rows: list[str], columns: list[str], metrics: list
     sizes = [[numbers[place] for place in places] for numbers in (scores.tokens, scores.bytes)]
     layout = Layout(rows=rows, domains=columns, tokens=sizes[0], bytes=sizes[1])
     matrix = scores.matrix[np.ix_([scores.rows.index(row) for row in rows], places)]
-    there = values(matrix, layout=layout)
+    there = compute_values(matrix, layout=layout)
     return {name: {unit: float(x) for unit, x in there[name].items()} for name in metrics if name in there}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,16 +14,22 @@ from typing import Any
 import yaml
 
 from cpt.core.config import executes, flat
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, is_unknown
-from cpt.evaluation.endtasks.metrics import final, headline, over_seeds, summary
-from cpt.evaluation.metrics import GENERAL, UNITS, intransigence
+from cpt.evaluation.endtasks.metrics import MEANINGS
+from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.scores import Scores
 from cpt.reporting import labels
-from cpt.reporting.comparison.restricted import metrics_on, tasks_on
+from cpt.reporting.comparison.measures import COSTS
+from cpt.reporting.comparison.restricted import restrict_scores
+from cpt.reporting.run_table import escape_name, summarise_run
 
 # What a run folder holds beside its scores.
 WITHIN = ("checkpoints", "diagnostics", "documents", "endtasks", "model", "rebuilt", "stages", "wandb")
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
+KEYS = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
+KEYS += [f"endtask/{name}" for name in MEANINGS]
+COST_KEYS = [measure.key for measure in COSTS]
 Pair = tuple[tuple[str, ...], int]  # order and seed: two runs of one pair learned the same text alike
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
 
@@ -85,14 +91,17 @@ class Run:
 
     def called(self, key: str) -> set[str]:
         """All that a filter may call it: an order also by its domains, a variant by each of its values."""
-        others = {"order": [",".join(self.scores.run["order"])], "variant": labels.values(self.scores.run)}
+        others = {
+            "order": [",".join(self.scores.run["order"])],
+            "variant": labels.split_variant(self.scores.run),
+        }
         return {self.told(key), *others.get(key, [])}
 
 
-def found(folders: Sequence[Path]) -> tuple[dict[Path, Scores], list[str]]:
+def find_runs(folders: Sequence[Path]) -> tuple[dict[Path, Scores], list[str]]:
     """The runs below the folders by their own folder, and a line for each that cannot be read."""
     runs, damaged = {}, [f"{folder}: no such folder" for folder in folders if not Path(folder).is_dir()]
-    for folder in _holding("scores.json", folders):
+    for folder in _find_holding("scores.json", folders):
         try:
             runs[folder] = Scores.load(folder / "scores.json")
         except (OSError, ValueError) as error:
@@ -100,18 +109,18 @@ def found(folders: Sequence[Path]) -> tuple[dict[Path, Scores], list[str]]:
     return runs, damaged
 
 
-def begun(folders: Sequence[Path]) -> list[Path]:
+def find_begun(folders: Sequence[Path]) -> list[Path]:
     """Run folders in which nothing has been measured yet: a config.yaml without scores.json."""
-    return [each for each in _holding("config.yaml", folders) if not (each / "scores.json").exists()]
+    return [each for each in _find_holding("config.yaml", folders) if not (each / "scores.json").exists()]
 
 
-def _holding(name: str, folders: Sequence[Path]) -> list[Path]:
+def _find_holding(name: str, folders: Sequence[Path]) -> list[Path]:
     """Folders that hold a file of this name; one that is reached in two ways counts once."""
-    paths = {path.resolve(): path for folder in folders for path in _walked(Path(folder), name)}
+    paths = {path.resolve(): path for folder in folders for path in _walk(Path(folder), name)}
     return sorted(paths.values())
 
 
-def _walked(top: Path, name: str) -> Iterator[Path]:
+def _walk(top: Path, name: str) -> Iterator[Path]:
     """Within a run folder the large sub-folders are left out, hidden ones everywhere."""
     for folder, inner, files in os.walk(top):
         left_out = WITHIN if "scores.json" in files or "config.yaml" in files else ()
@@ -120,7 +129,7 @@ def _walked(top: Path, name: str) -> Iterator[Path]:
             yield Path(folder)
 
 
-def asked(words: Sequence[str]) -> dict[str, str]:
+def parse_filters(words: Sequence[str]) -> dict[str, str]:
     """`KEY=VALUE[,VALUE…]` by key; ValueError for another form or key."""
     pairs = [word.partition("=") for word in words]
     for word, (key, _, value) in zip(words, pairs, strict=True):
@@ -129,7 +138,7 @@ def asked(words: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def kept(runs: Sequence[Run], *, where: Mapping[str, str]) -> list[Run]:
+def filter_runs(runs: Sequence[Run], *, where: Mapping[str, str]) -> list[Run]:
     """The runs of which each key has one of the values; ValueError for a value that no run has."""
     sought = {key: _choices(runs, key, value) for key, value in where.items()}
     chosen = [run for run in runs if all(run.called(key) & values for key, values in sought.items())]
@@ -148,7 +157,7 @@ def _choices(runs: Sequence[Run], key: str, value: str) -> set[str]:
     return values
 
 
-def known(names: Iterable[str], *, runs: Sequence[Run]) -> frozenset[str]:
+def check_domains(names: Iterable[str], *, runs: Sequence[Run]) -> frozenset[str]:
     """Names of domains; ValueError for one that no run has."""
     there = {name for run in runs for name in run.scores.domains} - {GENERAL}
     if absent := [name for name in names if name not in there]:
@@ -156,20 +165,20 @@ def known(names: Iterable[str], *, runs: Sequence[Run]) -> frozenset[str]:
     return frozenset(names)
 
 
-def measured(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
+def measure_runs(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
     """The runs with their measurements, on these domains alone if any are named; without runs that have none
     of them."""
-    runs = completed(runs)
-    ones = [run for run in runs if _alone(run)]
+    runs = complete_conditions(runs)
+    ones = [run for run in runs if _is_reference(run)]
     sought = [(run, frozenset(domains) & set(run.scores.domains)) for run in runs]
     return [
-        replace(run, domains=names, values=_finite(_values(run, names, ones=ones)))
+        replace(run, domains=names, values=_measure_run(run, names, ones=ones))
         for run, names in sought
         if names or not domains
     ]
 
 
-def completed(runs: Sequence[Run]) -> list[Run]:
+def complete_conditions(runs: Sequence[Run]) -> list[Run]:
     """The runs, with what one does not say of its conditions taken from those that do: where their texts have
     as many tokens, scored tokens and bytes, and all of these say the same."""
     said = defaultdict(set)
@@ -177,73 +186,46 @@ def completed(runs: Sequence[Run]) -> list[Run]:
         for name, value in run.conditions.items():
             said[run.counted, name].update([] if is_unknown(value) else [value])
     return [
-        replace(run, assumed={name: next(iter(said[run.counted, name])) for name in _open(run, said)})
+        replace(run, assumed={name: next(iter(said[run.counted, name])) for name in _list_open(run, said)})
         for run in runs
     ]
 
 
-def _open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
+def _list_open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
     """What the run does not say, and others with one voice."""
     unknown = [name for name, value in run.conditions.items() if is_unknown(value)]
     return [name for name in unknown if len(said[run.counted, name]) == 1]
 
 
-def _finite(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    return {key: float(x) for key, x in numbers.items() if x is not None and math.isfinite(x)}
+def _measure_run(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float]:
+    """What the run is compared by, of these domains alone if any are named."""
+    scores = restrict_scores(run.scores, names) if names else run.scores
+    numbers = summarise_run(scores, ("metric", "task", "cost"))
+    against_one = _compare_with_one(run, names, ones=ones)
+    if against_one is not None and math.isfinite(against_one):
+        numbers["intransigence/nats"] = against_one
+    for task, metric in scores.endtasks.get("metric", {}).items():
+        numbers[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
+    tasks = [f"task/{task}" for task in scores.endtasks.get("tasks", ())]
+    return {
+        key: numbers[key] for key in (*KEYS, *tasks, *COST_KEYS) if math.isfinite(numbers.get(key, math.nan))
+    }
 
 
-def _values(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float | None]:
-    scores = run.scores
-    metrics = metrics_on(scores, names) if names else scores.metrics
-    numbers = {f"{name}/{unit}": units[unit] for name, units in metrics.items() for unit in UNITS}
-    against_one = {"intransigence/nats": _against_one(run, names, ones=ones)}
-    return numbers | against_one | _endtasks(scores, names) | costs(scores)
-
-
-def _alone(run: Run) -> bool:
+def _is_reference(run: Run) -> bool:
     """Whether it is a plain run of `one`, which learns each domain alone."""
     plain = {"method": "one", "mask": "none", "replay": "none"}
     return all(run.scores.run[key] == value for key, value in plain.items())
 
 
-def _against_one(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> float | None:
+def _compare_with_one(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> float | None:
     """Intransigence in nats, against `one` with this model and order, and this seed if there is one."""
     same = [one for one in ones if one.pair[0] == run.pair[0] and one.told("model") == run.told("model")]
     same = [one for one in same if one.alike == run.alike]
     mine = run.scores.diagonal
-    if not same or _alone(run) or not mine:
+    if not same or _is_reference(run) or not mine:
         return None
     other = min(same, key=lambda one: one.pair[1] != run.pair[1]).scores.diagonal
     shared = [name for name in mine if name in other and (not names or name in names)]
     ours, alone = [mine[name] for name in shared], [other[name] for name in shared]
     return float(intransigence(ours, one=alone)) if shared else None
-
-
-def _endtasks(scores: Scores, names: frozenset[str]) -> dict[str, float]:
-    """`endtask/MF1`, …, and the last score of each task, `task/NAME`, in 0..1."""
-    given = tasks_on(scores.endtasks, names) if names else scores.endtasks
-    if not given or not given["tasks"]:
-        return {}
-    told = {f"endtask/{name}": x for name, x in summary(given, scores.rows).items()}
-    last = final(over_seeds(headline(given)))
-    return told | {f"task/{task}": float(x) for task, x in zip(given["tasks"], last, strict=True)}
-
-
-def costs(scores: Scores) -> dict[str, float | None]:
-    """What a run took: tokens, floating-point operations, seconds, bytes, parameters; None where it was not
-    counted."""
-
-    def counted(numbers: Sequence[int], put: Callable[[Sequence[int]], float]) -> float | None:
-        return put(numbers) if any(numbers) or len(scores.rows) == 1 else None
-
-    learning = [seconds for phase, seconds in scores.phases.items() if phase.startswith("learn ")]
-    return {
-        "cost/tokens": counted(scores.seen, sum),
-        "cost/flops": counted(scores.flops, sum),
-        "cost/learning": sum(learning) if learning or len(scores.rows) == 1 else None,
-        "cost/seconds": scores.seconds,
-        "cost/memory": max(scores.memory) if any(scores.memory) else None,
-        "cost/stored": scores.stored[-1] if scores.stored else None,
-        "cost/growth": scores.growth,
-        "cost/trained": max(scores.trained, default=0),
-    }

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cpt.evaluation.statistics import EXACT, FLIPS
-from cpt.reporting.comparison.differences import Contrast, contrasts, on_examples, present, ranked
+from cpt.reporting.comparison.differences import (
+    CorrectedDifference,
+    contrasts,
+    list_present,
+    on_examples,
+    rank_groups,
+)
 from cpt.reporting.comparison.groups import Group, Section
-from cpt.reporting.comparison.measures import COMPARED, MEASURES, NONE, Measure, percent, task, told
+from cpt.reporting.comparison.measures import COMPARED, MEASURES, NONE, Measure, format_spread, measure_task
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import Run
+from cpt.reporting.formatting import percent
 from cpt.reporting.page import Block, few
 
 SPREAD = (
@@ -27,29 +34,31 @@ def names(group: Group) -> list[str]:
     return [group.name, group.method, group.model, few(group.orders, between=", "), group.size]
 
 
-def main(section: Section, *, domains: Sequence[str]) -> Block:
+def tabulate_main(section: Section, *, domains: Sequence[str]) -> Block:
     """A row per group, with every measure that one of them has; `domains`: the only ones measured, if any."""
-    measures = present(section, MEASURES)
+    measures = list_present(section, MEASURES)
     cells = [[*names(group), *cells_of(group, measures)] for group in section.groups]
     head = [*NAMES, *(measure.title for measure in measures)]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
     block = Block(title=section.title, head=head, cells=cells, words=len(NAMES))
-    return filtered(replace(block, lines=[*only, SPREAD, *notes(section)]), section)
+    return add_facets(replace(block, lines=[*only, SPREAD, *notes(section)]), section)
 
 
-def filtered(block: Block, section: Section) -> Block:
+def add_facets(block: Block, section: Section) -> Block:
     """With what the page filters its rows by; the first cell of a row is a group's name."""
     return replace(block, filtered=True, facets=section.facets(row[0] for row in block.cells))
 
 
 def cells_of(group: Group, measures: Sequence[Measure], *, bounds: bool = True) -> list[str]:
-    return [told(group.spread(measure.key), show=measure.show, bounds=bounds) for measure in measures]
+    return [
+        format_spread(group.spread(measure.key), show=measure.show, bounds=bounds) for measure in measures
+    ]
 
 
-def console(section: Section) -> Block:
+def tabulate_console(section: Section) -> Block:
     """The main table without intervals and rarer measures, for a console."""
     shown = ("LC (perplexity)", "CPT", "FG", "general drift", "MF1 (%)", "forget rate (%)")
-    measures = [measure for measure in present(section, MEASURES) if measure.title in shown]
+    measures = [measure for measure in list_present(section, MEASURES) if measure.title in shown]
     cells = [
         [group.name, str(len(group.runs)), *cells_of(group, measures, bounds=False)]
         for group in section.groups
@@ -57,9 +66,9 @@ def console(section: Section) -> Block:
     return Block(head=["group", "n", *(measure.title for measure in measures)], cells=cells)
 
 
-def differences(section: Section) -> Block:
+def tabulate_differences(section: Section) -> Block:
     """A row per group that has a baseline: mean difference, interval, p-value and Holm's."""
-    measures = present(section, COMPARED)
+    measures = list_present(section, COMPARED)
     columns = {measure: contrasts(section, measure) for measure in measures}
     head, cells = ["group", "baseline", "pairs"], []
     for measure in measures:
@@ -68,7 +77,7 @@ def differences(section: Section) -> Block:
         if group.name in section.baselines:
             own = [(columns[measure].get(group.name), measure) for measure in measures]
             pairs = max((each.difference.n for each, _ in own if each), default=0)
-            row = [cell for each, measure in own for cell in contrast(each, measure)]
+            row = [cell for each, measure in own for cell in format_difference(each, measure)]
             cells.append([group.name, section.baselines[group.name].name, str(pairs), *row])
     if not cells:
         return Block()
@@ -79,7 +88,7 @@ def differences(section: Section) -> Block:
         f"{LEAST}{smallest}. {HOLM}.",
     ]
     title = f"Differences from {section.baseline}"
-    return filtered(Block(title=title, lines=lines, head=head, cells=cells, words=2), section)
+    return add_facets(Block(title=title, lines=lines, head=head, cells=cells, words=2), section)
 
 
 def least_p(pairs: int) -> float:
@@ -87,7 +96,7 @@ def least_p(pairs: int) -> float:
     return 2.0 ** (1 - pairs) if pairs <= EXACT else 1 / (1 + FLIPS)
 
 
-def contrast(given: Contrast | None, measure: Measure) -> list[str]:
+def format_difference(given: CorrectedDifference | None, measure: Measure) -> list[str]:
     """Difference with interval, p-value, corrected p-value."""
     if given is None:
         return [NONE] * 3
@@ -96,9 +105,9 @@ def contrast(given: Contrast | None, measure: Measure) -> list[str]:
     return [measure.show(mean) + interval, f"{p:.3g}", f"{given.holm:.3g}"]
 
 
-def ranking(section: Section) -> Block:
+def tabulate_ranks(section: Section) -> Block:
     """Mean ranks, where there is more than one group to rank."""
-    table = {key: found for key, found in ranked(section).items() if len(found) > 1}
+    table = {key: found for key, found in rank_groups(section).items() if len(found) > 1}
     titles = [measure.title for measure in MEASURES if measure.key in table]
     cells = [
         [
@@ -109,32 +118,32 @@ def ranking(section: Section) -> Block:
     ]
     line = "Mean rank (1: best) over the orders and seeds that all groups with the measure have."
     block = Block(title="Ranks", lines=[line], head=["group", *titles], cells=cells)
-    return filtered(block, section) if table else Block()
+    return add_facets(block, section) if table else Block()
 
 
-def tasks(section: Section) -> Block:
+def tabulate_tasks(section: Section) -> Block:
     """The last score of each end task, in its own metric."""
-    found = {name: run.scores.endtasks["metric"][name] for run in section.runs for name in _tasks(run)}
-    measures = [task(name) for name in found]
+    found = {name: run.scores.endtasks["metric"][name] for run in section.runs for name in _name_tasks(run)}
+    measures = [measure_task(name) for name in found]
     having = [group for group in section.groups if any(group.mean(each.key) is not None for each in measures)]
     if not having:
         return Block()
     head = ["group", *(f"{name} ({metric})" for name, metric in found.items())]
     cells = [[group.name, *cells_of(group, measures)] for group in having]
     line = "In %, each in the last row in which it was measured, a mean over its seeds; ± and [] over runs."
-    return filtered(Block(title="End tasks", lines=[line], head=head, cells=cells), section)
+    return add_facets(Block(title="End tasks", lines=[line], head=head, cells=cells), section)
 
 
-def _tasks(run: Run) -> list[str]:
+def _name_tasks(run: Run) -> list[str]:
     return [key.removeprefix("task/") for key in run.values if key.startswith("task/")]
 
 
-def examples(section: Section) -> tuple[Block, list[str]]:
+def tabulate_examples(section: Section) -> tuple[Block, list[str]]:
     """Differences in accuracy by paired bootstrap over test examples, and what could not be read."""
     found, failed = on_examples(section)
     show = Measure(key="", title="", show=percent)
     cells = [
-        [name, section.baselines[name].name, f"{each.difference.n:,}", *contrast(each, show)]
+        [name, section.baselines[name].name, f"{each.difference.n:,}", *format_difference(each, show)]
         for name, each in found.items()
     ]
     lines = [
@@ -144,4 +153,4 @@ def examples(section: Section) -> tuple[Block, list[str]]:
     ]
     head = ["group", "baseline", "examples", "Δ accuracy (points)", "p", "Holm"]
     block = Block(title="End tasks, over test examples", lines=lines, head=head, cells=cells, words=2)
-    return (filtered(block, section) if cells else Block()), failed
+    return (add_facets(block, section) if cells else Block()), failed

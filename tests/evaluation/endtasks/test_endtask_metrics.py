@@ -40,7 +40,7 @@ def given(matrix=A, *, metric="macro_f1", when="each", seeds=(0, 1), tasks=TASKS
 
 
 def test_the_numbers_by_hand():
-    summary = endscores.summary(given(), ROWS)
+    summary = endscores.summarise_endtasks(given(), ROWS)
     assert summary == pytest.approx(
         {
             "MF1": (0.75 + 0.50 + 0.90) / 3,
@@ -50,7 +50,7 @@ def test_the_numbers_by_hand():
         }
     )
     assert list(summary) == list(endscores.MEANINGS)
-    assert endscores.summary({}, ROWS) == {}
+    assert endscores.summarise_endtasks({}, ROWS) == {}
 
 
 def test_the_forget_rate_of_a_constant_matrix_is_0_and_the_last_column_never_enters():
@@ -78,8 +78,10 @@ def test_a_task_has_its_own_metric():
     metric = {"law": "macro_f1", "food": "micro_f1", "space": "accuracy"}
     headline = endscores.over_seeds(endscores.headline(given(metric=metric)))
     assert headline[3] == pytest.approx([0.75, 0.52, 0.91])
-    assert endscores.summary(given(metric=metric), ROWS)["MF1"] == pytest.approx((0.75 + 0.52 + 0.91) / 3)
-    micro = endscores.summary(given(metric="accuracy"), ROWS)
+    assert endscores.summarise_endtasks(given(metric=metric), ROWS)["MF1"] == pytest.approx(
+        (0.75 + 0.52 + 0.91) / 3
+    )
+    micro = endscores.summarise_endtasks(given(metric="accuracy"), ROWS)
     assert micro["MF1"] == micro["Acc"]  # as for ChemProt
 
 
@@ -87,19 +89,19 @@ def test_seeds_are_averaged_those_there_are():
     cube = np.array([[[0.2, np.nan, 0.4], [np.nan] * 3]])
     assert endscores.over_seeds(cube)[0, 0] == pytest.approx(0.3)
     assert np.isnan(endscores.over_seeds(cube)[0, 1])
-    assert endscores.spread(cube)[0, 0] == pytest.approx(np.std([0.2, 0.4], ddof=1))
-    assert np.isnan(endscores.spread(cube)[0, 1])
-    assert np.isnan(endscores.spread(cube[..., :1])[0, 0])
-    assert endscores.spread(np.array([[[0.1, 0.5, 0.9]]]))[0, 0] == pytest.approx(0.4)
+    assert endscores.sd_over_seeds(cube)[0, 0] == pytest.approx(np.std([0.2, 0.4], ddof=1))
+    assert np.isnan(endscores.sd_over_seeds(cube)[0, 1])
+    assert np.isnan(endscores.sd_over_seeds(cube[..., :1])[0, 0])
+    assert endscores.sd_over_seeds(np.array([[[0.1, 0.5, 0.9]]]))[0, 0] == pytest.approx(0.4)
 
 
 def test_the_final_score_is_that_of_the_last_row_measured():
     alone = np.where(np.eye(4, 3, -1) > 0, A, np.nan)  # `one`: each domain from the base
-    assert endscores.final(alone) == pytest.approx([0.80, 0.60, 0.90])
-    assert endscores.summary(given(alone, when="last"), ROWS)["MF1"] == pytest.approx(2.3 / 3)
-    assert "forget_rate" not in endscores.summary(given(alone, when="last"), ROWS)
-    assert endscores.final(endscores.headline(given())).shape == (3, 2)
-    assert np.isnan(endscores.final(A[:3])[2])
+    assert endscores.pick_final(alone) == pytest.approx([0.80, 0.60, 0.90])
+    assert endscores.summarise_endtasks(given(alone, when="last"), ROWS)["MF1"] == pytest.approx(2.3 / 3)
+    assert "forget_rate" not in endscores.summarise_endtasks(given(alone, when="last"), ROWS)
+    assert endscores.pick_final(endscores.headline(given())).shape == (3, 2)
+    assert np.isnan(endscores.pick_final(A[:3])[2])
     assert endscores.last_measured(A[:3]) == [2, 2, None]
     assert endscores.last_measured(np.array([[[0.5, 0.5]], [[0.6, np.nan]]])) == [1]
 
@@ -123,12 +125,14 @@ def test_the_diagonal_goes_by_name():
     ],
 )
 def test_what_lacks_a_term_is_absent(rows, when, present):
-    assert set(endscores.summary(given(A[rows], when=when), [ROWS[row] for row in rows])) == present
+    assert (
+        set(endscores.summarise_endtasks(given(A[rows], when=when), [ROWS[row] for row in rows])) == present
+    )
 
 
 def test_joint_training_has_a_last_model_and_no_diagonal():
     joint = np.array([[np.nan] * 3, [0.5, 0.6, 0.7]])
-    found = endscores.summary(given(joint, when="last"), ["base", "joint"])
+    found = endscores.summarise_endtasks(given(joint, when="last"), ["base", "joint"])
     assert found == pytest.approx({"MF1": 0.6, "Acc": 0.61})
 
 
@@ -136,7 +140,7 @@ def test_damaged_scores_are_one_line():
     broken = given()
     broken["scores"]["accuracy"] = [[[0.1, 0.2]]]
     with pytest.raises(ValueError, match=r"accuracy is \[1, 1, 2\]; needed: \[rows, 3, 2\]"):
-        endscores.summary(broken, ROWS)
+        endscores.summarise_endtasks(broken, ROWS)
     broken["scores"]["accuracy"] = [[[0.1], [0.2, 0.3], []]]
     with pytest.raises(ValueError, match="end tasks: accuracy is damaged"):
         endscores.cube(broken, "accuracy")

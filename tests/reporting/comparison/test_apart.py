@@ -8,12 +8,12 @@ import pytest
 from cpt.evaluation.conditions import conditions
 from cpt.evaluation.scores import Scores
 from cpt.report import main
-from cpt.reporting.comparison.across import BITS, heading
-from cpt.reporting.comparison.differences import contrasts, ranked
+from cpt.reporting.comparison.across import BITS, build_heading
+from cpt.reporting.comparison.differences import contrasts, rank_groups
 from cpt.reporting.comparison.groups import sections
 from cpt.reporting.comparison.measures import MEASURES
 from cpt.reporting.comparison.notes import notes
-from cpt.reporting.comparison.runs import measured
+from cpt.reporting.comparison.runs import measure_runs
 from tests.support.comparing import CONDITIONS, DOMAINS, NLL, run, saved
 
 OTHERS = {
@@ -28,16 +28,16 @@ OTHERS = {
 
 
 def compared(*runs):
-    return sections(measured(runs, domains=[]), by_order=False, baseline="ncl")
+    return sections(measure_runs(runs, domains=[]), by_order=False, baseline="ncl")
 
 
 def lines(*runs):
-    return [line for block in heading(compared(*runs)) for line in block.lines]
+    return [line for block in build_heading(compared(*runs)) for line in block.lines]
 
 
 @pytest.fixture
 def no_pictures(monkeypatch):
-    monkeypatch.setattr("cpt.report.pictures", lambda section: [])
+    monkeypatch.setattr("cpt.report.build_pictures", lambda section: [])
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -48,7 +48,7 @@ def test_what_perplexity_depends_on_makes_a_section(name):
     assert [len(first.runs), len(second.runs)] == [4, 1]
     assert second.baselines == {}
     assert all(contrasts(second, measure) == {} for measure in MEASURES)
-    assert not any(ranked(second).values())
+    assert not any(rank_groups(second).values())
     (line,) = [line for line in lines(*alike, other) if line.startswith("Section 2, 1 run of tiny: ")]
     assert name in line
     assert first.title != second.title
@@ -57,7 +57,7 @@ def test_what_perplexity_depends_on_makes_a_section(name):
 def test_runs_that_were_measured_alike_are_one_section_whatever_else_differs():
     runs = [run(), run(seed=1), run(method="das"), run(model="large"), run(order=DOMAINS[::-1])]
     assert len(compared(*runs)) == 1
-    assert heading(compared(*runs)) == []
+    assert build_heading(compared(*runs)) == []
 
 
 def test_the_mask_rate_of_a_causal_model_means_nothing():
@@ -83,7 +83,7 @@ def test_texts_that_share_a_name_are_named():
 
 def test_one_is_no_measure_of_intransigence_for_another_length():
     other = run(conditions=CONDITIONS | {"length": 128})
-    mine, others, _ = measured([run(), other, run(method="one")], domains=[])
+    mine, others, _ = measure_runs([run(), other, run(method="one")], domains=[])
     assert "intransigence/nats" in mine.values
     assert "intransigence/nats" not in others.values
 
@@ -157,7 +157,7 @@ def causal(**given):
 def test_bits_per_byte_of_causal_models_on_one_text_stand_side_by_side():
     other = causal(conditions=CONDITIONS | {"tokenizer": "4567cdef", "length": 32}, method="das")
     found = compared(causal(), causal(seed=1, shift=0.1), other, run(), causal(digest="else"))
-    _, table = heading(found)
+    _, table = build_heading(found)
     assert table.title == BITS
     assert [row[:4] for row in table.cells] == [
         ["1", "ncl", "0123abcd", "64"],
@@ -178,14 +178,14 @@ def test_bits_per_byte_of_causal_models_on_one_text_stand_side_by_side():
     ],
 )
 def test_other_bits_per_byte_do_not(runs):
-    blocks = heading(compared(*runs))
+    blocks = build_heading(compared(*runs))
     assert len(blocks) == 1
     assert BITS not in blocks[0].lines[0]
 
 
 def test_methods_that_learn_each_domain_from_the_base_have_no_last_model_there_either():
     other = causal(conditions=CONDITIONS | {"tokenizer": "4567cdef"}, method="one")
-    _, table = heading(compared(causal(), other))
+    _, table = build_heading(compared(causal(), other))
     assert dict(zip(table.head, table.cells[1], strict=True))["LC"] == "–"
 
 
@@ -193,7 +193,7 @@ def test_texts_of_which_nothing_is_known_do_not_stand_side_by_side():
     runs = [causal(), causal(conditions=CONDITIONS | {"length": 32})]
     for each in runs:
         each.scores.texts = {}
-    assert len(heading(compared(*runs))) == 1
+    assert len(build_heading(compared(*runs))) == 1
 
 
 # --- the whole comparison

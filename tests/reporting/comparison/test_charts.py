@@ -1,12 +1,14 @@
 """The pictures over runs show the numbers they are given, for one group as for forty, and say them."""
 
 import io
+import re
 import sys
 import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from PIL import Image
 
 from cpt.evaluation.scores import Scores
@@ -129,6 +131,34 @@ def test_forty_groups_have_forty_marks():
     styles = [tuple(drawing.style(place).values()) for place in range(54)]
     assert len(set(styles)) == 54
     assert all(one[0] != other[0] and one[1] != other[1] for one, other in pairwise(styles))
+
+
+def colours(figure):
+    """The colour of every label in a picture, of a mark or a line."""
+    points = {each.get_label(): to_hex(each.get_edgecolor()[0]) for each in figure.axes[0].collections}
+    found = points | {name: to_hex(line.get_color()) for name, line in lines(figure).items()}
+    return {re.split(r"[:(]", name)[0].strip(): colour for name, colour in found.items() if name[0] != "_"}
+
+
+def test_a_group_keeps_its_colour_in_every_picture(drawn):
+    places = {"gone": 0, "ncl": 1, "das": 2, "joint": 3}
+    points = {"das": ([0.1], [40.0]), "joint": ([None], [40.5]), "ncl": ([0.3], [42.0])}
+    joint = made(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
+    figures = [
+        drawn(charts.trade_off(points, places=places))[0],
+        drawn(charts.pareto({"ncl": points["ncl"]}, x="x", y="y", logarithmic=False, places=places))[0],
+        drawn(charts.curves({"joint": [joint], "das": [made()], "ncl": [made()]}, places=places))[0],
+    ]
+    found = [colours(figure) for figure in figures]
+    expected = {name: drawing.style(place)["color"].lower() for name, place in places.items()}
+    for each in found:
+        shown = {name: colour for name, colour in each.items() if name in places}
+        assert shown == {name: expected[name] for name in shown}
+    assert [set(each) & set(places) for each in found] == [
+        {"das", "joint", "ncl"},
+        {"ncl"},
+        {"das", "joint", "ncl"},
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 40])

@@ -276,7 +276,7 @@ def test_a_missing_folder_beside_another_is_named(tmp_path, capsys, drawn):
 def test_sync_sends_all_runs_that_were_not_filtered_out(tmp_path, monkeypatch, drawn):
     sent = []
     fake = types.SimpleNamespace(
-        sync=lambda runs, **options: sent.append((sorted(p.name for p in runs), options)) or 0
+        sync_runs=lambda runs, **options: sent.append((sorted(p.name for p in runs), options)) or 0
     )
     monkeypatch.setitem(sys.modules, "cpt.tracking.sync", fake)
     saved(tmp_path / "ncl")
@@ -285,7 +285,7 @@ def test_sync_sends_all_runs_that_were_not_filtered_out(tmp_path, monkeypatch, d
     given = ["--sync", "--project", "p", "--mode", "offline", "--where", "method=ncl"]
     assert main([str(tmp_path), *given]) == 0
     assert sent == [(["half", "ncl"], {"project": "p", "entity": None, "mode": "offline"})]
-    fake.sync = lambda runs, **options: 1
+    fake.sync_runs = lambda runs, **options: 1
     assert main([str(tmp_path), "--sync"]) == 1
 
 
@@ -299,7 +299,7 @@ def test_sync_without_wandb_is_one_line(tmp_path, monkeypatch, capsys, drawn):
 
 def test_rows_can_be_filtered_in_the_page(thirty, monkeypatch, drawn):
     pages = []
-    monkeypatch.setattr("cpt.report.written", lambda blocks, **_: pages.extend(blocks))
+    monkeypatch.setattr("cpt.report.write_page", lambda blocks, **_: pages.extend(blocks))
     main([str(thirty), "--by", "order", "--export", "none"])
     tables = {block.title: block for block in pages if block.cells}
     ranked = tables["masked: food, law, space"]

@@ -7,14 +7,21 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.statistics import Difference
-from cpt.reporting.comparison.differences import contrasts, corrected, on_examples, ranked
-from cpt.reporting.comparison.groups import differing, order_names
-from cpt.reporting.comparison.measures import COMPARED, MEASURES, spread, told
+from cpt.reporting.comparison.differences import contrasts, correct_holm, on_examples, rank_groups
+from cpt.reporting.comparison.groups import differing, order_names, sections
+from cpt.reporting.comparison.measures import COMPARED, MEASURES, format_spread, spread_values
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.restricted import metrics_on
-from cpt.reporting.comparison.runs import asked, begun, found, kept, known, measured
+from cpt.reporting.comparison.runs import (
+    check_domains,
+    filter_runs,
+    find_begun,
+    find_runs,
+    measure_runs,
+    parse_filters,
+)
 from cpt.reporting.comparison.tables import least_p
-from tests.support.comparing import DOMAINS, NLL, endtasks, made, run, saved, section
+from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
 
 LC, FG = MEASURES[0], next(measure for measure in MEASURES if measure.key == "FG/nats")
 
@@ -33,7 +40,7 @@ def seeds(shifts, **given):
 def test_runs_are_found_at_any_depth_once(tmp_path):
     saved(tmp_path / "a" / "deep" / "1")
     saved(tmp_path / "b")
-    runs, damaged = found([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a"])
+    runs, damaged = find_runs([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "a"])
     assert sorted(path.name for path in runs) == ["1", "b"]
     assert damaged == []
 
@@ -45,7 +52,7 @@ def test_what_cannot_be_read_is_named(tmp_path):
     odd.write_text(odd.read_text().replace('"seeds": [7, 8]', '"seeds": [7]'))
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "scores.json").write_text('{"version": 3, "dom')
-    runs, damaged = found([tmp_path, tmp_path / "nowhere"])
+    runs, damaged = find_runs([tmp_path, tmp_path / "nowhere"])
     assert [path.name for path in runs] == ["good"]
     assert len(damaged) == 3
     assert all(any(each in line for line in damaged) for each in ("nowhere: no such", "bad", "odd"))
@@ -56,7 +63,7 @@ def test_a_folder_that_was_only_begun(tmp_path):
     for name in ("begun", "good/wandb/run", "good/rebuilt/x", ".hydra"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 0\n")
-    assert [path.name for path in begun([tmp_path])] == ["begun"]
+    assert [path.name for path in find_begun([tmp_path])] == ["begun"]
 
 
 # --- filters
@@ -66,19 +73,19 @@ def test_filters():
     runs = [
         run(method=m, seed=s, variant=v) for m in ("ncl", "das") for s in (0, 1) for v in ("", "a=1; b=[x,y]")
     ]
-    assert len(kept(runs, where={})) == 8
-    assert {each.told("method") for each in kept(runs, where=asked(["method=das"]))} == {"das"}
-    assert len(kept(runs, where=asked(["method=das,ncl", "seed=1"]))) == 4
-    assert len(kept(runs, where=asked(["variant=a=1; b=[x,y]"]))) == 4
-    assert len(kept(runs, where=asked(["variant=b=[x,y]"]))) == 4
+    assert len(filter_runs(runs, where={})) == 8
+    assert {each.told("method") for each in filter_runs(runs, where=parse_filters(["method=das"]))} == {"das"}
+    assert len(filter_runs(runs, where=parse_filters(["method=das,ncl", "seed=1"]))) == 4
+    assert len(filter_runs(runs, where=parse_filters(["variant=a=1; b=[x,y]"]))) == 4
+    assert len(filter_runs(runs, where=parse_filters(["variant=b=[x,y]"]))) == 4
 
 
 def test_an_order_is_filtered_by_its_name_or_its_domains(tmp_path):
     saved(tmp_path / "0", config={"order": 0})
     saved(tmp_path / "1", config={"order": "reverse"}, order=DOMAINS[::-1])
     runs = [run(folder) for folder in (tmp_path / "0",)] + [run(tmp_path / "1", order=DOMAINS[::-1])]
-    assert [each.folder.name for each in kept(runs, where={"order": "reverse"})] == ["1"]
-    assert [each.folder.name for each in kept(runs, where={"order": "law,food,space"})] == ["0"]
+    assert [each.folder.name for each in filter_runs(runs, where={"order": "reverse"})] == ["1"]
+    assert [each.folder.name for each in filter_runs(runs, where={"order": "law,food,space"})] == ["0"]
     assert order_names(runs) == {tuple(DOMAINS): "0", tuple(DOMAINS[::-1]): "reverse"}
 
 
@@ -93,17 +100,17 @@ def test_one_name_for_several_orders_is_numbered(tmp_path):
 @pytest.mark.parametrize("words", [["speed=1"], ["method"], ["method="]])
 def test_an_unknown_filter_says_what_is_allowed(words):
     with pytest.raises(ValueError, match="allowed: KEY=VALUE.*method, mask, replay"):
-        asked(words)
+        parse_filters(words)
 
 
 def test_a_filter_of_which_there_is_no_run():
     runs = [run(method="ncl", seed=0), run(method="das", seed=1)]
     with pytest.raises(ValueError, match="method=ewc; there is: das, ncl"):
-        kept(runs, where={"method": "das,ewc"})
+        filter_runs(runs, where={"method": "das,ewc"})
     with pytest.raises(ValueError, match="no run has all"):
-        kept(runs, where={"method": "das", "seed": "0"})
+        filter_runs(runs, where={"method": "das", "seed": "0"})
     with pytest.raises(ValueError, match="--domains sea; there is: food, law, space"):
-        known(["law", "sea"], runs=runs)
+        check_domains(["law", "sea"], runs=runs)
 
 
 # --- measurements
@@ -139,17 +146,17 @@ def test_a_run_on_a_mixture_has_the_metrics_of_its_last_row():
 def test_measurements_on_domains_leave_out_other_runs_and_tasks():
     given = endtasks([[0.1, 0.2, 0.3]] * 4)
     runs = [run(endtasks=given), run(order=["sea", "sky"], nll=[row[:3] for row in NLL[:3]])]
-    (only,) = measured(runs, domains=["law", "space"])
+    (only,) = measure_runs(runs, domains=["law", "space"])
     assert {key for key in only.values if key.startswith("task/")} == {"task/law", "task/space"}
     assert only.values["endtask/MF1"] == pytest.approx(0.2)
     assert only.values["LC/nats"] == pytest.approx((4.9 + 4.0) / 2)
-    assert len(measured(runs, domains=[])) == 2
+    assert len(measure_runs(runs, domains=[])) == 2
 
 
 def test_end_tasks_count_in_their_last_row():
     none = [None] * 3
     given = endtasks([none, [0.9, None, None], [None, 0.8, None], [0.5, 0.6, 0.7]], when="each")
-    (only,) = measured([run(endtasks=given)], domains=[])
+    (only,) = measure_runs([run(endtasks=given)], domains=[])
     assert only.values["endtask/MF1"] == pytest.approx(0.6)
     assert only.values["task/food"] == pytest.approx(0.6)
     assert only.values["endtask/forget_rate"] == pytest.approx((0.4 + 0.2) / 2)
@@ -158,29 +165,31 @@ def test_end_tasks_count_in_their_last_row():
 def test_what_is_not_finite_is_no_measurement():
     diverged = np.array(NLL)
     diverged[3, 0] = math.nan
-    (only,) = measured([run(nll=diverged)], domains=[])
+    (only,) = measure_runs([run(nll=diverged)], domains=[])
     assert not {"LC/nats", "LC/perplexity", "FG/nats"} & set(only.values)
     assert "CPT/nats" in only.values
 
 
 def test_costs():
-    (only,) = measured([run(phases={"learn law": 4.0, "learn food": 5.0, "score law": 90.0})], domains=[])
+    (only,) = measure_runs(
+        [run(phases={"learn": {"law": 4.0, "food": 5.0}, "score": {"law": 90.0}})], domains=[]
+    )
     told = {key: value for key, value in only.values.items() if key.startswith("cost/")}
     assert (
         told
         == {
             "cost/tokens": 3000,
             "cost/flops": 6e9,
-            "cost/learning": 9,
+            "cost/seconds_learn": 9,
             "cost/seconds": 20,
             "cost/memory": 1e6,
             "cost/stored": 3e6,
-            "cost/growth": 1e6,
+            "cost/stored_per_domain": 1e6,
             "cost/trained": 5120,
         }
         or told["cost/stored"] == 3e6
     )
-    (uncounted,) = measured([run(costs=False)], domains=[])
+    (uncounted,) = measure_runs([run(costs=False)], domains=[])
     assert not {"cost/tokens", "cost/flops", "cost/memory", "cost/stored"} & set(uncounted.values)
 
 
@@ -193,13 +202,15 @@ def test_intransigence_against_one_of_the_same_seed_model_and_order():
         run(method="one", replay="general", nll=alone - 0.9),
         run(method="one", mask="migu", nll=alone - 0.9),
     ]
-    told = [each.values.get("intransigence/nats") for each in measured([*others, *ones, *mine], domains=[])]
+    told = [
+        each.values.get("intransigence/nats") for each in measure_runs([*others, *ones, *mine], domains=[])
+    ]
     assert told[:2] == [None, None]
     assert told[2:4] == pytest.approx([-0.8, -0.8])  # these are not learned alone: compared like others
     assert told[4:6] == [None, None]
     assert told[6:] == pytest.approx([0.1, 0.45, 0.2])  # seed 2 has no `one` of its own
     mine[0].scores.nll[2][1] += 0.6  # on food alone
-    (some,) = [x for x in measured([*ones, mine[0]], domains=["food"]) if x.told("method") == "ncl"]
+    (some,) = [x for x in measure_runs([*ones, mine[0]], domains=["food"]) if x.told("method") == "ncl"]
     assert some.values["intransigence/nats"] == pytest.approx(0.7)
 
 
@@ -207,16 +218,16 @@ def test_intransigence_against_one_of_the_same_seed_model_and_order():
 
 
 def test_a_spread_is_mean_deviation_and_interval():
-    given = spread([1.0, 2.0, 6.0, None])
+    given = spread_values([1.0, 2.0, 6.0, None])
     assert (given.n, given.runs, given.mean) == (3, 4, 3.0)
     assert given.sd == pytest.approx(np.std([1, 2, 6], ddof=1))
     assert 1.0 <= given.low < 3.0 < given.high <= 6.0
-    shown = told(given, show="{:.1f}".format, bounds=True)
+    shown = format_spread(given, show="{:.1f}".format, bounds=True)
     assert shown.startswith("3.0 ± 2.6 [")
     assert shown.endswith("] (3)")
-    assert told(given, show="{:.1f}".format, bounds=False) == "3.0 ± 2.6 (3)"
-    assert told(spread([2.0]), show=str, bounds=True) == "2.0"
-    assert told(spread([None]), show=str, bounds=True) == "–"
+    assert format_spread(given, show="{:.1f}".format, bounds=False) == "3.0 ± 2.6 (3)"
+    assert format_spread(spread_values([2.0]), show=str, bounds=True) == "2.0"
+    assert format_spread(spread_values([None]), show=str, bounds=True) == "–"
 
 
 # --- groups
@@ -334,7 +345,7 @@ def test_a_baseline_has_the_same_model_and_orders():
 
 def test_holm():
     p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
-    found = corrected({name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()})
+    found = correct_holm({name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()})
     assert {name: each.holm for name, each in found.items()} == pytest.approx(
         {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
     )
@@ -352,7 +363,7 @@ def test_ranks_within_a_model():
         + seeds([0, 0], model="large")
         + seeds([1, 1], model="large", method="das")
     )
-    found = ranked(section(runs))
+    found = rank_groups(section(runs))
     assert found["LC/perplexity"] == {
         "ncl, tiny": 1.5,
         "das, tiny": 1.5,
@@ -366,7 +377,7 @@ def test_ranks_within_a_model():
 def test_more_is_better_for_end_tasks():
     good, bad = (endtasks([[x] * 3] * 4) for x in (0.9, 0.1))
     runs = [run(endtasks=bad), run(method="das", endtasks=good)]
-    assert ranked(section(runs))["endtask/MF1"] == {"ncl": 2.0, "das": 1.0}
+    assert rank_groups(section(runs))["endtask/MF1"] == {"ncl": 2.0, "das": 1.0}
     assert {measure.key for measure in COMPARED} >= {"endtask/MF1", "LC/perplexity", "FG/nats"}
 
 
@@ -411,3 +422,22 @@ def test_the_helpers_write_what_is_read(tmp_path):
     saved(tmp_path / "x", config={"seed": 0})
     assert json.loads((tmp_path / "x" / "config.yaml").read_text()) == {"seed": 0}
     assert run(tmp_path / "x").settings == {"seed": 0}
+
+
+def test_a_method_of_ones_own_says_that_it_learns_from_the_base():
+    runs = [run(method=method, seed=seed) for method in ("ncl", "mine", "das") for seed in (0, 1)]
+    for each in runs[2:4]:
+        each.scores.alone = True
+    found = section(runs)
+    assert set(rank_groups(found)["LC/perplexity"]) == {"ncl", "das"}
+    assert set(rank_groups(found)["CPT/nats"]) == {"ncl", "das", "mine"}
+    assert any("(`mine`)" in line for line in notes(found))
+    assert not any("from the base" in line for line in notes(section(runs[4:])))
+
+
+def test_marks_are_those_of_the_whole_comparison():
+    runs = [run(method=method, shift=shift) for shift, method in enumerate(("ncl", "das", "kd"))]
+    longer = [run(method=method, conditions=CONDITIONS | {"length": 128}) for method in ("kd", "ewc")]
+    first, second = sections(measure_runs([*runs, *longer], domains=[]), by_order=False, baseline="ncl")
+    assert [first.places[group.name] for group in first.groups] == [0, 1, 2]
+    assert {group.name: second.places[group.name] for group in second.groups} == {"kd": 2, "ewc": 3}

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from cpt.reporting.comparison.overlap import jaccard, overlap, similarity
+from cpt.reporting.comparison.overlap import jaccard, measure_overlap, similarity
 
 ROWS = ["base", "law", "food", "space"]
 
@@ -37,7 +37,7 @@ def test_accumulated_importances_are_compared_over_all_layers(tmp_path):
     save(tmp_path, 0, importance__a=[0, 0], importance__b=[0])
     save(tmp_path, 1, importance__a=[0.2, 0.3], importance__b=[0.5])
     save(tmp_path, 2, importance__a=[0.2, 0.8], importance__b=[1.0])
-    names, values = overlap(tmp_path, ROWS[:3])["importance, accumulated"]
+    names, values = measure_overlap(tmp_path, ROWS[:3])["importance, accumulated"]
     assert names == ["law", "food"]
     np.testing.assert_allclose(values, [[1, 0.5], [0.5, 1]], rtol=1e-6)
 
@@ -45,7 +45,7 @@ def test_accumulated_importances_are_compared_over_all_layers(tmp_path):
 def test_importances_of_the_domains_themselves_are_compared_as_they_are(tmp_path):
     save(tmp_path, 1, measured__a=[1, 0], importance__a=[1, 0])
     save(tmp_path, 2, measured__a=[0, 1], importance__a=[1, 1])
-    found = overlap(tmp_path, ROWS[:3])
+    found = measure_overlap(tmp_path, ROWS[:3])
     np.testing.assert_allclose(found["importance of each domain"][1], np.eye(2))
     assert found["importance, accumulated"][1][0, 1] == 0.5
 
@@ -67,14 +67,14 @@ def test_rows_are_compared_by_each_domains_own_steps(tmp_path, steps):
     if len(set(steps)) > 1:
         seen = [0, *(size * 128 for size in steps)]
         (tmp_path / "scores.json").write_text(json.dumps({"seen": seen}))
-    names, values = overlap(tmp_path, ROWS)["rows updated"]
+    names, values = measure_overlap(tmp_path, ROWS)["rows updated"]
     assert names == ROWS[1:]
     np.testing.assert_allclose(values, similarity(np.array(OWN)), atol=1e-4)
 
 
 def test_a_first_domain_without_a_mask_does_not_count(tmp_path):
     chosen(tmp_path, steps=(0, 4, 4), own=[[0] * 4, *OWN[1:]])
-    names, values = overlap(tmp_path, ROWS)["rows updated"]
+    names, values = measure_overlap(tmp_path, ROWS)["rows updated"]
     assert names == ["food", "space"]
     np.testing.assert_allclose(values, similarity(np.array(OWN[1:])), atol=1e-6)
 
@@ -82,35 +82,35 @@ def test_a_first_domain_without_a_mask_does_not_count(tmp_path):
 def test_gates_are_those_of_the_last_model(tmp_path):
     save(tmp_path, 2, overlap__neurons=[[1, 0], [0, 1]], taken__a=[1, 0])
     save(tmp_path, 3, overlap__neurons=[[1, 0.5, 0], [1, 1, 0], [0, 0, 1]], overlap__heads=np.eye(3))
-    found = overlap(tmp_path, ROWS)
+    found = measure_overlap(tmp_path, ROWS)
     assert set(found) == {"gates: neurons", "gates: heads"}
     assert found["gates: neurons"][0] == ROWS[1:]
     np.testing.assert_allclose(found["gates: neurons"][1], [[1, 0.5, 0], [0.5, 1, 0], [0, 0, 1]])
 
 
 def test_what_is_missing_damaged_or_single_is_left_out(tmp_path):
-    assert overlap(tmp_path / "nowhere", ROWS) == {}
+    assert measure_overlap(tmp_path / "nowhere", ROWS) == {}
     save(tmp_path, 1, importance__a=[1, 0])
-    assert overlap(tmp_path, ROWS) == {}
+    assert measure_overlap(tmp_path, ROWS) == {}
     save(tmp_path, 3, importance__a=[1, 1])
     (tmp_path / "diagnostics" / "002.npz").write_bytes(b"PK\x03\x04 half a file")
-    assert overlap(tmp_path, ROWS)["importance, accumulated"][0] == ["law", "space"]
-    assert overlap(tmp_path, ["base", "joint"]) == {}
+    assert measure_overlap(tmp_path, ROWS)["importance, accumulated"][0] == ["law", "space"]
+    assert measure_overlap(tmp_path, ["base", "joint"]) == {}
 
 
 def test_rows_after_a_missing_stage_are_left_out(tmp_path):
     chosen(tmp_path, steps=(4, 4, 4), own=OWN)
     (tmp_path / "diagnostics" / "002.npz").unlink()
-    assert "rows updated" not in overlap(tmp_path, ROWS)
+    assert "rows updated" not in measure_overlap(tmp_path, ROWS)
     chosen(tmp_path, steps=(4, 4, 4), own=OWN)
     (tmp_path / "diagnostics" / "003.npz").write_bytes(b"")
-    assert overlap(tmp_path, ROWS)["rows updated"][0] == ["law", "food"]
+    assert measure_overlap(tmp_path, ROWS)["rows updated"][0] == ["law", "food"]
 
 
 def test_what_is_no_vector_of_units_is_not_compared(tmp_path):
     save(tmp_path, 1, demix__sources=[-1])
     save(tmp_path, 2, demix__sources=[-1, 0], demix__perplexities=[5, 6])
-    assert overlap(tmp_path, ROWS[:3]) == {}
+    assert measure_overlap(tmp_path, ROWS[:3]) == {}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_is_no_vector_of_units_is_not_compared(tmp_path):
 )
 def test_what_the_methods_write_is_found(small, start, tmp_path, overrides, quantities):
     start(small(*overrides, "trainer.steps=2", "order=[law,food]"), tmp_path)
-    found = overlap(tmp_path, ROWS[:3])
+    found = measure_overlap(tmp_path, ROWS[:3])
     assert quantities <= set(found)
     for names, values in found.values():
         assert names == ["law", "food"]

@@ -1,4 +1,5 @@
-"""Every number of a report has a key of its own, whatever domains are called."""
+"""A run's numbers stand in one table, and every one of a report has a key of its own, whatever domains are
+called."""
 
 import math
 
@@ -6,8 +7,8 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.metrics import UNITS
-from cpt.evaluation.scores import COSTS, Scores
-from cpt.reporting.summary import SHOWN, escaped, everything, total
+from cpt.evaluation.scores import Scores
+from cpt.reporting.run_table import COST_COLUMNS, KINDS, SUMMARISED, escape_name, run_table, summarise_run
 
 NLL = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
 
@@ -33,8 +34,12 @@ def made(*, tasks=("law", "food"), rows=3, **given):
         flops=[0, 10**12, 3 * 10**12][:rows],
         memory=[5, 90, 80][:rows],
         seconds=99.0,
-        phases={"score base": 1.0, f"learn {tasks[0]}": 2.0, f"learn {tasks[1]}": 4.0}
-        | {f"score {tasks[1]}": 8.0, f"end tasks {tasks[1]}": 16.0, "read the texts": 32.0, "export": 64.0},
+        phases={
+            "start": {"read the texts": 32.0, "export": 64.0},
+            "learn": {tasks[0]: 2.0, tasks[1]: 4.0},
+            "score": {"base": 1.0, tasks[1]: 8.0},
+            "endtasks": {tasks[1]: 16.0},
+        },
         **given,
     )
     scores.measure()
@@ -60,18 +65,20 @@ def endtasks(tasks=("law", "food")):
 def test_metrics_with_their_intervals():
     scores = made(objective=44.5)
     scores.metrics["FG"]["interval"] = {unit: [place, place + 0.5] for place, unit in enumerate(UNITS)}
-    found = everything(scores)
+    found = summarise_run(scores)
     for name, metric in scores.metrics.items():
         assert [found[f"{name}/{unit}"] for unit in UNITS] == [metric[unit] for unit in UNITS]
     assert (found["FG/perplexity/low"], found["FG/perplexity/high"]) == (1, 1.5)
     assert "LC/nats/low" not in found
     assert found["objective"] == 44.5
-    assert {"objective/0": 3.0, "objective/1": 4.0}.items() <= everything(made(objective=[3.0, 4.0])).items()
-    assert not any(name.startswith("objective") for name in everything(made()))
+    assert {"objective/0": 3.0, "objective/1": 4.0}.items() <= summarise_run(
+        made(objective=[3.0, 4.0])
+    ).items()
+    assert not any(name.startswith("objective") for name in summarise_run(made()))
 
 
 def test_perplexities_and_texts():
-    found = everything(made())
+    found = summarise_run(made())
     expected = {"base": 6.0, "own": 4.0, "final": 4.0}
     assert {name: math.log(found[f"ppl/food/{name}"]) for name in expected} == pytest.approx(expected)
     assert math.log(found["ppl/law/own"]) == pytest.approx(3.0)
@@ -82,7 +89,7 @@ def test_perplexities_and_texts():
 
 
 def test_end_tasks():
-    found = everything(made(endtasks=endtasks()))
+    found = summarise_run(made(endtasks=endtasks()))
     expected = {
         "endtask/MF1": (0.55 + 0.85) / 2,
         "endtask/Acc": (0.275 + 0.425) / 2,
@@ -96,11 +103,11 @@ def test_end_tasks():
         "endtask/food/accuracy/sd": np.std([0.4, 0.45], ddof=1),
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert not any(name.startswith("endtask") for name in everything(made()))
+    assert not any(name.startswith("endtask") for name in summarise_run(made()))
 
 
 def test_costs_of_the_run_and_of_a_stage():
-    found = everything(made())
+    found = summarise_run(made())
     expected = {"tokens": 3000, "flops": 4e12, "memory": 90, "trained": 800, "stored": 30}
     expected |= {"stored_per_domain": 20, "seconds": 99}
     expected |= {"seconds_learn": 6, "seconds_score": 9, "seconds_endtasks": 16}
@@ -109,17 +116,43 @@ def test_costs_of_the_run_and_of_a_stage():
     stage |= {"seconds_learn": 4, "seconds_score": 8, "seconds_endtasks": 16}
     assert {name: found[f"stage/food/{name}"] for name in stage} == stage
     assert found["stage/base/seconds_learn"] == 0
-    assert set(SHOWN) == set(COSTS)
+
+
+def total(scores, cost):
+    return summarise_run(scores).get(f"cost/{cost}")
 
 
 def test_the_total_of_a_cost():
     scores = made()
-    assert [total(scores, cost) for cost in COSTS] == [800, 30, 3000, 4 * 10**12, 90, None]
-    scores.stored = [0, 50, 30]
+    names = ("trained", "stored", "tokens", "flops", "memory", "skipped")
+    assert [total(scores, name) for name in names] == [800, 30, 3000, 4e12, 90, None]
+    scores.stored, scores.flops, scores.seen, scores.memory = [0, 50, 30], [], [0, 0, 0], [0, 0, 0]
     assert total(scores, "stored") == 30
-    scores.flops = []
-    assert total(scores, "flops") is None
-    assert "cost/flops" not in everything(scores)
+    assert [total(scores, name) for name in ("flops", "tokens", "memory")] == [None] * 3  # not counted
+
+
+def test_the_table_has_a_line_per_number():
+    scores = made(endtasks=endtasks())
+    scores.parts = [{}, {"law": {"law": 0.75, "base": 0.25}}, {}]
+    table = run_table(scores)
+    assert set(table["kind"]) == set(KINDS)
+    losses = table[table["kind"] == "loss"]
+    assert len(losses) == 3 * 3 * len(UNITS)
+    (cell,) = losses.query("after == 'food' and on == 'law' and unit == 'nats'").to_dict("records")
+    assert (cell["stage"], cell["value"], cell["name"]) == (2, 3.4, "loss")
+    assert table.query("kind == 'part' and part == 'base'")["value"].tolist() == [0.25]
+    stages = table.query("kind == 'cost' and name == 'flops'").set_index("after")["value"]
+    assert stages.loc[["base", "law", "food"]].tolist() == [0, 1e12, 3e12]
+    assert table.query("kind == 'phase' and name == 'start'")["value"].sum() == 96
+    assert set(run_table(scores, "text")["kind"]) == {"text"}
+
+
+def test_the_kinds_of_a_summary_are_those_with_keys():
+    table = run_table(made(endtasks=endtasks()))
+    assert set(table[table["key"].notna()]["kind"]) == set(SUMMARISED)
+    assert table[table["kind"].isin(SUMMARISED)]["key"].notna().all()
+    assert table["key"].dropna().is_unique
+    assert set(COST_COLUMNS) < set(table[table["kind"] == "cost"]["name"])
 
 
 def test_every_value_is_a_finite_number():
@@ -128,7 +161,7 @@ def test_every_value_is_a_finite_number():
     scores.measure()
     scores.metrics["ZS"]["nats"] = None  # as a file has what is not finite
     scores.metrics["ZS"]["interval"] = {unit: [None, 2.0] for unit in UNITS}
-    found = everything(scores)
+    found = summarise_run(scores)
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
     assert found["ZS/nats/high"] == 2
@@ -136,7 +169,7 @@ def test_every_value_is_a_finite_number():
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_runs_that_have_hardly_begun(rows):
-    found = everything(made(rows=rows))
+    found = summarise_run(made(rows=rows))
     assert found["cost/seconds"] == 99
     assert ("LC/nats" in found) == (rows > 0)
 
@@ -162,13 +195,13 @@ TRICKY = [
 )
 def test_no_two_numbers_share_a_key(pair):
     plain, odd = made(endtasks=endtasks()), made(tasks=pair, endtasks=endtasks(pair))
-    names = dict(zip(("law", "food"), map(escaped, pair), strict=True))
-    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in everything(plain)}
-    assert set(everything(odd)) == renamed
-    assert len(renamed) == len(everything(plain))
+    names = dict(zip(("law", "food"), map(escape_name, pair), strict=True))
+    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in summarise_run(plain)}
+    assert set(summarise_run(odd)) == renamed
+    assert len(renamed) == len(summarise_run(plain))
 
 
 def test_escaped_names_differ_and_have_no_slash():
-    assert len({escaped(name) for name in TRICKY}) == len(TRICKY)
-    assert not any("/" in escaped(name) for name in TRICKY)
-    assert escaped("cs.AI") == "cs.AI"
+    assert len({escape_name(name) for name in TRICKY}) == len(TRICKY)
+    assert not any("/" in escape_name(name) for name in TRICKY)
+    assert escape_name("cs.AI") == "cs.AI"
