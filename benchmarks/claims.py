@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cpt.evaluation.endtasks.metrics import cube, pick_final
 from cpt.evaluation.statistics import Difference, compare_pairs
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.runs import Pair, Run
 
 LEVEL = 0.05
@@ -126,7 +126,7 @@ def by_pair(group: Group, measure: str) -> Values:
     return {pair: value for pair, value in found.items() if value is not None}
 
 
-def tested(claim: Claim, section: Section) -> Difference | None:
+def tested(claim: Claim, section: ComparedRuns) -> Difference | None:
     """What the runs say about a claim; None where a group is missing."""
     groups = {group.name: group for group in section.groups}
     if claim.of not in groups or (claim.against and claim.against not in groups):
@@ -146,7 +146,7 @@ def verdict(claim: Claim, found: Difference) -> str:
     return "held" if found.mean * claim.better > 0 else "the contrary"
 
 
-def rows(section: Section) -> list[list[str]]:
+def rows(section: ComparedRuns) -> list[list[str]]:
     """A line per claim: text, difference with its interval, pairs, p, verdict."""
     lines = []
     for claim in CLAIMS:

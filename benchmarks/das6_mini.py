@@ -16,7 +16,7 @@ from measuring import ROOT
 
 from cpt import report
 from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.groups import Section, sections
+from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 from cpt.reporting.page import Block, markdown
 
@@ -88,14 +88,14 @@ def kept(run: Run) -> dict:
     return {key: value for key, value in data.items() if key not in PRIVATE}
 
 
-def page(section: Section) -> str:
+def page(section: ComparedRuns) -> str:
     """docs/results.md with its tables made anew; the prose around them stays."""
     old = PAGE.read_text(encoding="utf-8")
     before, rest = old.split(BEGIN)
     return f"{before}{BEGIN}\n\n" + "\n\n".join(parts(section)) + f"\n\n{END}{rest.split(END)[1]}"
 
 
-def parts(section: Section) -> Iterator[str]:
+def parts(section: ComparedRuns) -> Iterator[str]:
     yield told(section)
     head = ("claim", "difference [95 % interval]", "pairs", "p", "verdict")
     claimed = Block(title="What the papers claim", head=head, cells=claims.rows(section), words=2)
@@ -104,7 +104,7 @@ def parts(section: Section) -> Iterator[str]:
         yield markdown(block, picture="")
 
 
-def told(section: Section) -> str:
+def told(section: ComparedRuns) -> str:
     """What was run, from the runs themselves."""
     runs = [run.scores for run in section.runs]
     first = next(scores for scores in runs if len(scores.seen) > 1)

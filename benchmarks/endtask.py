@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from cpt.evaluation.endtasks import classifier, suite
-from cpt.evaluation.endtasks.encoding import Encoded, Job
+from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
 from cpt.evaluation.endtasks.tasks import Settings
 from cpt.models.tokenizers import train_tokenizer
 
@@ -66,7 +66,7 @@ class Course:
         )
         return AutoModelForMaskedLM.from_config(config)
 
-    def job(self) -> Job:
+    def job(self) -> FineTuning:
         draw = np.random.default_rng(0)
         ids = [
             torch.from_numpy(draw.integers(5, VOCABULARY, size=draw.integers(SHORTEST, LONGEST)))
@@ -87,14 +87,14 @@ class Course:
             metric="macro_f1",
             select="last",
         )
-        return Job("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
+        return FineTuning("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
 
     def start(self, model: PreTrainedModel) -> classifier.Classifier:
         classifier.seed_generators(CPU, SEED)
         return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
 
 
-def ours(made: classifier.Classifier, job: Job) -> Run:
+def ours(made: classifier.Classifier, job: FineTuning) -> Run:
     """An epoch of cpt's, with its bar."""
     optimizer, schedule = classifier.optimizer_of(made, job)
 
@@ -117,7 +117,7 @@ class WithLoss(nn.Module):
         return {"loss": functional.cross_entropy(logits.float(), labels), "logits": logits}
 
 
-def theirs(made: classifier.Classifier, job: Job) -> Run:
+def theirs(made: classifier.Classifier, job: FineTuning) -> Run:
     """An epoch of the Trainer's over the same rows in the same order, with its bar."""
     order = [row for rows in job.batches(SEED, 1) for row in rows]
     rows = [{"input_ids": job.train.ids[r].tolist(), "labels": int(job.train.labels[r])} for r in order]
@@ -145,7 +145,7 @@ def theirs(made: classifier.Classifier, job: Job) -> Run:
     return trainer.train
 
 
-SUBJECTS: dict[str, Callable[[classifier.Classifier, Job], Run]] = {"cpt": ours, "hf": theirs}
+SUBJECTS: dict[str, Callable[[classifier.Classifier, FineTuning], Run]] = {"cpt": ours, "hf": theirs}
 
 
 def equality(course: Course) -> dict[str, float]:

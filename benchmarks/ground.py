@@ -23,9 +23,9 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
 from cpt.optim.schedules import Progress
-from cpt.training.assembly import method, sequence
-from cpt.training.plan import planned
-from cpt.training.pretraining import Base, base
+from cpt.training.assembly import make_method, make_sequence
+from cpt.training.plan import make_plan
+from cpt.training.pretraining import Base, make_base
 
 ALWAYS = [
     "model=tiny_roberta",
@@ -91,11 +91,11 @@ def ground(cache: str, *overrides: str) -> Ground:
     transformers.utils.logging.disable_progress_bar()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("config", overrides=[*ALWAYS, f"cache_dir={cache}", *overrides])
-    plan = planned(cfg)
+    plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    start = base(cfg.model, texts, accelerator="cpu")
-    module = method(cfg, start).train()
-    data = sequence(plan, texts, start, module)
+    start = make_base(cfg.model, texts, accelerator="cpu")
+    module = make_method(cfg, start).train()
+    data = make_sequence(plan, texts, start, module)
     data.enter(next(iter(data)))
     return Ground(cfg, start, module, data)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from measuring import RESULTS
 
 from cpt.optim.guard import Guard
-from cpt.training.trainer import trainer
+from cpt.training.trainer import make_trainer
 
 SHAPES = {
     "4 x 256, 32 x 128 tokens": ["model.length=128", "trainer.batch_size=32"],
@@ -67,7 +67,7 @@ def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[
     place = ground(cache, *shape, f"trainer.steps={steps}", *clip)
     place.module.activate(0)
     timed = Timed(place.module, clipped=clipped)
-    fitting = trainer(place.cfg.trainer, label="guard", steps=steps, callbacks=[timed.guard, timed])
+    fitting = make_trainer(place.cfg.trainer, label="guard", steps=steps, callbacks=[timed.guard, timed])
     fitting.fit(place.module, datamodule=place.data)
     shares = [own / whole for own, whole in zip(timed.guarding, timed.steps, strict=True)][steps // 5 :]
     return {

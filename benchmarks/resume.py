@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
-from cpt.training.trainer import Checkpoint, trainer
+from cpt.training.trainer import Checkpoint, make_trainer
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
 SAVED = 2  # the earliest step at which every counter is above 0
@@ -66,7 +66,7 @@ def until_reached(work: Callable[[], Any]) -> float:
 
 def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> float:
     """Seconds that cpt's fit of the current domain takes until a callback ends it."""
-    fitting = trainer(place.cfg.trainer, label="resume", steps=place.steps, callbacks=callbacks)
+    fitting = make_trainer(place.cfg.trainer, label="resume", steps=place.steps, callbacks=callbacks)
     path = str(resumed) if resumed else None
     return until_reached(
         lambda: fitting.fit(place.module, datamodule=place.data, ckpt_path=path, weights_only=True)

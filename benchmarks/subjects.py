@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 
 from cpt.data.datamodule import Domain
-from cpt.tracking.loggers import tracked
-from cpt.training.trainer import Checkpoint, trainer
+from cpt.tracking.loggers import track
+from cpt.training.trainer import Checkpoint, make_trainer
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callba
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every)
-        with tracked(place.cfg.logger, folder, group="bench", job="bench", tags=[], config={}) as loggers:
-            fitting = trainer(
+        with track(place.cfg.logger, folder, group="bench", job="bench", tags=[], config={}) as loggers:
+            fitting = make_trainer(
                 options, label=domain.name, loggers=loggers, steps=steps, callbacks=[last, *callbacks]
             )
             fitting.fit(place.module, datamodule=place.data)

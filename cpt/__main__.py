@@ -1,6 +1,6 @@
 """The program: `cpt`, `python -m cpt` and, in a checkout, `python run.py` are the same."""
 
-from cpt.core.preemption import heed_imports, heeded
+from cpt.core.preemption import heed_imports, heed_signals
 
 
 def main() -> None:
@@ -8,7 +8,7 @@ def main() -> None:
     heed_imports()
     from cpt.cli import start  # Hydra: most of a second, in which signals may come
 
-    with heeded():
+    with heed_signals():
         start()
 
 

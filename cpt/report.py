@@ -16,7 +16,7 @@ from cpt.reporting.comparison.across import build_heading
 from cpt.reporting.comparison.album import build_pictures
 from cpt.reporting.comparison.compute import tabulate_compute
 from cpt.reporting.comparison.exports import KINDS, export_sections
-from cpt.reporting.comparison.groups import Section, sections
+from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import (
     FILTERS,
     Run,
@@ -161,7 +161,7 @@ def _first_folder(folders: Sequence[Path]) -> Path:
     return next((folder for folder in folders if folder.is_dir()), Path())
 
 
-def check_baseline(compared: Sequence[Section], baseline: str | None) -> None:
+def check_baseline(compared: Sequence[ComparedRuns], baseline: str | None) -> None:
     """Raises ValueError if no group is called like the baseline that was asked for."""
     there = {name for section in compared for group in section.groups for name in (group.name, group.plain)}
     if baseline is not None and compared and baseline not in there:
@@ -179,7 +179,7 @@ def _number(bodies: Sequence[Sequence[Block]]) -> list[Block]:
     ]
 
 
-def _build_section_blocks(section: Section, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
+def _build_section_blocks(section: ComparedRuns, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
     """The blocks of a section, and a line for each file of predictions that cannot be read."""
     examples, failed = tables.tabulate_examples(section)
     main = tables.tabulate_main(section, domains=domains)
@@ -215,7 +215,7 @@ def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list
     ]
 
 
-def _print(above: Sequence[Block], compared: Sequence[Section], others: Sequence[Block]) -> None:
+def _print(above: Sequence[Block], compared: Sequence[ComparedRuns], others: Sequence[Block]) -> None:
     """The main tables without intervals, for a console."""
     for block in above:
         table = [align_columns(block)] if block.cells else []

@@ -13,15 +13,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from cpt.core.errors import reason
-from cpt.core.preemption import deferred
+from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
-from cpt.training.identity import check, is_same
-from cpt.training.plan import Plan, planned
+from cpt.training.identity import check_identity, is_same
+from cpt.training.plan import Plan, make_plan
 from cpt.training.run_folder import RunFolder
-from cpt.training.verdict import explained
+from cpt.training.verdict import explain_damage
 
 log = logging.getLogger(__name__)
 
@@ -33,59 +33,59 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     place = RunFolder(folder)
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
-        return learned(planned(cfg), place)
+        return learn_or_tell(make_plan(cfg), place)
     with place.unless_refused():
-        plan = planned(cfg)
+        plan = make_plan(cfg)
         plan.source.check(plan.order)
         place.claim(plan.settings)
         with place.locked():
             place.clean()
-            return learned(plan, place)
+            return learn_or_tell(plan, place)
 
 
-def learned(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
-    check(plan, place)
+def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
+    check_identity(plan, place)
     scores = place.scores()
-    if is_finished(scores, plan) and not is_partial(plan, place):
+    if needs_nothing(scores, plan) and not is_partial(plan, place):
         log.info("%s is finished already", place.path)
     else:
-        with explained(place):
-            scores = fold(plan, place)
+        with explain_damage(place):
+            scores = carry_out(plan, place)
     log.info("\n%s\n%s", format_scores(scores), place.path / "report.html")
     return objective_value(scores.metrics, plan.run.objective)
 
 
-def fold(plan: Plan, place: RunFolder) -> Scores:
+def carry_out(plan: Plan, place: RunFolder) -> Scores:
     """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
-    with deferred():  # libraries do not bear to be left while they are read in
+    with defer_signals():  # libraries do not bear to be left while they are read in
         from cpt.core.threads import keep_threads
         from cpt.data.corpora import Corpora
-        from cpt.tracking.loggers import tracked
+        from cpt.tracking.loggers import track
         from cpt.training import assembly, preflight
         from cpt.training.callbacks import CustomCallbacks
-        from cpt.training.endtasks import examination
-        from cpt.training.identity import settle
-        from cpt.training.loop import Learner, timed
-        from cpt.training.pretraining import base
+        from cpt.training.endtasks import make_examination
+        from cpt.training.identity import settle_identity
+        from cpt.training.loop import Learner, time_phase
+        from cpt.training.pretraining import make_base
         from cpt.training.verdict import confirm
 
-    ready = preflight.checked(plan, place.path)  # before hours of reading
+    ready = preflight.prepare(plan, place.path)  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
-    with timed(took, "read the texts"):
+    with time_phase(took, "read the texts"):
         corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
-    with timed(took, "make the base"):
-        start = base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-        module = assembly.method(plan, start)
-    with timed(took, "tokenise"):
-        data = assembly.sequence(plan, corpora, start, module)
-        examined = examination(plan.endtasks, place, module=module, data=data, tokenizer=start.tokenizer)
-    settle(plan, place, corpora, start, examined)
-    scores = begun(place, assembly.opened(plan, corpora, start, data), took)
+    with time_phase(took, "make the base"):
+        start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+        module = assembly.make_method(plan, start)
+    with time_phase(took, "tokenise"):
+        data = assembly.make_sequence(plan, corpora, start, module)
+        examined = make_examination(plan.endtasks, place, module=module, data=data, tokenizer=start.tokenizer)
+    settle_identity(plan, place, corpora, start, examined)
+    scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     if plan.run.check == "full":
         confirm(place)
     how = {"group": str(plan.run.name), "job": plan.names["method"], "tags": plan.run.tags}
-    with tracked(plan.logger.flags, place.path, **how, config=plan.settings, custom=ready.loggers) as loggers:
+    with track(plan.logger.flags, place.path, **how, config=plan.settings, custom=ready.loggers) as loggers:
         learner = Learner(
             plan,
             place,
@@ -103,7 +103,7 @@ def fold(plan: Plan, place: RunFolder) -> Scores:
     return scores
 
 
-def begun(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
+def resume_scores(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
     """What a run folder has of the scores, with the seconds that this start has taken so far."""
     scores = place.scores() or empty
     place.check_documents(scores.domains, len(scores.rows))
@@ -127,16 +127,16 @@ def is_done(cfg: DictConfig, folder: Path) -> bool:
     if not place.config.exists():
         return False
     try:
-        plan = planned(cfg)
+        plan = make_plan(cfg)
     except HydraException as error:
         raise ValueError(reason(error)) from error
     scores = place.scores() if place.is_of(plan.settings) else None
     if scores is None or not scores.run["finished"] or place.lost(full=False):
         return False
-    return is_finished(scores, plan) and is_same(plan, place)
+    return needs_nothing(scores, plan) and is_same(plan, place)
 
 
-def is_finished(scores: Scores | None, plan: Plan) -> bool:
+def needs_nothing(scores: Scores | None, plan: Plan) -> bool:
     """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False

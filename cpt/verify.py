@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if absent := [str(path) for path in folders if not path.is_dir()]:
         print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
         return 1
-    runs, shared = found(folders)
+    runs, shared = find_damage(folders)
     work = [(damage_in_cache, each) for each in shared] + [(damage_in_run, each) for each in runs]
     lines = [line for look, each in tqdm(work, disable=None, leave=False) for line in look(each)]
     print("\n".join([*lines, f"{len(shared)} folders of caches, {len(runs)} runs: {len(lines)} damaged"]))
@@ -41,7 +41,7 @@ def default() -> list[Path]:
     return [outputs] * (outputs.is_dir() or not cache) + [Path(cache)] * bool(cache)
 
 
-def found(given: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def find_damage(given: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """Run folders, and the folders of caches, at or below the given ones, each once."""
     runs, shared = set(), set()
     for path in given:
@@ -73,10 +73,10 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("endtasks/*/*.parquet")):
         yield from error_of(read_through, path)
     yield from error_of(Identity.load, place)
-    yield from error_of(measured, place)
+    yield from error_of(measure_file, place)
 
 
-def measured(place: RunFolder) -> None:
+def measure_file(place: RunFolder) -> None:
     """Raises ValueError for damaged scores, documents and, of a finished run, model and report."""
     scores = place.scores()
     if scores is not None:

@@ -1,7 +1,7 @@
 """The parts of a model that a method trains, and a copy of them for each domain.
 
 The model holds one part, which learns. Parts of other domains rest in a bank, and take its place for one call
-(`cpt.models.swapping.swapped`) or for good; nothing that rests is ever trained."""
+(`cpt.models.swapping.swap_weights`) or for good; nothing that rests is ever trained."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

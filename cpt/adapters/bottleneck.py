@@ -69,7 +69,7 @@ class Bottleneck(nn.Module):
         return (hidden, *others) if isinstance(output, tuple) else hidden
 
 
-def attach(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:
+def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:
     """Puts bottlenecks, of the hidden size over `reduction`, behind the last residual sum of each block
     (`pfeiffer`), behind its FFN (`ffn`) or behind attention and FFN (`houlsby`); gives what is to be trained.
     A model takes them once. Raises ValueError for a bottleneck without a unit."""
@@ -77,7 +77,7 @@ def attach(model: PreTrainedModel, *, placement: str, reduction: int, activation
     if reduction > width:
         raise ValueError(f"method.reduction={reduction}; allowed: 1 to {width}, the model's hidden size")
     size = width // reduction
-    for name, module in places(model, placement):
+    for name, module in bottleneck_places(model, placement):
         if hasattr(module, "adapter"):
             raise ValueError(f"{name} has an adapter already")
         part = Bottleneck(width, size, activation=activation, like=next(module.parameters()))
@@ -87,7 +87,7 @@ def attach(model: PreTrainedModel, *, placement: str, reduction: int, activation
     return scope_of(added)
 
 
-def places(model: PreTrainedModel, placement: str) -> list[tuple[str, nn.Module]]:
+def bottleneck_places(model: PreTrainedModel, placement: str) -> list[tuple[str, nn.Module]]:
     """What bottlenecks stand behind, by name: blocks, or output projections of sub-layers."""
     if placement == "pfeiffer":
         return blocks(model)

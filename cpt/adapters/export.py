@@ -27,13 +27,13 @@ from cpt.models.loading import skeleton
 INDEX = "parts.json"
 TRUSTED = ("cpt.",)  # what a file may have called
 MOVED = {  # where functions stand now that files of version 0.1 name
-    "cpt.adapters.attach": "cpt.adapters.bottleneck.attach",
+    "cpt.adapters.attach": "cpt.adapters.bottleneck.attach_bottlenecks",
     "cpt.adapters.attach_plugins": "cpt.adapters.plugin.attach_plugins",
-    "cpt.prompts.attach": "cpt.adapters.prompt.attach",
+    "cpt.prompts.attach": "cpt.adapters.prompt.attach_prompt",
 }
 
 
-def export(
+def export_parts(
     folder: Path | str,
     model: PreTrainedModel,
     parts: Mapping[str, Mapping[str, Tensor]],
@@ -49,23 +49,27 @@ def export(
     was in the folder is replaced. Raises ValueError where the options are no JSON, the function can not be
     found by its name, or the model lacks weights of a plain one."""
     folder = Path(folder)
-    index = {"attach": dotted(attach) if attach else None, "options": as_json(options), "parts": list(parts)}
+    index = {
+        "attach": path_of_function(attach) if attach else None,
+        "options": as_json(options),
+        "parts": list(parts),
+    }
     last = parts[index["parts"][-1]] if parts and attach is None else {}
     plain = plain_weights(model, last)
     for old in (folder / INDEX, folder / "parts"):
         remove(old)
     model.save_pretrained(folder, state_dict=plain)
     if not parts:
-        return f"transformers.{type(model).__name__}.from_pretrained({quoted(str(folder))})"
+        return f"transformers.{type(model).__name__}.from_pretrained({quote_name(str(folder))})"
     (folder / "parts").mkdir()
     for name, part in parts.items():
-        save_file({key: own(value) for key, value in part.items()}, file_of(folder, name))
+        save_file({key: own_weights(value) for key, value in part.items()}, file_of(folder, name))
     with replacing(folder / INDEX) as partial:
         partial.write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return f"cpt.adapters.export.load({quoted(str(folder))}, domain={quoted(index['parts'][-1])})"
+    return f"cpt.adapters.export.load({quote_name(str(folder))}, domain={quote_name(index['parts'][-1])})"
 
 
-def quoted(text: str) -> str:
+def quote_name(text: str) -> str:
     """A text as a Python literal."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -86,7 +90,7 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
         raise ValueError(f"domain={name} has no part in {folder}; allowed: {', '.join(index['parts'])}")
     model = kind.from_pretrained(folder)
     if index["attach"] is not None:
-        found(index["attach"])(model, **index["options"])
+        load_attach(index["attach"])(model, **index["options"])
     part = load_file(file_of(folder, name))
     _, unknown = model.load_state_dict(part, strict=False)
     if unknown:
@@ -94,7 +98,7 @@ def load(folder: Path | str, domain: str | None = None) -> PreTrainedModel:
     return model.eval()
 
 
-def own(tensor: Tensor) -> Tensor:
+def own_weights(tensor: Tensor) -> Tensor:
     """A copy with storage of its own, as safetensors wants it."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
@@ -104,7 +108,7 @@ def plain_weights(model: PreTrainedModel, changed: Mapping[str, Tensor]) -> dict
     names that peft has not changed."""
     state = model.state_dict()
     # By address, so that what is tied to a changed weight changes with it.
-    changes = {state[name].data_ptr(): own(value) for name, value in changed.items()}
+    changes = {state[name].data_ptr(): own_weights(value) for name, value in changed.items()}
     present = {
         name.replace(".base_layer.", "."): changes.get(value.data_ptr(), value)
         for name, value in state.items()
@@ -142,7 +146,7 @@ def as_json(options: Mapping[str, Any]) -> dict[str, Any]:
     return back
 
 
-def dotted(function: Callable[..., Any]) -> str:
+def path_of_function(function: Callable[..., Any]) -> str:
     """Where a function is found, module.name."""
     path = f"{function.__module__}.{function.__qualname__}"
     if "." in function.__qualname__:
@@ -150,7 +154,7 @@ def dotted(function: Callable[..., Any]) -> str:
     return path
 
 
-def found(path: str) -> Callable[..., Any]:
+def load_attach(path: str) -> Callable[..., Any]:
     """The function of a dotted path; raises ValueError for one of a package that is not trusted."""
     if not path.startswith(TRUSTED):
         raise ValueError(f"{INDEX} names {path}; allowed: functions of {', '.join(TRUSTED)}*")

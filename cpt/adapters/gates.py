@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpt.models.units import Part, Units, served
+from cpt.models.units import Part, Units, shared_members
 
 
 class _Compensated(torch.autograd.Function):
@@ -50,7 +50,7 @@ def hard(e: Tensor) -> Tensor:
     return (e > 0).to(e)
 
 
-def annealed(progress: float, *, s_max: float) -> float:
+def anneal(progress: float, *, s_max: float) -> float:
     """s at a share of a domain's steps (eq. 3): 1 / s_max at 0, s_max at 1."""
     return 1 / s_max + (s_max - 1 / s_max) * progress
 
@@ -165,7 +165,7 @@ class Gates:
             parameter.copy_(values)
 
 
-def attach(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> Gates:
+def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> Gates:
     """Adds a gate to the model for each group of units (not for tokens), with e from N(0, 1)."""
     groups = tuple(groups)
     parts = tuple(Gate(group.count, s_max=s_max) for group in groups)
@@ -178,15 +178,15 @@ def attach(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> Gates:
 def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
     """The units of an adapter up(f(down(x))): its neurons, gated in front of up, and its outputs, behind
     it."""
-    neurons, outputs = (served(each.out_features, each.out_features, 1) for each in (down, up))
-    inner = (*written(down, neurons), Part(up, "weight", 1, neurons))
+    neurons, outputs = (shared_members(each.out_features, each.out_features, 1) for each in (down, up))
+    inner = (*output_parts(down, neurons), Part(up, "weight", 1, neurons))
     return [
         Units(f"{name}.neurons", "neurons", len(neurons), up, "in", inner),
-        Units(f"{name}.outputs", "outputs", len(outputs), up, "out", tuple(written(up, outputs))),
+        Units(f"{name}.outputs", "outputs", len(outputs), up, "out", tuple(output_parts(up, outputs))),
     ]
 
 
-def written(linear: nn.Linear, members: Tensor) -> list[Part]:
+def output_parts(linear: nn.Linear, members: Tensor) -> list[Part]:
     """The output features of a linear map, weight and bias."""
     return [Part(linear, name, 0, members) for name, _ in linear.named_parameters(recurse=False)]
 
@@ -201,6 +201,6 @@ def at_the_gate(group: Units, gates: Tensor) -> Iterator[tuple[nn.Parameter, Ten
             yield parameter, gates.to(parameter)[part.members[:, 0].to(gates.device)].view(shape)
 
 
-def owned(groups: Iterable[Units]) -> set[nn.Parameter]:
+def owned_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:
     """The parameters that units own."""
     return {getattr(part.module, part.attribute) for group in groups for part in group.parts}

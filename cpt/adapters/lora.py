@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.bank import Scope
-from cpt.core.rules import shown
+from cpt.core.rules import show
 from cpt.models.units import Projection, projections
 
 NEWEST, EARLIER = "default", "earlier"
@@ -37,7 +37,7 @@ EARLIER_KEYS = [f"lora_{half}.{EARLIER}.weight" for half in "AB"] + [
 ]
 
 
-def attach(
+def attach_pairs(
     model: PreTrainedModel,
     *,
     r: int,
@@ -51,7 +51,7 @@ def attach(
     embedding has a pair as well; a head that is tied to it becomes a matrix of its own, which is not trained.
 
     Raises ValueError for targets that there are not."""
-    maps, segments = targeted(model, targets), fused(model)
+    maps, segments = find_targets(model, targets), find_fused(model)
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -76,7 +76,7 @@ def by_columns(weight: nn.Parameter) -> None:
     weight.data = weight.data.T.contiguous().T
 
 
-def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, nn.Module]:
     """The linear maps that are meant, by name; raises ValueError if there are none."""
     head = model.get_output_embeddings()
     linear = {
@@ -89,7 +89,7 @@ def targeted(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, 
     found = {name: module for name, module in linear.items() if meant(name, targets)}
     if not found:
         raise ValueError(
-            f"method.targets={shown(targets)}; allowed: all-linear, a regular expression or a list that "
+            f"method.targets={show(targets)}; allowed: all-linear, a regular expression or a list that "
             f"finds some of {', '.join(list(linear)[:6])} …"
         )
     return found
@@ -102,7 +102,7 @@ def meant(name: str, targets: str | Sequence[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in targets)
 
 
-def fused(model: PreTrainedModel) -> dict[str, tuple[Tensor, ...]]:
+def find_fused(model: PreTrainedModel) -> dict[str, tuple[Tensor, ...]]:
     """The output features that are ranked together, by name of map; nothing where blocks are not known."""
     try:
         return {each.name: each.segments for each in projections(model)}
@@ -133,7 +133,7 @@ def layers(model: nn.Module) -> dict[str, LoraLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def pair(layer: LoraLayer, adapter: str = NEWEST) -> tuple[nn.Parameter, nn.Parameter]:
+def pair_of(layer: LoraLayer, adapter: str = NEWEST) -> tuple[nn.Parameter, nn.Parameter]:
     """A [r, d_in] and B [d_out, r] of a layer."""
     if adapter in layer.lora_A:
         return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
@@ -145,7 +145,7 @@ def has_earlier(layer: LoraLayer) -> bool:
 
 
 @torch.no_grad()
-def draw(model: nn.Module, seed: int) -> None:
+def draw_pair(model: nn.Module, seed: int) -> None:
     """Draws the newest pairs anew, with product 0. Sets the global generator, since peft draws from it and
     all processes must draw the same."""
     torch.manual_seed(seed)
@@ -165,35 +165,35 @@ def merge(model: nn.Module) -> None:
 def set_aside(model: PreTrainedModel) -> None:
     """Puts copies of the newest pairs behind those of earlier domains, which are frozen."""
     for layer in layers(model).values():
-        hold(layer, model.peft_config[NEWEST], *summed(layer))
+        hold(layer, model.peft_config[NEWEST], *join_pairs(layer))
 
 
-def summed(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+def join_pairs(layer: LoraLayer) -> tuple[Tensor, Tensor]:
     """All pairs of a layer along the rank: A [t r, d_in], B [d_out, t r]."""
-    pairs = [pair(layer, EARLIER)] if has_earlier(layer) else []
-    a, b = zip(*pairs, pair(layer), strict=True)
+    pairs = [pair_of(layer, EARLIER)] if has_earlier(layer) else []
+    a, b = zip(*pairs, pair_of(layer), strict=True)
     return torch.cat(a), torch.cat(b, dim=1)
 
 
 @torch.no_grad()
 def hold(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
     """Makes A and B the earlier pairs of a layer; the newest one is trained or not as before."""
-    trained = pair(layer)[0].requires_grad
+    trained = pair_of(layer)[0].requires_grad
     # Without dropout, which would tell pairs that are kept apart from pairs in W.
     plain = replace(config, lora_dropout=0.0, init_lora_weights=False)
     layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=plain)
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
     layer.set_adapter([NEWEST, EARLIER])
-    for parameter in pair(layer):
+    for parameter in pair_of(layer):
         parameter.requires_grad_(trained)
-    for parameter, value in zip(pair(layer, EARLIER), (a, b), strict=True):
+    for parameter, value in zip(pair_of(layer, EARLIER), (a, b), strict=True):
         parameter.requires_grad_(False).copy_(value)
 
 
 def begin(model: PreTrainedModel, *, stored: str, seed: int) -> None:
     """Begins a new pair: the last one goes to the frozen weights or to the earlier pairs."""
     (merge if stored == "merged" else set_aside)(model)
-    draw(model, seed)
+    draw_pair(model, seed)
 
 
 def follow(model: PreTrainedModel) -> None:
@@ -212,7 +212,7 @@ def take_shape(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str,
             layer.delete_adapter(EARLIER)
 
 
-def plain(model: PreTrainedModel, *, merged: bool) -> PreTrainedModel:
+def without_pairs(model: PreTrainedModel, *, merged: bool) -> PreTrainedModel:
     """A copy as its authors wrote it, all of it trainable, with all pairs added to its weights or without."""
     copy = deepcopy(model)
     for name, layer in layers(copy).items():
@@ -223,28 +223,28 @@ def plain(model: PreTrainedModel, *, merged: bool) -> PreTrainedModel:
     return copy.requires_grad_(True)
 
 
-def present(model: PreTrainedModel) -> dict[str, Tensor]:
+def newest_pairs(model: PreTrainedModel) -> dict[str, Tensor]:
     """All pairs as one by the names of the newest: what peft loads as a single adapter."""
     found = {}
     for layer in layers(model).values():
-        found |= {id(p): value for p, value in zip(pair(layer), summed(layer), strict=True)}
+        found |= {id(p): value for p, value in zip(pair_of(layer), join_pairs(layer), strict=True)}
     return {name: found[id(p)] for name, p in model.named_parameters() if id(p) in found}
 
 
-def export(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
+def export_pairs(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
     """Writes the base to `folder` and each part, pairs by the names of the newest, to adapters/<name> in it,
     as peft does; gives the Python expression that loads it with the last part."""
-    base = plain(model, merged=False)
+    base = without_pairs(model, merged=False)
     base.save_pretrained(folder)
     for name, weights in parts.items():
         place = folder / "adapters" / quote(name, safe=" ")
         place.mkdir(parents=True, exist_ok=True)
-        save(place, model, weights)
+        save_pairs(place, model, weights)
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(place))})"
 
 
-def save(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+def save_pairs(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Writes one adapter, of whatever rank its weights have, in peft's format."""
     config = model.peft_config[NEWEST]
     state = get_peft_model_state_dict(

@@ -4,17 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Options, option
-from cpt.core.rules import (
-    YES_NO,
-    Rule,
-    is_list,
-    is_pattern,
-    is_text,
-    number,
-    one_of,
-    or_null,
-    whole,
-)
+from cpt.core.rules import YES_NO, Rule, is_list, is_pattern, is_text, number, one_of, or_null, whole
 
 SCORED = ("posterior", "nearest")
 
@@ -36,7 +26,7 @@ class BottleneckOptions(Options):
 
     @property
     def bottleneck(self) -> dict[str, Any]:
-        """What cpt.adapters.bottleneck.attach is told."""
+        """What cpt.adapters.bottleneck.attach_bottlenecks is told."""
         return {name: getattr(self, name) for name in ("placement", "reduction", "activation")}
 
 
@@ -58,7 +48,7 @@ class PairOptions(Options):
 
     @property
     def pair(self) -> dict[str, Any]:
-        """What cpt.adapters.lora.attach is told."""
+        """What cpt.adapters.lora.attach_pairs is told."""
         return {name: getattr(self, name) for name in ("r", "alpha", "dropout", "targets", "embeddings")}
 
 

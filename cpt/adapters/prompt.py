@@ -26,7 +26,7 @@ ALONE = {"past_key_values", "encoder_hidden_states"}  # inputs that do not go wi
 FILLED = {"inputs_embeds": 0, "attention_mask": 1, "token_type_ids": 0}  # what the prompt's places get
 
 
-class Prompt(nn.Module):
+class PromptVectors(nn.Module):
     """Widens the input of a model's body by the prompt `weight` [n, D], and cuts its output back. n is what
     the weight at work has: 0 changes nothing."""
 
@@ -50,7 +50,7 @@ class Prompt(nn.Module):
         self.check(given)
         for name, value in (FILLED | {"input_ids": self.placeholder}).items():
             if name in given:
-                given[name] = inserted(given[name], value, len(self.weight))
+                given[name] = insert_prompt(given[name], value, len(self.weight))
         if "inputs_embeds" in given:
             given["inputs_embeds"] = self.put_in(given["inputs_embeds"])
         if "position_ids" in given:
@@ -101,13 +101,13 @@ class Prompt(nn.Module):
         return hidden[:, width:] if self.causal else torch.cat([hidden[:, :1], hidden[:, 1 + width :]], dim=1)
 
 
-def inserted(given: Tensor, value: int, width: int) -> Tensor:
+def insert_prompt(given: Tensor, value: int, width: int) -> Tensor:
     """`width` times a value behind the first column of [B, T] or [B, T, D]."""
     between = given.new_full((len(given), width, *given.shape[2:]), value)
     return torch.cat([given[:, :1], between, given[:, 1:]], dim=1)
 
 
-def attach(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
+def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
     """Gives a model a prompt of so many tokens, its vectors those of random ordinary tokens; what is to be
     trained. `causal` says that outputs predict the next token and not their own. A model takes one.
 
@@ -117,8 +117,8 @@ def attach(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
         raise ValueError(f"a prompt does not go with a {kind}; allowed: masked and causal models")
     inner, table = body(model), model.get_input_embeddings()
     special = special_ids(model)
-    part = Prompt(
-        drawn(model, tokens),
+    part = PromptVectors(
+        draw_prompt(model, tokens),
         causal=causal,
         placeholder=next(number for number in range(len(special) + 1) if number not in special),
         limit=positions_of(model),
@@ -132,7 +132,7 @@ def attach(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
 
 
 @torch.no_grad()
-def drawn(model: PreTrainedModel, tokens: int, generator: torch.Generator | None = None) -> Tensor:
+def draw_prompt(model: PreTrainedModel, tokens: int, generator: torch.Generator | None = None) -> Tensor:
     """What the input embedding gives for so many random tokens that the configuration does not name as
     special, [tokens, D]; one may come twice."""
     table = model.get_input_embeddings()

@@ -17,7 +17,7 @@ from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.options import Routing
 from cpt.data.batch import Batch
 from cpt.models.objectives import Objective
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 
 LEAST = 1e-3  # of the largest weight: parts with less are not told
 
@@ -75,7 +75,7 @@ class Router:
 
     def likelihood(self, model: PreTrainedModel, batch: Batch, part: int) -> Tensor:
         """Log-likelihood (nats) at the scored positions, [K], with one of the parts."""
-        with swapped(model, self.bank.weights(part)):
+        with swap_weights(model, self.bank.weights(part)):
             return -self.objective.nll(model, batch)
 
     def begin(self) -> None:
@@ -99,7 +99,7 @@ class Router:
             priors[:, place] = self.prior.log()
             self.learn(total)
         weights = (before + priors[:, row]).log_softmax(0)
-        return (weights if top_k is None else largest(weights, top_k)).to(likelihood)
+        return (weights if top_k is None else keep_largest(weights, top_k)).to(likelihood)
 
     def learn(self, total: Tensor) -> None:
         """Moves the prior by the posterior at the end of a row, from the row's log-likelihoods [n]."""
@@ -124,13 +124,15 @@ class Router:
         positions of all processes, whose sum is 1; parts with less than a thousandth of the largest are left
         out. Asked by every process, also by one that scored none of the text."""
         taken = self.taken.get(domain, {})
-        sums = summed(torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double))
+        sums = sum_on_cpu(
+            torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double)
+        )
         told = torch.where(sums < LEAST * sums.max(), 0, sums)
         shares = (told / told.sum()).tolist()
         return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
 
 
-def summed(values: Tensor) -> Tensor:
+def sum_on_cpu(values: Tensor) -> Tensor:
     """Values on the CPU, summed over all processes."""
     if not distributed.is_initialized():
         return values
@@ -150,7 +152,7 @@ def preceding(likelihood: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return sums - likelihood - starts[:, row], ends - starts, row
 
 
-def largest(weights: Tensor, count: int) -> Tensor:
+def keep_largest(weights: Tensor, count: int) -> Tensor:
     """Log weights [n, K] of which the `count` largest, of equals the first, are kept at each position and sum
     to 1 again."""
     best = weights.sort(dim=0, descending=True, stable=True).indices[:count]

@@ -25,14 +25,14 @@ FORGOTTEN = 24 * 3600  # seconds after which what a dead process left is not gon
 PARTIAL, DAMAGED = ".partial", ".damaged"
 
 
-def made_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
+def make_once(folder: Path, *, make: Callable[[Path], None]) -> Path:
     """`folder`, filled by `make(partial folder)` unless it is there and whole, and renamed when complete.
 
     One process makes it and the others wait: the lock is the system's and ends with its holder. What a killed
     holder left stands in the partial folder, so that `make` may go on with it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not folder.exists() or problem(folder):
-        with waited_for(lock_of(folder)):
+        with wait_for(lock_of(folder)):
             if folder.exists() and (found := problem(folder)):
                 log.warning("%s is damaged (%s) and is made again", folder, found)
                 take_out(folder)
@@ -87,7 +87,7 @@ def sweep(folder: Path) -> None:
     for suffix in (PARTIAL, DAMAGED):
         for left in folder.glob(f"*{suffix}"):
             with suppress(FileNotFoundError):  # another process removes it just now
-                if time.time() - touched(left) > FORGOTTEN:
+                if time.time() - touch(left) > FORGOTTEN:
                     remove_unless_locked(left, lock_of(left.with_name(left.name.removesuffix(suffix))))
 
 
@@ -99,7 +99,7 @@ def remove_unless_locked(path: Path, lock: FileLock) -> None:
         pass
 
 
-def touched(path: Path) -> float:
+def touch(path: Path) -> float:
     """When a file, or anything in a folder, was last written to."""
     return max((each.lstat().st_mtime for each in (path, *path.rglob("*"))), default=0.0)
 
@@ -108,7 +108,7 @@ def lock_of(folder: Path) -> FileLock:
     return FileLock(folder.with_name(f"{folder.name}.lock"))
 
 
-def waited_for(lock: FileLock) -> AbstractContextManager[object]:
+def wait_for(lock: FileLock) -> AbstractContextManager[object]:
     """The lock, acquired; says so if another process holds it."""
     try:
         return lock.acquire(timeout=0.5)
@@ -128,12 +128,12 @@ class Opened:
     @classmethod
     def now(cls, folder: Path) -> "Opened":
         checksums = Checksums.load(folder / FILE)
-        return cls(folder, checksums, present(folder, checksums.files))
+        return cls(folder, checksums, is_present(folder, checksums.files))
 
     @property
     def is_here(self) -> bool:
         """Whether no other process has made it again meanwhile."""
-        return present(self.folder, self.checksums.files) == self.files
+        return is_present(self.folder, self.checksums.files) == self.files
 
     def wrong(self) -> str:
         """What is wrong with it, every byte of it read; empty if nothing is."""
@@ -141,7 +141,7 @@ class Opened:
         return found if self.is_here else "another process made it again while this one read it"
 
     def take_out(self) -> None:
-        with waited_for(lock_of(self.folder)):
+        with wait_for(lock_of(self.folder)):
             if self.is_here:
                 take_out(self.folder)
 
@@ -196,7 +196,7 @@ class Watch:
 WATCH = Watch()
 
 
-def present(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+def is_present(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Which files stand under these names, by number and time: those made again have others."""
     stats = {name: (folder / name).stat() for name in names if (folder / name).exists()}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}

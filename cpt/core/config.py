@@ -47,11 +47,11 @@ def digest(value: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of nested mappings with dotted keys."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -65,7 +65,7 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result; values that compute the same are equal."""
-    leaves = {key: canonical(key, value) for key, value in flat(settings) if not executes(key)}
+    leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
     return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
 
 
@@ -80,7 +80,7 @@ def canonical(key: str, value: Any) -> Any:
     return value
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def list_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """`key: value then -> value now` of every leaf that differs."""
     keys = sorted(set(then) | set(now))
     shown = ((key, then.get(key, "(absent)"), now.get(key, "(absent)")) for key in keys)

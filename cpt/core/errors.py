@@ -29,7 +29,7 @@ def reason(error: BaseException) -> str:
     match error:
         case MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
-            return unknown(f"{group}={name}", options)
+            return unknown_name(f"{group}={name}", options)
         case OverrideParseException():
             return unreadable(error)
         case SearchPathException():
@@ -57,10 +57,10 @@ def unknown_key(error: OmegaConfBaseException) -> str:
     key, node = str(error.full_key), error.parent_node
     section = key.rpartition(".")[0]
     names = [f"{section}.{name}" if section else str(name) for name in node or ()]
-    return unknown(key, names) + (f"; one more: +{key}=…" if section else "")
+    return unknown_name(key, names) + (f"; one more: +{key}=…" if section else "")
 
 
-def unknown(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
+def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) -> str:
     """What is said of a key, or of a `group=choice`, that there is not."""
     by_end = {name.rpartition(".")[2]: name for name in allowed}
     near = difflib.get_close_matches(re.split("[.=]", key)[-1], by_end, n=1, cutoff=CLOSE)

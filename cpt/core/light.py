@@ -25,11 +25,11 @@ def load_light(module: str) -> SimpleNamespace:
     space: dict = {"__name__": module}
     statements = parse(path)
     for statement in statements:
-        if not any(map(is_heavy, imported(statement))):
+        if not any(map(is_heavy, imported_modules(statement))):
             # What needs a name that a heavy import would bring is left out as well.
             with suppress(NameError, AttributeError):
                 exec(compile(ast.Module([statement], []), str(path), "exec"), space)
-    defined = {name for statement in statements for name in bound(statement)}
+    defined = {name for statement in statements for name in bound_names(statement)}
     return SimpleNamespace(**{**space, "defined": defined})
 
 
@@ -42,7 +42,7 @@ def is_heavy(module: str) -> bool:
     path = source_of(module)
     if path is None or "site-packages" in path.parts and package != __name__.partition(".")[0]:
         return False
-    return any(is_heavy(name) for statement in parse(path) for name in imported(statement))
+    return any(is_heavy(name) for statement in parse(path) for name in imported_modules(statement))
 
 
 def source_of(module: str) -> Path | None:
@@ -58,7 +58,7 @@ def parse(path: Path) -> list[ast.stmt]:
     return ast.parse(path.read_text(encoding="utf-8")).body
 
 
-def imported(statement: ast.stmt) -> Iterator[str]:
+def imported_modules(statement: ast.stmt) -> Iterator[str]:
     """The modules that a statement imports; a submodule may be named like an attribute of its package."""
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
@@ -76,7 +76,7 @@ def is_module(name: str) -> bool:
     return False
 
 
-def bound(statement: ast.stmt) -> Iterator[str]:
+def bound_names(statement: ast.stmt) -> Iterator[str]:
     """The names that a statement gives a meaning."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         yield statement.name

@@ -32,7 +32,7 @@ def name_run(overrides: Sequence[str], method: str, order: Any, seed: int) -> st
     """The run folder's name: method, order, seed and whatever else was chosen on the command line; of a path
     its last part."""
     parts = [method, f"order-{order}", f"seed-{seed}"]
-    for key, value in sorted(chosen(overrides)):
+    for key, value in sorted(list_choices(overrides)):
         if key not in ("method", "order", "seed", "hydra"):
             parts.append(f"{key}-{Path(value).name if '/' in value else value}")
     name = "_".join(UNSAFE.sub(".", part).strip(".") for part in parts)
@@ -46,21 +46,21 @@ def variant() -> str:
     if not HydraConfig.initialized():
         return ""
     overrides = HydraConfig.get().overrides.task
-    given = ((key, value) for key, value in chosen(overrides) if key not in NAMED)
+    given = ((key, value) for key, value in list_choices(overrides) if key not in NAMED)
     return "; ".join(f"{key.removeprefix('method.')}={value}" for key, value in given)
 
 
-def chosen(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Key and value of the overrides that decide the result and are not the default."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     groups = tuple(str(each.input_line) for each in parsed if is_group(each.key_or_group))
     for each in parsed:
         key = each.get_key_element().lstrip("+~")
         if not (executes(key) or key.startswith("hydra.") or is_default(each, groups)):
-            yield key, shown_value(each)
+            yield key, show_value(each)
 
 
-def shown_value(override: Override) -> str:
+def show_value(override: Override) -> str:
     """A value as one writes it, numbers in one way: 1e-3 as 0.001."""
     value = override.value()
     if isinstance(value, (int, float)) and not isinstance(value, bool):

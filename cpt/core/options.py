@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
-from cpt.core.errors import reason, unknown
+from cpt.core.errors import reason, unknown_name
 from cpt.core.light import HEAVY, load_light
 from cpt.core.rules import Rule
 
@@ -87,22 +87,22 @@ def read_options(kind: type[Made], given: Mapping[str, Any], *, place: str) -> M
     check_names(given, [each.name for each in fields(kind)], place=place)
     needed = [each.name for each in fields(kind) if each.default is MISSING]
     if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"{at(place)}{missing[0]} is missing; needed: {', '.join(needed)}")
-    with naming(place):
+        raise ValueError(f"{with_dot(place)}{missing[0]} is missing; needed: {', '.join(needed)}")
+    with prefix_errors(place):
         return kind(**given)
 
 
-def at(place: str) -> str:
+def with_dot(place: str) -> str:
     return f"{place}." if place else ""
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
+def prefix_errors(place: str) -> Iterator[None]:
     """Begins the message of a ValueError with the section that it is about."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{at(place)}{error}") from error
+        raise ValueError(f"{with_dot(place)}{error}") from error
 
 
 def check_names(given: Iterable[str], allowed: Iterable[str], *, place: str) -> None:
@@ -110,7 +110,9 @@ def check_names(given: Iterable[str], allowed: Iterable[str], *, place: str) -> 
     known = list(allowed)
     for name in given:
         if name not in known:
-            raise ValueError(unknown(f"{at(place)}{name}", [f"{at(place)}{each}" for each in known]))
+            raise ValueError(
+                unknown_name(f"{with_dot(place)}{name}", [f"{with_dot(place)}{each}" for each in known])
+            )
 
 
 def options_of(target: str, *, place: str) -> type[Options] | None:

@@ -85,7 +85,7 @@ def end_now(number: int) -> None:
 
 
 @contextmanager
-def heeded() -> Iterator[None]:
+def heed_signals() -> Iterator[None]:
     """While it lasts, SIGNALS end the program by one line and the exit code GO_ON; those that are ignored
     (nohup) stay ignored."""
     # Python's own part of a signal waits for libraries; what it writes to a socket does not.
@@ -139,7 +139,7 @@ def leave(leaving: Preempted) -> None:
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """While it lasts, a signal is noted only: `check` and `leave_together` heed it, or its end."""
     notice.deferrals += 1
     try:
@@ -149,7 +149,7 @@ def deferred() -> Iterator[None]:
     notice.heed()
 
 
-def check(where: str = "") -> None:
+def check_signals(where: str = "") -> None:
     """Leaves if a signal has come to this process; for where no other one waits for it."""
     if notice.number:
         raise Preempted(notice.number, where)
@@ -157,7 +157,7 @@ def check(where: str = "") -> None:
 
 def leave_together(where: str = "") -> None:
     """Leaves if a signal has come to any process; called by all of them."""
-    if number := agreed(notice.number):
+    if number := agree(notice.number):
         leave_all(number, where)
 
 
@@ -167,7 +167,7 @@ def leave_all(number: int, where: str = "") -> None:
     raise Preempted(number, where)
 
 
-def agreed(number: int) -> int:
+def agree(number: int) -> int:
     """The largest of the processes' numbers; a collective where there are several."""
     if not in_company():
         return number
@@ -193,7 +193,7 @@ class Herald:
         """Leaves its own work if a signal has come to any process."""
         if in_company():
             self.exchange()
-        check()
+        check_signals()
 
     def exchange(self) -> None:
         from torch.distributed.distributed_c10d import _get_default_store

@@ -5,7 +5,7 @@ import sys
 from tqdm import tqdm
 
 
-def bar(label: str, *, total: int, hidden: bool, done: int = 0, unit: str = "it") -> tqdm:
+def progress_bar(label: str, *, total: int, hidden: bool, done: int = 0, unit: str = "it") -> tqdm:
     """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(

@@ -23,7 +23,7 @@ def words_of(numbers: int | np.ndarray) -> np.ndarray:
     return np.atleast_1d(np.asarray(numbers, np.uint64))
 
 
-def mixed(numbers: int | np.ndarray) -> np.ndarray:
+def mix_bits(numbers: int | np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser on 64-bit words of any shape."""
     words = words_of(numbers) + GOLDEN
     words = (words ^ (words >> np.uint64(30))) * FIRST
@@ -33,17 +33,17 @@ def mixed(numbers: int | np.ndarray) -> np.ndarray:
 
 def sample_keys(stream: int | np.ndarray, samples: np.ndarray) -> np.ndarray:
     """A key per sample, [B] uint64, from the key of its stream (one, or one per sample) and its number."""
-    return mixed(mixed(stream) ^ (words_of(samples) * GOLDEN))
+    return mix_bits(mix_bits(stream) ^ (words_of(samples) * GOLDEN))
 
 
 def draws(keys: np.ndarray, length: int, *, stream: int) -> np.ndarray:
     """Uniform numbers in [0, 1), [B, length] float64: row b depends on keys[b] and `stream` only."""
-    rows = mixed(keys + words_of(stream) * GOLDEN)
-    words = mixed(rows[:, None] ^ (np.arange(length, dtype=np.uint64) * GOLDEN))
+    rows = mix_bits(keys + words_of(stream) * GOLDEN)
+    words = mix_bits(rows[:, None] ^ (np.arange(length, dtype=np.uint64) * GOLDEN))
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def shuffled(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.ndarray) -> np.ndarray:
+def shuffle(positions: np.ndarray, count: int | np.ndarray, *, stream: int | np.ndarray) -> np.ndarray:
     """The items [B] int64 at `positions` [B] < count of a random permutation of range(count), in O(1) memory.
 
     `stream` (one key, or one per position) names the permutation; `count` too may be one per position. A
@@ -63,6 +63,6 @@ def feistel(words: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray
     """Keyed bijections of the integers below 4 ** half, each [B]."""
     low = (np.uint64(1) << half) - np.uint64(1)
     left, right = words >> half, words & low
-    for turn in mixed(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
-        left, right = right, left ^ (mixed(right ^ turn) & low)
+    for turn in mix_bits(keys + np.arange(ROUNDS, dtype=np.uint64)[:, None]):
+        left, right = right, left ^ (mix_bits(right ^ turn) & low)
     return (left << half) | right

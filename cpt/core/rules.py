@@ -25,16 +25,16 @@ class Rule:
     def check(self, key: str, value: Any) -> None:
         """Raises ValueError, `key=value; allowed: …`, for a value that there may not be."""
         if not self.allows(value):
-            raise ValueError(f"{key}={shown(value)}; allowed: {self.allowed}")
+            raise ValueError(f"{key}={show(value)}; allowed: {self.allowed}")
 
 
 Rules = Mapping[str, Rule]
 
 
-def shown(value: Any) -> str:
+def show(value: Any) -> str:
     """A value as one gives it on the command line."""
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(show, value))}]"
     return {None: "null", True: "true", False: "false"}[value] if is_word(value) else str(value)
 
 

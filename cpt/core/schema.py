@@ -12,7 +12,7 @@ LARGEST = 10**300  # of whole numbers: a larger one is no float
 Misfit = Callable[[Any, str], str | None]
 
 
-def check(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: str = "") -> None:
+def check_types(values: Mapping[str, Any], declared: Mapping[str, Any], *, of: str = "") -> None:
     """Raises ValueError, which names the place, for a value that is missing or not of its declared type: a
     scalar, Any, a union, or list and dict (with strings for keys) of such. A whole number may stand for a
     float."""
@@ -29,9 +29,9 @@ def misfit(declared: Any) -> Misfit:
     """What finds the first misfit to a declared type."""
     kind, inner = get_origin(declared), get_args(declared)
     if kind is list:
-        return _in_list(declared, misfit(inner[0]), plain=_plain(inner[0]))
+        return _in_list(declared, misfit(inner[0]), plain=_fitting_types(inner[0]))
     if kind is dict:
-        return _in_dict(declared, misfit(inner[1]), plain=_plain(inner[1]))
+        return _in_dict(declared, misfit(inner[1]), plain=_fitting_types(inner[1]))
     if kind in (Union, UnionType):
         ones = [misfit(each) for each in inner]
         return lambda value, at: _said(all(one(value, at) for one in ones), value, declared, at)
@@ -60,7 +60,7 @@ def _in_dict(declared: Any, inner: Misfit, *, plain: Set[type]) -> Misfit:
     return look
 
 
-def _plain(declared: Any) -> Set[type]:
+def _fitting_types(declared: Any) -> Set[type]:
     """The types by which alone values are known to fit, without a look at each: a matrix has many."""
     kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else [declared]
     return {float, str, NoneType}.intersection(kinds)

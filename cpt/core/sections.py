@@ -9,7 +9,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
 from cpt.core.config import FOR_OTHERS
-from cpt.core.options import Choice, Options, at, check_field, check_names, naming, options_of, read_options
+from cpt.core.options import (
+    Choice,
+    Options,
+    check_field,
+    check_names,
+    options_of,
+    prefix_errors,
+    read_options,
+    with_dot,
+)
 from cpt.core.rules import MAPPING, TEXT, or_null
 
 # Of a choice: what makes it and what others read of it, not its options.
@@ -34,10 +43,12 @@ class Section:
         known = [each.name for each in fields(kind)]
         given = {name: value for name, value in self.values.items() if name in known or name not in self.used}
         check_names(given, known, place=self.place)
-        values = {name: choose_within(value, f"{at(self.place)}{name}") for name, value in given.items()}
+        values = {
+            name: choose_within(value, f"{with_dot(self.place)}{name}") for name, value in given.items()
+        }
         if self.complete:
             return read_options(kind, values, place=self.place)
-        with naming(self.place):
+        with prefix_errors(self.place):
             for each in fields(kind):
                 if each.name in values:
                     check_field(each, values[each.name])
@@ -48,7 +59,7 @@ class Section:
         None where nothing is chosen or a value is missing. Raises ValueError for a class that there is not
         and for its options as `read` does."""
         target = self.values.get("_target_")
-        or_null(TEXT).check(f"{at(self.place)}_target_", target)
+        or_null(TEXT).check(f"{with_dot(self.place)}_target_", target)
         if target is None:
             return None
         kind = options_of(target, place=self.place)
@@ -70,24 +81,24 @@ class Section:
         return own, {name: value for name, value in self.values.items() if name not in known}
 
 
-def section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = None) -> Section:
+def read_section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = None) -> Section:
     """A section of a config, or these names at its top; raises ValueError where it is none."""
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
-        MAPPING.check(place, plain(node))
+        MAPPING.check(place, to_python(node))
     values: dict[str, Any] = {}
     looked_at = node if names is None else [name for name in names if name in node]
     for name in map(str, looked_at):
         try:
-            values[name] = plain(node[name])
+            values[name] = to_python(node[name])
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             continue
     text = OmegaConf.to_yaml(cfg)
-    used = frozenset(name for name in map(str, looked_at) if is_used(f"{at(place)}{name}", text))
+    used = frozenset(name for name in map(str, looked_at) if is_used(f"{with_dot(place)}{name}", text))
     return Section(place, values, len(values) == len(looked_at), used)
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """A value in Python's own types. Raises MissingMandatoryValue for one with a part that is missing."""
     if not OmegaConf.is_config(value):
         return value

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
-from cpt.core.errors import reason, unknown
+from cpt.core.errors import reason, unknown_name
 from cpt.core.rules import is_text
 from cpt.core.sections import GIVEN
 
@@ -20,7 +20,7 @@ def check_arguments(section: str, options: Mapping[str, Any], *, given_by_cpt: I
     names = [name for name in allowed if name not in given_by_cpt]
     for key in options:
         if key not in GIVEN and key not in names:
-            raise ValueError(unknown(f"{section}.{key}", [f"{section}.{name}" for name in names]))
+            raise ValueError(unknown_name(f"{section}.{key}", [f"{section}.{name}" for name in names]))
 
 
 def target(section: str, options: Mapping[str, Any]) -> Callable[..., Any]:

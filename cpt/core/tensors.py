@@ -26,11 +26,13 @@ class NamedTensors(nn.Module):
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes over the values of tensors: into those of their names and shapes, else as new ones."""
         for name, tensor in tensors.items():
-            own = self._buffers.get(slashed(name))
+            own = self._buffers.get(to_buffer_name(name))
             if own is not None and own.shape == tensor.shape:
                 own.copy_(tensor)
             else:
-                self.register_buffer(slashed(name), tensor.detach().clone(), persistent=self.persistent)
+                self.register_buffer(
+                    to_buffer_name(name), tensor.detach().clone(), persistent=self.persistent
+                )
 
     def clear(self) -> None:
         """Forgets all of them."""
@@ -44,10 +46,10 @@ class NamedTensors(nn.Module):
 
     def room(self, name: str, stored: Tensor) -> Tensor:
         """A tensor that a stored one is loaded into: the own one of the name, if it has its shape."""
-        own = self._buffers.get(slashed(name))
+        own = self._buffers.get(to_buffer_name(name))
         return own if own is not None and own.shape == stored.shape else torch.empty_like(stored)
 
 
-def slashed(name: str) -> str:
+def to_buffer_name(name: str) -> str:
     """The name of a buffer, in which no dot may stand."""
     return name.replace(".", "/")

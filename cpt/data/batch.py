@@ -36,7 +36,7 @@ class Collator(Protocol):
         """Scored places per row, [B], of rows with so many tokens of text (of all tokens)."""
 
 
-def labelled(input_ids: Tensor, labels: Tensor, present: Tensor) -> Batch:
+def label_batch(input_ids: Tensor, labels: Tensor, present: Tensor) -> Batch:
     """The batch of rows [B, T] whose outputs are to predict labels [B, T], nothing where they are UNSCORED;
     text stands at `present` [B, T]."""
     positions = (labels.flatten() != UNSCORED).nonzero().flatten()

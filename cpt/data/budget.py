@@ -37,7 +37,7 @@ class Budget:
         return max(1, math.ceil(samples / self.batch_size))
 
 
-def share(batch_size: int, *, accumulate: int, world: int) -> int:
+def share_batch(batch_size: int, *, accumulate: int, world: int) -> int:
     """Samples of a global batch that a process takes at once; ValueError if it cannot be shared out."""
     if accumulate < 1 or batch_size % (accumulate * world):
         raise ValueError(

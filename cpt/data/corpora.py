@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
-from cpt.data.corpus import Corpus, corpus
-from cpt.data.packing import Packed, packed
+from cpt.data.corpus import Corpus, make_corpus
+from cpt.data.packing import Packed, pack
 from cpt.data.sources.base import GENERAL, Source
 
 
@@ -23,7 +23,7 @@ class Corpora:
 
     @classmethod
     def read(cls, source: Source, order: Sequence[str], *, cache: Path) -> "Corpora":
-        return cls({name: corpus(source, name, cache=cache) for name in (*order, GENERAL)}, cache)
+        return cls({name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}, cache)
 
     @property
     def general(self) -> Corpus:
@@ -31,7 +31,7 @@ class Corpora:
 
     def packed(self, name: str, split: str, *, tokenizer: PreTrainedTokenizerBase, length: int) -> Packed:
         """A split of one text in rows of `length` tokens."""
-        return packed(
+        return pack(
             self.by_name[name],
             split,
             tokenizer=tokenizer,

@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from datasets.arrow_writer import ArrowWriter
 
-from cpt.core.cache import made_once
+from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
 from cpt.data.sources.base import Source, stamp_of
 
@@ -51,7 +51,7 @@ def in_batches(documents: Dataset) -> Iterator[list[str]]:
         yield batch
 
 
-def corpus(source: Source, name: str, *, cache: Path) -> Corpus:
+def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     """A domain's text as its source has it now, read once for all runs.
 
     Raises ValueError for a domain with too few documents to train on and hold some out, and for text that
@@ -60,42 +60,42 @@ def corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     stamp = stamp_of(source, name)
 
     def make(partial: Path) -> None:
-        write(partial, source.read(name), name=name, held_out=source.held_out)
+        write_documents(partial, source.read(name), name=name, held_out=source.held_out)
         if stamp_of(source, name) != stamp:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
-    folder = made_once(cache / "corpora" / stamp, make=make)
+    folder = make_once(cache / "corpora" / stamp, make=make)
     return Corpus(folder, json.loads((folder / "facts.json").read_text()))
 
 
 def facts_anew(source: Source, name: str) -> dict[str, Any]:
     """The facts of a domain's text, every document read again and nothing written."""
-    hashes, given, sizes = counted(encoded(source.read(name)))
-    return describe(hashes, given, assign(hashes, given, name=name, held_out=source.held_out), sizes)
+    hashes, given, sizes = count_documents(encode_documents(source.read(name)))
+    return describe_corpus(hashes, given, assign(hashes, given, name=name, held_out=source.held_out), sizes)
 
 
-def write(
+def write_documents(
     folder: Path, documents: Iterable[tuple[str, str]], *, name: str, held_out: Mapping[str, float]
 ) -> None:
     """Writes documents, their splits and the facts about them into a folder."""
     with ArrowWriter(
         path=str(folder / "documents.arrow"), features=Features({"text": Value("large_string")})
     ) as writer:
-        hashes, given, sizes = counted(stored(writer, encoded(documents)))
+        hashes, given, sizes = count_documents(load_corpus(writer, encode_documents(documents)))
         writer.finalize()
     splits = assign(hashes, given, name=name, held_out=held_out)
     np.save(folder / "splits.npy", splits)
-    facts = describe(hashes, given, splits, sizes)
-    log.info("%s: %s", name, summary(facts))
+    facts = describe_corpus(hashes, given, splits, sizes)
+    log.info("%s: %s", name, summarise_corpus(facts))
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
-def encoded(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, bytes]]:
+def encode_documents(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, bytes]]:
     """Documents as UTF-8, mended where they are no Unicode."""
     return ((split, text.encode(errors="replace")) for split, text in documents)
 
 
-def stored(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+def load_corpus(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
     """Hands documents on and writes them."""
     waiting = 0
     for split, raw in documents:
@@ -107,7 +107,7 @@ def stored(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> Itera
         yield split, raw
 
 
-def counted(documents: Iterable[tuple[str, bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def count_documents(documents: Iterable[tuple[str, bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The hash, split and bytes of each document, which is all that memory holds."""
     hashes, given, sizes = array("Q"), array("b"), array("Q")
     for split, raw in documents:
@@ -158,7 +158,9 @@ def spare(splits: np.ndarray, hashes: np.ndarray, *, held_out: Mapping[str, floa
         splits[ranked[held_out.get("most") or len(ranked) :]] = SPARED
 
 
-def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray) -> dict[str, Any]:
+def describe_corpus(
+    hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray
+) -> dict[str, Any]:
     """Digests of the text with its splits and of what is trained on, documents and bytes per split, and how
     many copies were left out."""
     held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
@@ -174,7 +176,7 @@ def describe(hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: n
     }
 
 
-def summary(facts: Mapping[str, Any]) -> str:
+def summarise_corpus(facts: Mapping[str, Any]) -> str:
     counts = ", ".join(f"{count} {split}" for split, count in facts["documents"].items())
     return (
         f"{sum(facts['bytes'].values()) / 1e6:.2f} MB, documents: {counts}; "

@@ -10,7 +10,7 @@ from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.preemption import ignore_signals, leave_together
-from cpt.core.randomness import key, shuffled
+from cpt.core.randomness import key, shuffle
 from cpt.data.batch import Batch, Collator
 from cpt.data.budget import Budget
 from cpt.data.packing import Packed
@@ -148,7 +148,7 @@ class DomainSequence(LightningDataModule):
         texts = {part: self.train[part] for part in self.domain.parts}
         share = math.ceil(self.probe_samples / len(texts))
         rows = {
-            name: shuffled(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
+            name: shuffle(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
             for name, text in texts.items()
         }
         return OnDevice(

@@ -3,12 +3,12 @@
 import random
 from collections.abc import Sequence
 
-from cpt.core.rules import shown
+from cpt.core.rules import show
 
 RESERVED = ("base", "joint", "general")
 
 
-def resolve(
+def resolve_order(
     order: int | str | Sequence[str],
     *,
     names: Sequence[str],
@@ -29,9 +29,9 @@ def resolve(
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in enumerate(named))
         raise ValueError(
-            f"order={shown(order)} is not known; allowed: {listed}, reverse, random, or a list like [b,a,c]"
+            f"order={show(order)} is not known; allowed: {listed}, reverse, random, or a list like [b,a,c]"
         )
-    return checked(chosen, names)
+    return check_order(chosen, names)
 
 
 def by_word(word: str, first: list[str], names: Sequence[str], seed: int) -> list[str] | None:
@@ -40,12 +40,12 @@ def by_word(word: str, first: list[str], names: Sequence[str], seed: int) -> lis
     return {"reverse": first[::-1]}.get(word, [word] if word in names else None)
 
 
-def checked(chosen: list[str], names: Sequence[str]) -> list[str]:
+def check_order(chosen: list[str], names: Sequence[str]) -> list[str]:
     unknown = [name for name in chosen if name not in names]
     if unknown:
         raise ValueError(f"unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
-        raise ValueError(f"order={shown(chosen)} must name at least one domain, and each only once")
+        raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
     if reserved := sorted(set(chosen) & set(RESERVED)):
         raise ValueError(f"a domain may not be called {', '.join(reserved)}: scores.json uses that name")
     return chosen

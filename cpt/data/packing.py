@@ -14,7 +14,7 @@ from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from cpt.core.cache import made_once
+from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.data.corpus import Corpus, in_batches
 
@@ -76,7 +76,7 @@ class Packed:
         return table
 
 
-def packed(
+def pack(
     corpus: Corpus,
     split: str,
     *,
@@ -89,9 +89,9 @@ def packed(
     """A split of a corpus in rows of `length` tokens, made once for all runs with this text, tokenizer and
     length."""
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
-    folder = made_once(
+    folder = make_once(
         cache / "packed" / f"{name}-{split}-{digest(made_of)}",
-        make=lambda partial: write(
+        make=lambda partial: write_rows(
             partial, corpus.documents(split), tokenizer=tokenizer, length=length, name=name
         ),
     )
@@ -101,21 +101,21 @@ def packed(
     )
 
 
-def write(
+def write_rows(
     folder: Path, documents: Dataset, *, tokenizer: PreTrainedTokenizerBase, length: int, name: str
 ) -> None:
     """Writes the rows of documents into a folder, a batch of documents at a time."""
     progress = tqdm(
         total=len(documents), desc=f"tokenising {name}", unit=" documents", disable=None, leave=False
     )
-    batches = tokenised(documents, tokenizer, progress)
+    batches = tokenise(documents, tokenizer, progress)
     with progress, ArrowWriter(path=str(folder / "rows.arrow"), features=COLUMNS) as writer:
-        for table in cut(batches, length=length, special=tokenizer.all_special_ids):
+        for table in cut_rows(batches, length=length, special=tokenizer.all_special_ids):
             writer.write_table(table)
         writer.finalize()
 
 
-def tokenised(
+def tokenise(
     documents: Dataset, tokenizer: PreTrainedTokenizerBase, progress: tqdm
 ) -> Iterator[list[list[int]]]:
     """The ids of each document, batch by batch, with the tokenizer's own special tokens around them.
@@ -146,7 +146,9 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ending[:1]
 
 
-def cut(batches: Iterable[list[list[int]]], *, length: int, special: Sequence[int]) -> Iterator[pa.Table]:
+def cut_rows(
+    batches: Iterable[list[list[int]]], *, length: int, special: Sequence[int]
+) -> Iterator[pa.Table]:
     """Tables of rows of `length` ids from batches of documents, each token with the number of its document;
     what does not fill a row waits for the next batch."""
     specials, count = np.asarray(sorted(special), np.int32), 0
@@ -157,12 +159,12 @@ def cut(batches: Iterable[list[list[int]]], *, length: int, special: Sequence[in
         owners = np.repeat(np.arange(count, count + len(batch), dtype=np.int32), sizes)
         tokens = np.concatenate([tokens, [ids, owners]], axis=1)
         whole = tokens.shape[1] // length * length
-        yield rows_of(tokens[:, :whole], length=length, specials=specials)
+        yield rows_of_documents(tokens[:, :whole], length=length, specials=specials)
         tokens, count = tokens[:, whole:], count + len(batch)
-    yield rows_of(tokens, length=length, specials=specials)
+    yield rows_of_documents(tokens, length=length, specials=specials)
 
 
-def rows_of(tokens: np.ndarray, *, length: int, specials: np.ndarray) -> pa.Table:
+def rows_of_documents(tokens: np.ndarray, *, length: int, specials: np.ndarray) -> pa.Table:
     """Ids and documents [2, tokens] as rows, of which only the last may be short."""
     ends = np.append(np.arange(0, tokens.shape[1], length), tokens.shape[1]).astype(np.int32)
     text = np.concatenate([[0], np.cumsum(~np.isin(tokens[0], specials), dtype=np.int32)])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cpt.core.options import Options, option
-from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.core.rules import YES_NO, Rule, is_steps, number, or_null
 
 if TYPE_CHECKING:  # a config is checked without torch
@@ -117,11 +117,11 @@ class Pool:
     def locate(self, draws: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Place of the text, row and key of the samples with these numbers, each [B]."""
         turns, seats = np.divmod(draws, len(self.texts))
-        parts = shuffled(seats, len(self.texts), stream=sample_keys(self.stream("turns"), turns))
+        parts = shuffle(seats, len(self.texts), stream=sample_keys(self.stream("turns"), turns))
         (memory, order), kept = self.shuffles[:, parts], self.kept[parts]
         epochs, places = np.divmod(turns, kept)
-        items = shuffled(places, kept, stream=sample_keys(order, epochs))
-        rows = shuffled(items, self.sizes[parts], stream=memory)
+        items = shuffle(places, kept, stream=sample_keys(order, epochs))
+        rows = shuffle(items, self.sizes[parts], stream=memory)
         return parts, rows, sample_keys(self.stream("masks"), draws)
 
     def stream(self, *purpose: str) -> int:

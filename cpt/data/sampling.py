@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.data.batch import Batch, Collator
-from cpt.data.budget import share
+from cpt.data.budget import share_batch
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool
 
@@ -37,7 +37,7 @@ class Stream(Dataset):
         earlier: Sequence[Pool] = (),
         places: Mapping[str, int] | None = None,
     ) -> None:
-        share(batch_size, accumulate=accumulate, world=world)
+        share_batch(batch_size, accumulate=accumulate, world=world)
         self.names, self.objective, self.seed, self.earlier = list(texts), objective, seed, tuple(earlier)
         self.texts = [*texts.values(), *(text for pool in earlier for text in pool.texts.values())]
         drawn_from = [*texts, *(name for pool in earlier for name in pool.texts)]
@@ -56,7 +56,7 @@ class Stream(Dataset):
         parts, rows, keys = self.samples(step)
         piece = part * self.world + self.rank
         mine = slice(*(len(rows) * each // (self.accumulate * self.world) for each in (piece, piece + 1)))
-        batch = assembled(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
+        batch = assemble_batch(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
         batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
         return batch
@@ -77,13 +77,13 @@ class Stream(Dataset):
             first += len(pool.texts)
         new, drawn = len(found[0][0]), sum(len(parts) for parts, *_ in found[1:])
         stream = sample_keys(key(self.seed, "places", *self.names), np.array([step]))
-        order = amid(new, shuffled(np.arange(drawn), new + drawn, stream=stream))
+        order = amid(new, shuffle(np.arange(drawn), new + drawn, stream=stream))
         return tuple(np.concatenate(each)[order] for each in zip(*found, strict=True))
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Part, row and key of the samples at positions of the stream, each [B]."""
         if len(self.names) > 1:
-            positions = shuffled(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
+            positions = shuffle(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))
         parts = np.searchsorted(self.ends, positions, side="right")
         rows, keys = np.empty_like(positions), np.empty(len(positions), np.uint64)
         for part in np.unique(parts):
@@ -91,7 +91,7 @@ class Stream(Dataset):
             count = len(self.texts[part])
             epoch, place = np.divmod(positions[here] - self.starts[part], count)
             stream = sample_keys(key(self.seed, self.names[part]), epoch)
-            rows[here] = shuffled(place, count, stream=stream)
+            rows[here] = shuffle(place, count, stream=stream)
             keys[here] = sample_keys(stream, rows[here])
         return parts, rows, keys
 
@@ -141,7 +141,7 @@ class Subset(Dataset):
         name, rows = self.blocks[number]
         text = self.texts[name]
         keys = sample_keys(key(self.purpose, name), rows)
-        batch = assembled([text], self.objective, np.zeros(len(rows), np.int64), rows, keys)
+        batch = assemble_batch([text], self.objective, np.zeros(len(rows), np.int64), rows, keys)
         owners = np.roll(text.document_of(rows), -self.objective.ahead, axis=1)
         batch["documents"] = torch.from_numpy(owners.ravel()[batch["positions"].numpy()])
         batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
@@ -150,7 +150,7 @@ class Subset(Dataset):
         return batch
 
 
-def assembled(
+def assemble_batch(
     texts: Sequence[Packed],
     objective: Collator,
     parts: np.ndarray,

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from cpt.core.schema import check
+from cpt.core.schema import check_types
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.endtasks.metrics import check_endtasks
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, compute_values, intervals
@@ -57,8 +57,8 @@ class Scores(Layout):
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        check(vars(self), get_field_types(type(self)))
-        check(self.run, RUN, of="run")
+        check_types(vars(self), get_field_types(type(self)))
+        check_types(self.run, RUN, of="run")
         for names in (self.rows, self.domains):
             if not isinstance(names, list) or len(set(names)) != len(names):
                 raise ValueError(f"rows or domains are {names}, allowed is a list of different names")
@@ -193,7 +193,7 @@ def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
     for name, metric in metrics.items():
         if name not in METRICS:
             raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
-        check({"interval": {}} | metric, METRIC, of=f"metrics.{name}")
+        check_types({"interval": {}} | metric, METRIC, of=f"metrics.{name}")
         for unit, bounds in metric.get("interval", {}).items():
             if unit not in UNITS or len(bounds) != 2:
                 raise ValueError(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from cpt.data.batch import Batch
 from cpt.models.forward import at, divergence
 from cpt.models.objectives import Objective
-from cpt.models.units import Units, gated
+from cpt.models.units import Units, gate_units
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 
@@ -39,14 +39,14 @@ def general_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective
     uncorrupted ids, mean over the places where it would be scored; `compared` is `logits` or `hidden`.
 
     Both passes run as one batch: row n and row B + n are sample n."""
-    twice = doubled(batch, objective.uncorrupted(batch))
+    twice = double_batch(batch, objective.uncorrupted(batch))
     logits, hidden = objective.outputs(model, twice)
     if compared == "hidden":
         logits = at(hidden, twice["positions"])
     return sample_means(divergence(*logits.chunk(2)), batch)
 
 
-def doubled(batch: Batch, ids: Tensor) -> Batch:
+def double_batch(batch: Batch, ids: Tensor) -> Batch:
     """A batch with every sample twice, [2B, T]; ids [B, T] in place of its own."""
     positions = torch.cat([batch["positions"], batch["positions"] + ids.numel()])
     twice = {name: batch[name].repeat(2, 1) for name in ("attention_mask",) if name in batch}
@@ -84,6 +84,6 @@ def gate_gradients(
     samples, device = batch["input_ids"].shape[0], batch["input_ids"].device
     gates = {group.name: torch.ones(samples, group.count, device=device).requires_grad_() for group in groups}
     rows = {name: gate.repeat(passes, 1) for name, gate in gates.items()}
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False), gated(groups, rows):
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False), gate_units(groups, rows):
         total = losses(model, batch).sum()
         return torch.cat(torch.autograd.grad(total, list(gates.values())), dim=1)

@@ -35,7 +35,7 @@ from cpt.models.units import Projection, projections
 log = logging.getLogger(__name__)
 
 
-def kept(threshold: float, width: int) -> int:
+def count_kept(threshold: float, width: int) -> int:
     """Rows of `width` that are updated: d - floor(T d), by the decimal that T is written as."""
     return width - floor(Fraction(str(threshold)) * width)
 
@@ -50,12 +50,12 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
 
 
-def largest(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
+def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
     """1 for the rows of each segment that are updated, else 0, [D]; segments [G, d] hold the places of G
     groups of d rows, ranked group by group."""
     mask = torch.zeros_like(scores)
     for places in segments:
-        best = scores[places].topk(kept(threshold, places.shape[1])).indices
+        best = scores[places].topk(count_kept(threshold, places.shape[1])).indices
         mask[places.gather(1, best).flatten()] = 1
     return mask
 
@@ -179,13 +179,15 @@ class MagnitudeMask(GradientMask):
         if self.options.importance == "random":
             draw = torch.Generator().manual_seed(key("migu", self.options.seed, int(self.steps)) % 2**63)
             return torch.rand(len(self.sums), generator=draw).to(self.sums)
-        return torch.cat([rows_of(each, self.options.importance) for each in self.maps])
+        return torch.cat([row_norms(each, self.options.importance) for each in self.maps])
 
     @torch.no_grad()
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         if self.skipping or not self.maps:
             return
-        mask = largest(self.scores(), [self.get_buffer(name) for name in self.ranked], self.options.threshold)
+        mask = choose_rows(
+            self.scores(), [self.get_buffer(name) for name in self.ranked], self.options.threshold
+        )
         self.chosen += mask
         self.steps += 1
         self.sums.zero_()
@@ -211,7 +213,7 @@ def by_width(maps: Sequence[Projection], places: Sequence[slice]) -> list[Tensor
     return [torch.stack(segments) for segments in found.values()]
 
 
-def rows_of(projection: Projection, importance: str) -> Tensor:
+def row_norms(projection: Projection, importance: str) -> Tensor:
     """L1 norms [d] of the rows of a map's weight or of its gradient; 0 where there is no gradient."""
     weight = projection.module.weight
     values = weight if importance == "weight" else weight.grad

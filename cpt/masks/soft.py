@@ -15,10 +15,10 @@ from cpt.masks.importance import SampleLosses, general_losses, importance
 from cpt.masks.options import SoftMaskOptions
 from cpt.models.dropout import check_dropout, dropout
 from cpt.models.objectives import Objective
-from cpt.models.units import Projection, Units, factors, units
+from cpt.models.units import Projection, Units, factors, find_units
 
 
-def normalised(scores: Tensor, how: str) -> Tensor:
+def normalise(scores: Tensor, how: str) -> Tensor:
     """The scores [units] of one layer and kind brought into [0, 1]; all 0 if they are all alike.
 
     `tanh_abs` is the paper's footnote, |tanh(z)| with the z-score z: it rates a unit far below the mean as
@@ -109,7 +109,7 @@ class SoftMask(GradientMask):
 
     def cover(self, model: PreTrainedModel) -> None:
         """Finds the units; none is of importance yet."""
-        found = units(model, self.kinds)
+        found = find_units(model, self.kinds)
         self.groups = [group if group.kind in self.columns else writing(group) for group in found]
         self.sizes = [group.count for group in self.groups]
         self.register_buffer("importance", torch.zeros(sum(self.sizes)))
@@ -134,7 +134,7 @@ class SoftMask(GradientMask):
     ) -> Tensor:
         """The normalised importances [units] of the model on batches."""
         scores = importance(model, self.groups, batches, losses, **how)
-        return torch.cat([normalised(part, self.normalise) for part in scores.split(self.sizes)])
+        return torch.cat([normalise(part, self.normalise) for part in scores.split(self.sizes)])
 
     def set(self, scores: Tensor) -> None:
         """Replaces the importances [units]."""

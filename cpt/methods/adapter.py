@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import Bank
-from cpt.adapters.bottleneck import Bottleneck, attach
+from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, one_of
@@ -54,7 +54,7 @@ class Adapter(ContinualModule):
     options: AdapterOptions
 
     def __init__(self, options: AdapterOptions, shared: Shared) -> None:
-        scope = attach(shared.model, **options.bottleneck)
+        scope = attach_bottlenecks(shared.model, **options.bottleneck)
         super().__init__(options, shared, scope=scope)
         self.names = scope.names
         if options.per_domain:
@@ -69,4 +69,6 @@ class Adapter(ContinualModule):
             parts = {order[-1]: {name: self.model.get_parameter(name) for name in self.names}}
         else:
             parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        return export.export(folder, self.model, parts, attach=attach, options=self.options.bottleneck)
+        return export.export_parts(
+            folder, self.model, parts, attach=attach_bottlenecks, options=self.options.bottleneck
+        )

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank
-from cpt.adapters.gates import Gate, Gates, annealed, attach, bottleneck_units, hard, regulariser
+from cpt.adapters.gates import Gate, Gates, anneal, attach_gates, bottleneck_units, hard, regulariser
 from cpt.adapters.options import GateOptions, Routing
 from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
@@ -43,13 +43,13 @@ def norms_of(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{name}.{key}" for name, part in norms for key, _ in part.named_parameters(recurse=False))
 
 
-def gated(model: PreTrainedModel) -> list[Units]:
+def gated_units(model: PreTrainedModel) -> list[Units]:
     """The neurons and outputs of all plug-ins of a model."""
     parts = [(name, part) for name, part in model.named_modules() if isinstance(part, Plugin)]
     return [group for name, part in parts for group in bottleneck_units(name, part.down, part.up)]
 
 
-def closed(gates: Gates) -> dict[str, Tensor]:
+def closed_gates(gates: Gates) -> dict[str, Tensor]:
     """Values with which all gates are shut, by the names of the gates' parameters."""
     return {name: torch.full_like(gate.e, -1) for name, gate in zip(gates.names, gates.parts, strict=True)}
 
@@ -90,13 +90,13 @@ class CPTPlugin(ContinualModule):
     def __init__(self, options: CPTPluginOptions, shared: Shared) -> None:
         model = shared.model
         scope = attach_plugins(model, **options.plugin)
-        gates = attach(model, gated(model), s_max=options.s_max)
+        gates = attach_gates(model, gated_units(model), s_max=options.s_max)
         own = norms_of(model) if options.norms == "per_domain" else ()
         trained = replace(scope, names=scope.names + gates.names + own)
         super().__init__(options, shared, scope=trained)
         self.plugins, self.norms, self.gates = scope.names, own, gates
         self.masks.append(Taken(gates.groups, acts_on="update"))
-        base = {name: model.get_parameter(name) for name in own} | closed(gates)
+        base = {name: model.get_parameter(name) for name in own} | closed_gates(gates)
         self.keep_parts(Bank(model, gates.names + own, base=base), options.routing)
 
     @property
@@ -112,7 +112,7 @@ class CPTPlugin(ContinualModule):
             self.model.get_parameter(norm).copy_(base[norm])
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        s = annealed(self.progress, s_max=self.gates.s_max)
+        s = anneal(self.progress, s_max=self.gates.s_max)
         self.gates.set(s)
         terms = super().losses(batch)
         if self.options.sparsity:
@@ -137,7 +137,9 @@ class CPTPlugin(ContinualModule):
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = Parts(self, order)
-        return export.export(folder, self.model, parts, attach=attach_plugins, options=self.options.plugin)
+        return export.export_parts(
+            folder, self.model, parts, attach=attach_plugins, options=self.options.plugin
+        )
 
     def folded(self, domain: int) -> dict[str, Tensor]:
         """The domain's plug-ins with its gates folded into their weights, and its norms, by name."""

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank, Scope
-from cpt.adapters.bottleneck import attach
+from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import one_of
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import in_mode
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 from cpt.models.units import sublayers
 
 EXPERTS = ("ffn", "adapter")
@@ -66,7 +66,11 @@ class DEMIX(ContinualModule):
 
     def __init__(self, options: DEMIXOptions, shared: Shared) -> None:
         self.adapted = options.experts == "adapter"
-        scope = attach(shared.model, **options.bottleneck) if self.adapted else feed_forwards(shared.model)
+        scope = (
+            attach_bottlenecks(shared.model, **options.bottleneck)
+            if self.adapted
+            else feed_forwards(shared.model)
+        )
         super().__init__(options, shared, scope=scope)
         self.keep_parts(Bank(self.model, scope.names), options.routing)
         self.register_buffer("sources", torch.empty(0, dtype=torch.long))
@@ -106,14 +110,14 @@ class DEMIX(ContinualModule):
 
     def total(self, batch: Batch, part: int) -> Tensor:
         """The summed loss (nats) of a batch with one of the parts, a scalar."""
-        with swapped(self.model, self.bank.weights(part)):
+        with swap_weights(self.model, self.bank.weights(part)):
             return self.objective.nll(self.model, batch).sum()
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         parts = {name: self.bank.weights(index) for index, name in enumerate(order)}
-        attached = attach if self.adapted else None
+        attached = attach_bottlenecks if self.adapted else None
         options = self.options.bottleneck if self.adapted else {}
-        return export.export(folder, self.model, parts, attach=attached, options=options)
+        return export.export_parts(folder, self.model, parts, attach=attached, options=options)
 
     def diagnostics(self) -> dict[str, Tensor]:
         record = {f"demix/{name}": getattr(self, name) for name in RECORD}

@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
-from cpt.core.rules import Rule, is_whole, number, one_of, or_null, shown
+from cpt.core.rules import Rule, is_whole, number, one_of, or_null, show
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
@@ -64,7 +64,7 @@ class DERPPOptions(Options):
     def check_together(self) -> None:
         if (self.memory is None) == (self.memory_bytes is None):
             raise ValueError(
-                f"memory={shown(self.memory)} and memory_bytes={shown(self.memory_bytes)}; "
+                f"memory={show(self.memory)} and memory_bytes={show(self.memory_bytes)}; "
                 "allowed: exactly one, the other null"
             )
 

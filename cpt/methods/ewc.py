@@ -27,7 +27,7 @@ from cpt.data.batch import Batch, single
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot, pull
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 
 ESTIMATORS = ("per_sample", "batch")
 MERGES = ("mean", "decay")
@@ -46,15 +46,15 @@ def fisher(
     trained = [name for name, weight in weights.items() if weight.requires_grad]
     count = next(iter(sums.values())).new_zeros(())
     for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
-        for part in samples(batch) if estimator == "per_sample" else scored([batch]):
-            with swapped(model, weights):
+        for part in samples(batch) if estimator == "per_sample" else scored_batches([batch]):
+            with swap_weights(model, weights):
                 loss = objective.nll(model, part).mean()
             gradients = gradients_of(loss, [weights[name] for name in trained])
             torch._foreach_addcmul_(
                 [sums[name] for name in trained], gradients, gradients, value=len(part["input_ids"])
             )
             count += 1
-    summed([*sums.values(), count])
+    sum_in_place([*sums.values(), count])
     return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
@@ -66,10 +66,10 @@ def precise(parameter: nn.Parameter) -> Tensor:
 
 def samples(batch: Batch) -> Iterator[Batch]:
     """The scored samples of a batch, a batch of one each."""
-    yield from scored(single(batch, row) for row in range(len(batch["input_ids"])))
+    yield from scored_batches(single(batch, row) for row in range(len(batch["input_ids"])))
 
 
-def scored(batches: Iterable[Batch]) -> Iterator[Batch]:
+def scored_batches(batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches with something to predict."""
     return (batch for batch in batches if len(batch["positions"]))
 
@@ -79,14 +79,14 @@ def gradients_of(loss: Tensor, weights: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
 
 
-def summed(tensors: Iterable[Tensor]) -> None:
+def sum_in_place(tensors: Iterable[Tensor]) -> None:
     """Sums tensors over the processes, in place."""
     if distributed.is_initialized():
         for tensor in tensors:
             distributed.all_reduce(tensor)
 
 
-def merged(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
+def merge_fishers(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
     """The Fisher of so many domains and that of one more."""
     return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
 
@@ -124,6 +124,6 @@ class EWC(ContinualModule):
             found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
         how = {"domains": self.domains, "merge": self.options.merge, "gamma": self.options.gamma}
         old = {name: torch.zeros_like(new) for name, new in found.items()} | self.fisher.named()
-        self.fisher.update({name: merged(old[name], new, **how) for name, new in found.items()})
+        self.fisher.update({name: merge_fishers(old[name], new, **how) for name, new in found.items()})
         self.domains += 1
         self.anchor.take(self.model)

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import bottleneck, export
 from cpt.adapters.bank import Bank, Scope
-from cpt.adapters.gates import Gates, annealed, attach, bottleneck_units, owned, regulariser
+from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
 from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, some_of
@@ -34,7 +34,7 @@ from cpt.data.batch import Batch
 from cpt.masks.options import ACTS_ON
 from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.units import units as find_units
+from cpt.models.units import find_units as find_units
 
 GATED = ("heads", "neurons", "outputs")
 SHARED = ("frozen", "trained")
@@ -42,14 +42,14 @@ SHARED = ("frozen", "trained")
 
 def adapter_gates(model: PreTrainedModel, *, s_max: float, **options: Any) -> tuple[Scope, Gates]:
     """Attaches adapters to the model, and gates to the neurons and outputs of each."""
-    scope = bottleneck.attach(model, **options)
+    scope = bottleneck.attach_bottlenecks(model, **options)
     found = [each for each in model.named_modules() if isinstance(each[1], bottleneck.Bottleneck)]
     groups = [group for name, part in found for group in bottleneck_units(name, part.down, part.up)]
-    gates = attach(model, groups, s_max=s_max)
+    gates = attach_gates(model, groups, s_max=s_max)
     return replace(scope, names=scope.names + gates.names), gates
 
 
-def overlap(masks: Tensor) -> Tensor:
+def gate_overlap(masks: Tensor) -> Tensor:
     """The share of row i's units that row j has too, [n, n] from n domains' gates [n, units] of 0 and 1."""
     return masks @ masks.T / masks.sum(1, keepdim=True).clamp_min(1)
 
@@ -86,7 +86,7 @@ class HAT(ContinualModule):
             scope, gates = adapter_gates(shared.model, s_max=options.s_max, **options.bottleneck)
         else:
             groups = find_units(shared.model, options.units) if options.units else ()
-            scope, gates = None, attach(shared.model, groups, s_max=options.s_max)
+            scope, gates = None, attach_gates(shared.model, groups, s_max=options.s_max)
         super().__init__(options, shared, scope=scope)
         self.gates = gates
         self.masks.append(Taken(gates.groups, acts_on=options.acts_on))
@@ -105,7 +105,7 @@ class HAT(ContinualModule):
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
-        owners = owned(self.gates.groups) | {part.e for part in self.gates.parts}
+        owners = owned_parameters(self.gates.groups) | {part.e for part in self.gates.parts}
         for parameter in self.model.parameters():
             if parameter not in owners and self.options.shared == "frozen" and domain > 0:
                 parameter.requires_grad_(False)
@@ -119,7 +119,7 @@ class HAT(ContinualModule):
         self.gates.redraw(self.drawing(), std=self.options.std)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        s = annealed(self.progress, s_max=self.gates.s_max)
+        s = anneal(self.progress, s_max=self.gates.s_max)
         self.gates.set(s)
         terms = super().losses(batch)
         if self.gates.parts:
@@ -155,15 +155,15 @@ class HAT(ContinualModule):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.form == "full":
             last = self.backbone(len(order) - 1)
-            return export.export(folder, last, {}, attach=None, options={})
+            return export.export_parts(folder, last, {}, attach=None, options={})
         parts = {name: self.adapter(index) for index, name in enumerate(order)}
-        how = {"attach": bottleneck.attach, "options": self.options.bottleneck}
-        return export.export(folder, self.model, parts, **how)
+        how = {"attach": bottleneck.attach_bottlenecks, "options": self.options.bottleneck}
+        return export.export_parts(folder, self.model, parts, **how)
 
     def adapter(self, domain: int) -> dict[str, Tensor]:
         """The adapters' weights, by name, with a domain's gates in them."""
         folded = self.gates.folded(self.opened(domain))
-        own = owned(self.gates.groups)
+        own = owned_parameters(self.gates.groups)
         named = [each for each in self.model.named_parameters() if each[1] in own]
         return {name: folded.get(parameter, parameter.detach()) for name, parameter in named}
 
@@ -174,5 +174,7 @@ class HAT(ContinualModule):
             masks = torch.stack([self.opened(domain) for domain in learned])
             parts = list(zip(self.gates.groups, masks.split(self.gates.sizes, dim=1), strict=True))
             for kind in dict.fromkeys(group.kind for group, _ in parts):
-                found[f"overlap/{kind}"] = overlap(torch.cat([p for g, p in parts if g.kind == kind], dim=1))
+                found[f"overlap/{kind}"] = gate_overlap(
+                    torch.cat([p for g, p in parts if g.kind == kind], dim=1)
+                )
         return found

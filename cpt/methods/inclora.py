@@ -31,7 +31,7 @@ class IncLoRA(ContinualModule):
     options: IncLoRAOptions
 
     def __init__(self, options: IncLoRAOptions, shared: Shared) -> None:
-        super().__init__(options, shared, scope=lora.attach(shared.model, **options.pair))
+        super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
         lora.follow(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
@@ -39,9 +39,9 @@ class IncLoRA(ContinualModule):
             lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.plain(self.model, merged=True)
+        return lora.without_pairs(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})
+        return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})

@@ -29,7 +29,7 @@ def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Ten
     return temperature**2 * divergence(teacher.float() / temperature, student.float() / temperature)
 
 
-def chosen(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> Tensor:
+def select_distilled(outputs: tuple[Tensor, Tensor], batch: Batch, *, distilled: str) -> Tensor:
     """What is distilled of logits [K, V] and hidden states [B, T, D]: [K, V] or, of the scored positions,
     [K, D]."""
     logits, hidden = outputs
@@ -62,7 +62,7 @@ class KD(ContinualModule):
         with self.teacher.teaching(self.model):
             taught = self.objective.outputs(self.model, batch)
         what = self.options.distilled
-        student, teacher = (chosen(each, batch, distilled=what) for each in (outputs, taught))
+        student, teacher = (select_distilled(each, batch, distilled=what) for each in (outputs, taught))
         apart = distillation(student, teacher, temperature=self.options.temperature)
         return {
             "lm": nll_of(outputs[0], batch).sum() * batch["weight"],

@@ -38,21 +38,21 @@ class LoRA(ContinualModule):
     options: LoRAOptions
 
     def __init__(self, options: LoRAOptions, shared: Shared) -> None:
-        scope = lora.attach(shared.model, **options.pair)
+        scope = lora.attach_pairs(shared.model, **options.pair)
         super().__init__(options, shared, scope=scope)
         if options.per_domain:
             self.keep_parts(Bank(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base" and self.domain.index > 0:
-            lora.draw(self.model, self.drawing().initial_seed())
+            lora.draw_pair(self.model, self.drawing().initial_seed())
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.plain(super().backbone(domain), merged=True)
+        return lora.without_pairs(super().backbone(domain), merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
         if self.bank is None:
-            return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})
-        return lora.export(folder, self.model, {n: self.bank.weights(k) for k, n in enumerate(order)})
+            return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})
+        return lora.export_pairs(folder, self.model, {n: self.bank.weights(k) for k, n in enumerate(order)})

@@ -28,7 +28,7 @@ PENALTIES = ("l1", "squared")
 Group = tuple[list[Tensor], Tensor]  # A of G maps, each [r, d]; the earlier ones, [G, t r, d]
 
 
-def overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
+def pair_overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
     """Sum over maps, earlier domains and entries of |A_k A_t^T| or its square, a scalar."""
     terms = []
     for new, earlier in groups:
@@ -37,7 +37,7 @@ def overlap(groups: Iterable[Group], *, penalty: str) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def grouped(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[Group]:
+def group_by_width(new: Sequence[Tensor], earlier: Sequence[Sequence[Tensor]]) -> list[Group]:
     """A of all maps and, for each earlier domain, its A of all maps, put together by their width."""
     widths: dict[int, list[int]] = {}
     for place, each in enumerate(new):
@@ -69,7 +69,7 @@ class OLoRA(ContinualModule):
     options: OLoRAOptions
 
     def __init__(self, options: OLoRAOptions, shared: Shared) -> None:
-        scope = lora.attach(shared.model, **options.pair)
+        scope = lora.attach_pairs(shared.model, **options.pair)
         super().__init__(options, shared, scope=scope)
         lora.follow(self.model)
         halves = [name for name in scope.names if ".lora_A." in name or "embedding_A" in name]
@@ -103,13 +103,13 @@ class OLoRA(ContinualModule):
         if self.groups is None:
             new = [self.model.get_parameter(name) for name in self.kept.names]
             earlier = [list(self.kept.weights(domain).values()) for domain in self.kept.domains]
-            self.groups = grouped(new, earlier)
-        return overlap(self.groups, penalty=self.options.penalty)
+            self.groups = group_by_width(new, earlier)
+        return pair_overlap(self.groups, penalty=self.options.penalty)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.plain(self.model, merged=True)
+        return lora.without_pairs(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        return lora.export(folder, self.model, {order[-1]: lora.present(self.model)})
+        return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.options import Routing
-from cpt.adapters.prompt import attach, drawn
+from cpt.adapters.prompt import attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, one_of, whole
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.loading import positions_of
 from cpt.models.objectives import Causal
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 
 STARTS = ("vocabulary", "previous")
 ONLY = 0  # where the bank keeps the one prompt of all domains
@@ -52,7 +52,7 @@ class Prompt(ContinualModule):
     def __init__(self, options: PromptOptions, shared: Shared) -> None:
         check_tokens(options.tokens, length=shared.length, model=shared.model)
         self.prompting = {"tokens": options.tokens, "causal": isinstance(shared.objective, Causal)}
-        scope = attach(shared.model, **self.prompting)
+        scope = attach_prompt(shared.model, **self.prompting)
         super().__init__(options, shared, scope=scope)
         [self.name] = scope.names
         bank = Bank(self.model, scope.names, base={self.name: self.prompt[:0]})
@@ -69,7 +69,7 @@ class Prompt(ContinualModule):
     @torch.no_grad()
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.per_domain and self.options.start == "vocabulary":
-            self.prompt.copy_(drawn(self.model, len(self.prompt), self.drawing()))
+            self.prompt.copy_(draw_prompt(self.model, len(self.prompt), self.drawing()))
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         self.bank.keep(self.model, self.place(self.domain.index))
@@ -86,7 +86,7 @@ class Prompt(ContinualModule):
     def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
         if self.options.per_domain:
             return super().nll(batch, domain)
-        with swapped(self.model, self.weights(domain)):
+        with swap_weights(self.model, self.weights(domain)):
             nll = self.objective.nll(self.model, batch)
         return nll, torch.ones_like(nll)
 
@@ -99,7 +99,7 @@ class Prompt(ContinualModule):
     def export(self, folder: Path, order: Sequence[str]) -> str:
         names = order if self.options.per_domain else order[-1:]
         parts = {name: self.weights(number) for number, name in enumerate(names)}
-        return export.export(folder, self.model, parts, attach=attach, options=self.prompting)
+        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel) -> None:

@@ -39,7 +39,7 @@ class Staged(LightningModule):
             new = [name for name in after.keys() - before if id(self.model.get_parameter(name)) in frozen]
             if left := sorted(name for name in new if self.model.get_parameter(name).requires_grad):
                 raise ValueError(
-                    f"shape of {stage.name} has added {listed(left)}, which would not be trained; "
+                    f"shape of {stage.name} has added {first_names(left)}, which would not be trained; "
                     "allowed: names in the scope, outside of freeze, or requires_grad=False"
                 )
             self.watch()
@@ -51,7 +51,7 @@ class Staged(LightningModule):
         self.activate(stage.index)
         if changed := [name for name, _ in shapes(self).items() ^ before.items()]:
             raise ValueError(
-                f"activate of {stage.name} has added, removed or resized {listed(changed)}; "
+                f"activate of {stage.name} has added, removed or resized {first_names(changed)}; "
                 "allowed: in shape(stage), which a resumed run repeats"
             )
 
@@ -81,7 +81,7 @@ class Staged(LightningModule):
         outside = [name for name, p in self.named_parameters() if p.requires_grad and id(p) not in inside]
         if outside:
             raise ValueError(
-                f"{listed(outside)} requires a gradient in {self.domain.name} but is in no group of the "
+                f"{first_names(outside)} requires a gradient in {self.domain.name} but is in no group of the "
                 "optimizer; allowed: what is grown in shape(stage) and switched in activate(domain)"
             )
 
@@ -192,6 +192,6 @@ def shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
-def listed(names: Collection[str]) -> str:
+def first_names(names: Collection[str]) -> str:
     """The first of some names."""
     return ", ".join([*sorted(names)[:MOST], *["…"][: len(names) > MOST]])

@@ -60,7 +60,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
         ) from error
 
 
-def load(checkpoint: str | Path, objective: str) -> PreTrainedModel:
+def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
     """The model of a checkpoint in float32 and train mode, with the head that the objective needs."""
     return AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32).train()
 

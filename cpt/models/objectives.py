@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
-from cpt.data.batch import UNSCORED, Batch, labelled
+from cpt.data.batch import UNSCORED, Batch, label_batch
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 
@@ -42,7 +42,7 @@ class Objective(ABC):
         """The batch of rows with ids [B, T], so many tokens long [B], with a key each [B]."""
         present = np.arange(ids.shape[1]) < lengths[:, None]
         inputs, labels = self.labels(ids, present, keys)
-        return labelled(*map(torch.from_numpy, (inputs, labels, present)))
+        return label_batch(*map(torch.from_numpy, (inputs, labels, present)))
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of

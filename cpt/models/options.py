@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpt.core.options import Options, naming, option
+from cpt.core.options import Options, option, prefix_errors
 from cpt.core.rules import MAPPING, TEXT, YES_NO, Rule, is_text, number, one_of, or_null, whole
-from cpt.optim.options import check_arguments
+from cpt.optim.options import check_optimizer_arguments
 
 BYTES = 261  # the least vocabulary: all bytes, and five special tokens
 SIZES = (
@@ -38,8 +38,8 @@ class BaseOptions(Options):
     optim: Mapping[str, Any] = option("the optimizer, as in conf/optim", MAPPING)
 
     def check_together(self) -> None:
-        with naming("optim"):
-            check_arguments(self.optim)
+        with prefix_errors("optim"):
+            check_optimizer_arguments(self.optim)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from cpt.core.tensors import NamedTensors
 from cpt.models.forward import in_mode
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 
 
 class Snapshot(NamedTensors):
@@ -24,7 +24,7 @@ class Snapshot(NamedTensors):
     def take(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
         present, copies = dict(model.named_parameters()), self.named()
-        both = shared(present, copies)
+        both = shared_names(present, copies)
         move([copies[name] for name in both], [present[name] for name in both], share)
         self.update({name: parameter for name, parameter in present.items() if name not in both})
 
@@ -32,17 +32,17 @@ class Snapshot(NamedTensors):
     def restore(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Puts the copy back, in place, or moves the parameters by a share of the way to it."""
         present, copies = dict(model.named_parameters()), self.named()
-        both = shared(present, copies)
+        both = shared_names(present, copies)
         move([present[name] for name in both], [copies[name] for name in both], share)
 
     @contextmanager
     def teaching(self, model: nn.Module) -> Iterator[None]:
         """The model with the copy's weights, in eval mode and without gradients, while it lasts."""
-        with torch.no_grad(), in_mode(model, training=False), swapped(model, self.named()):
+        with torch.no_grad(), in_mode(model, training=False), swap_weights(model, self.named()):
             yield
 
 
-def shared(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
     """The names that both have with one shape, in the first's order."""
     return [name for name, value in one.items() if name in other and other[name].shape == value.shape]
 
@@ -80,6 +80,8 @@ def pull(
     """1/2 sum_i w_i (p_i - a_i)^2 over the model's trained parameters that have an anchor and a weight, by
     name, a scalar, with w = 1 where no weights are given; for one backward pass."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    names = shared(trained, anchors if weights is None else {k: anchors[k] for k in shared(anchors, weights)})
+    names = shared_names(
+        trained, anchors if weights is None else {k: anchors[k] for k in shared_names(anchors, weights)}
+    )
     factors = None if weights is None else [weights[name] for name in names]
     return _Pull.apply([anchors[name] for name in names], factors, *[trained[name] for name in names])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def swapped(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other weights, by the names of its parameters, while it lasts: what is tied to one of
     them has it too. Nothing is copied, and gradients go to the weights that are given.
 

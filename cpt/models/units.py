@@ -87,15 +87,15 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and not name.startswith(inside):
             layers = [(f"{name}.{number}", layer) for number, layer in module.named_children()]
-            if all(len(places(*layer)) > 1 for layer in layers):
+            if all(len(maps_by_attention(*layer)) > 1 for layer in layers):
                 found += layers
                 inside += (f"{name}.",)
     if not found:
-        raise ValueError(f"no transformer blocks in {type(model).__name__}; found {listed(model)}")
+        raise ValueError(f"no transformer blocks in {type(model).__name__}; found {list_matrices(model)}")
     return found
 
 
-def units(model: nn.Module, kinds: Sequence[str]) -> list[Units]:
+def find_units(model: nn.Module, kinds: Sequence[str]) -> list[Units]:
     """The units of the kinds wanted, block by block, tokens last; ValueError for a kind that is not one, and
     for units that can not be told or separated."""
     if not kinds or not set(kinds) <= set(KINDS):
@@ -129,13 +129,13 @@ def sublayers(model: nn.Module, kinds: Sequence[str]) -> list[Between]:
 
 
 @contextmanager
-def gated(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
+def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
     """Multiplies the activation of each unit by its gate, [count] or per sample [B, count], while the context
     lasts. A group without one stays as it is. Checkpointed layers need the context in backward."""
     with ExitStack() as hooks:
         for group in groups:
             if group.name in gates:
-                for handle in attach(group, gates[group.name]):
+                for handle in attach_gate(group, gates[group.name]):
                     hooks.callback(handle.remove)
         yield
 
@@ -159,15 +159,15 @@ def inner_units(model: nn.Module, between: Between, kind: str) -> Units:
         shape = getattr(getattr(module, "weight", None), "shape", ())
         if re.fullmatch(MIXING_NORM[kind], name.rpartition(".")[2]) and len(shape) == 1 and shape[0] > size:
             raise ValueError(f"{kind} can not be separated: {name} normalises {shape[0]} features at once")
-    parts = [part for source in between.sources for part in rows(*source)]
-    columns = served(between.count, between.count, size)
+    parts = [part for source in between.sources for part in row_parts(*source)]
+    columns = shared_members(between.count, between.count, size)
     parts.append(Part(between.out.module, "weight", 1 - between.out.axis, columns))
     return Units(f"{between.name}.{kind}", kind, between.count, between.out.module, "in", tuple(parts))
 
 
 def output_units(between: Between) -> Units:
     down, count = between.out, between.out.outputs
-    parts = rows(down, served(count, count, 1))
+    parts = row_parts(down, shared_members(count, count, 1))
     return Units(f"{between.name}.outputs", "outputs", count, down.module, "out", tuple(parts))
 
 
@@ -178,11 +178,11 @@ def token_units(model: PreTrainedModel) -> Units:
     inner = [part.get_input_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)]
     tables = [table for table in dict.fromkeys(inner) if table.weight.shape == main.weight.shape]
     name, count = next(n for n, module in model.named_modules() if module is main), main.num_embeddings
-    parts = tuple(Part(table, "weight", 0, served(count, count, 1)) for table in tables)
+    parts = tuple(Part(table, "weight", 0, shared_members(count, count, 1)) for table in tables)
     return Units(f"{name}.tokens", "tokens", count, main, "out", parts)
 
 
-def places(name: str, block: nn.Module) -> dict[str, list[Projection]]:
+def maps_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
     """A block's linear maps in order of definition, by the attention that holds them; "" for no attention."""
     found: dict[str, list[Projection]] = {"": []}
     for full, module in block.named_modules(prefix=name):
@@ -194,12 +194,14 @@ def places(name: str, block: nn.Module) -> dict[str, list[Projection]]:
 
 
 def attentions(model: PreTrainedModel, name: str, block: nn.Module) -> list[Between]:
-    return [between(model, path, "heads", maps) for path, maps in places(name, block).items() if path]
+    return [
+        between(model, path, "heads", maps) for path, maps in maps_by_attention(name, block).items() if path
+    ]
 
 
 def feed_forward(model: PreTrainedModel, name: str, block: nn.Module) -> Between:
     """The neurons of a block. Experts, which are no linear maps, must not be overlooked."""
-    found = places(name, block)
+    found = maps_by_attention(name, block)
     paths = tuple(f"{path}." for path in found if path)
     matrices = [n for n, p in block.named_parameters(name) if p.ndim > 1 and not n.startswith(paths)]
     return between(model, name, "neurons", found[""] if len(found[""]) == len(matrices) else [])
@@ -214,25 +216,27 @@ def between(model: PreTrainedModel, name: str, kind: str, maps: Sequence[Project
     if out is not None and all(source.inputs == config.hidden_size for source in sources):
         units = head_count(module, config.num_attention_heads) if kind == "heads" else out.inputs
         size, widths = out.inputs // units, [source.outputs for source in sources]
-        for counts in shares(kind, units) if size * units == out.inputs else ():
+        for counts in possible_shares(kind, units) if size * units == out.inputs else ():
             apart = sorted(widths) == sorted(count * size for count in counts)
             if apart or widths == [sum(counts) * size]:
                 split = [(width // size,) for width in widths] if apart else [counts]
                 pairs = zip(sources, split, strict=True)
-                return Between(name, units, [written(*pair, units, config.model_type) for pair in pairs], out)
+                return Between(
+                    name, units, [written_units(*pair, units, config.model_type) for pair in pairs], out
+                )
     raise ValueError(
         f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; "
-        f"up, perhaps gate (apart or fused) and down; found {listed(module, name)}"
+        f"up, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}"
     )
 
 
-def shares(kind: str, units: int) -> list[tuple[int, ...]]:
+def possible_shares(kind: str, units: int) -> list[tuple[int, ...]]:
     """What the sources may write: heads of Q, K and V; neurons of up, or of gate and up."""
     groups = [count for count in range(1, units + 1) if kind == "heads" and units % count == 0]
     return [(units, count, count) for count in groups] or [(units,), (units, units)]
 
 
-def written(source: Projection, counts: Sequence[int], units: int, model_type: str) -> Written:
+def written_units(source: Projection, counts: Sequence[int], units: int, model_type: str) -> Written:
     """A source, a segment for each count of units that it writes, and the members of its output features."""
     features, size = torch.arange(source.outputs), source.outputs // sum(counts)
     segments = features.split([count * size for count in counts])
@@ -243,7 +247,7 @@ def written(source: Projection, counts: Sequence[int], units: int, model_type: s
         segments = features.view(units, len(counts), size).transpose(0, 1).flatten(1).unbind()
     members = torch.full((source.outputs, units // min(counts)), -1)
     for segment, count in zip(segments, counts, strict=True):
-        members[segment, : units // count] = served(units, count, size)
+        members[segment, : units // count] = shared_members(units, count, size)
     return replace(source, segments=segments), members
 
 
@@ -254,37 +258,43 @@ def head_count(attention: nn.Module, default: int) -> int:
     return next((count for count in told if isinstance(count, int)), default)
 
 
-def served(heads: int, groups: int, size: int) -> Tensor:
+def shared_members(heads: int, groups: int, size: int) -> Tensor:
     """Members [groups * size, heads // groups] when `heads` share `groups` of `size` features in order."""
     return torch.arange(heads).view(groups, -1).repeat_interleave(size, dim=0)
 
 
-def rows(linear: Projection, members: Tensor) -> Iterator[Part]:
+def row_parts(linear: Projection, members: Tensor) -> Iterator[Part]:
     """The output features of a map: of its weight and of its bias, if it has one."""
     yield Part(linear.module, "weight", linear.axis, members)
     if linear.module.bias is not None:
         yield Part(linear.module, "bias", 0, members)
 
 
-def listed(module: nn.Module, name: str = "") -> str:
+def list_matrices(module: nn.Module, name: str = "") -> str:
     """Names and shapes of a module's matrices, for an error message."""
     matrices = [f"{n} {list(p.shape)}" for n, p in module.named_parameters(name) if p.ndim > 1]
     return ", ".join(matrices[:12] + ["..."] * (len(matrices) > 12)) or "no matrices"
 
 
-def attach(group: Units, gate: Tensor) -> list[RemovableHandle]:
+def attach_gate(group: Units, gate: Tensor) -> list[RemovableHandle]:
     """Hooks that multiply the group's activation by the gate."""
     if gate.ndim not in (1, 2) or gate.shape[-1] != group.count:
         raise ValueError(f"{group.name} has {group.count} units; given gates of {list(gate.shape)}")
     if group.kind == "tokens":
         tables = [part.module for part in group.parts]
-        return [t.register_forward_hook(lambda m, args, y: looked_up(y, args[0], gate)) for t in tables]
+        return [
+            t.register_forward_hook(lambda m, args, y: scale_embeddings(y, args[0], gate)) for t in tables
+        ]
     if group.side == "in":
-        return [group.gate.register_forward_pre_hook(lambda m, args: (scaled(args[0], gate), *args[1:]))]
-    return [group.gate.register_forward_hook(lambda m, args, y: scaled(y, gate))]
+        return [
+            group.gate.register_forward_pre_hook(
+                lambda m, args: (scale_activations(args[0], gate), *args[1:])
+            )
+        ]
+    return [group.gate.register_forward_hook(lambda m, args, y: scale_activations(y, gate))]
 
 
-def scaled(x: Tensor, gate: Tensor) -> Tensor:
+def scale_activations(x: Tensor, gate: Tensor) -> Tensor:
     """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
     wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
     if gate.ndim == 1:
@@ -294,7 +304,7 @@ def scaled(x: Tensor, gate: Tensor) -> Tensor:
     return (x.view(len(gate), -1, x.shape[-1]) * wide.unsqueeze(1)).view(x.shape)
 
 
-def looked_up(embeddings: Tensor, ids: Tensor, gate: Tensor) -> Tensor:
+def scale_embeddings(embeddings: Tensor, ids: Tensor, gate: Tensor) -> Tensor:
     """Embeddings [B, T, D] of ids [B, T] times their tokens' gates, of [count] or [B, count]."""
     found = gate[ids] if gate.ndim == 1 else gate.gather(1, ids)
     return embeddings * found.unsqueeze(-1).to(embeddings)

@@ -42,8 +42,8 @@ class CarriedState(NamedTensors):
         }
         new = [names[parameter] for place, parameter in enumerate(params) if place not in known]
         if known:
-            tell(new, "new and begin without a state of the optimizer")
-            tell(list(carried), "gone")
+            tell_names(new, "new and begin without a state of the optimizer")
+            tell_names(list(carried), "gone")
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
         self.clear()
 
@@ -72,7 +72,7 @@ def fits(state: dict[str, Tensor] | None, parameter: nn.Parameter) -> bool:
         return False
 
 
-def tell(names: list[str], what: str) -> None:
+def tell_names(names: list[str], what: str) -> None:
     """A line for parameters of which something is to be said, none for none."""
     if names:
         listed = ", ".join([*names[:MOST], *["…"][: len(names) > MOST]])

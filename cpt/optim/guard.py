@@ -69,7 +69,7 @@ class Guard(Callback):
         ValueError or RollbackError where it must not go on."""
         terms, self.terms = self.terms, {}
         value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
-        fine, self.heard = exchanged(value if scaler else value + norm)
+        fine, self.heard = exchange(value if scaler else value + norm)
         if trainer.global_step in self.left_out:
             return False
         if not fine:
@@ -89,7 +89,7 @@ class Guard(Callback):
 
     def refuse(self, trainer: Trainer, terms: Mapping[str, Tensor]) -> bool:
         step, name = trainer.global_step, trainer.datamodule.domain.name
-        told = f"{named(terms)} at step {step} of {name}"
+        told = f"{name_nonfinite(terms)} at step {step} of {name}"
         if self.policy == "stop":
             self.end(told)
         self.in_a_row += 1
@@ -138,7 +138,7 @@ def warn_once(trainer: Trainer, message: str) -> None:
         log.warning(message)
 
 
-def exchanged(value: Tensor) -> tuple[bool, int]:
+def exchange(value: Tensor) -> tuple[bool, int]:
     """Whether a scalar of every process is finite, and the signal that one of them has had."""
     if not in_company():
         return math.isfinite(value.item()), 0
@@ -148,7 +148,7 @@ def exchanged(value: Tensor) -> tuple[bool, int]:
     return not bad, int(number)
 
 
-def named(terms: Mapping[str, Tensor]) -> str:
+def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
     """Which of the terms are not finite in some process, in words."""
     values = torch.stack([value.float() for value in terms.values()])
     if in_company():
@@ -167,7 +167,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return bool(get_total_norm(floats, norm_type=math.inf).isfinite()) if floats else True
 
 
-def check_state(state: Mapping[str, Tensor], row: str) -> None:
+def check_finite(state: Mapping[str, Tensor], row: str) -> None:
     """Raises ValueError where something that a stage has left is not finite."""
     if not all_finite(state.values()):
         bad = [name for name, value in state.items() if not all_finite([value])]

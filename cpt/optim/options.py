@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpt.core.options import Choice, Options, naming, option
+from cpt.core.options import Choice, Options, option, prefix_errors
 from cpt.core.rules import YES_NO, Rule, is_list, is_number, number
 from cpt.core.sections import GIVEN, Section
 
@@ -62,8 +62,8 @@ def read_optimizer(given: Section) -> Choice | None:
         if options is None:
             return None
         return Choice(target, without_carry(Choice(target, options).arguments) | further)
-    with naming(given.place):
-        check_arguments(given.values)
+    with prefix_errors(given.place):
+        check_optimizer_arguments(given.values)
         YES_NO.check("carry", given.values.get("carry", False))
     return given.only(name for name in given.values if name != "carry").choose()
 
@@ -73,7 +73,7 @@ def without_carry(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name != "carry"}
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
+def check_optimizer_arguments(given: Mapping[str, Any]) -> None:
     """Raises ValueError for a value of an argument in RULES that may not be."""
     for name, rule in RULES.items():
         if name in given:

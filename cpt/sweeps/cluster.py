@@ -28,7 +28,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.core.errors import readable
 from cpt.core.preemption import SIGNALS
-from cpt.sweeps.jobs import Job, begun, check_swept_choices, composed, concluded, finished, job_command
+from cpt.sweeps.jobs import (
+    Job,
+    check_swept_choices,
+    compose_jobs,
+    conclude_sweep,
+    is_finished_already,
+    job_command,
+    start_process,
+)
 
 log = logging.getLogger(__name__)
 SAVING_S = 100.0  # that a job has when it is told to leave; less than the signal_delay_s of conf
@@ -65,10 +73,10 @@ class ClusterLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The results in the order of `job_overrides`; equal ones are run once, finished ones not at all."""
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
-            jobs = composed(job_overrides, initial_job_idx, context=self.context, config=self.config)
+            jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
                 self.run(waiting, first=initial_job_idx)
-            return concluded(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
+            return conclude_sweep(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
 
     def run(self, jobs: Sequence[Job], *, first: int) -> None:
         """Has the jobs run, and notes how each ended."""
@@ -97,13 +105,13 @@ class Command:
         os.chdir(self.start)
         overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
         console = Path(hydra.run.dir) / "console.log"
-        process, offset = begun([*self.command, *overrides], console, env=os.environ)
-        with forwarded(process):
+        process, offset = start_process([*self.command, *overrides], console, env=os.environ)
+        with forward_signals(process):
             return process.wait(), offset
 
 
 @contextmanager
-def forwarded(process: Popen[bytes]) -> Iterator[None]:
+def forward_signals(process: Popen[bytes]) -> Iterator[None]:
     """Hands signals on to a job's process; what the cluster's own handler does (submitit has the job queued
     again and ends) it does after the job has saved what it learned."""
     if threading.current_thread() is not threading.main_thread():  # where Python knows no handlers
@@ -161,7 +169,7 @@ def lose(jobs: Sequence[Job], why: str) -> None:
     still be at work on it. The same command goes on with it."""
     log.error("the cluster's launcher gave up: %s", why)
     for job in jobs:
-        if finished(job.config, job.folder):
+        if is_finished_already(job.config, job.folder):
             job.before = True
         else:
             job.lost = one_line(why)

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from cpt.core.errors import unknown
+from cpt.core.errors import unknown_name
 from cpt.core.preemption import GO_ON
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Job:
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
         """A session of its own: Ctrl-C reaches the sweep only, which then ends the whole group."""
         self.started = time.monotonic()
-        self.process, self.offset = begun([*command, *self.overrides], self.console, env=env)
+        self.process, self.offset = start_process([*command, *self.overrides], self.console, env=env)
         log.info("%s: started, %s", self, self.console)
 
     def kill(self, number: int) -> None:
@@ -84,7 +84,7 @@ class Job:
         if self.code == 0 and not self.lost and is_finished(self.folder):
             return "finished"
         if (
-            self.code and is_finished(self.folder) and finished(self.config, self.folder)
+            self.code and is_finished(self.folder) and is_finished_already(self.config, self.folder)
         ):  # the signal came after all was written
             return "finished"
         return "preempted" if self.code == GO_ON and not self.lost else "failed"
@@ -114,7 +114,7 @@ class Job:
         """How it ended and what it said: `failed (exit 1): ValueError: …`."""
         if self.code is None:
             return f"failed (lost): {self.lost}"
-        ending = f"exit {self.code}" if self.code >= 0 else f"signal {-self.code}, {named(-self.code)}"
+        ending = f"exit {self.code}" if self.code >= 0 else f"signal {-self.code}, {name_signal(-self.code)}"
         said = last_words(self.console, self.offset, exited=self.code > 0)
         if self.code == 0:
             said = f"scores.json in its folder is not that of a finished run; its last words: {said}"
@@ -132,11 +132,11 @@ class Job:
         """Of this sweep: the run may be of an earlier one that asked for another."""
         from cpt.evaluation.objective import objective_value  # numpy: run.py --help need not wait for it
 
-        scores, asked = read(self.folder), self.config.get("objective")
+        scores, asked = read_scores(self.folder), self.config.get("objective")
         return objective_value(scores["metrics"], asked) if "metrics" in scores else scores.get("objective")
 
 
-def begun(
+def start_process(
     command: Sequence[str], console: Path, *, env: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
     """A job's process, and where in its console.log its output begins."""
@@ -155,7 +155,7 @@ def begun(
     return process, offset
 
 
-def named(number: int) -> str:
+def name_signal(number: int) -> str:
     """A signal in words."""
     return signal.strsignal(number) or str(number)
 
@@ -172,7 +172,7 @@ def last_words(console: Path, offset: int, *, exited: bool) -> str:
     return (errors or lines or ["(no output)"])[-1].strip()
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_scores(folder: Path) -> dict[str, Any]:
     """A run's scores.json; empty where there is none that can be read: its own process will say so."""
     try:
         return json.loads((folder / "scores.json").read_text(encoding="utf-8"))
@@ -182,7 +182,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def is_finished(folder: Path) -> bool:
     """Whether a run's scores.json says that it is finished."""
-    about = read(folder).get("run")
+    about = read_scores(folder).get("run")
     return isinstance(about, dict) and about.get("finished") is True
 
 
@@ -195,10 +195,10 @@ def check_swept_choices(context: HydraContext, config: DictConfig) -> None:
         options = context.config_loader.get_group_options(each.key_or_group)
         for value in each.value().list if options and each.is_choice_sweep() else ():
             if str(value) not in options:
-                raise ValueError(unknown(f"{each.key_or_group}={value}", options))
+                raise ValueError(unknown_name(f"{each.key_or_group}={value}", options))
 
 
-def composed(
+def compose_jobs(
     job_overrides: Sequence[Sequence[str]], first: int, *, context: HydraContext, config: DictConfig
 ) -> list[Job]:
     """The jobs, numbered from `first`; equal ones are one. Raises ValueError if two have one folder."""
@@ -217,11 +217,11 @@ def compose(job: Job, context: HydraContext) -> Job:
     cfg = context.config_loader.load_sweep_config(job.config, [*job.overrides, "hydra.mode=RUN"])
     HydraConfig.instance().set_config(cfg)  # for ${hydra:...} in hydra.run.dir
     job.config, job.folder = cfg, Path(cfg.hydra.run.dir)
-    job.before = finished(cfg, job.folder)
+    job.before = is_finished_already(cfg, job.folder)
     return job
 
 
-def finished(cfg: DictConfig, folder: Path) -> bool:
+def is_finished_already(cfg: DictConfig, folder: Path) -> bool:
     """Whether a process would only say that the run is finished: starting one takes seconds."""
     if not (folder / "scores.json").exists():
         return False
@@ -260,7 +260,7 @@ def job_command(config: DictConfig) -> list[str]:
     return [sys.executable, *program, *flags, *overrides]
 
 
-def concluded(jobs: Sequence[Job], given: Sequence[Sequence[str]], *, sweeper: str) -> list[JobReturn]:
+def conclude_sweep(jobs: Sequence[Job], given: Sequence[Sequence[str]], *, sweeper: str) -> list[JobReturn]:
     """The results in the order of the overrides given. The last lines of a sweep: how many jobs ended how,
     which failed and why, and the command that compares them; then exit code 1 if one failed, GO_ON if one was
     preempted."""

@@ -28,9 +28,17 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers that a run folder
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.sweeps.cluster import ClusterLauncher
-from cpt.sweeps.jobs import CONTINUES, PARENT, Job, check_swept_choices, composed, concluded, job_command
+from cpt.sweeps.jobs import (
+    CONTINUES,
+    PARENT,
+    Job,
+    check_swept_choices,
+    compose_jobs,
+    conclude_sweep,
+    job_command,
+)
 from cpt.sweeps.optuna_sweeper import OptunaSweeper
-from cpt.sweeps.resources import shares
+from cpt.sweeps.resources import share_out_machine
 
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -62,11 +70,13 @@ class ProcessLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """The results in the order of `job_overrides`; equal ones are run once, finished ones not at all."""
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
-            jobs = composed(job_overrides, initial_job_idx, context=self.context, config=self.config)
+            jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
-                places = shares([job.config for job in waiting], jobs=self.jobs, threads=self.threads)
+                places = share_out_machine(
+                    [job.config for job in waiting], jobs=self.jobs, threads=self.threads
+                )
                 run_all(waiting, command=job_command(self.config), places=places, grace=self.grace)
-            return concluded(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
+            return conclude_sweep(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
 
 
 def run_all(

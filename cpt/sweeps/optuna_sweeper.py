@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
-from cpt.sweeps.search_space import DIGITS, distributions, made_of, values, written
+from cpt.sweeps.search_space import DIGITS, distributions, identify_space, values, write_overrides
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -112,7 +112,9 @@ class OptunaSweeper(Sweeper):
         self, folder: Path, space: Mapping[str, Override], fixed: list[str], *, objective: Any
     ) -> None:
         names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
-        study = opened(folder, directions=self.directions(names), made_of=made_of(space, fixed, names))
+        study = open_study(
+            folder, directions=self.directions(names), made_of=identify_space(space, fixed, names)
+        )
         total = self.n_trials or math.inf
         if self.sampler == "grid":
             total = min(total, enqueue_grid(study, space))
@@ -153,12 +155,12 @@ class OptunaSweeper(Sweeper):
 
     def run(self, study: Study, batch: Sequence[FrozenTrial], fixed: list[str]) -> None:
         """Has the trials of a batch run, and tells Optuna how they ended."""
-        overrides = [[*fixed, *written(trial.params)] for trial in batch]
+        overrides = [[*fixed, *write_overrides(trial.params)] for trial in batch]
         returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number)
         left = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
         for trial, each in zip(batch, returned, strict=True):
             if each not in left:  # it stays under way
-                tell(study, trial, each)
+                tell_study(study, trial, each)
         if left:
             print(f"cpt: {left[0]._return_value}; {CONTINUES}", file=sys.stderr)
             raise SystemExit(GO_ON)
@@ -182,7 +184,7 @@ class Asked:
         return batch
 
 
-def opened(folder: Path, *, directions: list[str], made_of: dict[str, Any]) -> Study:
+def open_study(folder: Path, *, directions: list[str], made_of: dict[str, Any]) -> Study:
     """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
     import optuna
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
@@ -207,7 +209,7 @@ def opened(folder: Path, *, directions: list[str], made_of: dict[str, Any]) -> S
 def enqueue_grid(study: Study, space: Mapping[str, Override]) -> int:
     """Puts all points that the study does not know in its queue, in the order of a sweep without a search."""
     points = list(itertools.product(*(values(each) for each in space.values())))
-    known = [told(trial) for trial in study.trials]
+    known = [values_of(trial) for trial in study.trials]
     for point in points:
         params = dict(zip(space, point, strict=True))
         if params not in known:
@@ -221,14 +223,14 @@ def retry(study: Study, *, keys: Set[str]) -> None:
     for trial in trials(study, "RUNNING"):
         if trial.params.keys() != keys:
             study.tell(trial.number, state=trial.state.FAIL)
-    others = [told(trial) for trial in study.trials if trial.state.name != "FAIL"]
+    others = [values_of(trial) for trial in study.trials if trial.state.name != "FAIL"]
     for trial in trials(study, "FAIL"):
         if trial.params.keys() == keys and trial.params not in others:
             study.enqueue_trial(trial.params)
             others.append(trial.params)
 
 
-def told(trial: FrozenTrial) -> dict[str, Any]:
+def values_of(trial: FrozenTrial) -> dict[str, Any]:
     """A trial's values, also while it waits."""
     return trial.params or trial.system_attrs.get("fixed_params", {})
 
@@ -237,26 +239,26 @@ def trials(study: Study, *states: str) -> list[FrozenTrial]:
     return [trial for trial in study.trials if trial.state.name in states]
 
 
-def tell(study: Study, trial: FrozenTrial, returned: JobReturn) -> None:
+def tell_study(study: Study, trial: FrozenTrial, returned: JobReturn) -> None:
     """The objective of a trial; one that has failed, or has no finite objective, fails."""
     from optuna.trial import TrialState
 
-    label, value = f"trial {trial.number}, {' '.join(written(trial.params))}", returned._return_value
+    label, value = f"trial {trial.number}, {' '.join(write_overrides(trial.params))}", returned._return_value
     got = list(value) if isinstance(value, Sequence) else [value]
-    whole = len(got) == len(study.directions) and all(is_number(each) for each in got)
+    whole = len(got) == len(study.directions) and all(is_objective_number(each) for each in got)
     if returned.status is JobStatus.COMPLETED and whole:
         study.tell(trial.number, got)
-        log.info("%s: %s", label, shown(got))
+        log.info("%s: %s", label, show_number(got))
     else:
         study.tell(trial.number, state=TrialState.FAIL)
         log.error("%s: failed, objective %s", label, value)
 
 
-def is_number(value: Any) -> bool:
+def is_objective_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def shown(found: Sequence[float]) -> str:
+def show_number(found: Sequence[float]) -> str:
     return ", ".join(f"{value:.{DIGITS}g}" for value in found)
 
 
@@ -272,7 +274,7 @@ def conclude(study: Study, folder: Path, names: Sequence[str]) -> None:
     found = [
         {
             "trial": t.number,
-            "params": dict(line.split("=", 1) for line in written(t.params)),
+            "params": dict(line.split("=", 1) for line in write_overrides(t.params)),
             "values": t.values,
         }
         for t in best
@@ -280,5 +282,7 @@ def conclude(study: Study, folder: Path, names: Sequence[str]) -> None:
     results = {"name": "optuna", "objective": list(names), "finished": len(complete), "best": found}
     OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
     title = f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"
-    lines = [f"trial {t.number}: {shown(t.values)}: {' '.join(written(t.params))}" for t in best]
+    lines = [
+        f"trial {t.number}: {show_number(t.values)}: {' '.join(write_overrides(t.params))}" for t in best
+    ]
     log.info("%s", "\n".join([title, *lines, str(folder / RESULTS)]))

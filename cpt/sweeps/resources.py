@@ -32,7 +32,9 @@ def devices(cfg: DictConfig, *, gpus: int) -> int:
     return given if isinstance(given, int) and given > 0 else max(1, gpus)
 
 
-def shares(configs: Sequence[DictConfig], *, jobs: int | None, threads: int | None) -> list[dict[str, str]]:
+def share_out_machine(
+    configs: Sequence[DictConfig], *, jobs: int | None, threads: int | None
+) -> list[dict[str, str]]:
     """The environment of each of the jobs at once: its share of the cores and of the GPUs."""
     on_cpu = all(OmegaConf.select(cfg, "trainer.accelerator") == "cpu" for cfg in configs)
     gpus = [] if on_cpu else visible_gpus()

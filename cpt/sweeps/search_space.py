@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 DIGITS = 6  # of a number that is given to a run: it stands in the folder's name
 
 
-def made_of(space: Mapping[str, Override], fixed: Sequence[str], objectives: Sequence[str]) -> dict[str, Any]:
+def identify_space(
+    space: Mapping[str, Override], fixed: Sequence[str], objectives: Sequence[str]
+) -> dict[str, Any]:
     """What makes a search another one."""
     decides = sorted(line for line in fixed if not executes(line.lstrip("+~").partition("=")[0]))
     texts = {key: str(each.get_value_string()) for key, each in sorted(space.items())}
@@ -68,7 +70,7 @@ def bounds(sweep: IntervalSweep) -> tuple[float, float, int | None]:
     return low, high, 1 if isinstance(low, int) and isinstance(high, int) else None
 
 
-def written(params: Mapping[str, Any]) -> list[str]:
+def write_overrides(params: Mapping[str, Any]) -> list[str]:
     """A trial's values as overrides."""
     return [f"{key}={text(value)}" for key, value in params.items()]
 

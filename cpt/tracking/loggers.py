@@ -48,7 +48,7 @@ class LongCSV(Logger):
 
 
 @contextmanager
-def tracked(
+def track(
     options: Mapping[str, Any],
     folder: Path,
     *,

@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
 
 
-def method(plan: Plan, start: Base) -> ContinualModule:
+def make_method(plan: Plan, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
     tell_rate(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
-    module = plan.method.make(shared_by(plan, start))
+    module = plan.method.make(make_shared(plan, start))
     module.beside.update(module.companions())
     if plan.carry:
         module.carried = CarriedState()
     return module
 
 
-def shared_by(plan: Plan, start: Base) -> Shared:
+def make_shared(plan: Plan, start: Base) -> Shared:
     """What a run gives every method."""
     return Shared(
         model=start.model(),
@@ -61,7 +61,7 @@ def tell_rate(plan: Plan) -> None:
         )
 
 
-def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
+def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:
     """The stages of a method over the domains of a plan."""
     options = plan.trainer
     domains = module.stages(plan.order)
@@ -86,7 +86,7 @@ def sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule)
     )
 
 
-def opened(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
+def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     held_out, objective = data.held_out.values(), start.objective
     per_text = [(text.text_tokens, text.row_lengths) for text in held_out]

@@ -40,16 +40,18 @@ NEED_LOGGER = (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
-def loggers(entries: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Logger]:
+def make_loggers(entries: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Logger]:
     """The loggers of the config beside metrics.csv and W&B; those that write files do so in the run's folder
     unless they are told where. Raises ValueError for what cannot be made: its package may be missing."""
-    return [made(f"logger.{name}", entry, Logger, save_dir=str(folder)) for name, entry in entries.items()]
+    return [
+        make_entry(f"logger.{name}", entry, Logger, save_dir=str(folder)) for name, entry in entries.items()
+    ]
 
 
-def callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
+def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
     """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for
     what cannot be made, and for one that would change what a stage is."""
-    built = {name: made(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
+    built = {name: make_entry(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
     for name, each in built.items():
         told = f"callbacks.{name}={type(each).__name__}"
         for kind, instead in REFUSED.items():
@@ -57,11 +59,11 @@ def callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict
                 raise ValueError(f"{told} is not taken: {instead}")
         if isinstance(each, NEED_LOGGER) and not logged:
             raise ValueError(f"{told} writes to loggers, but there is none; allowed: logger=csv, …")
-        check_state(name, each)
+        check_callback_state(name, each)
     return built
 
 
-def made(place: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
+def make_entry(place: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
     """What an entry of the config stands for, with `defaults` for the arguments that it takes and that are
     not given."""
     check_arguments(place, entry)
@@ -78,7 +80,7 @@ def made(place: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> A
     return built
 
 
-def check_state(name: str, callback: Callback) -> None:
+def check_callback_state(name: str, callback: Callback) -> None:
     """Raises ValueError for a state that a checkpoint does not give back."""
     if not is_plain(state := callback.state_dict()):
         raise ValueError(
@@ -143,7 +145,7 @@ class Keeper(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         for name, each in self.run.callbacks.items():
-            check_state(name, each)
+            check_callback_state(name, each)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step < trainer.max_steps:

@@ -13,7 +13,7 @@ from cpt.core.preemption import leave_all
 from cpt.optim.guard import Guard
 
 
-def save(state: Any, path: Path) -> None:
+def save_state(state: Any, path: Path) -> None:
     """Writes tensors to a file that is the old one or the new one at any time. Raises OSError where it cannot
     be written."""
     try:
@@ -30,7 +30,7 @@ class WholeFile(TorchCheckpointIO):
     temporary folder, which may be too small, and copies from there in pieces."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        save(checkpoint, Path(path))
+        save_state(checkpoint, Path(path))
 
 
 class Checkpoint(Callback):

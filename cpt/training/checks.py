@@ -11,11 +11,11 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from cpt.core.errors import readable, unknown
+from cpt.core.errors import readable, unknown_name
 from cpt.core.options import Choice
 from cpt.core.places import CONF
-from cpt.core.rules import is_text, number, shown
-from cpt.core.sections import Section, is_used, section
+from cpt.core.rules import is_text, number, show
+from cpt.core.sections import Section, is_used, read_section
 from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.endtasks.tasks import check_given
@@ -59,22 +59,24 @@ def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for a key that there is not and for a value that may not be; what is missing (`???`)
     is not looked at."""
     check_top(cfg)
-    number("0 or more").check("method.rate", section(cfg, "method").values.get("rate", 1))
-    masks, replay = section(cfg, "mask"), section(cfg, "replay")
-    check_given(section(cfg, "endtask").values)
+    number("0 or more").check("method.rate", read_section(cfg, "method").values.get("rate", 1))
+    masks, replay = read_section(cfg, "mask"), read_section(cfg, "replay")
+    check_given(read_section(cfg, "endtask").values)
     return Sections(
-        run=section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
-        freeze=section(cfg, "freeze").read(Freeze),
-        model=section(cfg, "model").read(ModelOptions),
-        method=section(cfg, "method").choose(),
-        masks={name: section(cfg, f"mask.{name}").choose() for name in check_entries(masks.values, "mask")},
+        run=read_section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
+        freeze=read_section(cfg, "freeze").read(Freeze),
+        model=read_section(cfg, "model").read(ModelOptions),
+        method=read_section(cfg, "method").choose(),
+        masks={
+            name: read_section(cfg, f"mask.{name}").choose() for name in check_entries(masks.values, "mask")
+        },
         replay=NOTHING if replay.values.get("_target_", "") is None else replay.choose(),
-        source=section(cfg, "domains").choose(),
-        optim=read_optimizer(section(cfg, "optim")),
-        schedule=section(cfg, "schedule").choose(),
-        trainer=read_trainer(section(cfg, "trainer")),
-        logger=read_logger(section(cfg, "logger")),
-        callbacks=check_entries(section(cfg, "callbacks").values, "callbacks"),
+        source=read_section(cfg, "domains").choose(),
+        optim=read_optimizer(read_section(cfg, "optim")),
+        schedule=read_section(cfg, "schedule").choose(),
+        trainer=read_trainer(read_section(cfg, "trainer")),
+        logger=read_logger(read_section(cfg, "logger")),
+        callbacks=check_entries(read_section(cfg, "callbacks").values, "callbacks"),
     )
 
 
@@ -84,7 +86,7 @@ def check_top(cfg: DictConfig) -> None:
     known, text = top_level(), OmegaConf.to_yaml(cfg)
     for key in map(str, cfg):
         if key not in known and key not in ELSEWHERE and not is_used(key, text):
-            raise ValueError(unknown(key, known, whole=", ".join(known)))
+            raise ValueError(unknown_name(key, known, whole=", ".join(known)))
     if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
 
@@ -104,7 +106,7 @@ def read_trainer(given: Section) -> TrainerOptions | None:
     others = {name: value for name, value in others.items() if name not in given.used}
     for name, value in others.items():
         if name in REFUSED:
-            raise ValueError(f"trainer.{name}={shown(value)} is not taken: {REFUSED[name]}")
+            raise ValueError(f"trainer.{name}={show(value)} is not taken: {REFUSED[name]}")
         if name not in PASSED:
             check_lightning(name)
     return Section("trainer", {**own, "others": others}, given.complete, given.used).read(TrainerOptions)
@@ -119,7 +121,7 @@ def check_lightning(name: str) -> None:
         own = (each.name for each in fields(TrainerOptions) if each.name != "others")
         names = sorted(f"trainer.{each}" for each in {*own, *theirs})
         whole = "what conf/trainer lists, and what lightning.Trainer takes"
-        raise ValueError(unknown(f"trainer.{name}", names, whole=whole))
+        raise ValueError(unknown_name(f"trainer.{name}", names, whole=whole))
 
 
 def read_logger(given: Section) -> LoggerOptions | None:
@@ -135,7 +137,7 @@ def check_entries(entries: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     for name, entry in given.items():
         if not isinstance(entry, Mapping) or not is_text(entry.get("_target_")):
             raise ValueError(
-                f"{place}.{name}={shown(entry)} has no class; allowed: null, or "
+                f"{place}.{name}={show(entry)} has no class; allowed: null, or "
                 f"+{place}.{name}._target_=module.Class, and what that class takes"
             )
     return given

@@ -47,14 +47,14 @@ class Examination:
     def missing(self, number: int) -> bool:
         """Whether something of that is not in the run folder yet."""
         folder = self.place.endtasks(number, self.name(number))
-        together()  # nobody works before all have asked: all get the same answer
+        wait_for_others()  # nobody works before all have asked: all get the same answer
         missing = self.endtasks.missing(folder, self.due(number))
-        together()
+        wait_for_others()
         return bool(missing)
 
     def measure(self, number: int, device: torch.device) -> None:
         """Fine-tunes what is missing after a stage, whose weights the module has; each process its share."""
-        several = together()
+        several = wait_for_others()
         with suppress(Preempted):  # the other processes are waited for
             self.endtasks.measure(
                 lambda task: self.module.backbone(self.data.places.get(task, BASE)),
@@ -73,7 +73,7 @@ class Examination:
         return self.endtasks.results(folders)
 
 
-def together() -> bool:
+def wait_for_others() -> bool:
     """Waits for the other processes, if there are any; whether there are."""
     several = distributed.is_available() and distributed.is_initialized()
     if several:
@@ -81,7 +81,7 @@ def together() -> bool:
     return several
 
 
-def examination(
+def make_examination(
     planned: Planned | None,
     place: RunFolder,
     *,

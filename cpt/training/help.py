@@ -9,9 +9,9 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.naming import CONFIG
-from cpt.core.options import Options, at, options_of
+from cpt.core.options import Options, options_of, with_dot
 from cpt.core.places import CONF
-from cpt.core.rules import shown
+from cpt.core.rules import show
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.endtasks.tasks import Protocol, Settings
 from cpt.models.options import BaseOptions, Freeze, ModelOptions
@@ -42,11 +42,15 @@ def describe_options(arguments: Sequence[str]) -> str:
         cfg = compose(CONFIG, overrides=[*given.overrides, *added])
     chosen = [each.lstrip("+~").partition("=")[0].partition("@")[0] for each in given.overrides]
     groups = [each for each in chosen if each in cfg]
-    blocks = (describe(cfg, place) for place in sections(cfg) if not groups or place.split(".")[0] in groups)
+    blocks = (
+        describe_section(cfg, place)
+        for place in list_sections(cfg)
+        if not groups or place.split(".")[0] in groups
+    )
     return "\n\n".join(filter(None, map("\n".join, blocks)))
 
 
-def sections(cfg: DictConfig) -> Iterator[str]:
+def list_sections(cfg: DictConfig) -> Iterator[str]:
     """The sections of a config that have options, each followed by those within it."""
     yield ""
     for name in cfg:
@@ -63,14 +67,14 @@ def sections_within(cfg: DictConfig, place: str) -> Iterator[str]:
                 yield from sections_within(cfg, f"{place}.{name}")
 
 
-def describe(cfg: DictConfig, place: str) -> Iterator[str]:
+def describe_section(cfg: DictConfig, place: str) -> Iterator[str]:
     """A line for each option of a section: what it is now, what it means, what is allowed."""
     node = OmegaConf.select(cfg, place) if place else cfg
     for kind in kinds_of(node, place):
         for each in fields(kind):
             if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
                 rule = each.metadata["rule"]
-                yield f"{at(place)}{each.name}={value_of(node, each.name)}"
+                yield f"{with_dot(place)}{each.name}={value_of(node, each.name)}"
                 yield f"    {each.metadata['help']}" + (f"; allowed: {rule.allowed}" if rule else "")
 
 
@@ -79,7 +83,7 @@ def value_of(node: DictConfig, name: str) -> str:
     if OmegaConf.is_missing(node, name):
         return "???"
     value = node[name]
-    return shown(list(value) if OmegaConf.is_list(value) else value)
+    return show(list(value) if OmegaConf.is_list(value) else value)
 
 
 def kinds_of(node: DictConfig, place: str) -> tuple[type[Options], ...]:

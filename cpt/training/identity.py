@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cpt.core.checksums import checksum
 from cpt.core.files import replace
 from cpt.core.processes import is_first_process
-from cpt.core.rules import shown
+from cpt.core.rules import show
 from cpt.data.sources.base import stamp_of
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
@@ -64,7 +64,7 @@ class Identity:
         replace(place.identity, json.dumps(asdict(self), indent=1))
 
 
-def check(plan: Plan, place: RunFolder) -> None:
+def check_identity(plan: Plan, place: RunFolder) -> None:
     """Compares what a run folder was begun with with what there is now, before anything else is done.
 
     Raises ValueError for texts, domains or a base that are others now; the message names them."""
@@ -74,7 +74,7 @@ def check(plan: Plan, place: RunFolder) -> None:
     before = deepcopy(then)
     compare_order(then, plan, place)
     if wrong := [*changed_texts(then, plan), *changed_checkpoint(then, plan)]:
-        raise ValueError(refusal(place, wrong))
+        raise ValueError(changed_message(place, wrong))
     if not place.identity.exists():
         log.info("%s was made by an older cpt: its texts are what they were", place.path)
     if then != before and is_first_process():
@@ -90,7 +90,7 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
     return given is None or not any(others(then.base, checkpoint_files(given)))
 
 
-def refusal(place: RunFolder, wrong: list[str]) -> str:
+def changed_message(place: RunFolder, wrong: list[str]) -> str:
     told = "; ".join(wrong[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
     return (
         f"{place.path} was begun with other contents ({told}); bring back what it had, "
@@ -104,16 +104,16 @@ def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
         return
     new = [name for name in plan.order if name not in then.order]
     gone = [name for name in then.order if name not in plan.order]
-    kinds = [f"{kind}: {listed(names)}" for kind, names in (("new", new), ("gone", gone)) if names]
-    told = ", ".join(kinds) or f"{listed(then.order)} -> {listed(plan.order)}"
+    kinds = [f"{kind}: {join_names(names)}" for kind, names in (("new", new), ("gone", gone)) if names]
+    told = ", ".join(kinds) or f"{join_names(then.order)} -> {join_names(plan.order)}"
     going_on = f"'order=[{','.join(then.order)}]' 'hydra.run.dir={place.path}' goes on with what it had, "
     raise ValueError(
-        f"order={shown(plan.run.order)} means other domains than when {place.path} was begun ({told}); "
+        f"order={show(plan.run.order)} means other domains than when {place.path} was begun ({told}); "
         f"{'bring them back, ' if gone else going_on}another name=… begins a new run, or delete the folder"
     )
 
 
-def listed(names: list[str]) -> str:
+def join_names(names: list[str]) -> str:
     return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
 
 
@@ -136,12 +136,12 @@ def stamps_differ(then: Identity, plan: Plan) -> Iterator[str]:
 
 def read_now(plan: Plan, name: str, *, full: bool) -> Mapping[str, Any]:
     """The facts of a text as it is now, for all runs or, if `full`, from its files again."""
-    from cpt.data.corpus import corpus, facts_anew  # pyarrow and datasets: seconds, rarely needed
+    from cpt.data.corpus import facts_anew, make_corpus  # pyarrow and datasets: seconds, rarely needed
 
     log.info("comparing the text of %s with the one that the run was begun with", name)
     if full:
         return facts_anew(plan.source, name)
-    return corpus(plan.source, name, cache=Path(plan.run.cache_dir)).facts
+    return make_corpus(plan.source, name, cache=Path(plan.run.cache_dir)).facts
 
 
 def difference(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -164,7 +164,7 @@ def changed_checkpoint(then: Identity, plan: Plan) -> Iterator[str]:
     for name in list(then.base) if plan.run.check == "full" else list(others(then.base, found)):
         if name not in found:
             yield f"model.checkpoint={checkpoint} has no {name} any more"
-        elif (now := known(found[name]))[2] != then.base[name][2]:
+        elif (now := file_identity(found[name]))[2] != then.base[name][2]:
             yield f"{name} of model.checkpoint={checkpoint} changed"
         else:
             then.base[name] = now
@@ -181,7 +181,7 @@ def look(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def known(path: Path) -> list[Any]:
+def file_identity(path: Path) -> list[Any]:
     return [*look(path), checksum(path)]
 
 
@@ -207,7 +207,7 @@ def base_files(start: Base, *, given: bool) -> dict[str, Path]:
     return {name: path for name, path in files.items() if given or path.suffix in WEIGHTS}
 
 
-def settle(
+def settle_identity(
     plan: Plan, place: RunFolder, corpora: Corpora, start: Base, examination: Examination | None
 ) -> None:
     """Compares what has been read and made with what the folder remembers, and remembers it.
@@ -217,17 +217,17 @@ def settle(
     if not is_first_process():
         return
     then = Identity.load(place)
-    now = gathered(plan, corpora, start, examination, then or Identity(plan.order, {}))
+    now = gather_identity(plan, corpora, start, examination, then or Identity(plan.order, {}))
     if then is not None:
-        if wrong := list(differences(then, now)):
-            raise ValueError(refusal(place, wrong))
+        if wrong := list(list_changes(then, now)):
+            raise ValueError(changed_message(place, wrong))
         for task in now.endtasks:
             if then.endtasks.get(task, now.endtasks[task]) != now.endtasks[task]:
                 log.info("end task %s: its data changed; it is measured again", task)
     now.save(place)
 
 
-def gathered(
+def gather_identity(
     plan: Plan, corpora: Corpora, start: Base, examination: Examination | None, then: Identity
 ) -> Identity:
     """What a run is made of now; what of the base looks the same is not read again."""
@@ -238,7 +238,7 @@ def gathered(
         for name, each in corpora.by_name.items()
     }
     base = {
-        name: then.base[name] if then.base.get(name, [])[:2] == look(path) else known(path)
+        name: then.base[name] if then.base.get(name, [])[:2] == look(path) else file_identity(path)
         for name, path in base_files(start, given=plan.model.checkpoint is not None).items()
     }
     tasks = examination.endtasks.by_name if examination else {}
@@ -246,7 +246,7 @@ def gathered(
     return Identity(plan.order, texts, base, tokenizer_digest(start.tokenizer), endtasks)
 
 
-def differences(then: Identity, now: Identity) -> Iterator[str]:
+def list_changes(then: Identity, now: Identity) -> Iterator[str]:
     """What of a run is not what it was begun with, for people."""
     for name, told in then.texts.items():
         if told["digest"] != now.texts[name]["digest"]:

@@ -15,23 +15,23 @@ from lightning.pytorch.loggers import Logger
 
 from cpt.adapters.bank import BASE
 from cpt.core.files import check_archive
-from cpt.core.preemption import check, deferred, leave_together
+from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.optim.guard import Guard, RollbackError, check_losses, check_state
+from cpt.optim.guard import Guard, RollbackError, check_finite, check_losses
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.callbacks import CustomCallbacks
-from cpt.training.checkpointing import Checkpoint, save
+from cpt.training.checkpointing import Checkpoint, save_state
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.endtasks import Examination
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.run_folder import RunFolder
-from cpt.training.trainer import trainer
+from cpt.training.trainer import make_trainer
 from cpt.training.verdict import confirm
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Learner:
             )
         self.scores.run["finished"] = False
         self.restore(number)
-        with timed(self.scores.phases["endtasks"], row):
+        with time_phase(self.scores.phases["endtasks"], row):
             self.examination.measure(number, self.device)
         if is_first_process():
             self.collect()
@@ -127,19 +127,19 @@ class Learner:
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
         callbacks = [compute, guard, *self.callbacks.entering(number), saving]
-        with timed(self.scores.phases["learn"], domain.name):
+        with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
-        check_state(state, domain.name)
+        check_finite(state, domain.name)
         if is_first_process():
-            save(state, self.place.stage(number))
+            save_state(state, self.place.stage(number))
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
         return kept | compute.costs(fitting) | {"skipped": len(guard.left_out)}
 
     def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
         """The trainer that has learned a domain to its end, however often it was rolled back."""
         while True:
-            fitting = trainer(
+            fitting = make_trainer(
                 self.plan.trainer.lightning,
                 label=f"{domain.name} ({number}/{len(self.data)})",
                 folder=self.place.path / "lightning",
@@ -149,7 +149,7 @@ class Learner:
             )
             path = str(checkpoint) if checkpoint.exists() else None
             try:
-                with deferred():
+                with defer_signals():
                     fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
                 return fitting
             except RollbackError:
@@ -157,8 +157,8 @@ class Learner:
 
     def commit(self, row: str, **costs: int) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
-        with timed(self.scores.phases["score"], row):
-            trainer(self.plan.trainer.lightning, label=f"scoring after {row}").validate(
+        with time_phase(self.scores.phases["score"], row):
+            make_trainer(self.plan.trainer.lightning, label=f"scoring after {row}").validate(
                 self.module, datamodule=self.data, verbose=False
             )
             losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
@@ -196,12 +196,12 @@ class Learner:
 
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
-        check("before the model was exported")
+        check_signals("before the model was exported")
         self.place.make_room()
         loading = self.module.export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
-        check("before the report was written")
+        check_signals("before the report was written")
         rows = self.place.load_documents(len(self.scores.rows))
         sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
         self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
@@ -221,7 +221,7 @@ def array(values: torch.Tensor) -> np.ndarray:
 
 
 @contextmanager
-def timed(took: dict[str, float], phase: str) -> Iterator[None]:
+def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
     """Adds the seconds of a phase to the others."""
     began = time.perf_counter()
     yield

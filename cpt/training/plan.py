@@ -9,10 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.options import Choice
 from cpt.data import orders
-from cpt.data.budget import Budget, share
+from cpt.data.budget import Budget, share_batch
 from cpt.data.replay import Replay
 from cpt.data.sources.base import Source
-from cpt.evaluation.endtasks.tasks import Planned, checked
+from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.objective import objective_value
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.schedules import Schedule
@@ -51,13 +51,13 @@ class Plan:
         return digest([self.settings["endtask"], self.endtasks.stamp if self.endtasks else ""])
 
 
-def planned(cfg: DictConfig) -> Plan:
+def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
     said = read_sections(cfg)
     settings = plain_config(cfg)  # raises for what is missing
     objective_value({}, said.run.objective)
     check_share(said.trainer)
-    order = orders.resolve(
+    order = orders.resolve_order(
         said.run.order, names=said.source.names, orders=said.source.orders, seed=said.run.seed
     )
     return Plan(
@@ -78,7 +78,7 @@ def planned(cfg: DictConfig) -> Plan:
         trainer=said.trainer,
         logger=said.logger,
         callbacks=said.callbacks,
-        endtasks=checked(settings["endtask"], said.source.names, order),
+        endtasks=plan_endtasks(settings["endtask"], said.source.names, order),
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),
     )
@@ -99,7 +99,7 @@ def budget_of(trainer: TrainerOptions) -> Budget:
 def check_share(trainer: TrainerOptions) -> None:
     """Raises ValueError for a batch that cannot be shared out among the processes."""
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
-    share(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
+    share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
 
 
 def lost_rate(cfg: DictConfig) -> float | None:

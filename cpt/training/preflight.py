@@ -35,7 +35,7 @@ from cpt.models.resizing import check_head, check_rows
 from cpt.training import callbacks as custom
 from cpt.training.options import TrainerOptions
 from cpt.training.plan import Plan
-from cpt.training.trainer import quiet, trainer
+from cpt.training.trainer import make_trainer, quiet
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ class Ready:
     device: torch.device
 
 
-def checked(plan: Plan, folder: Path) -> Ready:
+def prepare(plan: Plan, folder: Path) -> Ready:
     """Makes what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_model(plan)
-    loggers = custom.loggers(plan.logger.others, folder)
+    loggers = custom.make_loggers(plan.logger.others, folder)
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
-    callbacks = custom.callbacks(plan.callbacks, logged=logged)
+    callbacks = custom.make_callbacks(plan.callbacks, logged=logged)
     tried = try_trainer(plan.trainer, loggers, callbacks)
     return Ready(loggers, callbacks, tried.num_devices, tried.strategy.root_device)
 
@@ -86,7 +86,7 @@ def check_optimizer(place: str, options: Mapping[str, Any]) -> None:
 def check_model(plan: Plan) -> None:
     """The model can be built or loaded, and goes with the options and the method: on its skeleton."""
     options = plan.model
-    config = built(options) if options.checkpoint is None else given(options)
+    config = configure_new(options) if options.checkpoint is None else configure_given(options)
     objective = loading.objective_name(options.objective, config)
     if objective == "masked" and options.mask_rate is None:
         raise ValueError("model.mask_rate=null; allowed: above 0 and below 1, as the model is masked")
@@ -134,14 +134,14 @@ class Unmade:
         return self.entries
 
 
-def built(options: ModelOptions) -> PretrainedConfig:
+def configure_new(options: ModelOptions) -> PretrainedConfig:
     """The configuration of a model that is built here."""
     check_optimizer("model.base.optim", options.base.optim)
     with naming_cause("model.config"):
         return loading.AutoConfig.for_model(**options.config)
 
 
-def given(options: ModelOptions) -> PretrainedConfig:
+def configure_given(options: ModelOptions) -> PretrainedConfig:
     """The configuration of a checkpoint whose files are whole and whose tokenizer fits."""
     place = options.checkpoint
     config = loading.configuration(place)
@@ -200,6 +200,6 @@ def try_trainer(
     names = ("accelerator", "devices", "strategy", "precision")
     place = " ".join(f"trainer.{name}={getattr(options, name)}" for name in names)
     with naming_cause(place):
-        return trainer(
+        return make_trainer(
             options.lightning, label="", loggers=loggers, callbacks=list(callbacks.values()), steps=1
         )

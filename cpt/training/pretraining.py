@@ -10,11 +10,11 @@ from typing import Any
 from hydra.utils import instantiate
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.core.cache import made_once
+from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.files import check_archive
 from cpt.core.options import Options
-from cpt.core.preemption import deferred
+from cpt.core.preemption import defer_signals
 from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus
@@ -30,7 +30,7 @@ from cpt.models.resizing import fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
-from cpt.training.trainer import trainer
+from cpt.training.trainer import make_trainer
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -56,36 +56,36 @@ class Base:
 
     def model(self) -> PreTrainedModel:
         """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
-        loaded = loading.load(self.checkpoint, self.objective_name)
+        loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         loading.check_length(self.length, loaded)
         return loaded
 
 
-def base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
+def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
     """The base of a model config, made if it is not in the cache.
 
     Raises ValueError for an objective that does not fit."""
     if options.checkpoint is not None:
         config = loading.configuration(options.checkpoint)
         tokenizer = loading.load_tokenizer(options.checkpoint)
-        return assembled(options, options.checkpoint, tokenizer, config)
+        return assemble_base(options, options.checkpoint, tokenizer, config)
     untrained = loading.AutoConfig.for_model(**options.config)
     objective = loading.objective_name(options.objective, untrained)
-    learned = trained_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)
+    learned = learn_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)
     tokenizer = loading.load_tokenizer(learned)
-    new = assembled(options, "", tokenizer, untrained)
+    new = assemble_base(options, "", tokenizer, untrained)
     decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
     settings = decides | {"base": asdict(options.base)}
     made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(tokenizer), settings]
-    folder = made_once(
+    folder = make_once(
         corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    return assembled(options, str(folder), tokenizer, untrained)
+    return assemble_base(options, str(folder), tokenizer, untrained)
 
 
-def assembled(
+def assemble_base(
     options: ModelOptions, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any
 ) -> Base:
     name = loading.objective_name(options.objective, config)
@@ -93,7 +93,7 @@ def assembled(
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 
-def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
+def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
     """The folder of a tokenizer learned from the general text, for an objective."""
 
     def make(folder: Path) -> None:
@@ -102,7 +102,7 @@ def trained_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache
         learned.save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
-    return made_once(cache / "tokenizers" / digest(made_of), make=make)
+    return make_once(cache / "tokenizers" / digest(made_of), make=make)
 
 
 def batches(general: Corpus) -> Iterator[list[str]]:
@@ -140,9 +140,9 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     }
     guard = Guard(advice=ADVICE)
     callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
-    fitting = trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
+    fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None
-    with deferred():
+    with defer_signals():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     module.cpu()
     model.save_pretrained(folder)

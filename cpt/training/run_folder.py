@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.cache import discard
 from cpt.core.checksums import FILE, Checksums, size_of, sync
-from cpt.core.config import differences, identity, plain_config
+from cpt.core.config import identity, list_differences, plain_config
 from cpt.core.files import check_archive, replace, replacing
 from cpt.evaluation.scores import Scores
 
@@ -62,7 +62,7 @@ class RunFolder:
             for key in BY_CONTENT:
                 then.pop(key, None)
                 now.pop(key, None)
-        return differences(then, now)
+        return list_differences(then, now)
 
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
 
 from cpt.core.preemption import leave_together
-from cpt.core.progress import bar
+from cpt.core.progress import progress_bar
 from cpt.training.checkpointing import WholeFile
 
 NOISE = (
@@ -36,7 +36,7 @@ class Bar(Callback):
         self.label, self.bar = label, tqdm(disable=True)
 
     def open(self, trainer: Trainer, *, total: int, done: int) -> None:
-        self.bar = bar(self.label, total=total, done=done, hidden=not trainer.is_global_zero)
+        self.bar = progress_bar(self.label, total=total, done=done, hidden=not trainer.is_global_zero)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.open(trainer, total=trainer.max_steps, done=trainer.global_step)
@@ -89,7 +89,7 @@ class Leaving(Callback):
             leave_together("while scoring")
 
 
-def trainer(
+def make_trainer(
     options: Mapping[str, Any],
     *,
     label: str,

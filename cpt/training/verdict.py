@@ -19,14 +19,14 @@ def confirm(place: RunFolder) -> None:
     pending, found = True, []
     while pending:
         waits = WATCH.pending > 0  # before it is waited for: what is found later is asked for again
-        told = from_every_process((waits, WATCH.damage(seconds=PATIENCE)))
+        told = gather_objects((waits, WATCH.damage(seconds=PATIENCE)))
         found += [line for _, lines in told for line in lines]
         pending = any(waits for waits, _ in told)
     if found:
-        raise ValueError(refusal(place, found))
+        raise ValueError(damage_message(place, found))
 
 
-def from_every_process(value: T) -> list[T]:
+def gather_objects(value: T) -> list[T]:
     """What each process of the run gives here; all wait for all."""
     from torch import distributed  # the check of a finished run does without
 
@@ -38,18 +38,18 @@ def from_every_process(value: T) -> list[T]:
 
 
 @contextmanager
-def explained(place: RunFolder) -> Iterator[None]:
+def explain_damage(place: RunFolder) -> Iterator[None]:
     """Turns an error into that of the damage in the cache that may have caused it, if there is some."""
     try:
         yield
     except Exception as error:
         # Our own refusals are plain ValueErrors; another error was not foreseen, and is worth the wait.
         if found := WATCH.damage(seconds=0 if type(error) is ValueError else FOREVER):
-            raise ValueError(refusal(place, found)) from error
+            raise ValueError(damage_message(place, found)) from error
         raise
 
 
-def refusal(place: RunFolder, found: Sequence[str]) -> str:
+def damage_message(place: RunFolder, found: Sequence[str]) -> str:
     """What to do about damage; what was learned since the last committed row is of it, and is removed."""
     if is_first_process():
         place.forget_checkpoints()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cpt.adapters.bottleneck import Bottleneck, attach
+from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.models.units import sublayers
 from tests.models.test_units import FAMILIES, build, hooks, inputs_of, logits
@@ -15,7 +15,11 @@ from tests.models.test_units import FAMILIES, build, hooks, inputs_of, logits
 HOULSBY = {"placement": "houlsby", "reduction": 4, "activation": "gelu"}
 PFEIFFER = HOULSBY | {"placement": "pfeiffer"}
 PLUGINS = {"attention": 0.667, "ffn": 1.0, "output_relu": False}
-ADDED = [(attach, HOULSBY, Bottleneck), (attach, PFEIFFER, Bottleneck), (attach_plugins, PLUGINS, Plugin)]
+ADDED = [
+    (attach_bottlenecks, HOULSBY, Bottleneck),
+    (attach_bottlenecks, PFEIFFER, Bottleneck),
+    (attach_plugins, PLUGINS, Plugin),
+]
 WIDTH, BLOCKS = 32, 2
 
 
@@ -88,7 +92,7 @@ def test_bottlenecks_act_on_what_the_projections_write(family, placement):
     model = build(family)
     inputs = inputs_of(model)
     plain = copy.deepcopy(model)
-    scope = attach(model, **HOULSBY | {"placement": placement})
+    scope = attach_bottlenecks(model, **HOULSBY | {"placement": placement})
     shake(model, scope)
     state = model.state_dict()
 
@@ -126,7 +130,7 @@ def test_pfeiffers_read_the_normalised_sum_and_add_to_the_sum(family, norm):
     model = build(family)
     inputs = inputs_of(model)
     plain = copy.deepcopy(model)
-    shake(model, attach(model, **PFEIFFER))
+    shake(model, attach_bottlenecks(model, **PFEIFFER))
     for stack in FAMILIES[family].stacks:
         for number in range(BLOCKS):
             part = model.get_submodule(f"{stack}.{number}").adapter
@@ -145,7 +149,7 @@ def test_pfeiffers_of_a_pre_norm_block_read_the_sum_and_add_to_it(family):
     model = build(family)
     inputs = inputs_of(model)
     plain = copy.deepcopy(model)
-    shake(model, attach(model, **PFEIFFER))
+    shake(model, attach_bottlenecks(model, **PFEIFFER))
     for stack in FAMILIES[family].stacks:
         for number in range(BLOCKS):
             part = model.get_submodule(f"{stack}.{number}").adapter
@@ -166,7 +170,7 @@ def test_the_placements_differ():
     found = []
     for placement in ("pfeiffer", "ffn"):
         model = build("roberta")
-        shake(model, attach(model, **HOULSBY | {"placement": placement}))
+        shake(model, attach_bottlenecks(model, **HOULSBY | {"placement": placement}))
         found.append(logits(model, inputs_of(model)))
     assert not torch.allclose(*found, atol=1e-2)
 
@@ -223,7 +227,7 @@ def test_a_plugin_of_cross_attention_reads_the_decoder():
 def test_sizes_and_numbers_of_parameters():
     """2 D d + d + D of each."""
     model, d = build("roberta"), WIDTH // 4
-    scope = attach(model, **HOULSBY)
+    scope = attach_bottlenecks(model, **HOULSBY)
     count = sum(model.get_parameter(name).numel() for name in scope.names)
     assert count == 2 * BLOCKS * (2 * WIDTH * d + d + WIDTH)
     model = build("roberta")
@@ -232,7 +236,7 @@ def test_sizes_and_numbers_of_parameters():
     assert count == BLOCKS * sum(2 * WIDTH * a + a + WIDTH for a in (21, 32))
     assert len(scope.names) == len(set(scope.names)) == 4 * 2 * BLOCKS
     model = build("roberta")
-    attach(model, **HOULSBY | {"reduction": model.config.hidden_size})
+    attach_bottlenecks(model, **HOULSBY | {"reduction": model.config.hidden_size})
     assert {part.down.out_features for part in parts_of(model, Bottleneck)} == {1}
     model = build("roberta")
     attach_plugins(model, **PLUGINS | {"attention": 0.001})
@@ -255,7 +259,7 @@ def test_the_maps_are_those_of_the_parts(added):
 def test_how_they_begin():
     torch.manual_seed(0)
     model, other = build("roberta"), build("roberta")
-    attach(model, **HOULSBY | {"reduction": 1})
+    attach_bottlenecks(model, **HOULSBY | {"reduction": 1})
     attach_plugins(other, **PLUGINS)
     for part in parts_of(model, Bottleneck) + parts_of(other, Plugin):
         assert part.down.weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -270,7 +274,7 @@ def test_a_bottleneck_made_new_is_the_base_again():
     model = build("llama")
     inputs = inputs_of(model)
     before = logits(model, inputs)
-    shake(model, attach(model, **HOULSBY))
+    shake(model, attach_bottlenecks(model, **HOULSBY))
     for part in parts_of(model, Bottleneck):
         part.reset(torch.Generator().manual_seed(3))
     assert torch.equal(logits(model, inputs), before)
@@ -319,7 +323,7 @@ def test_nothing_is_left_of_a_pass():
     assert all(part.input is None for part in parts_of(model, Plugin))
     assert hooks(model) == count == 2 * 2 * BLOCKS
     model = build("bert")
-    attach(model, **PFEIFFER)
+    attach_bottlenecks(model, **PFEIFFER)
     logits(model, inputs_of(model))
     assert all(part.normed is None for part in parts_of(model, Bottleneck))
 

@@ -18,7 +18,7 @@ from transformers import (
 
 import cpt.adapters.export
 from cpt.adapters.bank import Scope
-from cpt.adapters.export import export, load
+from cpt.adapters.export import export_parts, load
 
 IDS = torch.tensor([[1, 7, 8, 9, 2], [1, 5, 6, 2, 0]])
 BIAS = "lm_head.scale.bias"
@@ -85,7 +85,7 @@ def logits(model) -> torch.Tensor:
 
 
 def test_the_folder_is_the_plain_model(attached, untouched, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     model, info = RobertaForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
     assert torch.equal(logits(model), logits(untouched))
@@ -93,7 +93,7 @@ def test_the_folder_is_the_plain_model(attached, untouched, parts, tmp_path):
 
 
 def test_each_domain_has_its_part(attached, untouched, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     for name in parts:
         found = load(tmp_path, domain=name)
         assert torch.equal(found.get_parameter(BIAS), parts[name][BIAS])
@@ -101,14 +101,14 @@ def test_each_domain_has_its_part(attached, untouched, parts, tmp_path):
 
 
 def test_the_last_is_the_default(attached, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["food"][BIAS])
-    export(tmp_path, attached, dict(reversed(parts.items())), attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, dict(reversed(parts.items())), attach=attach, options={"factor": 2.0})
     assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["law"][BIAS])
 
 
 def test_it_is_loaded_in_eval_mode_and_from_a_str(attached, parts, tmp_path):
-    export(str(tmp_path), attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(str(tmp_path), attached, parts, attach=attach, options={"factor": 2.0})
     found = load(str(tmp_path))
     assert not any(module.training for module in found.modules())
 
@@ -119,7 +119,7 @@ def test_it_is_loaded_in_eval_mode_and_from_a_str(attached, parts, tmp_path):
 def test_a_name_of_any_characters(name, attached, parts, tmp_path):
     folder = tmp_path / "it's a folder"
     named = {"a?b": parts["law"], name: parts["food"]}
-    expression = export(folder, attached, named, attach=attach, options={"factor": 2.0})
+    expression = export_parts(folder, attached, named, attach=attach, options={"factor": 2.0})
     assert torch.equal(load(folder, domain=name).get_parameter(BIAS), parts["food"][BIAS])
     assert torch.equal(load(folder, domain="a?b").get_parameter(BIAS), parts["law"][BIAS])
     assert torch.equal(eval(expression).get_parameter(BIAS), parts["food"][BIAS])
@@ -128,21 +128,21 @@ def test_a_name_of_any_characters(name, attached, parts, tmp_path):
 
 
 def test_the_expression(attached, parts, tmp_path):
-    found = export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    found = export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     assert found == f'cpt.adapters.export.load("{tmp_path}", domain="food")'
     assert isinstance(eval(found, {"cpt": cpt}), RobertaForMaskedLM)
 
 
 def test_names_that_differ_in_escapes_alone_are_two(attached, parts, tmp_path):
     named = {"a/b": parts["law"], "a%2Fb": parts["food"]}
-    export(tmp_path, attached, named, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, named, attach=attach, options={"factor": 2.0})
     assert torch.equal(load(tmp_path, domain="a/b").get_parameter(BIAS), parts["law"][BIAS])
     assert torch.equal(load(tmp_path, domain="a%2Fb").get_parameter(BIAS), parts["food"][BIAS])
 
 
 def test_written_again_nothing_old_is_left(attached, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
-    export(tmp_path, attached, {"food": parts["law"]}, attach=attach, options={"factor": 3.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, {"food": parts["law"]}, attach=attach, options={"factor": 3.0})
     assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["law"][BIAS])
     assert load(tmp_path).get_submodule("lm_head.scale").factor == 3
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["food.safetensors"]
@@ -152,13 +152,13 @@ def test_written_again_nothing_old_is_left(attached, parts, tmp_path):
 
 def test_other_files_stay(attached, parts, tmp_path):
     (tmp_path / "tokenizer.json").write_text("kept")
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     assert (tmp_path / "tokenizer.json").read_text() == "kept"
 
 
 def test_without_parts_it_is_a_plain_model(attached, untouched, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
-    found = export(tmp_path, attached, {}, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    found = export_parts(tmp_path, attached, {}, attach=attach, options={"factor": 2.0})
     assert found == f'transformers.RobertaForMaskedLM.from_pretrained("{tmp_path}")'
     assert not (tmp_path / "parts.json").exists() and not (tmp_path / "parts").exists()
     assert torch.equal(logits(eval(found, {"transformers": transformers})), logits(untouched))
@@ -167,29 +167,29 @@ def test_without_parts_it_is_a_plain_model(attached, untouched, parts, tmp_path)
 
 
 def test_an_export_that_fails_leaves_no_parts_of_two(attached, parts, tmp_path, monkeypatch):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
 
     def fails(tensors, path):
         raise OSError("disk full")
 
     monkeypatch.setattr(cpt.adapters.export, "save_file", fails)
     with pytest.raises(OSError, match="disk full"):
-        export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+        export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     with pytest.raises(ValueError, match="has no parts.json"):
         load(tmp_path)
 
 
 def test_wrong_options_leave_the_folder_as_it_was(attached, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     with pytest.raises(ValueError, match="allowed: what JSON can hold"):
-        export(tmp_path, attached, parts, attach=attach, options={"factor": torch.ones(1)})
+        export_parts(tmp_path, attached, parts, attach=attach, options={"factor": torch.ones(1)})
     assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["food"][BIAS])
 
 
 def test_parts_of_the_plain_model_itself(plain, tmp_path):
     before = plain.state_dict()[DENSE].clone()
     parts = {"law": {DENSE: before + 1}, "food": {DENSE: before + 2}}
-    export(tmp_path, plain, parts, attach=None, options={})
+    export_parts(tmp_path, plain, parts, attach=None, options={})
     assert torch.equal(RobertaForMaskedLM.from_pretrained(tmp_path).state_dict()[DENSE], before + 2)
     assert torch.equal(load(tmp_path, domain="law").state_dict()[DENSE], before + 1)
     assert torch.equal(load(tmp_path).state_dict()[DENSE], before + 2)
@@ -199,7 +199,7 @@ def test_parts_of_the_plain_model_itself(plain, tmp_path):
 def test_parts_may_share_storage_and_lie_transposed(plain, tmp_path):
     matrix, query = torch.rand(24, 16), DENSE.replace("output.dense", "attention.self.query")
     values = {DENSE: matrix.T, query: matrix[:16], query.replace("query", "key"): matrix[:16]}
-    export(tmp_path, plain, {"law": values}, attach=None, options={})
+    export_parts(tmp_path, plain, {"law": values}, attach=None, options={})
     for found in (RobertaForMaskedLM.from_pretrained(tmp_path), load(tmp_path)):
         assert all(torch.equal(found.state_dict()[name], value) for name, value in values.items())
 
@@ -207,7 +207,7 @@ def test_parts_may_share_storage_and_lie_transposed(plain, tmp_path):
 def test_a_tied_part_stays_tied(plain, tmp_path):
     assert plain.lm_head.decoder.weight is plain.get_parameter(TABLE)
     changed = plain.get_parameter(TABLE).detach() + 1
-    export(tmp_path, plain, {"law": {TABLE: changed}}, attach=None, options={})
+    export_parts(tmp_path, plain, {"law": {TABLE: changed}}, attach=None, options={})
     for found in (RobertaForMaskedLM.from_pretrained(tmp_path), load(tmp_path)):
         assert found.lm_head.decoder.weight is found.get_parameter(TABLE)
         assert torch.equal(found.get_parameter(TABLE), changed)
@@ -218,14 +218,14 @@ def test_weights_that_peft_has_renamed_get_their_names_back(plain, untouched, tm
 
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["query", "dense"]), plain)
     assert any("base_layer" in name for name in plain.state_dict())
-    export(tmp_path, plain, {}, attach=None, options={})
+    export_parts(tmp_path, plain, {}, attach=None, options={})
     assert torch.equal(logits(RobertaForMaskedLM.from_pretrained(tmp_path)), logits(untouched))
 
 
 def test_the_type_is_kept(attached, parts, tmp_path):
     attached.bfloat16()
     part = {BIAS: parts["food"][BIAS].bfloat16()}
-    export(tmp_path, attached, {"law": part}, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, {"law": part}, attach=attach, options={"factor": 2.0})
     found = load(tmp_path)
     assert found.get_parameter(DENSE).dtype == torch.bfloat16
     assert torch.equal(found.get_parameter(BIAS).bfloat16(), part[BIAS])
@@ -236,7 +236,7 @@ def test_a_causal_model(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(**config, bos_token_id=1, eos_token_id=2)).eval()
     before = logits(model)
     attach(model, factor=1.0)
-    export(tmp_path, model, {"law": {BIAS: torch.ones(30)}}, attach=attach, options={"factor": 1.0})
+    export_parts(tmp_path, model, {"law": {BIAS: torch.ones(30)}}, attach=attach, options={"factor": 1.0})
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), before)
     assert torch.equal(logits(load(tmp_path)), before + 1)
 
@@ -244,22 +244,24 @@ def test_a_causal_model(tmp_path):
 @pytest.mark.parametrize("options", [{"factor": torch.ones(1)}, {"factor": (1, 2)}, {"factor": {1: 2}}])
 def test_options_are_json(options, attached, parts, tmp_path):
     with pytest.raises(ValueError, match="^options=.*; allowed: what JSON "):
-        export(tmp_path, attached, parts, attach=attach, options=options)
+        export_parts(tmp_path, attached, parts, attach=attach, options=options)
 
 
 def test_what_attaches_must_be_found_again(attached, parts, tmp_path):
     with pytest.raises(ValueError, match="^attach=.*lambda.*; allowed: a function of a module$"):
-        export(tmp_path, attached, parts, attach=lambda model: None, options={})
+        export_parts(tmp_path, attached, parts, attach=lambda model: None, options={})
 
 
 def test_a_model_that_lacks_weights_is_told(attached, parts, tmp_path):
     attached.roberta.encoder.layer[0].output.dense = nn.Identity()
     with pytest.raises(ValueError, match=f"has lost weights of a plain one: {DENSE}, "):
-        export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+        export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
 
 
 def test_a_part_that_does_not_fit_is_told(attached, parts, tmp_path):
-    export(tmp_path, attached, {"law": {"elsewhere": torch.ones(1)}}, attach=attach, options={"factor": 2.0})
+    export_parts(
+        tmp_path, attached, {"law": {"elsewhere": torch.ones(1)}}, attach=attach, options={"factor": 2.0}
+    )
     with pytest.raises(
         ValueError, match="^the part of law in .* has weights that the model lacks: elsewhere$"
     ):
@@ -268,7 +270,7 @@ def test_a_part_that_does_not_fit_is_told(attached, parts, tmp_path):
 
 @pytest.mark.parametrize("path", ["os.system", "cptx.adapters.attach", "test_other.attach"])
 def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     index = json.loads((tmp_path / "parts.json").read_text())
     (tmp_path / "parts.json").write_text(json.dumps(index | {"attach": path}))
     with pytest.raises(ValueError, match=rf"parts.json names {path}; allowed: functions of cpt\."):
@@ -276,7 +278,7 @@ def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
 
 
 def test_a_class_that_transformers_lacks_is_told(attached, parts, tmp_path):
-    export(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["MyOwn"]}))
     with pytest.raises(ValueError, match="architectures=.'MyOwn'.; allowed: a class of transformers$"):

@@ -8,9 +8,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.adapters import bottleneck
-from cpt.adapters.gates import Gate, annealed, attach, bottleneck_units, hard, owned, regulariser, soft
+from cpt.adapters.gates import (
+    Gate,
+    anneal,
+    attach_gates,
+    bottleneck_units,
+    hard,
+    owned_parameters,
+    regulariser,
+    soft,
+)
 from cpt.masks.taken import Taken
-from cpt.models.units import Part, Units, gated, served, units
+from cpt.models.units import Part, Units, find_units, gate_units, shared_members
 
 KINDS = ("heads", "neurons", "outputs")
 SIZES = {
@@ -38,7 +47,7 @@ def model_of(kind: str) -> nn.Module:
 
 def gated_model(kind: str, kinds=KINDS):
     model = model_of(kind)
-    return model, attach(model, units(model, kinds), s_max=400)
+    return model, attach_gates(model, find_units(model, kinds), s_max=400)
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -52,7 +61,7 @@ def kind(request):
 
 
 def test_s_rises_over_the_steps():
-    assert [annealed(p, s_max=400) for p in (0, 0.5, 1)] == pytest.approx([0.0025, 200.00125, 400])
+    assert [anneal(p, s_max=400) for p in (0, 0.5, 1)] == pytest.approx([0.0025, 200.00125, 400])
 
 
 @pytest.mark.parametrize("s", [1 / 400, 0.3, 1.0, 20.0, 400.0])
@@ -110,14 +119,16 @@ def test_gates_act_where_units_are(kind):
     """Against the gates of cpt.models.units, soft and hard."""
     model, gates = gated_model(kind)
     plain = model_of(kind)
-    groups = units(plain, KINDS)
-    with gated(groups, {g.name: hard(part.e.detach()) for g, part in zip(groups, gates.parts, strict=True)}):
+    groups = find_units(plain, KINDS)
+    with gate_units(
+        groups, {g.name: hard(part.e.detach()) for g, part in zip(groups, gates.parts, strict=True)}
+    ):
         expected = logits(plain)
     torch.testing.assert_close(logits(model), expected)
     gates.set(0.7)
     model.train()
     values = {g.name: (0.7 * part.e.detach()).sigmoid() for g, part in zip(groups, gates.parts, strict=True)}
-    with gated(groups, values):
+    with gate_units(groups, values):
         expected = logits(plain)
     torch.testing.assert_close(logits(model), expected)
 
@@ -236,7 +247,7 @@ def test_factors_are_made_once_per_domain():
 
 def test_shared_keys_are_kept_if_one_of_their_heads_is_taken():
     model = model_of("llama")
-    groups = units(model, ("heads",))
+    groups = find_units(model, ("heads",))
     taken = Taken(groups, acts_on="update")
     gates = torch.zeros(8)
     gates[0] = 1  # of the first layer's 4 heads, two share keys and values
@@ -254,17 +265,17 @@ def test_an_adapters_units():
     assert (neurons.name, neurons.kind, neurons.count, neurons.side) == ("a.neurons", "neurons", 2, "in")
     assert (outputs.name, outputs.kind, outputs.count, outputs.side) == ("a.outputs", "outputs", 6, "out")
     assert neurons.gate is outputs.gate is part.up
-    assert owned([neurons, outputs]) == set(part.parameters())
-    assert owned([outputs]) == {part.up.weight, part.up.bias}
+    assert owned_parameters([neurons, outputs]) == set(part.parameters())
+    assert owned_parameters([outputs]) == {part.up.weight, part.up.bias}
 
 
 def test_maps_without_bias():
     down, up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
-    assert owned(bottleneck_units("a", down, up)) == {down.weight, up.weight}
+    assert owned_parameters(bottleneck_units("a", down, up)) == {down.weight, up.weight}
 
 
 def test_gates_go_where_their_module_is():
     module = nn.Linear(4, 3, device="meta")
-    group = Units("a", "outputs", 3, module, "out", (Part(module, "weight", 0, served(3, 3, 1)),))
-    gates = attach(module, [group], s_max=400)
+    group = Units("a", "outputs", 3, module, "out", (Part(module, "weight", 0, shared_members(3, 3, 1)),))
+    gates = attach_gates(module, [group], s_max=400)
     assert gates.names == ("outputs_gate.e",) and gates.parts[0].e.device.type == "meta"

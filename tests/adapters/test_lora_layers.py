@@ -48,7 +48,7 @@ def build():
 
 def attach(model, **options):
     given = {"r": 4, "alpha": 12, "dropout": 0.0, "targets": "all-linear", "embeddings": False}
-    return lora.attach(model, **{**given, **options})
+    return lora.attach_pairs(model, **{**given, **options})
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def test_every_linear_map_but_the_head_has_a_pair(kind, build):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_pair_has_r_times_the_widths_parameters_and_all_else_is_frozen(kind, build):
     model = build(kind)
-    widths = [sum(m.weight.shape) for m in lora.targeted(model, "all-linear").values()]
+    widths = [sum(m.weight.shape) for m in lora.find_targets(model, "all-linear").values()]
     scope = attach(model, r=3)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert set(scope.names) == set(trained)
@@ -101,7 +101,7 @@ def test_a_and_b_begin_as_in_the_paper(build):
     model = build()
     attach(model)
     for layer in lora.layers(model).values():
-        a, b = lora.pair(layer)
+        a, b = lora.pair_of(layer)
         bound = 1 / math.sqrt(a.shape[1])  # Kaiming's uniform distribution with a = sqrt(5)
         assert 0.5 * bound < a.abs().max() <= bound
         assert not b.any()
@@ -113,7 +113,7 @@ def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
     names = attach(model, r=4, alpha=12).names
     learn(model, names)
     for layer in lora.layers(model).values():
-        x, (a, b) = torch.randn(5, layer.in_features), lora.pair(layer)
+        x, (a, b) = torch.randn(5, layer.in_features), lora.pair_of(layer)
         torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
 
 
@@ -121,7 +121,7 @@ def test_dropout_is_that_of_the_pairs_input_in_training_alone(build):
     model = build()
     learn(model, attach(model, dropout=0.5).names)
     layer = next(iter(lora.layers(model).values()))
-    x, (a, b) = torch.randn(4, layer.in_features), lora.pair(layer)
+    x, (a, b) = torch.randn(4, layer.in_features), lora.pair_of(layer)
     still = layer.base_layer(x) + 3 * (x @ a.T @ b.T)
     torch.testing.assert_close(layer(x), still)
     torch.manual_seed(0)
@@ -168,7 +168,7 @@ def test_an_adapted_embedding_is_no_longer_the_heads(build):
     names = attach(model, embeddings=True, targets=["Wqkv"]).names
     assert model.config.tie_word_embeddings is False
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    a, b = lora.pair(table)
+    a, b = lora.pair_of(table)
     assert a.numel() + b.numel() == 4 * (40 + 16)
     assert sum("embedding" in name for name in names) == 2
     assert not head.weight.requires_grad and head.weight is not table.base_layer.weight
@@ -194,7 +194,7 @@ def test_maps_are_both_halves_with_the_segments_of_a_fused_map(kind, count, buil
     assert len(maps) == 2 * len(body) and set(segments) == set(body)
     for name, layer in ((name, model.get_submodule(name)) for name in body):
         a, b = maps[f"{name}.lora_A"], maps[f"{name}.lora_B"]
-        assert (a.module.weight, b.module.weight) == lora.pair(layer)
+        assert (a.module.weight, b.module.weight) == lora.pair_of(layer)
         assert a.outputs == 4 and [s.tolist() for s in a.segments] == [[0, 1, 2, 3]] and a.measured is None
         assert b.outputs == layer.out_features and b.measured is layer
         expected = segments.get(name, (torch.arange(layer.out_features),))
@@ -269,20 +269,20 @@ def test_kept_pairs_are_the_base_and_the_sum(kind, build):
             lora.begin(model, stored="pairs", seed=domain)
         learn(model, names, seed=domain)
         for name, layer in lora.layers(model).items():
-            a, b = lora.pair(layer)
+            a, b = lora.pair_of(layer)
             sums[name] += 3 * (b @ a).T.detach()
     for name, layer in lora.layers(model).items():
         plain, x = base.get_submodule(name), torch.randn(5, layer.in_features)
         assert torch.equal(layer.base_layer.weight, plain.weight)
         torch.testing.assert_close(layer(x), plain(x) + x @ sums[name], rtol=1e-4, atol=1e-4)
-        assert [len(each) for each in (lora.pair(layer)[0], lora.pair(layer, "earlier")[0])] == [4, 8]
+        assert [len(each) for each in (lora.pair_of(layer)[0], lora.pair_of(layer, "earlier")[0])] == [4, 8]
 
 
 def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen(build):
     model = build().train()
     names = attach(model, dropout=0.1).names
     still = names[0]
-    for half in lora.pair(lora.layers(model)[still.partition(".lora_")[0]]):
+    for half in lora.pair_of(lora.layers(model)[still.partition(".lora_")[0]]):
         half.requires_grad_(False)
     for domain in (1, 2):
         lora.begin(model, stored="pairs", seed=domain)
@@ -341,7 +341,7 @@ def test_a_plain_copy_is_merged_or_the_base(kind, build):
     lora.begin(model, stored="pairs", seed=1)
     learn(model, names)
     expected, state = logits(model), {k: v.clone() for k, v in model.state_dict().items()}
-    merged, bare = lora.plain(model, merged=True), lora.plain(model, merged=False)
+    merged, bare = lora.without_pairs(model, merged=True), lora.without_pairs(model, merged=False)
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(bare), logits(base))
     assert merged.state_dict().keys() == base.state_dict().keys() == bare.state_dict().keys()
@@ -363,13 +363,13 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, build, tmp_path):
         learn(model, names, seed=len(domain))
         parts[domain] = {name: model.get_parameter(name).detach().clone() for name in names}
         outputs.append(logits(model))
-    last = lora.export(tmp_path / "two", model, parts)
+    last = lora.export_pairs(tmp_path / "two", model, parts)
     first = last.replace("food%2Fwine", "law")
     for domain in range(2):
         lora.begin(model, stored="pairs", seed=domain)
         learn(model, names)
     outputs.append(logits(model))
-    summed = lora.export(tmp_path / "sum", model, {"law": lora.present(model)})
+    summed = lora.export_pairs(tmp_path / "sum", model, {"law": lora.newest_pairs(model)})
     for expression, expected in zip((first, last, summed), outputs, strict=True):
         loaded = eval(expression, {"peft": peft, "transformers": transformers}).eval()
         torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
@@ -388,7 +388,7 @@ def test_b_and_its_gradient_lie_by_columns_whatever_happens_to_it(build):
     model = build()
     scope = attach(model)
     learn(model, scope.names)
-    lora.draw(model, 3)
+    lora.draw_pair(model, 3)
     copied = deepcopy(model)
     copied.load_state_dict(model.state_dict())
     copied.train()(input_ids=TOKENS).logits.sum().backward()

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, RobertaConfig
 
-from cpt.adapters.prompt import attach, drawn, special_ids
+from cpt.adapters.prompt import attach_prompt, draw_prompt, special_ids
 from cpt.data.batch import labels_of
 from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
@@ -22,7 +22,7 @@ MASKED = [name for name, family in FAMILIES.items() if "MaskedLM" in family.auto
 def prompted(name: str, *, tokens: int = N, **changes):
     """A model with a prompt, the prompt, and the weights with which it has none."""
     model = build(name, **changes)
-    [parameter] = attach(model, tokens=tokens, causal=name in CAUSAL).names
+    [parameter] = attach_prompt(model, tokens=tokens, causal=name in CAUSAL).names
     part = model.get_submodule(parameter.rpartition(".")[0])
     return model, part, {parameter: part.weight.detach()[:0]}
 
@@ -320,7 +320,7 @@ def test_models_of_encoder_and_decoder_are_told(name):
     with pytest.raises(
         ValueError, match=f"^a prompt does not go with a {name}; allowed: masked and causal models$"
     ):
-        attach(build(name), tokens=N, causal=False)
+        attach_prompt(build(name), tokens=N, causal=False)
 
 
 @pytest.mark.parametrize("name", ["roberta", "gemma2", "electra"])
@@ -337,7 +337,7 @@ def test_a_prompt_begins_as_embeddings_of_ordinary_tokens(name):
 
 def test_a_draw_is_the_generators():
     model = build("roberta")
-    one, same, other = (drawn(model, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    one, same, other = (draw_prompt(model, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert not one.requires_grad
 

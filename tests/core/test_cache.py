@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 
 from cpt.core import cache
-from cpt.core.cache import made_once
+from cpt.core.cache import make_once
 from cpt.core.checksums import FILE, seal
 
 MAKER = """
@@ -60,7 +60,7 @@ def test_it_is_made_once(tmp_path):
 
     folder = tmp_path / "deep" / "thing"
     for _ in range(2):
-        assert made_once(folder, make=make) == folder
+        assert make_once(folder, make=make) == folder
     assert len(made) == 1
     assert (folder / "file").read_text() == "text"
     assert not made[0].exists()
@@ -75,9 +75,9 @@ def test_one_that_failed_is_made_again_from_what_it_left(tmp_path):
         (partial / "file").write_text((partial / "kept").read_text() + " and half")
 
     with pytest.raises(ValueError, match="no text"):
-        made_once(tmp_path / "thing", make=fails)
+        make_once(tmp_path / "thing", make=fails)
     assert not (tmp_path / "thing").exists()
-    folder = made_once(tmp_path / "thing", make=goes_on)
+    folder = make_once(tmp_path / "thing", make=goes_on)
     assert (folder / "file").read_text() == "half and half"
 
 
@@ -120,7 +120,7 @@ def test_a_process_that_waits_says_so_and_makes_nothing(tmp_path, caplog):
     holder.start()
     held.wait(timeout=30)
     threading.Timer(0.7, free.set).start()
-    assert made_once(folder, make=lambda partial: pytest.fail("made twice")) == folder
+    assert make_once(folder, make=lambda partial: pytest.fail("made twice")) == folder
     holder.join()
     assert [record.getMessage() for record in caplog.records if record.name == "cpt.core.cache"] == [
         "waiting for another run that is making thing"
@@ -138,7 +138,7 @@ def thing(tmp_path):
         (partial / "first").write_bytes(b"x" * 1000)
         (partial / "deep" / "second").write_text("whole")
 
-    return lambda: made_once(tmp_path / "thing", make=make), made
+    return lambda: make_once(tmp_path / "thing", make=make), made
 
 
 def flip(path, place=-1):

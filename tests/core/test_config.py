@@ -7,13 +7,13 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from cpt.core.config import differences, plain_config
 from cpt.core.config import identity as identity_of
+from cpt.core.config import list_differences, plain_config
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
 from cpt.optim.schedules import Progress
 from cpt.training.checks import read_sections
-from cpt.training.plan import planned
+from cpt.training.plan import make_plan
 from tests.conftest import ROOT
 
 GROUPS = sorted(path.parent.name for path in ROOT.glob("conf/*/*.yaml"))
@@ -83,10 +83,10 @@ def test_every_optimizer_instantiates(choice, composed):
 
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "strategy"])
 def test_every_strategy_makes_a_trainer(choice, composed):
-    from cpt.training.trainer import trainer
+    from cpt.training.trainer import make_trainer
 
     options = read_sections(composed(f"strategy={choice}", "trainer.accelerator=cpu")).trainer
-    made = trainer(options.lightning, label="")
+    made = make_trainer(options.lightning, label="")
     assert made.world_size == {"single": 1}.get(choice, 2)
 
 
@@ -113,7 +113,7 @@ def test_a_long_name_is_cut_and_stays_different():
 
 def test_what_carries_a_run_out_does_not_identify_it(composed):
     assert identity(composed("strategy=ddp", "logger=none", "name=x")) == identity(composed())
-    assert differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1"))) == [
+    assert list_differences(identity(composed()), identity(composed("trainer.steps=7", "seed=1"))) == [
         "seed: 0 -> 1",
         "trainer.steps: 250 -> 7",
     ]
@@ -124,7 +124,9 @@ def test_a_folder_from_before_an_option_was_there_is_gone_on_with(composed):
     before = OmegaConf.create({key: value for key, value in now.items() if key != "callbacks"})
     before.model = {key: value for key, value in before.model.items() if key != "resize"}
     assert identity(before) == identity(now)
-    assert differences(identity(before), identity(composed("model.resize=true", "callbacks=lr_monitor"))) == [
+    assert list_differences(
+        identity(before), identity(composed("model.resize=true", "callbacks=lr_monitor"))
+    ) == [
         "callbacks.lr_monitor._target_: (absent) -> lightning.pytorch.callbacks.LearningRateMonitor",
         "callbacks.lr_monitor.logging_interval: (absent) -> step",
         "model.resize: (absent) -> True",
@@ -187,7 +189,7 @@ def test_the_reason_of_a_failed_instantiation_is_the_cause():
 )
 def test_wrong_choices_are_named_with_what_is_allowed(override, told, composed):
     with pytest.raises((ValueError, InstantiationException)) as raised:
-        planned(composed(override))
+        make_plan(composed(override))
     assert told in reason(raised.value)
 
 

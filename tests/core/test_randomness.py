@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cpt.core.randomness import draws, key, mixed, sample_keys, shuffled
+from cpt.core.randomness import draws, key, mix_bits, sample_keys, shuffle
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -27,9 +27,9 @@ def splitmix(state: int, count: int) -> list[int]:
 def test_the_words_are_splitmix64s():
     assert splitmix(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     states = np.array([0, GOLDEN, 2 * GOLDEN % WORD], np.uint64)
-    assert mixed(states).tolist() == splitmix(0, 3)
-    assert mixed(WORD - 1).tolist() == splitmix(WORD - 1, 1)
-    assert mixed(np.arange(6).reshape(2, 3)).shape == (2, 3)
+    assert mix_bits(states).tolist() == splitmix(0, 3)
+    assert mix_bits(WORD - 1).tolist() == splitmix(WORD - 1, 1)
+    assert mix_bits(np.arange(6).reshape(2, 3)).shape == (2, 3)
 
 
 def test_a_key_is_the_same_in_every_process_and_tells_its_parts_apart():
@@ -87,25 +87,25 @@ def test_draws_are_uniform_and_places_independent():
 @pytest.mark.parametrize("counts", [range(1, 70), (127, 128, 129, 256, 257, 1000, 4097)])
 def test_every_item_comes_once(counts):
     for count, stream in itertools.product(counts, (0, 5)):
-        items = shuffled(np.arange(count), count, stream=stream)
+        items = shuffle(np.arange(count), count, stream=stream)
         assert items.dtype == np.int64
         assert sorted(items.tolist()) == list(range(count))
 
 
 def test_an_item_depends_on_its_position_count_and_stream_alone():
-    whole = shuffled(np.arange(1000), 1000, stream=3)
+    whole = shuffle(np.arange(1000), 1000, stream=3)
     picked = [999, 0, 0, 512]
-    assert shuffled(np.array(picked), 1000, stream=3).tolist() == whole[picked].tolist()
+    assert shuffle(np.array(picked), 1000, stream=3).tolist() == whole[picked].tolist()
     streams = np.array([3, 4, 3], np.uint64)
-    mixed_up = shuffled(np.array([7, 7, 8]), 1000, stream=streams)
-    alone = [int(shuffled(np.array([p]), 1000, stream=s)[0]) for p, s in ((7, 3), (7, 4), (8, 3))]
+    mixed_up = shuffle(np.array([7, 7, 8]), 1000, stream=streams)
+    alone = [int(shuffle(np.array([p]), 1000, stream=s)[0]) for p, s in ((7, 3), (7, 4), (8, 3))]
     assert mixed_up.tolist() == alone
-    assert shuffled(np.arange(0), 10, stream=0).tolist() == []
+    assert shuffle(np.arange(0), 10, stream=0).tolist() == []
 
 
 def test_the_order_stays_what_it_was_in_earlier_versions():
-    assert shuffled(np.arange(12), 12, stream=1).tolist() == [6, 9, 0, 2, 7, 1, 11, 10, 3, 8, 5, 4]
-    assert shuffled(np.array([10**9 - 1]), 10**9, stream=1).tolist() == [287203451]
+    assert shuffle(np.arange(12), 12, stream=1).tolist() == [6, 9, 0, 2, 7, 1, 11, 10, 3, 8, 5, 4]
+    assert shuffle(np.array([10**9 - 1]), 10**9, stream=1).tolist() == [287203451]
 
 
 def evenness(counts: np.ndarray) -> float:
@@ -116,7 +116,7 @@ def evenness(counts: np.ndarray) -> float:
 @pytest.mark.parametrize("count", [2, 3, 5, 6, 17])
 def test_every_item_comes_to_every_place_equally_often(count):
     streams = sample_keys(key("even"), np.arange(20_000))
-    at = [shuffled(np.full(len(streams), place), count, stream=streams) for place in range(count)]
+    at = [shuffle(np.full(len(streams), place), count, stream=streams) for place in range(count)]
     table = np.stack([np.bincount(items, minlength=count) for items in at])
     freedom = (count - 1) ** 2
     assert evenness(table.ravel()) < freedom + 4 * np.sqrt(2 * freedom)
@@ -124,7 +124,7 @@ def test_every_item_comes_to_every_place_equally_often(count):
 
 def test_neighbours_are_not_neighbours_any_more():
     streams = sample_keys(key("pairs"), np.arange(20_000))
-    first, second = (shuffled(np.full(len(streams), place), 64, stream=streams) for place in (0, 1))
+    first, second = (shuffle(np.full(len(streams), place), 64, stream=streams) for place in (0, 1))
     steps = Counter(((second - first) % 64).tolist())
     assert 0 not in steps
     assert evenness(np.array([steps[step] for step in range(1, 64)])) < 62 + 4 * np.sqrt(2 * 62)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.data.batch import labelled, labels_of, single
+from cpt.data.batch import label_batch, labels_of, single
 from cpt.models.objectives import Objective
 from tests.support.making import DROPOUT, ORDER, made
 
@@ -15,7 +15,7 @@ EVERYWHERE = torch.ones(3, 4, dtype=torch.bool)
 
 
 def test_places_targets_and_rows_are_those_of_the_labels():
-    batch = labelled(IDS, LABELS, EVERYWHERE)
+    batch = label_batch(IDS, LABELS, EVERYWHERE)
     assert "attention_mask" not in batch and "labels" not in batch
     assert batch["positions"].tolist() == [1, 3, 8]
     assert batch["targets"].tolist() == [7, 8, 9]
@@ -26,10 +26,10 @@ def test_places_targets_and_rows_are_those_of_the_labels():
 def test_a_row_of_a_batch_is_the_batch_of_the_row():
     present = EVERYWHERE.clone()
     present[1, 2:] = False
-    batch = labelled(IDS, LABELS, present)
+    batch = label_batch(IDS, LABELS, present)
     for row in range(3):
         one, own = single(batch, row), slice(row, row + 1)
-        alone = labelled(IDS[own], LABELS[own], present[own])
+        alone = label_batch(IDS[own], LABELS[own], present[own])
         alone.setdefault("attention_mask", torch.ones(1, 4, dtype=torch.long))
         assert one.keys() == alone.keys()
         assert all(torch.equal(one[name], alone[name]) for name in alone)

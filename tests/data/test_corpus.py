@@ -33,7 +33,7 @@ class Given:
 
 
 def made(folder, documents, **options):
-    return corpus.corpus(Given(documents, **options), "a", cache=folder)
+    return corpus.make_corpus(Given(documents, **options), "a", cache=folder)
 
 
 def split_up(found):
@@ -162,16 +162,16 @@ def test_the_fewest_documents(tmp_path):
 
 def test_a_source_is_read_once(tmp_path):
     source = Given(as_train(prose(20)))
-    first = corpus.corpus(source, "a", cache=tmp_path)
-    assert corpus.corpus(source, "a", cache=tmp_path) == first
+    first = corpus.make_corpus(source, "a", cache=tmp_path)
+    assert corpus.make_corpus(source, "a", cache=tmp_path) == first
     assert source.reads == 1
     for change in ({"seed": 1}, {"valid": 0.3}):
         source.held_out = {**HELD_OUT, **change}
-        assert corpus.corpus(source, "a", cache=tmp_path).folder != first.folder
+        assert corpus.make_corpus(source, "a", cache=tmp_path).folder != first.folder
     source.held_out = HELD_OUT
-    corpus.corpus(source, "b", cache=tmp_path)
+    corpus.make_corpus(source, "b", cache=tmp_path)
     source.documents = [*source.documents, ("train", "another")]
-    assert corpus.corpus(source, "a", cache=tmp_path).facts["documents"]["train"] == 15
+    assert corpus.make_corpus(source, "a", cache=tmp_path).facts["documents"]["train"] == 15
     assert source.reads == 5
 
 
@@ -198,7 +198,7 @@ def test_a_killed_reader_leaves_nothing_wrong(tmp_path):
 
     texts = prose(20)
     with pytest.raises(KeyboardInterrupt):
-        corpus.corpus(Killed(as_train(texts)), "a", cache=tmp_path)
+        corpus.make_corpus(Killed(as_train(texts)), "a", cache=tmp_path)
     found = split_up(made(tmp_path, as_train(texts)))
     assert sorted(sum(found.values(), [])) == sorted(texts)
     assert found == split_up(made(tmp_path / "other", as_train(texts)))
@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:
-        found = corpus.corpus(source, "a", cache=tmp_path)
+        found = corpus.make_corpus(source, "a", cache=tmp_path)
         written_peak = pool.max_memory()
         held = pool.bytes_allocated()
         read = sum(len(each) for batch in in_batches(found.documents("train")) for each in batch)

@@ -5,14 +5,14 @@ import itertools
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.data.orders import resolve
+from cpt.data.orders import resolve_order
 
 NAMES = ["ai", "acl", "pubmed", "phone"]
 ORDERS = [["pubmed", "acl", "ai"], ["ai", "pubmed", "acl"]]
 
 
 def resolved(order, *, names=NAMES, orders=ORDERS, seed=0):
-    return resolve(order, names=names, orders=orders, seed=seed)
+    return resolve_order(order, names=names, orders=orders, seed=seed)
 
 
 @pytest.mark.parametrize(

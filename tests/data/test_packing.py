@@ -224,7 +224,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     text = " ".join(prose(1000))[:59_000]
     documents = (("train", f"{number} {text}") for number in range(600))
     source = SimpleNamespace(held_out=HELD_OUT, fingerprint=lambda name: 0, read=lambda name: documents)
-    read = corpus.corpus(source, "a", cache=tmp_path)
+    read = corpus.make_corpus(source, "a", cache=tmp_path)
     usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     tracemalloc.start()
@@ -236,7 +236,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
             "cache": tmp_path,
             "tokenizer_digest": "fake",
         }
-        found = packing.packed(read, "train", **options)
+        found = packing.pack(read, "train", **options)
         written_peak, held = tracemalloc.get_traced_memory()[1] + pool.max_memory(), pool.bytes_allocated()
         for start in range(0, len(found), 100):
             found.ids(np.arange(start, min(start + 100, len(found))))

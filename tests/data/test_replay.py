@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.core.randomness import key, sample_keys, shuffled
+from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.data.batch import labels_of
 from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora
@@ -24,8 +24,8 @@ from cpt.data.replay import NOTHING, Pool, Replay
 from cpt.data.sampling import From, Stream
 from cpt.models.objectives import Causal
 from cpt.training import assembly
-from cpt.training.plan import planned
-from cpt.training.pretraining import base
+from cpt.training.plan import make_plan
+from cpt.training.pretraining import make_base
 from tests.conftest import ROOT, SMALL
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 from tests.support.processes import ended, started
@@ -85,7 +85,7 @@ class Deck:
     def deal(self):
         if not self.left:
             (name,) = sample_keys(self.stream, np.array([self.epoch]))
-            self.left = shuffled(np.arange(self.count), self.count, stream=int(name)).tolist()
+            self.left = shuffle(np.arange(self.count), self.count, stream=int(name)).tolist()
             self.epoch += 1
         return self.left.pop(0)
 
@@ -98,7 +98,7 @@ def walked(mixture, *, past, general, own, steps, seed=0, stage="now", batch_siz
         names = list(sizes)
         quota = mixture.memory // len(names) if kind == "past" and mixture.memory and names else None
         kept = {
-            name: shuffled(np.arange(size), size, stream=key(seed, "memory", name))[:quota].tolist()
+            name: shuffle(np.arange(size), size, stream=key(seed, "memory", name))[:quota].tolist()
             for name, size in sizes.items()
         }
         decks = {name: Deck(len(kept[name]), key(seed, stage, kind, "rows", name)) for name in names}
@@ -356,11 +356,11 @@ def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture,
 def test_the_gradient_does_not_depend_on_how_the_mixture_is_cut(config, mixture, request):
     from tests.methods.test_base import gradient
 
-    plan = planned(request.getfixturevalue(config)("order=[law,food]"))
+    plan = make_plan(request.getfixturevalue(config)("order=[law,food]"))
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
-    start = base(plan.model, corpora, accelerator="cpu")
-    module = assembly.method(plan, start).double()
-    data = assembly.sequence(plan, corpora, start, module)
+    start = make_base(plan.model, corpora, accelerator="cpu")
+    module = assembly.make_method(plan, start).double()
+    data = assembly.make_sequence(plan, corpora, start, module)
     pools = mixture.pools({"law": data.train["law"]}, {}, stage="food", seed=0)
     food = partial(Stream, {"food": data.train["food"]}, objective=data.objective, seed=0, batch_size=8)
     food = partial(food, steps=[9], earlier=pools)
@@ -492,11 +492,11 @@ def test_many_shuffles_at_once_are_the_shuffles_of_each():
     positions = draw.integers(0, counts)
     streams = draw.integers(0, 2**63, len(counts)).astype(np.uint64)
     alone = [
-        shuffled(np.array([position]), int(count), stream=int(name)).item()
+        shuffle(np.array([position]), int(count), stream=int(name)).item()
         for position, count, name in zip(positions, counts, streams, strict=True)
     ]
-    assert shuffled(positions, counts, stream=streams).tolist() == alone
-    assert shuffled(np.arange(0), np.arange(0), stream=streams[:0]).tolist() == []
+    assert shuffle(positions, counts, stream=streams).tolist() == alone
+    assert shuffle(np.arange(0), np.arange(0), stream=streams[:0]).tolist() == []
 
 
 GOLDEN = [

@@ -22,11 +22,11 @@ from cpt.data.batch import labels_of
 from cpt.masks import importance as measured
 from cpt.masks import soft as module
 from cpt.masks.importance import gate_gradients, importance, sample_means
-from cpt.masks.soft import NORMALISATIONS, Proxy, SoftMask, normalised
+from cpt.masks.soft import NORMALISATIONS, Proxy, SoftMask, normalise
 from cpt.models.dropout import check_dropout, dropout, rates
 from cpt.models.forward import divergence
 from cpt.models.objectives import Causal
-from cpt.models.units import gated, units
+from cpt.models.units import find_units, gate_units
 from tests.conftest import SHARED
 from tests.support import running
 from tests.support.running import token_nll
@@ -85,7 +85,7 @@ def golden_model() -> RobertaForMaskedLM:
 
 def released_groups(model: RobertaForMaskedLM, kind: str) -> list:
     """The units as the released code gates them: neurons before their activation function."""
-    groups = units(model, [KINDS[kind]])
+    groups = find_units(model, [KINDS[kind]])
     if kind != "intermediate":
         return groups
     from dataclasses import replace
@@ -120,13 +120,13 @@ def test_gate_gradients_are_those_of_the_authors_code(kind, batch):
 def test_normalisation_and_accumulation_are_those_of_the_authors_code(kind):
     arrays = np.load(GOLDEN / "das_importance_mlm.npz")
     raw, norm = (torch.from_numpy(arrays[f"{what}_one_batch_{kind}"]) for what in ("raw", "norm"))
-    ours = torch.stack([normalised(layer, "tanh_abs") for layer in raw])
+    ours = torch.stack([normalise(layer, "tanh_abs") for layer in raw])
     torch.testing.assert_close(ours, norm, rtol=1e-4, atol=1e-6)
     stages = np.load(GOLDEN / "das_accumulate.npz")
     soft = SoftMask(golden_model(), kinds=[KINDS[kind]], acts_on="update", normalise="tanh_abs")
     for number in range(3):
         layers = torch.from_numpy(stages[f"in{number}_{kind}"])
-        soft.raise_to(torch.cat([normalised(layer, "tanh_abs") for layer in layers]))
+        soft.raise_to(torch.cat([normalise(layer, "tanh_abs") for layer in layers]))
     theirs = torch.from_numpy(stages[f"acc_{kind}"]).flatten()
     torch.testing.assert_close(soft.importance, theirs, rtol=1e-4, atol=1e-6)
 
@@ -144,7 +144,7 @@ def test_the_gated_pass_is_that_of_the_authors_code(kind):
         layers = torch.from_numpy(arrays[f"impt_{each}"])
         gates |= {group.name: layer for group, layer in zip(found, layers, strict=True)}
     inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
-    with torch.no_grad(), gated(groups, gates):
+    with torch.no_grad(), gate_units(groups, gates):
         hidden = model.roberta(**inputs).last_hidden_state
     theirs = torch.from_numpy(arrays["masked_h3" if kind == "all" else f"only_{kind}_h3"])
     present = given["attention_mask"].bool()
@@ -155,14 +155,14 @@ def test_the_gated_pass_is_that_of_the_authors_code(kind):
 def test_one_backward_pass_gives_every_samples_gradient(kinds):
     """Against a loop: a sample alone, one gate for all its positions."""
     model, batch = roberta().double().eval(), batch_of(4)
-    groups = units(model, kinds)
+    groups = find_units(model, kinds)
     ours = gate_gradients(model, groups, batch, domain_losses, passes=1)
     for row in range(4):
         gates = {
             group.name: torch.ones(group.count, dtype=torch.float64, requires_grad=True) for group in groups
         }
         alone = only(batch, row)
-        with gated(groups, gates):
+        with gate_units(groups, gates):
             logits = model(input_ids=alone["input_ids"], attention_mask=alone["attention_mask"]).logits
         loss = torch.nn.functional.cross_entropy(logits[0], labels_of(alone)[0], ignore_index=-100)
         expected = torch.cat(torch.autograd.grad(loss, list(gates.values())))
@@ -174,7 +174,7 @@ def test_importance_is_a_mean_of_absolute_values():
     """The sign of a sample's loss does not matter, a batch seen twice counts as once, and the order of
     samples and batches is free."""
     model = roberta().eval()
-    groups, batches = units(model, ["heads", "neurons"]), [batch_of(4), batch_of(3, seed=1)]
+    groups, batches = find_units(model, ["heads", "neurons"]), [batch_of(4), batch_of(3, seed=1)]
     scores = importance(model, groups, batches, domain_losses)
 
     def flipped(model, batch):
@@ -226,7 +226,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
     proxy = Proxy(model, Text(), compared=compared, rate=None)
     soft = SoftMask(model, kinds=["heads", "neurons"], acts_on="update", normalise="rank")
     raw = []
-    monkeypatch.setattr(module, "normalised", lambda scores, how: raw.append(scores) or scores)
+    monkeypatch.setattr(module, "normalise", lambda scores, how: raw.append(scores) or scores)
     torch.manual_seed(3)
     scores = proxy.measure(soft, [batch])
     assert torch.equal(seen[0], (batch["input_ids"] - 1).clamp_min(4).repeat(2, 1))
@@ -240,7 +240,7 @@ def test_the_proxy_compares_two_dropout_passes_of_uncorrupted_text(compared, mon
             gate = torch.ones(8, group.count)
             gate[[row, row + 4], 0] += sign * step
             torch.manual_seed(3)
-            with torch.no_grad(), dropout(model, None), gated(soft.groups, {group.name: gate}):
+            with torch.no_grad(), dropout(model, None), gate_units(soft.groups, {group.name: gate}):
                 values.append(proxy.losses(model, batch)[row])
         expected[row] = (values[0] - values[1]) / (2 * step)
     assert scores[0].item() == pytest.approx(expected.abs().mean().item(), rel=0.05)
@@ -307,19 +307,19 @@ def test_normalisations_by_hand():
         "rank": [0.0, 1 / 3, 2 / 3, 1.0],
     }
     for how, values in by_hand.items():
-        assert normalised(scores, how).tolist() == pytest.approx(values)
+        assert normalise(scores, how).tolist() == pytest.approx(values)
 
 
 @pytest.mark.parametrize("how", NORMALISATIONS)
 def test_normalised_scores_stay_in_bounds_and_in_order(how):
     scores = torch.rand(50, generator=torch.Generator().manual_seed(0)).pow(4)
-    found = normalised(scores, how)
+    found = normalise(scores, how)
     assert found.min() >= 0 and found.max() <= 1
     if how != "tanh_abs":
         assert (found[scores.argsort()].diff() >= 0).all()
-    torch.testing.assert_close(normalised(scores * 1e-6, how), found, rtol=1e-4, atol=1e-5)
-    assert not normalised(torch.full((5,), 0.3), how).any()
-    assert not normalised(torch.ones(1), how).any()
+    torch.testing.assert_close(normalise(scores * 1e-6, how), found, rtol=1e-4, atol=1e-5)
+    assert not normalise(torch.full((5,), 0.3), how).any()
+    assert not normalise(torch.ones(1), how).any()
 
 
 def test_a_soft_mask_only_rises():

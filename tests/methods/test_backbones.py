@@ -9,8 +9,8 @@ from cpt.data.corpora import Corpora
 from cpt.evaluation.endtasks import classifier
 from cpt.evaluation.endtasks.suite import EndTasks
 from cpt.models.forward import body
-from cpt.training.plan import planned
-from cpt.training.pretraining import base
+from cpt.training.plan import make_plan
+from cpt.training.pretraining import make_base
 from tests.support import making
 from tests.support.endtask_fixtures import QUICK, options, write_task
 from tests.support.making import ORDER
@@ -43,8 +43,8 @@ def tasks_root(tmp_path_factory):
 
 
 def end_tasks(cfg, root):
-    plan = planned(cfg)
-    start = base(
+    plan = make_plan(cfg)
+    start = make_base(
         cfg.model, Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir)), accelerator="cpu"
     )
     given = options("texts", root=root, **{**QUICK, "seeds": [3], "epochs": 1})

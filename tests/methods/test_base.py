@@ -17,8 +17,8 @@ from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
 from cpt.models.snapshots import Snapshot
 from cpt.training import assembly, loop
-from cpt.training.plan import planned
-from cpt.training.pretraining import base
+from cpt.training.plan import make_plan
+from cpt.training.pretraining import make_base
 
 
 class Half(GradientMask):
@@ -42,13 +42,13 @@ def fitted(small):
     displacement."""
 
     def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
-        plan = planned(small("order=[law,food]", *overrides))
+        plan = make_plan(small("order=[law,food]", *overrides))
         texts = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
-        module = assembly.method(plan, base(plan.model, texts, accelerator="cpu"))
+        module = assembly.make_method(plan, make_base(plan.model, texts, accelerator="cpu"))
         module.masks.extend(
             Half(acts_on=acts_on, factor=factor, model=module.model) for acts_on, factor in masks
         )
-        data = assembly.sequence(plan, texts, base(plan.model, texts, accelerator="cpu"), module)
+        data = assembly.make_sequence(plan, texts, make_base(plan.model, texts, accelerator="cpu"), module)
         data.enter(data.domains[0])
         old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
         loop.trainer(plan.trainer.lightning, label="", steps=steps).fit(module, datamodule=data)
@@ -229,11 +229,11 @@ def gradient(module: ContinualModule, batches: list[dict[str, Tensor]]) -> Tenso
 
 @pytest.mark.parametrize("config", ["small", "small_gpt2"])
 def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
-    plan = planned(request.getfixturevalue(config)("order=[law]"))
+    plan = make_plan(request.getfixturevalue(config)("order=[law]"))
     texts = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
-    start = base(plan.model, texts, accelerator="cpu")
-    module = assembly.method(plan, start).double()
-    data = assembly.sequence(plan, texts, start, module)
+    start = make_base(plan.model, texts, accelerator="cpu")
+    module = assembly.make_method(plan, start).double()
+    data = assembly.make_sequence(plan, texts, start, module)
     rows = len(data.train["law"])
     stream = partial(
         Stream, {"law": data.train["law"]}, objective=data.objective, seed=0, batch_size=8, steps=[2 * rows]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cpt.adapters.export
-from cpt.adapters.gates import Gate, annealed
+from cpt.adapters.gates import Gate, anneal
 from cpt.adapters.plugin import Plugin
 from cpt.data.datamodule import Domain
 from cpt.data.sampling import Stream
@@ -237,7 +237,7 @@ def test_s_rises_over_a_domain_and_e_is_limited(plugin):
     work = plugin("method.s_max=50", "method.limit=0.5")
     watch = Watch(lambda m: (m.gates.parts[0].s, m.gates.e().abs().max().item()))
     work.learn(0, watch)
-    expected = [annealed(step / 5, s_max=50) for step in range(6)]
+    expected = [anneal(step / 5, s_max=50) for step in range(6)]
     assert [s for _, (s, _) in watch.seen] == pytest.approx(expected)
     assert all(largest == 0.5 for _, (_, largest) in watch.seen)
 
@@ -248,7 +248,7 @@ def test_the_regulariser_is_a_term_only_where_it_is_asked_for(plugin):
     module.taken.taken[:100] = 1
     module.trainer = SimpleNamespace(global_step=3, max_steps=6)
     found = module.losses(batch_of(work))
-    s = annealed(3 / 5, s_max=400)
+    s = anneal(3 / 5, s_max=400)
     gates, free = torch.sigmoid(s * module.gates.e()), 1 - module.taken.taken
     assert found["sparsity"].item() == pytest.approx((0.5 * (gates * free).sum() / free.sum()).item())
     assert found["sparsity"].requires_grad

@@ -299,7 +299,7 @@ def test_what_is_exported_is_what_was_learned(experts, small_of, tmp_path):
     assert expression == f'cpt.adapters.export.load("{tmp_path}", domain="space")'
     index = json.loads((tmp_path / "parts.json").read_text())
     options = {"placement": "pfeiffer", "reduction": 16, "activation": "relu"}
-    attached = (None, {}) if experts == "ffn" else ("cpt.adapters.bottleneck.attach", options)
+    attached = (None, {}) if experts == "ffn" else ("cpt.adapters.bottleneck.attach_bottlenecks", options)
     assert (index["attach"], index["options"]) == attached
     [batch] = batches(work, "law", rows=5)
     work.module.eval()

@@ -11,12 +11,12 @@ from torch.nn import functional
 from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
-from cpt.methods.ewc import merged
+from cpt.methods.ewc import merge_fishers
 from cpt.models.loading import build, load_tokenizer
 from cpt.models.objectives import Causal
 from cpt.training.costs import Compute
-from cpt.training.plan import planned
-from cpt.training.pretraining import trained_tokenizer
+from cpt.training.plan import make_plan
+from cpt.training.pretraining import learn_tokenizer
 from tests.conftest import ROOT, SMALL
 from tests.support.making import (
     DROPOUT,
@@ -107,8 +107,8 @@ def test_the_fisher_is_the_slow_loop(estimator, config, request):
 def deberta(tmp_path, small):
     """Overrides of a tiny DeBERTa-v2 with a tokenizer, whose encoder hands a parameter to a module."""
     cfg = small()
-    texts = Corpora.read(planned(cfg).source, ["law"], cache=Path(cfg.cache_dir))
-    tokenizer = load_tokenizer(trained_tokenizer(texts.general, 300, objective="masked", cache=texts.cache))
+    texts = Corpora.read(make_plan(cfg).source, ["law"], cache=Path(cfg.cache_dir))
+    tokenizer = load_tokenizer(learn_tokenizer(texts.general, 300, objective="masked", cache=texts.cache))
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     positions = {"max_position_embeddings": 64, "relative_attention": True, "position_buckets": 8}
     kinds = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p"}
@@ -247,11 +247,13 @@ def test_two_identical_domains(merge, factor, ewc):
 def test_the_mean_counts_each_domain_once():
     found = torch.zeros(())
     for number, new in enumerate([2.0, 4.0, 9.0]):
-        found = merged(found, torch.tensor(new), domains=torch.tensor(number), merge="mean", gamma=0.5)
+        found = merge_fishers(found, torch.tensor(new), domains=torch.tensor(number), merge="mean", gamma=0.5)
     assert found.item() == pytest.approx(5.0)
     decayed = torch.zeros(())
     for number, new in enumerate([2.0, 4.0, 9.0]):
-        decayed = merged(decayed, torch.tensor(new), domains=torch.tensor(number), merge="decay", gamma=0.5)
+        decayed = merge_fishers(
+            decayed, torch.tensor(new), domains=torch.tensor(number), merge="decay", gamma=0.5
+        )
     assert decayed.item() == pytest.approx(0.25 * 2 + 0.5 * 4 + 9)
 
 

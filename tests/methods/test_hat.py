@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM
 
 from cpt.adapters import export
 from cpt.adapters.bank import BASE
-from cpt.methods.hat import overlap
+from cpt.methods.hat import gate_overlap
 from cpt.training import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same
 from tests.support.running import batch_of, logits_at, token_nll
@@ -300,7 +300,7 @@ def test_what_there_is_to_look_at(hat):
 
 def test_overlap_by_hand():
     masks = torch.tensor([[1.0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-    assert overlap(masks).tolist() == [[1, 0.5, 0], [1, 1, 0], [0, 0, 0]]
+    assert gate_overlap(masks).tolist() == [[1, 0.5, 0], [1, 1, 0], [0, 0, 0]]
 
 
 def test_texts_are_scored_with_their_domains_gates(hat):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt.adapters.gates import annealed, hard, regulariser, soft
+from cpt.adapters.gates import anneal, hard, regulariser, soft
 from cpt.masks.taken import Taken
-from cpt.models.units import Part, Units, served
+from cpt.models.units import Part, Units, shared_members
 from tests.conftest import SHARED
 
 GOLDEN = SHARED / "golden"
@@ -50,7 +50,7 @@ def units_of(maps: dict[str, nn.Linear]) -> list[Units]:
     """The gated maps: each owns its rows, and fc1 the columns of its fc2."""
     groups = []
     for name, own in maps.items():
-        members = served(own.out_features, own.out_features, 1)
+        members = shared_members(own.out_features, own.out_features, 1)
         parts = [Part(own, "weight", 0, members), Part(own, "bias", 0, members)]
         if name.endswith("fc1"):
             parts.append(Part(maps[name[:-1] + "2"], "weight", 1, members))
@@ -70,7 +70,7 @@ def back_masks(arrays: dict[str, Tensor], masks: dict[str, Tensor]) -> dict[str,
 @pytest.mark.parametrize("step", STEPS)
 def test_s_and_gates(step, arrays, settings):
     domain, number = STEPS[step]
-    s = annealed(number / settings["len_loader"], s_max=settings["smax"])
+    s = anneal(number / settings["len_loader"], s_max=settings["smax"])
     assert s == pytest.approx(arrays[f"{step}_s"].item(), rel=1e-6)
     masks = under(arrays, f"{step}_mask")
     assert len(masks) == 12
@@ -112,7 +112,7 @@ def test_the_regulariser(step, arrays, settings):
 def test_compensated_gradients(step, arrays, settings):
     """From the gradient of the gate, which theirs of e was made of, wherever that has not vanished."""
     domain, number = STEPS[step]
-    s, compared = annealed(number / 10, s_max=400), 0
+    s, compared = anneal(number / 10, s_max=400), 0
     changed = under(arrays, f"{step}_grad")
     for name, plain in under(arrays, f"{step}_grad_plain").items():
         if ".efc" not in name:

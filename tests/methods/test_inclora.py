@@ -115,7 +115,7 @@ def test_kept_apart_the_weights_stay_the_bases(build):
         assert same(base_of(work.module), base)
         for name, layer in lora.layers(work.module.model).items():
             if number:
-                earlier = lora.pair(layer, "earlier")[0].detach()
+                earlier = lora.pair_of(layer, "earlier")[0].detach()
                 expected = torch.cat([each[f"{name}.lora_A.default.weight"] for each in kept])
                 assert torch.equal(earlier, expected)
         kept.append(pair_of(work.module))

@@ -7,7 +7,7 @@ import torch
 
 from cpt.data.batch import labels_of
 from cpt.data.sampling import Stream
-from cpt.methods.kd import chosen, distillation
+from cpt.methods.kd import distillation, select_distilled
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -87,7 +87,7 @@ def test_the_softmax_is_over_the_features():
 def test_hidden_states_are_those_of_the_scored_positions():
     hidden = torch.arange(24.0).view(2, 3, 4)
     batch = {"positions": torch.tensor([1, 5])}
-    assert chosen((None, hidden), batch, distilled="hidden").tolist() == [
+    assert select_distilled((None, hidden), batch, distilled="hidden").tolist() == [
         hidden[0, 1].tolist(),
         hidden[1, 2].tolist(),
     ]

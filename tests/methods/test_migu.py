@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from cpt.masks.base import recording
-from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, kept, largest, magnitudes
+from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, choose_rows, count_kept, magnitudes
 from cpt.models.units import projections
 from cpt.training import loop
 from tests.conftest import SHARED
@@ -71,7 +71,7 @@ def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
     inputs = [arrays["x0"]] if case == "plain" else [arrays["x0"], arrays["x1"]]
     found = sum(magnitudes(x @ arrays["weight"].T + arrays["bias"], None) for x in inputs)
     torch.testing.assert_close(found, arrays[f"{case}_magnitude"], rtol=1e-4, atol=1e-6)
-    mask = largest(found, [torch.arange(10)[None]], threshold)
+    mask = choose_rows(found, [torch.arange(10)[None]], threshold)
     assert torch.equal(mask, arrays[f"{case}_T{threshold}_mask"])
     masked = arrays[f"{case}_grad_w"] * mask[:, None]
     torch.testing.assert_close(masked, arrays[f"{case}_T{threshold}_grad_w"], rtol=1e-4, atol=1e-6)
@@ -82,7 +82,7 @@ def test_of_equal_rows_no_more_than_the_share_is_chosen():
     """The released code compares with a quantile: all that are equal to it pass."""
     magnitude = torch.from_numpy(np.load(GOLDEN)["ties_magnitude"])
     for threshold in (0.5, 0.7, 0.9):
-        assert largest(magnitude, [torch.arange(10)[None]], threshold).sum() == kept(threshold, 10)
+        assert choose_rows(magnitude, [torch.arange(10)[None]], threshold).sum() == count_kept(threshold, 10)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_of_equal_rows_no_more_than_the_share_is_chosen():
     [(0.7, 1024, 308), (0.7, 768, 231), (0.7, 8, 3), (0.1, 8, 8), (0.29, 100, 71), (0.0, 5, 5), (0.99, 5, 1)],
 )
 def test_the_number_of_rows_is_the_papers(threshold, width, rows):
-    assert kept(threshold, width) == rows
+    assert count_kept(threshold, width) == rows
 
 
 def chosen_by_loops(
@@ -221,7 +221,9 @@ def test_in_training_the_rows_are_chosen_by_the_batch_that_is_learned(made, monk
     fit(module, data, options, steps=2)
     for output, rows in zip(outputs, chosen, strict=True):
         sums = output.flatten(0, -2).abs().sum(0).tolist()
-        assert rows == sorted(sorted(range(len(sums)), key=lambda row: -sums[row])[: kept(0.7, len(sums))])
+        assert rows == sorted(
+            sorted(range(len(sums)), key=lambda row: -sums[row])[: count_kept(0.7, len(sums))]
+        )
 
 
 def test_masked_rows_get_no_gradient_and_the_others_all_of_it(made, monkeypatch):
@@ -281,7 +283,7 @@ def test_what_masked_rows_do_under_adam(acts_on, made, monkeypatch):
             mask[: len(weight)][lower] = 0
         return mask
 
-    monkeypatch.setattr("cpt.masks.migu.largest", halved)
+    monkeypatch.setattr("cpt.masks.migu.choose_rows", halved)
     fit(module, data, options, steps=3)
     one, two = levels[1:]
     kept = [torch.equal(before[lower], after[lower]) for before, after in zip(one, two, strict=True)]
@@ -332,7 +334,7 @@ def test_other_importances(made):
     for importance, values in (("weight", down.weight), ("gradient", down.weight.grad)):
         mask = watching(model, importance=importance, only="h.0.mlp.c_proj")
         ((_, factor),) = mask.factors()
-        best = sorted(range(32), key=lambda row: -values[:, row].abs().sum().item())[: kept(0.7, 32)]
+        best = sorted(range(32), key=lambda row: -values[:, row].abs().sum().item())[: count_kept(0.7, 32)]
         assert factor.flatten().nonzero().flatten().tolist() == sorted(best)
     mask = watching(model, importance="random")
     draws = [torch.cat([factor.flatten() for _, factor in mask.factors()]) for _ in range(400)]
@@ -408,7 +410,7 @@ def test_what_there_is_to_see_is_kept_in_the_run_folder(small, start, tmp_path):
 
 
 def sum_of_kept(width: int) -> int:
-    return 3 * kept(0.7, 32) if width == 96 else kept(0.7, width)
+    return 3 * count_kept(0.7, 32) if width == 96 else count_kept(0.7, width)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.data.sampling import Stream
-from cpt.masks.migu import kept
+from cpt.masks.migu import count_kept
 from cpt.models.objectives import inputs_of
 from cpt.models.units import projections
 from tests.support.making import ORDER, made
@@ -38,9 +38,9 @@ def outputs(model, inputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
         def note(module, args, y, *, name=name, layer=layer):
             x = args[0].flatten(0, -2)
-            a, b = lora.summed(layer)
+            a, b = lora.join_pairs(layer)
             whole = layer.get_base_layer()(x) + layer.scaling["default"] * (x @ a.T @ b.T)
-            found[name] = (x @ lora.pair(layer)[0].T, whole)
+            found[name] = (x @ lora.pair_of(layer)[0].T, whole)
 
         handles.append(layer.register_forward_hook(note))
     model(**inputs)
@@ -55,7 +55,7 @@ def largest(output, present, segments, threshold: float) -> set[int]:
     chosen = set()
     for segment in segments:
         ranked = sorted(segment.tolist(), key=lambda row: -means[row])
-        chosen |= set(ranked[: kept(threshold, len(ranked))])
+        chosen |= set(ranked[: count_kept(threshold, len(ranked))])
     return chosen
 
 
@@ -83,7 +83,7 @@ def test_the_rows_are_those_of_brute_force(method, options, causal, build):
     assert len(factors) == 2 * len(plain)  # the head's map is not ranked: it sees the scored positions alone
     for name, layer in ((name, module.model.get_submodule(name)) for name in plain):
         ranked = [(torch.arange(8),), plain[name]]
-        halves = zip(lora.pair(layer), expected[name], ranked, strict=True)
+        halves = zip(lora.pair_of(layer), expected[name], ranked, strict=True)
         for parameter, output, segments in halves:
             factor = factors[id(parameter)]
             assert factor.shape == (len(parameter), 1)

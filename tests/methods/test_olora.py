@@ -5,7 +5,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.data.sampling import Stream
-from cpt.methods.olora import grouped, norms, overlap
+from cpt.methods.olora import group_by_width, norms, pair_overlap
 from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
 
 THREE = "order=[law,food,space]"
@@ -47,7 +47,7 @@ def slow(new, earlier, *, power: int) -> float:
 
 @pytest.mark.parametrize(("penalty", "power"), [("l1", 1), ("squared", 2)])
 def test_the_penalty_is_the_slow_sum(penalty, power, maps):
-    found = overlap(grouped(*maps), penalty=penalty).item()
+    found = pair_overlap(group_by_width(*maps), penalty=penalty).item()
     assert found == pytest.approx(slow(*maps, power=power), rel=1e-5)
 
 
@@ -55,20 +55,22 @@ def test_the_penalty_is_the_slow_sum(penalty, power, maps):
 def test_orthogonal_rows_cost_nothing_and_equal_ones_their_norms(penalty):
     rows = torch.eye(6)
     new, free, same_rows = [2 * rows[:2]], [[rows[2:4]], [rows[4:]]], [[rows[2:4]], [rows[:2]]]
-    assert overlap(grouped(new, free), penalty=penalty) == 0
-    assert overlap(grouped(new, same_rows), penalty=penalty) == {"l1": 4, "squared": 8}[penalty]
+    assert pair_overlap(group_by_width(new, free), penalty=penalty) == 0
+    assert pair_overlap(group_by_width(new, same_rows), penalty=penalty) == {"l1": 4, "squared": 8}[penalty]
 
 
 @pytest.mark.parametrize("penalty", ["l1", "squared"])
 def test_the_order_of_maps_and_domains_is_free(penalty, maps):
     new, earlier = maps
-    expected = overlap(grouped(new, earlier), penalty=penalty)
-    turned = overlap(grouped(new[::-1], [domain[::-1] for domain in earlier[::-1]]), penalty=penalty)
+    expected = pair_overlap(group_by_width(new, earlier), penalty=penalty)
+    turned = pair_overlap(
+        group_by_width(new[::-1], [domain[::-1] for domain in earlier[::-1]]), penalty=penalty
+    )
     torch.testing.assert_close(turned, expected)
 
 
 def test_the_groups_are_one_product_per_width(maps):
-    groups = grouped(*maps)
+    groups = group_by_width(*maps)
     assert [(len(new), tuple(earlier.shape)) for new, earlier in groups] == [(3, (3, 12, 8)), (2, (2, 12, 6))]
 
 
@@ -96,7 +98,7 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored,
     module.activate(2)
     terms = module.losses(batch)
     assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
-    pairs = [half for layer in lora.layers(module.model).values() for half in lora.pair(layer)]
+    pairs = [half for layer in lora.layers(module.model).values() for half in lora.pair_of(layer)]
     assert terms["norm"].item() == pytest.approx(0.5 * sum(p.norm().item() for p in pairs), rel=1e-4)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cpt.adapters import routing
 from cpt.adapters.bank import BASE
-from cpt.adapters.routing import Router, Routing, largest
+from cpt.adapters.routing import Router, Routing, keep_largest
 from cpt.data.batch import labels_of
 from cpt.data.sampling import Subset
 from cpt.models.objectives import Causal
@@ -193,9 +193,9 @@ def test_the_largest_are_kept_and_sum_to_one():
     weights = torch.tensor([[0.1, 0.4], [0.6, 0.2], [0.3, 0.4]]).log()
     expected = [torch.tensor([[0, 1], [1, 0], [0, 0]]), torch.tensor([[0, 0.5], [2 / 3, 0], [1 / 3, 0.5]])]
     for count, kept in enumerate(expected, start=1):
-        torch.testing.assert_close(largest(weights, count).exp(), kept.float())
-    torch.testing.assert_close(largest(weights, 3), weights)
-    torch.testing.assert_close(largest(weights, 9), weights)
+        torch.testing.assert_close(keep_largest(weights, count).exp(), kept.float())
+    torch.testing.assert_close(keep_largest(weights, 3), weights)
+    torch.testing.assert_close(keep_largest(weights, 9), weights)
 
 
 def test_nearest_is_the_most_probable_so_far(some):

@@ -144,7 +144,7 @@ def test_a_model_is_built_from_its_seed(tokenizer):
 def test_a_checkpoint_comes_in_full_precision_and_train_mode(tmp_path, tokenizer):
     tiny("bert", "masked").to(torch.bfloat16).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    model = loading.load(tmp_path, "masked")
+    model = loading.load_model(tmp_path, "masked")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.training
     assert loading.load_tokenizer(tmp_path)("alpha beta").input_ids == tokenizer("alpha beta").input_ids

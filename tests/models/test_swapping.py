@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 
 
 class Tied(nn.Module):
@@ -31,7 +31,7 @@ def test_it_is_a_functional_call_and_leaves_no_trace(names):
     model = Tied()
     own, state = list(model.parameters()), copy.deepcopy(model.state_dict())
     weights = {name: torch.randn_like(model.get_parameter(name)) for name in names}
-    with swapped(model, weights):
+    with swap_weights(model, weights):
         found = model(X)
     assert torch.equal(found, functional_call(model, weights, (X,)))
     assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
@@ -40,7 +40,7 @@ def test_it_is_a_functional_call_and_leaves_no_trace(names):
 
 def test_gradients_go_to_the_weights_that_are_given():
     model, weight = Tied(), torch.randn(4, 4, requires_grad=True)
-    with swapped(model, {"inner.weight": weight}):
+    with swap_weights(model, {"inner.weight": weight}):
         loss = model(X).sum()
     loss.backward()
     assert weight.grad.any() and model.inner.weight.grad is None and model.inner.bias.grad.any()
@@ -53,7 +53,7 @@ def test_a_pass_with_others_does_not_disturb_the_pass_before_it():
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     loss = model(X).sum()
-    with torch.no_grad(), swapped(model, dict(other.named_parameters())):
+    with torch.no_grad(), swap_weights(model, dict(other.named_parameters())):
         model(X)
     loss.backward()
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
@@ -62,8 +62,8 @@ def test_a_pass_with_others_does_not_disturb_the_pass_before_it():
 def test_it_is_as_before_after_an_error_and_for_an_unknown_name():
     model = Tied()
     own = model.inner.weight
-    with pytest.raises(RuntimeError), swapped(model, {"inner.weight": torch.zeros(2, 2)}):
+    with pytest.raises(RuntimeError), swap_weights(model, {"inner.weight": torch.zeros(2, 2)}):
         model(X)
     assert model.inner.weight is own and model.outer.weight is own
-    with pytest.raises(AttributeError, match="nothing"), swapped(model, {"inner.nothing": own}):
+    with pytest.raises(AttributeError, match="nothing"), swap_weights(model, {"inner.nothing": own}):
         pass

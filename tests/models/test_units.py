@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from cpt.models.units import KINDS, Units, blocks, factors, gated, projections, units
+from cpt.models.units import KINDS, Units, blocks, factors, find_units, gate_units, projections
 
 B, T, V = 3, 7, 60
 SIZES = {
@@ -184,11 +184,11 @@ def name(request) -> str:
 @pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
 def test_open_gates_change_no_bit(name, shape):
     model = shared_model(name)
-    groups, inputs = units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, KINDS), inputs_of(model)
     gates = {group.name: torch.ones(shape(group.count)) for group in groups}
     with torch.no_grad():
         before = logits(model, inputs)
-        with gated(groups, gates):
+        with gate_units(groups, gates):
             inside = logits(model, inputs)
     assert torch.equal(inside, before)
 
@@ -196,14 +196,14 @@ def test_open_gates_change_no_bit(name, shape):
 @pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
 def test_gradient_of_gates_is_the_finite_difference(name, shape):
     model = shared_model(name)
-    groups, inputs = units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, KINDS), inputs_of(model)
     gates = {key: gate.requires_grad_() for key, gate in drawn(groups, shape).items()}
-    with gated(groups, gates):
+    with gate_units(groups, gates):
         found = torch.autograd.grad(loss(model, inputs), list(gates.values()))
     rough = name in ROUGH
     step, tolerance = (3e-3, 5e-3) if rough else (1e-4, 1e-6)
     choice = torch.Generator().manual_seed(4)
-    with torch.no_grad(), gated(groups, gates):
+    with torch.no_grad(), gate_units(groups, gates):
         for gate, gradient, group in zip(gates.values(), found, groups, strict=True):
             weights = gradient.flatten() != 0 if group.kind == "tokens" else torch.ones(gate.numel())
             for place in torch.multinomial(weights.double(), 2, generator=choice).tolist():
@@ -227,7 +227,7 @@ def central(value: Callable[[], Tensor], flat: Tensor, place: int, step: float) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_shut_units_own_has_no_gradient_and_all_else_has(name, kind):
     model = shared_model(name)
-    groups, inputs = units(model, [kind]), inputs_of(model)
+    groups, inputs = find_units(model, [kind]), inputs_of(model)
     generator, gates = torch.Generator().manual_seed(5), {}
     for group in groups:
         shut = torch.randperm(group.count, generator=generator)[: max(2, group.count // 4)]
@@ -235,7 +235,7 @@ def test_what_shut_units_own_has_no_gradient_and_all_else_has(name, kind):
         if kind == "heads":
             gates[group.name] = torch.tensor([1.0, 0.0, 0.0, 0.0])  # grouped: one pair half shut, one shut
     free = gradients(model, inputs)
-    with gated(groups, gates):
+    with gate_units(groups, gates):
         held = gradients(model, inputs)
     owned = {}
     for group in groups:
@@ -258,7 +258,7 @@ def test_what_shut_units_own_has_no_gradient_and_all_else_has(name, kind):
 def test_gates_shut_what_zeroed_weights_shut(name):
     """The out map's columns, or the down map's rows and bias, zeroed by their place in the model."""
     model = build(name)
-    groups, inputs = units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
+    groups, inputs = find_units(model, ["heads", "neurons", "outputs"]), inputs_of(model)
     picks = [(g, 1) for g in groups if g.kind == "heads"][-2:] + [
         (g, 5) for g in groups if g.kind != "heads"
     ][-2:]
@@ -266,7 +266,7 @@ def test_gates_shut_what_zeroed_weights_shut(name):
         suffix = FAMILIES[name].out if group.kind == "heads" else FAMILIES[name].down
         with (
             torch.no_grad(),
-            gated([group], {group.name: torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)}),
+            gate_units([group], {group.name: torch.ones(group.count).index_fill(0, torch.tensor(unit), 0)}),
         ):
             shut = logits(model, inputs)
         linear = group.gate
@@ -290,13 +290,13 @@ def test_gates_shut_what_zeroed_weights_shut(name):
 
 def per_sample(model: nn.Module, groups: list[Units], inputs: dict[str, Tensor], gates: dict) -> list[Tensor]:
     leaves = {key: gate.clone().requires_grad_() for key, gate in gates.items()}
-    with gated(groups, leaves):
+    with gate_units(groups, leaves):
         return list(torch.autograd.grad(loss(model, inputs), list(leaves.values())))
 
 
 def test_gates_of_samples_are_apart(name):
     model = shared_model(name)
-    groups, inputs = units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, KINDS), inputs_of(model)
     gates = drawn(groups, lambda n: (B, n))
     together = per_sample(model, groups, inputs, gates)
     one = {key: x[1:2] for key, x in inputs.items()}
@@ -316,7 +316,7 @@ def test_names_kinds_and_counts(name):
     places = [f"{stack}.{layer}" for stack in family.stacks for layer in range(2)]
     assert [place for place, _ in blocks(model)] == places
     assert all(model.get_submodule(place) is block for place, block in blocks(model))
-    found = units(model, KINDS)
+    found = find_units(model, KINDS)
     neurons = 128 if name == "bloom" else 48
     expected = []
     for place in places:
@@ -330,7 +330,7 @@ def test_names_kinds_and_counts(name):
         expected += [(f"{place}.neurons", "neurons", neurons), (f"{place}.outputs", "outputs", 32)]
     expected.append((f"{family.table}.tokens", "tokens", V))
     assert [(group.name, group.kind, group.count) for group in found] == expected
-    assert [group.name for group in units(model, ["outputs", "heads"])] == [
+    assert [group.name for group in find_units(model, ["outputs", "heads"])] == [
         group.name for group in found if group.kind in ("outputs", "heads")
     ]
 
@@ -345,7 +345,7 @@ def test_gates_stand_where_the_family_has_them(name):
     family, model = FAMILIES[name], shared_model(name)
     names = {id(module): key for key, module in model.named_modules()}
     ends = {"heads": family.out, "neurons": family.down, "outputs": family.down, "tokens": family.table}
-    for group in units(model, KINDS):
+    for group in find_units(model, KINDS):
         end = ends[group.kind].rpartition(".")[2] if "encoder_attn" in group.name else ends[group.kind]
         assert names[id(group.gate)].endswith(end)
         assert group.side == ("in" if group.kind in ("heads", "neurons") else "out")
@@ -359,11 +359,11 @@ def test_owned_biases_and_weights_are_all_there(name):
     """By heads: all parameters of Q, K, V and the columns of the output projection; so on for the others."""
     model = shared_model(name)
     linear = {id(p.module): p for p in projections(model)}
-    for group in units(model, ["heads", "neurons"]):
+    for group in find_units(model, ["heads", "neurons"]):
         where = group.name.rpartition(".")[0]
         inside = {id(m) for _, m in model.get_submodule(where).named_modules()} & linear.keys()
         if group.kind == "neurons":
-            inside -= {id(part.module) for g in units(model, ["heads"]) for part in g.parts}
+            inside -= {id(part.module) for g in find_units(model, ["heads"]) for part in g.parts}
         expected = {(id(group.gate), "weight", 1 - linear[id(group.gate)].axis)}
         for key in inside - {id(group.gate)}:
             expected.add((key, "weight", linear[key].axis))
@@ -453,14 +453,14 @@ SQUARE |= {
 @pytest.mark.parametrize("name", SQUARE)
 def test_neurons_are_found_where_all_maps_are_square(name):
     model = build(name, **SQUARE[name])
-    groups = units(model, ["neurons"])
+    groups = find_units(model, ["neurons"])
     assert {group.count for group in groups} == {32}
     names = {id(module): key for key, module in model.named_modules()}
     assert all(names[id(group.gate)].endswith(FAMILIES[name].down) for group in groups)
 
 
 def test_half_as_many_neurons_as_features_leave_gate_and_up_square():
-    (first, _) = units(build("phi3", intermediate_size=16), ["neurons"])
+    (first, _) = find_units(build("phi3", intermediate_size=16), ["neurons"])
     assert (first.count, first.parts[0].members.shape) == (16, (32, 1))
 
 
@@ -468,19 +468,19 @@ def test_fused_queries_of_half_size_are_no_output_projection():
     """Phi-3 defines its output projection first; of narrow heads Q, K, V together have the hidden size."""
     config = configured("phi3", GROUPED | {"head_dim": 4})
     model = large(CAUSAL.from_config(config))
-    group = units(model, ["heads"])[0]
+    group = find_units(model, ["heads"])[0]
     assert group.gate is model.model.layers[0].self_attn.o_proj
     assert group.parts[0].members.shape == (32, 2)
 
 
 def test_a_decoder_may_have_other_heads_than_its_encoder():
     model = build("bart", decoder_attention_heads=2)
-    counts = {group.name.split(".")[1]: group.count for group in units(model, ["heads"])}
+    counts = {group.name.split(".")[1]: group.count for group in find_units(model, ["heads"])}
     assert counts == {"encoder": 4, "decoder": 2}
 
 
 def test_members_of_grouped_keys_are_the_queries_they_serve():
-    group = units(shared_model("llama"), ["heads"])[0]
+    group = find_units(shared_model("llama"), ["heads"])[0]
     query, key, value, out = (part.members for part in group.parts)
     assert query.tolist() == [[n // 8] for n in range(32)]
     assert key.tolist() == value.tolist() == [[0, 1]] * 8 + [[2, 3]] * 8
@@ -490,8 +490,8 @@ def test_members_of_grouped_keys_are_the_queries_they_serve():
 def test_a_norm_over_all_heads_can_not_be_separated():
     model = CAUSAL.from_config(configured("olmo2", SIZES))
     with pytest.raises(ValueError, match=r"heads can not be separated: .*q_norm normalises 32"):
-        units(model, ["heads"])
-    assert len(units(model, ["neurons", "outputs", "tokens"])) == 5
+        find_units(model, ["heads"])
+    assert len(find_units(model, ["neurons", "outputs", "tokens"])) == 5
     assert len(projections(model)) == 14
 
 
@@ -499,19 +499,19 @@ def test_a_norm_between_units_and_out_can_not_be_separated():
     model = CAUSAL.from_config(configured("bitnet", SIZES | {"num_key_value_heads": 2}))
     for kind, norm in (("heads", "attn_sub_norm"), ("neurons", "ffn_sub_norm")):
         with pytest.raises(ValueError, match=f"{kind} can not be separated: .*{norm}"):
-            units(model, [kind])
+            find_units(model, [kind])
 
 
 def test_unknown_shapes_are_listed():
     experts = CAUSAL.from_config(configured("mixtral", GROUPED | {"num_local_experts": 2}))
-    for call in (projections, lambda m: units(m, ["neurons"]), lambda m: units(m, ["outputs"])):
+    for call in (projections, lambda m: find_units(m, ["neurons"]), lambda m: find_units(m, ["outputs"])):
         with pytest.raises(
             ValueError, match=r"layers\.0: neurons can not be told.*experts\.down_proj \[2, 32, 48\]"
         ):
             call(experts)
-    assert len(units(experts, ["heads"])) == 2
+    assert len(find_units(experts, ["heads"])) == 2
     with pytest.raises(ValueError, match=r"no transformer blocks in Linear; found weight \[4, 3\]"):
-        units(nn.Linear(3, 4), ["tokens"])
+        find_units(nn.Linear(3, 4), ["tokens"])
 
 
 def test_shared_experts_do_not_hide_the_others():
@@ -520,9 +520,9 @@ def test_shared_experts_do_not_hide_the_others():
     fields |= {"num_key_value_heads": 4, "first_k_dense_replace": 0, "moe_intermediate_size": 16}
     model = CAUSAL.from_config(configured("deepseek_v3", SIZES | fields | sizes))
     with pytest.raises(ValueError, match="neurons can not be told"):
-        units(model, ["neurons"])
+        find_units(model, ["neurons"])
     with pytest.raises(ValueError, match="heads can not be told"):
-        units(model, ["heads"])
+        find_units(model, ["heads"])
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -530,7 +530,7 @@ def test_an_unknown_fused_layout_is_no_guess(name):
     model = build(name)
     model.config.model_type = "novel"
     with pytest.raises(ValueError, match=r"fused map of a novel; layouts are known for gpt2"):
-        units(model, ["heads"])
+        find_units(model, ["heads"])
     with pytest.raises(ValueError, match="fused map of a novel"):
         projections(model)
 
@@ -539,19 +539,22 @@ def test_unknown_kinds():
     with pytest.raises(
         ValueError, match=r"units=\[.*\]; allowed: one or more of heads, neurons, outputs, tokens"
     ):
-        units(shared_model("roberta"), ["heads", "layers"])
+        find_units(shared_model("roberta"), ["heads", "layers"])
 
 
 def test_gates_of_another_shape():
     model = shared_model("opt")
-    group = units(model, ["heads"])[0]
+    group = find_units(model, ["heads"])[0]
     for shape in ((5,), (1, 1, 4), ()):
-        with pytest.raises(ValueError, match="has 4 units"), gated([group], {group.name: torch.ones(shape)}):
+        with (
+            pytest.raises(ValueError, match="has 4 units"),
+            gate_units([group], {group.name: torch.ones(shape)}),
+        ):
             pass
     for samples in (2, 6):
         with (
             pytest.raises(ValueError, match=f"gates of {samples} samples"),
-            gated([group], {group.name: torch.ones(samples, 4)}),
+            gate_units([group], {group.name: torch.ones(samples, 4)}),
         ):
             logits(model, inputs_of(model))
     assert hooks(model) == 0
@@ -559,17 +562,17 @@ def test_gates_of_another_shape():
 
 def test_hooks_are_gone_after_the_context_and_after_an_error():
     model = shared_model("gpt2")
-    groups = units(model, KINDS)
+    groups = find_units(model, KINDS)
     gates = {group.name: torch.ones(group.count) for group in groups}
-    with gated(groups, gates):
+    with gate_units(groups, gates):
         assert hooks(model) == len(groups)
     assert hooks(model) == 0
-    with pytest.raises(RuntimeError, match="inside"), gated(groups, gates):
+    with pytest.raises(RuntimeError, match="inside"), gate_units(groups, gates):
         raise RuntimeError("inside")
     assert hooks(model) == 0
     with (
         pytest.raises(ValueError, match="has 60 units"),
-        gated(groups, gates | {groups[-1].name: torch.ones(3)}),
+        gate_units(groups, gates | {groups[-1].name: torch.ones(3)}),
     ):
         pass
     assert hooks(model) == 0
@@ -577,9 +580,9 @@ def test_hooks_are_gone_after_the_context_and_after_an_error():
 
 def test_others_hooks_stay_and_groups_without_gates_have_none():
     model = build("llama")
-    groups, calls = units(model, KINDS), []
+    groups, calls = find_units(model, KINDS), []
     groups[0].gate.register_forward_pre_hook(lambda m, args: calls.append(1))
-    with gated(groups, {groups[1].name: torch.ones(48)}):
+    with gate_units(groups, {groups[1].name: torch.ones(48)}):
         assert hooks(model) == 2
         logits(model, inputs_of(model))
     assert hooks(model) == len(calls) == 1
@@ -587,11 +590,11 @@ def test_others_hooks_stay_and_groups_without_gates_have_none():
 
 def test_gates_are_cast_to_the_activations():
     model = build("roberta").float()
-    groups, inputs = units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, KINDS), inputs_of(model)
     gates = {group.name: torch.ones(B, group.count, requires_grad=True) for group in groups}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = logits(model, inputs)
-        with gated(groups, gates):
+        with gate_units(groups, gates):
             inside = logits(model, inputs)
     assert plain.dtype == inside.dtype == torch.bfloat16
     assert torch.equal(plain, inside)
@@ -602,10 +605,10 @@ def test_gates_are_cast_to_the_activations():
 @pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "llama"])
 def test_a_bfloat16_model_takes_float32_gates(name):
     model = build(name).bfloat16()
-    groups, inputs = units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, KINDS), inputs_of(model)
     for shape in (lambda n: (n,), lambda n: (B, n)):
         gates = {group.name: torch.ones(shape(group.count)) for group in groups}
-        with torch.no_grad(), gated(groups, gates):
+        with torch.no_grad(), gate_units(groups, gates):
             inside = logits(model, inputs)
         assert inside.dtype == torch.bfloat16
         assert torch.equal(inside, logits(model, inputs))
@@ -614,7 +617,7 @@ def test_a_bfloat16_model_takes_float32_gates(name):
 def test_blocks_within_blocks_are_no_blocks():
     model = MASKED.from_config(configured("albert", SIZES | {"embedding_size": 16}))
     assert [name for name, _ in blocks(model)] == ["albert.encoder.albert_layer_groups.0"]
-    assert [group.count for group in units(model, KINDS)] == [4, 48, 32, V]
+    assert [group.count for group in find_units(model, KINDS)] == [4, 48, 32, V]
 
 
 @pytest.mark.parametrize("sizes", [(32, 24), (24, 32)])
@@ -623,18 +626,18 @@ def test_a_source_of_another_size_is_listed(sizes):
     model.roberta.encoder.layer[1].attention.self.query = nn.Linear(*sizes)
     listed = rf"layer\.1\.attention: heads can not be told.*query\.weight \[{sizes[1]}, {sizes[0]}\]"
     with pytest.raises(ValueError, match=listed):
-        units(model, ["heads"])
+        find_units(model, ["heads"])
 
 
 def test_tied_tables_of_encoder_and_decoder_are_gated_once_each():
     """What is looked up in either is gated, and the weight that they share has one factor."""
     for name in ("bart", "t5"):
         model = build(name, tie_word_embeddings=True)
-        (group,) = units(model, ["tokens"])
+        (group,) = find_units(model, ["tokens"])
         assert len(list(factors(group, torch.rand(V)))) == 1
         inputs = {key: torch.full((1, 1), ids) for key, ids in (("input_ids", 5), ("decoder_input_ids", 9))}
         gate = torch.ones(V, requires_grad=True)
-        with gated([group], {group.name: gate}):
+        with gate_units([group], {group.name: gate}):
             loss(model, inputs).backward()
         assert gate.grad.nonzero().flatten().tolist() == [5, 9]
 
@@ -646,24 +649,24 @@ def kept(group: Units, *keep: float) -> list[tuple[tuple[int, ...], list[float]]
 def test_factors_of_separate_grouped_and_fused_maps():
     eight = [x for x in (0.0, 0.25, 0.5, 1.0) for _ in range(8)]
     keep = (0.0, 0.25, 0.5, 1.0)
-    plain = kept(units(shared_model("bert"), ["heads"])[0], *keep)
+    plain = kept(find_units(shared_model("bert"), ["heads"])[0], *keep)
     assert plain == [((32, 1), eight), ((32,), eight)] * 3 + [((1, 32), eight)]
     grouped = [0.0] * 8 + [0.5] * 8  # the least of heads 0 and 1, and of 2 and 3
-    assert kept(units(shared_model("llama"), ["heads"])[0], *keep) == [
+    assert kept(find_units(shared_model("llama"), ["heads"])[0], *keep) == [
         ((32, 1), eight), ((16, 1), grouped), ((16, 1), grouped), ((1, 32), eight),
     ]  # fmt: skip
-    phi3 = kept(units(shared_model("phi3"), ["heads"])[0], *keep)
+    phi3 = kept(find_units(shared_model("phi3"), ["heads"])[0], *keep)
     assert phi3 == [((64, 1), eight + grouped * 2), ((1, 32), eight)]
     neox = [x for x in keep for _ in range(24)]
     for name in ("gpt_neox", "bloom"):
-        found = kept(units(shared_model(name), ["heads"])[0], *keep)
+        found = kept(find_units(shared_model(name), ["heads"])[0], *keep)
         assert found == [((96, 1), neox), ((96,), neox), ((1, 32), eight)]
 
 
 def test_factors_of_conv1d_run_along_its_columns():
     model, keep = shared_model("gpt2"), (0.0, 0.25, 0.5, 1.0)
     eight = [x for x in keep for _ in range(8)]
-    heads, neurons, outputs = units(model, ["heads", "neurons", "outputs"])[:3]
+    heads, neurons, outputs = find_units(model, ["heads", "neurons", "outputs"])[:3]
     assert kept(heads, *keep) == [((1, 96), eight * 3), ((96,), eight * 3), ((32, 1), eight)]
     some = torch.arange(48) / 64
     assert kept(neurons, *some.tolist()) == [
@@ -676,7 +679,10 @@ def test_factors_of_conv1d_run_along_its_columns():
 
 
 def test_factors_of_outputs_and_tokens_are_rows():
-    outputs, tokens = units(shared_model("bert"), ["outputs"])[0], units(shared_model("bert"), ["tokens"])[0]
+    outputs, tokens = (
+        find_units(shared_model("bert"), ["outputs"])[0],
+        find_units(shared_model("bert"), ["tokens"])[0],
+    )
     keep = torch.rand(32)
     assert kept(outputs, *keep.tolist()) == [((32, 1), keep.tolist()), ((32,), keep.tolist())]
     (pair,) = factors(tokens, torch.ones(V))
@@ -685,7 +691,7 @@ def test_factors_of_outputs_and_tokens_are_rows():
 
 
 def test_a_feature_of_no_unit_keeps_all():
-    group = units(shared_model("llama"), ["heads"])[0]
+    group = find_units(shared_model("llama"), ["heads"])[0]
     part = replace(group.parts[1], members=torch.tensor([[-1, -1], [-1, 1], [0, 1], [3, 2]] * 4))
     alone = replace(group, parts=(part,))
     ((_, factor),) = factors(alone, torch.tensor([0.0, 0.25, 0.5, 0.75]))

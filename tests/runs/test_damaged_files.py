@@ -123,7 +123,7 @@ def test_the_verdict_is_waited_for_however_long_it_takes(again, tmp_path, monkey
     monkeypatch.setattr(shared.Watch, "work", lambda self: (time.sleep(0.1), work(self)))
     (path,) = (tmp_path / "cache").glob("base/*/model.safetensors")
     flip(path)
-    shared.made_once(path.parent, make=None)
+    shared.make_once(path.parent, make=None)
     with pytest.raises(ValueError, match="model.safetensors differs from its checksum"):
         verdict.confirm(RunFolder(again))
     assert caplog.messages.count("waiting until 1 large folders of the cache are read through") > 1

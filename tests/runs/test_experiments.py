@@ -7,10 +7,10 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch.optim import AdamW
 
-from cpt.data.orders import resolve
+from cpt.data.orders import resolve_order
 from cpt.training.assembly import tell_rate
 from cpt.training.checks import read_sections
-from cpt.training.plan import planned
+from cpt.training.plan import make_plan
 from tests.conftest import ROOT
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
@@ -54,15 +54,15 @@ def test_an_experiment_has_a_plan_with_each_value_it_sweeps(loaded, composed, na
         for value in values:
             cfg = composed(f"experiment={name}", *needs, f"{key}={value}")
             assert OmegaConf.select(cfg, "name") == cfg.name
-            resolve_order(cfg)
+            order_of(cfg)
 
 
-def resolve_order(cfg):
+def order_of(cfg):
     """The plan of a config; of data that is not there, its order alone."""
     if OmegaConf.select(cfg, "domains.root") is None:
-        return planned(cfg).order
+        return make_plan(cfg).order
     orders = OmegaConf.to_container(cfg.domains.orders)
-    return resolve(cfg.order, names=sorted(orders[0]), orders=orders, seed=cfg.seed)
+    return resolve_order(cfg.order, names=sorted(orders[0]), orders=orders, seed=cfg.seed)
 
 
 def test_smoke_is_small(composed):
@@ -95,7 +95,7 @@ def test_das6_is_of_the_papers_size(composed):
     assert tuple(optim["betas"]) == (0.9, 0.999)
     assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedules.Linear", 0.1)
     assert (cfg.domains.name, cfg.endtask.name) == ("das6", "das6")
-    assert resolve_order(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
+    assert order_of(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
 
 
 def test_a_methods_own_rate_counts_in_the_papers_experiment(composed):
@@ -129,10 +129,12 @@ def test_orders_are_named_reversed_and_random_by_seed(loaded, composed):
     params = swept(loaded("experiment=orders"))
     assert (params["order"], params["seed"]) == (["0", "1", "2", "reverse", "random"], ["0", "1", "2"])
     assert {"ncl", "das"} <= set(params["method"])
-    plans = [planned(composed("experiment=orders", f"order={order}")).order for order in params["order"][:4]]
+    plans = [
+        make_plan(composed("experiment=orders", f"order={order}")).order for order in params["order"][:4]
+    ]
     assert len(set(map(tuple, plans))) == 4
     assert plans[3] == plans[0][::-1]
     drawn = [
-        planned(composed("experiment=orders", "order=random", f"seed={seed}")).order for seed in range(3)
+        make_plan(composed("experiment=orders", "order=random", f"seed={seed}")).order for seed in range(3)
     ]
     assert len(set(map(tuple, drawn))) > 1

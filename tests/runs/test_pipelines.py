@@ -11,8 +11,8 @@ from cpt.core.config import digest
 from cpt.data.corpora import Corpora
 from cpt.data.packing import terminator
 from cpt.models import loading as models
-from cpt.training.plan import planned
-from cpt.training.pretraining import base, trained_tokenizer
+from cpt.training.plan import make_plan
+from cpt.training.pretraining import learn_tokenizer, make_base
 from tests.conftest import VOCABULARIES
 
 WORDS = set(VOCABULARIES["general"].split())
@@ -21,9 +21,9 @@ TRAINED = ["model.base.steps=120", "model.vocabulary=420", "model.base.optim.lr=
 
 def folder(cfg):
     """The base model of a config, trained."""
-    plan = planned(cfg)
+    plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    return base(cfg.model, texts, accelerator="cpu").checkpoint
+    return make_base(cfg.model, texts, accelerator="cpu").checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def causal(small_gpt2, kept):
 @pytest.fixture
 def texts(small):
     """The small texts, read."""
-    plan = planned(small())
+    plan = make_plan(small())
     return Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
 
 
@@ -81,7 +81,7 @@ def test_a_run_exports_the_tokenizer_of_its_base(masked, small, start, tmp_path)
 def test_both_objectives_pack_the_same_rows(texts):
     rows = {}
     for objective in ("masked", "causal"):
-        learned = trained_tokenizer(texts.general, 300, objective=objective, cache=texts.cache)
+        learned = learn_tokenizer(texts.general, 300, objective=objective, cache=texts.cache)
         tokenizer = models.load_tokenizer(learned)
         packed = texts.packed("law", "test", tokenizer=tokenizer, length=16)
         rows[objective] = np.concatenate([row["ids"] for row in packed.rows])
@@ -96,7 +96,7 @@ def test_both_objectives_pack_the_same_rows(texts):
 def test_two_texts_are_apart_for_both_objectives(texts):
     told = {}
     for objective in ("masked", "causal"):
-        learned = trained_tokenizer(texts.general, 300, objective=objective, cache=texts.cache)
+        learned = learn_tokenizer(texts.general, 300, objective=objective, cache=texts.cache)
         tokenizer = models.load_tokenizer(learned)
         told[objective] = tokenizer.decode(tokenizer("a", "b").input_ids)
     assert told == {"masked": "<s>a</s></s>b</s>", "causal": "<s>a</s><s>b"}
@@ -105,5 +105,5 @@ def test_two_texts_are_apart_for_both_objectives(texts):
 def test_a_tokenizer_that_an_earlier_version_cached_is_not_taken(texts, tmp_path):
     old = tmp_path / "tokenizers" / digest([1, texts.general.facts["train_digest"], 300])
     old.mkdir(parents=True)
-    made = {trained_tokenizer(texts.general, 300, objective=each, cache=tmp_path) for each in models.AUTO}
+    made = {learn_tokenizer(texts.general, 300, objective=each, cache=tmp_path) for each in models.AUTO}
     assert len(made - {old}) == 2

@@ -96,12 +96,12 @@ def written(
     rest = [(other, others.format(other)) for other in corpus.SPLITS if other != split]
     source = SimpleNamespace(held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others])
     source.read = lambda name: iter([*((split, text) for text in texts), *rest])
-    return corpus.corpus(source, name, cache=folder)
+    return corpus.make_corpus(source, name, cache=folder)
 
 
 def pack(folder: Path, texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Packed:
     """Documents as the packed train split of a corpus."""
-    return packing.packed(
+    return packing.pack(
         written(folder, texts),
         "train",
         tokenizer=tokenizer,

@@ -15,8 +15,8 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualModule
 from cpt.training import assembly, loop
-from cpt.training.plan import Plan, planned
-from cpt.training.pretraining import base
+from cpt.training.plan import Plan, make_plan
+from cpt.training.pretraining import make_base
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
@@ -54,11 +54,11 @@ class Made:
 
 
 def made(cfg: DictConfig) -> Made:
-    plan = planned(cfg)
+    plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    start = base(plan.model, texts, accelerator="cpu")
-    module = assembly.method(plan, start)
-    return Made(module, assembly.sequence(plan, texts, start, module), plan)
+    start = make_base(plan.model, texts, accelerator="cpu")
+    module = assembly.make_method(plan, start)
+    return Made(module, assembly.make_sequence(plan, texts, start, module), plan)
 
 
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt.data.batch import Batch, labelled, labels_of
+from cpt.data.batch import Batch, label_batch, labels_of
 from cpt.models.objectives import Causal
-from cpt.models.swapping import swapped
+from cpt.models.swapping import swap_weights
 
 RUN = Causal()  # a masked one runs a model alike
 
@@ -16,7 +16,7 @@ RUN = Causal()  # a masked one runs a model alike
 def outputs_at(
     model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    with swapped(model, weights or {}):
+    with swap_weights(model, weights or {}):
         return RUN.outputs(model, batch)
 
 
@@ -25,7 +25,7 @@ def logits_at(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Ten
 
 
 def token_nll(model: PreTrainedModel, batch: Batch, *, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-    with swapped(model, weights or {}):
+    with swap_weights(model, weights or {}):
         return RUN.nll(model, batch)
 
 
@@ -36,7 +36,7 @@ def encoded(model: PreTrainedModel, batch: Batch) -> Tensor:
 def batch_of(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Batch:
     """The batch of rows [B, T] with labels [B, T], -100 for nothing; with the mask if there is one."""
     mask = {} if attention_mask is None else {"attention_mask": attention_mask}
-    return {**labelled(input_ids, labels, torch.ones_like(input_ids).bool()), **mask}
+    return {**label_batch(input_ids, labels, torch.ones_like(input_ids).bool()), **mask}
 
 
 def some_rows(batch: Batch, rows: list[int]) -> Batch:

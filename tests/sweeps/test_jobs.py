@@ -22,10 +22,10 @@ from omegaconf import OmegaConf, open_dict
 import cpt.training.pretraining
 from cpt.core.preemption import GO_ON
 from cpt.data.corpora import Corpora
-from cpt.sweeps.cluster import ClusterLauncher, forwarded
-from cpt.sweeps.jobs import BASIC_SWEEPER, Job, composed, table
+from cpt.sweeps.cluster import ClusterLauncher, forward_signals
+from cpt.sweeps.jobs import BASIC_SWEEPER, Job, compose_jobs, table
 from cpt.sweeps.launcher import ProcessLauncher
-from cpt.training.plan import planned
+from cpt.training.plan import make_plan
 from tests.conftest import SMALL
 
 SEARCHER = "hydra_plugins.cpt.OptunaSweeper"
@@ -41,7 +41,7 @@ class Sweep:
 
     def jobs(self, *each):
         given = [[*self.shared, *overrides] for overrides in each]
-        return composed(given, 0, context=self.context, config=self.config)
+        return compose_jobs(given, 0, context=self.context, config=self.config)
 
     def launched(self, launcher, *each, sweeper=SEARCHER):
         with open_dict(self.config):
@@ -260,7 +260,7 @@ def test_a_clusters_signal_reaches_the_job_before_the_clusters_own_handler(tmp_p
     try:
         with subprocess.Popen([sys.executable, "-S", "-c", SAVER], **options) as process:
             assert process.stdout.readline() == b"ready\n"
-            with forwarded(process):
+            with forward_signals(process):
                 threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
                 assert process.wait() == 75
     finally:
@@ -285,7 +285,7 @@ def test_a_job_that_ends_well_without_a_finished_run_has_failed(sweep, cluster):
 
 def test_a_lost_job_is_told_and_what_is_finished_stays_so(sweep, done, cluster, monkeypatch):
     monkeypatch.setattr(Cluster, "lost", True)
-    monkeypatch.setattr("cpt.sweeps.jobs.finished", lambda cfg, folder: False)
+    monkeypatch.setattr("cpt.sweeps.jobs.is_finished_already", lambda cfg, folder: False)
     returned = sweep.launched(cluster, ["seed=1"], ["seed=2"])
     assert returned[0].status is JobStatus.COMPLETED
     assert str(returned[1]._return_value) == "#1 seed=2: failed (lost): a node died"
@@ -324,11 +324,11 @@ def test_jobs_that_start_together_make_one_base(small, cache, tmp_path, monkeypa
 
     monkeypatch.setattr(cpt.training.pretraining, "pretrain", pretrain)
     jobs = (["seed=1"], ["method=das"], ["order=reverse"], ["trainer.steps=9"])
-    plans = [planned(small(*each, f"cache_dir={tmp_path}")) for each in jobs]
+    plans = [make_plan(small(*each, f"cache_dir={tmp_path}")) for each in jobs]
 
     def work(plan):
         corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
-        found.append(cpt.training.pretraining.base(plan.model, corpora, accelerator="cpu").checkpoint)
+        found.append(cpt.training.pretraining.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
 
     threads = [threading.Thread(target=work, args=[plan]) for plan in plans]
     for thread in threads:

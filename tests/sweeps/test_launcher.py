@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.launcher import ProcessLauncher
-from cpt.sweeps.resources import devices, shares, visible_gpus
+from cpt.sweeps.resources import devices, share_out_machine, visible_gpus
 
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -354,14 +354,15 @@ def plans(number: int, **trainer) -> list:
 def test_gpus_are_divided(machine, trainer, jobs, gpus):
     machine(4)
     assert [
-        place["CUDA_VISIBLE_DEVICES"] for place in shares(plans(9, **trainer), jobs=jobs, threads=None)
+        place["CUDA_VISIBLE_DEVICES"]
+        for place in share_out_machine(plans(9, **trainer), jobs=jobs, threads=None)
     ] == gpus
 
 
 def test_only_given_gpus_are_used(machine, monkeypatch):
     machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
-    places = shares(plans(9, devices=1), jobs=None, threads=None)
+    places = share_out_machine(plans(9, devices=1), jobs=None, threads=None)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["3", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
@@ -378,19 +379,19 @@ def test_only_given_gpus_are_used(machine, monkeypatch):
     ],
 )
 def test_cores_are_divided(machine, number, trainer, jobs, count, threads):
-    places = shares(plans(number, **trainer), jobs=jobs, threads=None)
+    places = share_out_machine(plans(number, **trainer), jobs=jobs, threads=None)
     assert [place["OMP_NUM_THREADS"] for place in places] == [threads] * count
     assert all("CUDA_VISIBLE_DEVICES" not in place for place in places)
 
 
 def test_jobs_on_the_cpu_leave_gpus_alone(machine):
     machine(1)
-    assert len(shares(plans(9, devices=1, accelerator="cpu"), jobs=None, threads=None)) == 8
+    assert len(share_out_machine(plans(9, devices=1, accelerator="cpu"), jobs=None, threads=None)) == 8
 
 
 def test_given_threads_win_and_one_process_may_spin(machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    (place,) = shares(plans(9, devices=1), jobs=1, threads=3)
+    (place,) = share_out_machine(plans(9, devices=1), jobs=1, threads=3)
     assert place == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
 
 

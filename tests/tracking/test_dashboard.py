@@ -10,7 +10,7 @@ from cpt import dashboard
 from cpt.reporting.run_table import summarise_run
 from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.tracking.wandb_run import describe_run, pictures
-from cpt.training.plan import planned
+from cpt.training.plan import make_plan
 from tests.conftest import ROOT
 from tests.tracking.test_sync import scores
 
@@ -42,7 +42,7 @@ def test_each_parameter_of_the_sweep_is_a_valid_override(sweep, composed, monkey
 def test_combinations_of_the_sweep_are_plans(sweep, composed):
     for end in (0, -1):
         chosen = [f"{name}={candidates(parameter)[end]}" for name, parameter in sweep["parameters"].items()]
-        assert planned(composed(*chosen)).order
+        assert make_plan(composed(*chosen)).order
 
 
 def test_the_sweep_runs_the_program_and_minimises_a_number_that_there_is(sweep):

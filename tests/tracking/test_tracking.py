@@ -11,7 +11,7 @@ import pytest
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS
 from cpt.reporting.run_table import summarise_run
-from cpt.tracking.loggers import LongCSV, log_scores, log_stage, tracked
+from cpt.tracking.loggers import LongCSV, log_scores, log_stage, track
 from cpt.tracking.wandb_run import open_run
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
@@ -141,10 +141,10 @@ def resumed(tmp_path_factory):
 
     place, whole = tmp_path_factory.mktemp("resumed") / "das_seed-3", scores()
     place.mkdir()
-    with pytest.raises(KeyboardInterrupt), tracked(OFFLINE, place, **ABOUT) as loggers:
+    with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, **ABOUT) as loggers:
         log_stage(loggers, until(whole, 2), distributions={})
         raise KeyboardInterrupt
-    with tracked(OFFLINE, place, **ABOUT) as loggers:
+    with track(OFFLINE, place, **ABOUT) as loggers:
         log_stage(loggers, until(whole, 3), distributions={"heads": np.arange(4.0)})
         log_scores(loggers, whole, folder=place)
     wandb.teardown()

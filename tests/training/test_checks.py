@@ -17,7 +17,7 @@ from cpt.core.sections import GIVEN
 from cpt.training import lightning_options
 from cpt.training import options as run_options
 from cpt.training.checks import read_sections
-from cpt.training.plan import planned
+from cpt.training.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.wrong_options import AT_ONCE
 
@@ -43,7 +43,7 @@ def split(given: str) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("given", AT_ONCE)
 def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
-    assert told(composed(*overrides(given)), planned).startswith(AT_ONCE[given])
+    assert told(composed(*overrides(given)), make_plan).startswith(AT_ONCE[given])
 
 
 def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(composed):
@@ -67,7 +67,7 @@ def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(compo
     ],
 )
 def test_what_may_be_said(given, composed):
-    assert planned(composed(*overrides(given))).order
+    assert make_plan(composed(*overrides(given))).order
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

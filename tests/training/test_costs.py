@@ -14,7 +14,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 from cpt.optim.guard import Guard
 from cpt.training.checkpointing import Checkpoint
 from cpt.training.costs import Compute, forget_peak, own_names, peak, stored_bytes, trained_parameters
-from cpt.training.trainer import trainer
+from cpt.training.trainer import make_trainer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -115,7 +115,7 @@ def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkp
         *([stop] if stop else []),
     ]
     tmp_path.mkdir(exist_ok=True)
-    work = trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
+    work = make_trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
     try:
         work.fit(module, ckpt_path=checkpoint, weights_only=True)
     except KeyError:

@@ -94,7 +94,7 @@ def test_text_that_only_looks_changed_goes_on(run, texts, tmp_path, caplog, monk
     for path in texts.glob("*/all.txt"):
         os.utime(path, ns=(1, 1))
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(story, "fold", None)  # never called
+    monkeypatch.setattr(story, "carry_out", None)  # never called
     assert run("order=[law,food]") == scores
     assert "comparing the text of law" in caplog.text
     caplog.clear()
@@ -105,7 +105,7 @@ def test_text_that_only_looks_changed_goes_on(run, texts, tmp_path, caplog, monk
 def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
     scores = run("order=[law,food]")
     texts.rename(tmp_path / "moved")
-    monkeypatch.setattr(story, "fold", None)
+    monkeypatch.setattr(story, "carry_out", None)
     start(config("order=[law,food]", f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "scores.json").read_text()) == scores
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypa
     (texts / "law" / "README.md").write_text("no text")
     with pytest.raises(ValueError, match="law/README.md is not a file of text"):
         run("order=[law,food]")
-    monkeypatch.setattr(story, "fold", None)
+    monkeypatch.setattr(story, "carry_out", None)
     assert run("order=[law,food]", "domains.ignore=[README*]") == scores
     assert name_run(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
 

@@ -11,8 +11,8 @@ from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build
 from cpt.models.tokenizers import train_tokenizer
-from cpt.training.plan import planned
-from cpt.training.preflight import checked
+from cpt.training.plan import make_plan
+from cpt.training.preflight import prepare
 from tests.support.wrong_options import ON_THE_MODEL
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -55,7 +55,7 @@ def test_a_logger_whose_package_is_missing_is_told(logger, package, small, unrea
 
 def test_what_is_right_is_built(small, tmp_path):
     cfg = small("callbacks=lr_monitor", "logger=csv", "method=lora", "mask=migu")
-    ready = checked(planned(cfg), tmp_path)
+    ready = prepare(make_plan(cfg), tmp_path)
     assert (ready.loggers, list(ready.callbacks), ready.processes) == ([], ["lr_monitor"], 1)
     assert ready.device.type == "cpu"
     assert list(tmp_path.iterdir()) == []
@@ -108,26 +108,29 @@ def test_a_tokenizer_larger_than_the_embedding_is_told_before_any_text_is_read(c
     expected = f"has {rows + 2} entries, its embedding {rows} rows; allowed: model.resize=true"
     with pytest.raises(ValueError, match=expected):
         unread(small(f"model.checkpoint={checkpoint}"))
-    checked(planned(small(f"model.checkpoint={checkpoint}", "model.resize=true")), checkpoint)
+    prepare(make_plan(small(f"model.checkpoint={checkpoint}", "model.resize=true")), checkpoint)
 
 
 @pytest.mark.parametrize(
     ("attach", "told"),
     [
         (None, "it starts with the part of food alone: cpt.adapters.export.load("),
-        ("cpt.adapters.bottleneck.attach", "it starts without any of them: cpt.adapters.export.load("),
+        (
+            "cpt.adapters.bottleneck.attach_bottlenecks",
+            "it starts without any of them: cpt.adapters.export.load(",
+        ),
     ],
 )
 def test_an_exported_model_in_parts_says_which_is_used(attach, told, checkpoint, small, tmp_path, caplog):
     index = {"attach": attach, "options": {}, "parts": ["law", "food"]}
     (checkpoint / "parts.json").write_text(json.dumps(index))
-    checked(planned(small(f"model.checkpoint={checkpoint}")), tmp_path)
+    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), tmp_path)
     (line,) = [record.getMessage() for record in caplog.records if "has parts for" in record.getMessage()]
     assert f"{checkpoint} has parts for law, food; {told}" in line
 
 
 def test_a_whole_checkpoint_says_nothing(checkpoint, small, tmp_path, caplog):
-    checked(planned(small(f"model.checkpoint={checkpoint}")), tmp_path)
+    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), tmp_path)
     assert not [record for record in caplog.records if record.name.startswith("cpt")]
 
 
@@ -135,4 +138,4 @@ def test_an_older_model_file_without_the_new_key_is_taken(small, tmp_path):
     cfg = small()
     OmegaConf.set_struct(cfg, False)
     del cfg.model.resize
-    assert checked(planned(cfg), tmp_path).callbacks == {}
+    assert prepare(make_plan(cfg), tmp_path).callbacks == {}

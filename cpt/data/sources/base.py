@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.config import digest
-from cpt.core.options import Options, naming, option, read_options
+from cpt.core.options import Options, option, prefix_errors, read_options
 from cpt.core.rules import MAPPING, Rule, is_list, is_number, is_text, is_whole, one_of, or_null, whole
 
 GENERAL = "general"
@@ -46,7 +46,7 @@ class Source(Options, ABC):
     score_on: str = option("the split that the matrix is made of", one_of("valid", "test"))
 
     def check_together(self) -> None:
-        with naming("held_out"):
+        with prefix_errors("held_out"):
             read_options(HeldOut, self.held_out, place="")
 
     @property

@@ -12,7 +12,7 @@ from cpt.core.rules import MAPPING, TEXT, YES_NO, or_null
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
-from cpt.data.sources.texts import bar
+from cpt.data.sources.texts import reading_bar
 
 ENTRY = {"path", "name", "splits"}
 
@@ -73,7 +73,7 @@ class Hub(Source):
         for split, name in chosen.items():
             rows = load_dataset(path, config, split=name, streaming=self.streaming)
             total = None if self.streaming else len(rows)
-            shown = bar(f"{path} ({name})", total=total, unit=" rows", iterable=rows)
+            shown = reading_bar(f"{path} ({name})", total=total, unit=" rows", iterable=rows)
             yield split, ((f"{path} ({name})", row) for row in shown)
 
     def fingerprint(self, name: str) -> Any:

@@ -25,28 +25,28 @@ class InstalledDocs(Source):
         return [name for name in self.packages if name != GENERAL]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        return installed(self.packages_of(name))
+        return read_docs(self.packages_of(name))
 
     def fingerprint(self, name: str) -> Any:
-        return installation(self.packages_of(name))
+        return stamp_docs(self.packages_of(name))
 
     def packages_of(self, name: str) -> list[str]:
         return list(self.general if name == GENERAL else self.packages[name])
 
 
-def installed(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
+def read_docs(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
     return (("train", document) for document in docstrings.documents(packages))
 
 
-def installation(packages: Sequence[str]) -> Any:
+def stamp_docs(packages: Sequence[str]) -> Any:
     return stamps(path for package in packages for path in docstrings.modules(package))
 
 
 def read_general() -> Iterator[tuple[str, str]]:
     """The general text of sources that have none of their own."""
-    return installed(GENERAL_PACKAGES)
+    return read_docs(GENERAL_PACKAGES)
 
 
 def stamp_general() -> Any:
     """What decides the result of `read_general`."""
-    return installation(GENERAL_PACKAGES)
+    return stamp_docs(GENERAL_PACKAGES)

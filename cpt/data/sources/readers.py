@@ -66,7 +66,7 @@ def walk(
     real = os.path.realpath(folder)
     if real in above:
         raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
-    with reading(folder):
+    with naming_file(folder):
         entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
     for entry in entries:
         path = folder / entry.name
@@ -104,8 +104,8 @@ def unit_of(files: Sequence[Path]) -> str:
     texts = [path for path in files if kind(path) == ".txt"]
     if len(texts) >= MANY_FILES or not texts:
         return "file"
-    with reading(texts[0]):
-        paragraphs = list(islice(units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
+    with naming_file(texts[0]):
+        paragraphs = list(islice(split_units(islice(lines(texts[0]), FIRST_LINES), "paragraph"), 2))
     unit = "paragraph" if len(paragraphs) > 1 else "line"
     log.info("%s: %d .txt files, a document is a %s (domains.document)", texts[0].parent, len(texts), unit)
     return unit
@@ -114,9 +114,9 @@ def unit_of(files: Sequence[Path]) -> str:
 def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
     """The documents of a file, streamed; ValueError if it cannot be read, or not as what its name says."""
     rows = {".csv": csv_rows, ".jsonl": json_rows, ".json": json_rows}
-    with reading(path):
+    with naming_file(path):
         if kind(path) == ".txt":
-            yield from (text for text in units(lines(path), unit) if text and not text.isspace())
+            yield from (text for text in split_units(lines(path), unit) if text and not text.isspace())
         elif kind(path) == ".parquet":
             yield from texts_of(parquet_rows(path, column), column)
         else:
@@ -124,7 +124,7 @@ def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def naming_file(path: Path) -> Iterator[None]:
     """Errors of the libraries that read a file or a folder as a ValueError that names it."""
     try:
         yield
@@ -148,7 +148,7 @@ def lines(path: Path) -> Iterator[str]:
             yield text[:-2] + "\n" if text.endswith("\r\n") else text
 
 
-def units(text: Iterator[str], unit: str) -> Iterator[str]:
+def split_units(text: Iterator[str], unit: str) -> Iterator[str]:
     """Lines of text joined to what a document is."""
     if unit == "line":
         return (line.rstrip("\n") for line in text)

@@ -20,7 +20,7 @@ from cpt.data.sources.readers import (
     UNITS,
     documents_of,
     files_of,
-    reading,
+    naming_file,
     split_of,
     stamps,
     text_size,
@@ -64,7 +64,7 @@ class Texts(Source):
 
     @cached_property
     def names(self) -> list[str]:
-        with reading(self.corpora):
+        with naming_file(self.corpora):
             others = (self.general, ENDTASKS)
             return sorted(path.name for path in self.beside() if path.is_dir() and path.name not in others)
 
@@ -93,7 +93,7 @@ class Texts(Source):
             return
         files = files_of(folder, ignored=self.ignored)
         unit = unit_of(files) if self.document == "auto" else self.document
-        with bar(name, total=sum(map(text_size, files)), unit="B") as progress:
+        with reading_bar(name, total=sum(map(text_size, files)), unit="B") as progress:
             for path, end in zip(files, accumulate(map(text_size, files)), strict=True):
                 split = split_of(path, folder)
                 for text in documents_of(path, column=self.column, unit=unit):
@@ -115,6 +115,6 @@ class Texts(Source):
         return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
 
 
-def bar(name: str, **options: Any) -> tqdm:
+def reading_bar(name: str, **options: Any) -> tqdm:
     """The progress of reading a text, with the time left where its size is known."""
     return tqdm(desc=f"reading {name}", unit_scale=True, disable=None, leave=False, **options)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from cpt.core.randomness import key
-from cpt.evaluation.endtasks.encoding import Encoded, Job
+from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
 from cpt.models.forward import body, in_mode, uncached
 from cpt.optim.schedules import Linear, Progress
 
@@ -99,8 +99,8 @@ def seed_generators(device: torch.device, *parts: str | int) -> None:
         getattr(torch, device.type).manual_seed(number)
 
 
-def fine_tuned(
-    model: PreTrainedModel, job: Job, *, seed: int, device: torch.device, step: Callable[[], object]
+def fine_tune(
+    model: PreTrainedModel, job: FineTuning, *, seed: int, device: torch.device, step: Callable[[], object]
 ) -> tuple[np.ndarray, int]:
     """Learns a task on a copy of a model; gives the predicted class of each test example, [N], and the epoch
     whose model made them, counted from 1. `step` is called after every optimizer step.
@@ -130,7 +130,7 @@ def state_of(classifier: Classifier) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in classifier.state_dict().items()}
 
 
-def optimizer_of(classifier: Classifier, job: Job) -> tuple[torch.optim.Optimizer, Any]:
+def optimizer_of(classifier: Classifier, job: FineTuning) -> tuple[torch.optim.Optimizer, Any]:
     """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
     settings = job.settings
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
@@ -144,7 +144,7 @@ def optimizer_of(classifier: Classifier, job: Job) -> tuple[torch.optim.Optimize
 
 def learn_epoch(
     classifier: Classifier,
-    job: Job,
+    job: FineTuning,
     optimizer: torch.optim.Optimizer,
     schedule: Any,
     *,
@@ -158,7 +158,7 @@ def learn_epoch(
     classifier.train()
     for number, rows in enumerate(job.batches(seed, epoch), start=1):
         batch = job.train.batch(rows, pad=job.pad, device=device)
-        with mixed(device, job.settings.precision):
+        with mixed_precision(device, job.settings.precision):
             logits = classifier(batch)
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
@@ -189,18 +189,18 @@ def check_steps(failed: Tensor, name: str, *, seed: int, epoch: int) -> None:
         )
 
 
-def mixed(device: torch.device, precision: str) -> torch.autocast:
+def mixed_precision(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed")
 
 
 @torch.no_grad()
-def predict(classifier: Classifier, job: Job, examples: Encoded) -> Tensor:
+def predict(classifier: Classifier, job: FineTuning, examples: Encoded) -> Tensor:
     """The most probable class of each example, [N] int64 on the CPU."""
     device = classifier.out.weight.device
     classifier.eval()
     found = torch.empty(len(examples), dtype=torch.long, device=device)
     for rows in examples.by_length(job.eval_batch_size):
-        with mixed(device, job.settings.precision):
+        with mixed_precision(device, job.settings.precision):
             logits = classifier(examples.batch(rows, pad=job.pad, device=device))
         found[torch.tensor(rows, device=device)] = logits.float().argmax(-1)
     return found.cpu()

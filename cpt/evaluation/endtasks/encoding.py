@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.core.randomness import key, shuffled
+from cpt.core.randomness import key, shuffle
 from cpt.evaluation.endtasks.tasks import Example, Settings
 from cpt.models.loading import positions_of
 
@@ -89,7 +89,7 @@ def has_types(model: PreTrainedModel) -> bool:
 
 
 @dataclass(frozen=True)
-class Job:
+class FineTuning:
     """A task's encoded splits, and what it takes to learn it: `dev` is None where nothing asks for it."""
 
     name: str
@@ -109,7 +109,7 @@ class Job:
         """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
         batches together the rows of near length share one, which saves padding."""
         size, stream = self.settings.batch_size, key("end task", self.name, seed, epoch)
-        rows = shuffled(np.arange(len(self.train)), len(self.train), stream=stream)
+        rows = shuffle(np.arange(len(self.train)), len(self.train), stream=stream)
         if self.settings.grouped == 1:
             return in_parts(rows, size)
         lengths = np.array([len(ids) for ids in self.train.ids])
@@ -118,7 +118,7 @@ class Job:
             for span in in_parts(rows, size * self.settings.grouped)
         ]
         batches = [batch for span in spans for batch in in_parts(span, size)]
-        return [batches[place] for place in shuffled(np.arange(len(batches)), len(batches), stream=stream)]
+        return [batches[place] for place in shuffle(np.arange(len(batches)), len(batches), stream=stream)]
 
 
 def in_parts(rows: np.ndarray, size: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt.core.schema import check
+from cpt.core.schema import check_types
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray, Table
@@ -37,7 +37,7 @@ def check_endtasks(endtasks: Mapping[str, Any], *, rows: Sequence[str]) -> None:
     """Raises ValueError for what is neither empty nor the `endtasks` of a run with these rows."""
     if not endtasks:
         return
-    check(endtasks, FIELDS, of="endtasks")
+    check_types(endtasks, FIELDS, of="endtasks")
     tasks = endtasks["tasks"]
     for name in ("metric", "classes", "examples"):
         if sorted(endtasks[name]) != sorted(tasks):
@@ -47,7 +47,7 @@ def check_endtasks(endtasks: Mapping[str, Any], *, rows: Sequence[str]) -> None:
     if unknown := sorted(set(endtasks["metric"].values()) - set(KINDS)):
         raise ValueError(f"endtasks.metric is {', '.join(unknown)}; allowed: {', '.join(KINDS)}")
     for kind in KINDS:
-        check(endtasks["scores"], {kind: list[Any]}, of="endtasks.scores")
+        check_types(endtasks["scores"], {kind: list[Any]}, of="endtasks.scores")
         if (measured := len(cube(endtasks, kind))) > len(rows):
             raise ValueError(f"end tasks: {kind} has {measured} rows; needed: at most {len(rows)}")
 

@@ -17,7 +17,7 @@ COLUMNS = ("id", "label", "prediction")
 NEEDED = {"digest", "metric", "classes", "macro_f1", "micro_f1", "accuracy", "seconds", "epochs"}
 
 
-def save(path: Path, columns: Mapping[str, Sequence[str]], *, about: Mapping[str, Any]) -> None:
+def save_predictions(path: Path, columns: Mapping[str, Sequence[str]], *, about: Mapping[str, Any]) -> None:
     """Writes COLUMNS, a row for each test example in the order of its file, and what is known `about` them;
     the file appears whole or not at all."""
     table = pa.table({name: pa.array(columns[name], pa.string()) for name in COLUMNS})
@@ -38,7 +38,7 @@ def about(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() >= NEEDED else None
 
 
-def is_whole(path: Path, *, digest: str, examples: int) -> bool:
+def is_whole_file(path: Path, *, digest: str, examples: int) -> bool:
     """Whether a file has the predictions that the digest stands for, every byte of them."""
     found = about(path)
     if found is None or found["digest"] != digest:

@@ -15,8 +15,8 @@ from cpt.data.sources.readers import (
     csv_rows,
     json_rows,
     kind,
+    naming_file,
     parquet_rows,
-    reading,
     stamps,
 )
 from cpt.evaluation.endtasks.tasks import Example, TaskSource
@@ -65,7 +65,7 @@ class FileTasks(TaskSource):
         folder = self.folder(name)
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
-        with reading(folder):
+        with naming_file(folder):
             found = sorted(path for path in folder.iterdir() if path.name[0] != ".")
         named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
         files = [path for path, match in named if match and SPLITS[match[1].lower()] == FILE_SPLITS[split]]
@@ -114,14 +114,14 @@ class FileTasks(TaskSource):
         files, columns = self.files(name, split), self.values(name)["columns"]
         number = 0
         for path in files:
-            for where, row in rows_of(path):
+            for where, row in read_rows(path):
                 yield example(where, row, columns=columns, instead=f"{split}-{number}"), row
                 number += 1
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a table; ValueError if the file cannot be read as what its name says."""
-    with reading(path):
+    with naming_file(path):
         if kind(path) == ".parquet":
             yield from parquet_rows(path, "")
         else:

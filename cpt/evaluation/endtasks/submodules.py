@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from cpt.core.cache import made_once
+from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
 from cpt.core.rules import Rule, is_whole, whole
 from cpt.data.sources.docstrings import documents_by_module
-from cpt.data.sources.installed_docs import installation
+from cpt.data.sources.installed_docs import stamp_docs
 from cpt.evaluation.endtasks.tasks import Example, TaskSource
 
 FORMAT = 1  # part of the cache's names: raise it when its files change
@@ -70,9 +70,9 @@ class SubmoduleTasks(TaskSource):
             )
         self.packages, self.cache = {name: list(each) for name, each in packages.items()}, Path(cache)
         self.examples: dict[str, dict[str, list[Example]]] = {}
-        check("endtask", self.shared)
+        check_submodule_values("endtask", self.shared)
         for name, own in self.tasks.items():
-            check(f"endtask.tasks.{name}", own)
+            check_submodule_values(f"endtask.tasks.{name}", own)
 
     @property
     def names(self) -> list[str]:
@@ -82,7 +82,7 @@ class SubmoduleTasks(TaskSource):
         return name in self.packages
 
     def fingerprint(self, name: str) -> Any:
-        return installation(self.packages[name])
+        return stamp_docs(self.packages[name])
 
     def read(self, name: str, split: str) -> list[Example]:
         if name not in self.examples:
@@ -92,8 +92,8 @@ class SubmoduleTasks(TaskSource):
     def made(self, name: str) -> dict[str, list[Example]]:
         """The examples of a task by split."""
         values = self.values(name)
-        documents = labelled(self.documents(name), name=name, held_out=values["splits"])
-        classes = largest(documents, values["classes"])
+        documents = label_documents(self.documents(name), name=name, held_out=values["splits"])
+        classes = largest_subpackages(documents, values["classes"])
         if len(classes) < 2:
             raise ValueError(
                 f"endtask.tasks.{name}: packages={self.packages[name]} have {len(classes)} sub-packages with "
@@ -113,27 +113,27 @@ class SubmoduleTasks(TaskSource):
     def documents(self, name: str) -> list[tuple[str, list[str]]]:
         """The paragraphs of each module of a domain, in the order of its text, read once for all runs."""
         packages = self.packages[name]
-        folder = made_once(
-            self.cache / "endtasks" / f"{name}-{digest([FORMAT, packages, installation(packages)])}",
-            make=lambda partial: write(partial / FILE, documents_by_module(packages)),
+        folder = make_once(
+            self.cache / "endtasks" / f"{name}-{digest([FORMAT, packages, stamp_docs(packages)])}",
+            make=lambda partial: write_labelled(partial / FILE, documents_by_module(packages)),
         )
         with (folder / FILE).open() as file:
             return [tuple(json.loads(line)) for line in file]
 
 
-def check(prefix: str, values: Mapping[str, Any]) -> None:
+def check_submodule_values(prefix: str, values: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that is not allowed."""
     for name, rule in RULES.items():
         if name in values:
             rule.check(f"{prefix}.{name}", values[name])
 
 
-def write(path: Path, documents: Iterable[tuple[str, list[str]]]) -> None:
+def write_labelled(path: Path, documents: Iterable[tuple[str, list[str]]]) -> None:
     with path.open("w") as file:
         file.writelines(json.dumps(document) + "\n" for document in documents)
 
 
-def labelled(
+def label_documents(
     documents: Sequence[tuple[str, list[str]]], *, name: str, held_out: Mapping[str, float]
 ) -> list[Document]:
     """Documents with their splits and sub-packages; ValueError where they are too few to hold some out."""
@@ -162,17 +162,17 @@ def subpackages(documents: Iterable[tuple[str, list[str]]]) -> dict[str, str]:
         modules[module] = parts = tuple(module.split("."))
         sizes.update({parts[:depth]: len(paragraphs) for depth in range(2, len(parts))})
         total += len(paragraphs)
-    return {module: ".".join(divided(parts, sizes, total)) for module, parts in modules.items()}
+    return {module: ".".join(divide(parts, sizes, total)) for module, parts in modules.items()}
 
 
-def divided(parts: tuple[str, ...], sizes: Mapping[tuple[str, ...], int], total: int) -> tuple[str, ...]:
+def divide(parts: tuple[str, ...], sizes: Mapping[tuple[str, ...], int], total: int) -> tuple[str, ...]:
     depth = 2
     while depth < len(parts) and 2 * sizes[parts[:depth]] > total:
         depth += 1
     return parts[:depth]
 
 
-def largest(documents: Iterable[Document], count: int) -> list[str]:
+def largest_subpackages(documents: Iterable[Document], count: int) -> list[str]:
     """The labels with the most paragraphs in train or in test, whichever are fewer, sorted; none that lacks
     either."""
     sizes: dict[str, Counter[int]] = defaultdict(Counter)

@@ -13,11 +13,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.preemption import Herald
-from cpt.core.progress import bar
+from cpt.core.progress import progress_bar
 from cpt.evaluation.endtasks import predictions
-from cpt.evaluation.endtasks.classifier import fine_tuned, scores_of, unchanged_generators
-from cpt.evaluation.endtasks.encoding import Job, encode, has_types, longest
-from cpt.evaluation.endtasks.tasks import METRICS, Planned, Task, checked, hashed
+from cpt.evaluation.endtasks.classifier import fine_tune, scores_of, unchanged_generators
+from cpt.evaluation.endtasks.encoding import FineTuning, encode, has_types, longest
+from cpt.evaluation.endtasks.tasks import METRICS, Planned, Task, hash_json, plan_endtasks
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class EndTasks:
     def __init__(self, plan: Planned, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> None:
         self.plan, self.by_name = plan, {task.name: task for task in tasks}
         self.tokenizer = deepcopy(tokenizer)  # truncation is a state of it
-        self.encoded: dict[tuple[str, int], Job] = {}
+        self.encoded: dict[tuple[str, int], FineTuning] = {}
 
     @classmethod
     def read(
@@ -46,7 +46,7 @@ class EndTasks:
     ) -> "EndTasks | None":
         """The end tasks that the options of `conf/endtask` ask for, with their examples; None for none.
         `names` are the domains that could be learned. Raises ValueError for what is wrong with either."""
-        plan = checked(options, names, order)
+        plan = plan_endtasks(options, names, order)
         return None if plan is None else cls.of_plan(plan, tokenizer)
 
     @classmethod
@@ -78,7 +78,7 @@ class EndTasks:
 
     def is_done(self, folder: Path, name: str, seed: int) -> bool:
         task = self.by_name[name]
-        return predictions.is_whole(
+        return predictions.is_whole_file(
             path(folder, name, seed), digest=task.digest(seed), examples=len(task.test)
         )
 
@@ -96,18 +96,20 @@ class EndTasks:
         """Fine-tunes what is missing of this process's share on copies of `backbone(task)`, on `device`, and
         writes its files. Processes share the work without speaking to each other: all are asked alike, and
         who needs all results waits for the others. The models that `backbone` gives are not changed."""
-        mine = share(self.costs(tasks), rank=rank, world=world)
+        mine = share_measurements(self.costs(tasks), rank=rank, world=world)
         jobs = [each for each in self.wanted(tasks) if each in mine and not self.is_done(folder, *each)]
         if not jobs:
             return
         costs, herald = self.costs(tasks), Herald()
-        with bar(label, total=sum(costs[each] for each in jobs), hidden=rank != 0, unit="step") as progress:
+        with progress_bar(
+            label, total=sum(costs[each] for each in jobs), hidden=rank != 0, unit="step"
+        ) as progress:
             for name in dict.fromkeys(name for name, _ in jobs):
                 with unchanged_generators(device):
                     model = backbone(name)
                 for seed in (seed for each, seed in jobs if each == name):
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
-                    step = partial(counted, progress, herald)
+                    step = partial(count_step, progress, herald)
                     self.one(model, name, seed, folder=folder, device=device, step=step)
 
     def costs(self, tasks: Sequence[str]) -> dict[Measurement, int]:
@@ -127,7 +129,7 @@ class EndTasks:
         """Measures a task with a seed and writes its file."""
         task, job = self.by_name[name], self.job(name, model)
         began = time.perf_counter()
-        found, epoch = fine_tuned(model, job, seed=seed, device=device, step=step)
+        found, epoch = fine_tune(model, job, seed=seed, device=device, step=step)
         scores = scores_of(torch.from_numpy(found), job.test.labels, job.classes)
         about = {
             "digest": task.digest(seed),
@@ -142,15 +144,15 @@ class EndTasks:
             "label": [example.label for example in task.test],
             "prediction": [task.classes[number] for number in found],
         }
-        predictions.save(path(folder, name, seed), columns, about=about)
+        predictions.save_predictions(path(folder, name, seed), columns, about=about)
 
-    def job(self, name: str, model: PreTrainedModel) -> Job:
+    def job(self, name: str, model: PreTrainedModel) -> FineTuning:
         """A task encoded for models of its length, once for all seeds and stages."""
         task = self.by_name[name]
         length = longest(model, task.settings.length)
         if (name, length) not in self.encoded:
             options = {"length": length, "classes": task.classes, "types": has_types(model)}
-            self.encoded[name, length] = Job(
+            self.encoded[name, length] = FineTuning(
                 name=name,
                 train=encode(task.train, self.tokenizer, **options),
                 dev=encode(task.dev, self.tokenizer, **options) if task.dev else None,
@@ -174,7 +176,7 @@ class EndTasks:
             "when": self.plan.when,
             "tasks": list(self.tasks),
             "seeds": list(self.plan.seeds),
-            "digest": hashed([task.digest(seed) for task in tasks for seed in self.plan.seeds]),
+            "digest": hash_json([task.digest(seed) for task in tasks for seed in self.plan.seeds]),
             "metric": {task.name: task.settings.metric for task in tasks},
             "classes": {task.name: len(task.classes) for task in tasks},
             "examples": {task.name: len(task.test) for task in tasks},
@@ -199,7 +201,7 @@ def path(folder: Path, name: str, seed: int) -> Path:
     return folder / f"{name}-{seed}.parquet"
 
 
-def counted(progress: tqdm, herald: Herald) -> None:
+def count_step(progress: tqdm, herald: Herald) -> None:
     """Called after every optimizer step; leaves if a signal has come to any process."""
     progress.update()
     herald.check()
@@ -210,7 +212,7 @@ def steps_of(task: Task) -> int:
     return -(-len(task.train) // task.settings.batch_size) * task.settings.epochs
 
 
-def share(costs: Mapping[Measurement, int], *, rank: int, world: int) -> set[Measurement]:
+def share_measurements(costs: Mapping[Measurement, int], *, rank: int, world: int) -> set[Measurement]:
     """The measurements of one process: the costliest first, each to the process that has the least so far.
 
     It counts all of them and not those that are missing, which change while other processes work."""

@@ -12,18 +12,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from cpt.core.options import Options, option
-from cpt.core.rules import (
-    MAPPING,
-    YES_NO,
-    Rule,
-    is_list,
-    is_whole,
-    number,
-    one_of,
-    or_null,
-    shown,
-    whole,
-)
+from cpt.core.rules import MAPPING, YES_NO, Rule, is_list, is_whole, number, one_of, or_null, show, whole
 
 METRICS = ("macro_f1", "micro_f1", "accuracy")
 WHEN = ("last", "each", "diagonal")
@@ -132,14 +121,14 @@ class Task:
     def content(self) -> str:
         """A hash of the examples that are used, in their order."""
         splits = [[asdict(example) for example in split] for split in (self.train, self.dev, self.test)]
-        return hashed([self.name, self.classes, splits])
+        return hash_json([self.name, self.classes, splits])
 
     def digest(self, seed: int) -> str:
         """A hash of what the predictions of a seed depend on besides the model."""
-        return hashed([FORMAT, self.content, asdict(self.settings), seed])
+        return hash_json([FORMAT, self.content, asdict(self.settings), seed])
 
 
-def hashed(value: Any) -> str:
+def hash_json(value: Any) -> str:
     """A hash of any JSON value, 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -208,7 +197,7 @@ class Planned:
         return Task(name, train, dev, test, self.source.classes(name, train), settings)
 
 
-def checked(
+def plan_endtasks(
     options: Mapping[str, Any], source_names: Sequence[str] | None, order: Sequence[str]
 ) -> Planned | None:
     """The plan of the end tasks of a run that learns the domains of `order`; None where none are asked for.
@@ -218,24 +207,24 @@ def checked(
     imported. Raises ValueError for options that are wrong, and where no task belongs to a learned domain."""
     if not options or options.get("_target_") is None:
         return None
-    given = plain(options)
+    given = plain_options(options)
     kind = get_class(given.pop("_target_"))
     check_keys("endtask", set(given), allowed=(*SETTINGS, *SHARED, *kind.OPTIONS), needed=True)
-    check("endtask", given)
+    check_task_values("endtask", given)
     source = kind(**{key: value for key, value in given.items() if key not in NOT_FOR_SOURCES})
     for name, own in source.tasks.items():
         check_task(source, name, own, source_names)
     learned = [name for name in order if name in source.names]
     if not learned:
         raise ValueError(
-            f"endtask={options.get('name')}: no task belongs to a domain of order={shown(list(order))}; "
+            f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}; "
             f"there are: {', '.join(source.names) or 'none'}"
         )
-    stamp = hashed([source.fingerprint(name) for name in learned])
+    stamp = hash_json([source.fingerprint(name) for name in learned])
     return Planned(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as Python's own types, resolved, without their name."""
     if OmegaConf.is_config(options):
         options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
@@ -253,10 +242,10 @@ def check_keys(prefix: str, given: set[str], *, allowed: Sequence[str], needed: 
 def check_given(options: Mapping[str, Any]) -> None:
     """Raises ValueError for a value of conf/endtask that is not allowed; what is missing is not looked at."""
     if options.get("_target_") is not None:
-        check("endtask", options)
+        check_task_values("endtask", options)
 
 
-def check(prefix: str, values: Mapping[str, Any]) -> None:
+def check_task_values(prefix: str, values: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that is not allowed."""
     for key, value in values.items():
         if key in RULES:
@@ -271,4 +260,4 @@ def check_task(source: TaskSource, name: str, own: Mapping[str, Any], domains: S
     if domains is not None and name not in domains and not source.exists(name):
         raise ValueError(f"{prefix}: there is no such domain; allowed: {', '.join(sorted(domains))}")
     check_keys(prefix, set(own), allowed=(*SETTINGS, *source.OWN), needed=False)
-    check(prefix, own)
+    check_task_values(prefix, own)

@@ -24,20 +24,20 @@ from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
 from cpt.models.forward import nll_of
 from cpt.models.objectives import Objective
-from cpt.models.units import gated
+from cpt.models.units import gate_units
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
     """L_con of vectors, each [N, D], a scalar; sim is the cosine. The positives and negatives of all
     processes count."""
-    others, before = everyones(torch.stack([positives, negatives], dim=1))
+    others, before = gather_rows(torch.stack([positives, negatives], dim=1))
     candidates = functional.normalize(torch.cat([others[:, 0], others[:, 1]]), dim=-1)
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
     own = before + torch.arange(len(anchors), device=anchors.device)
     return functional.cross_entropy(similarity / temperature, own)
 
 
-def everyones(vectors: Tensor) -> tuple[Tensor, int]:
+def gather_rows(vectors: Tensor) -> tuple[Tensor, int]:
     """The rows [N, ...] of all processes, one process after another, and how many stand before the own
     ones; gradients go back to whose row it is."""
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
@@ -52,7 +52,7 @@ def everyones(vectors: Tensor) -> tuple[Tensor, int]:
     return torch.cat(parts), int(sum(sizes[: distributed.get_rank()]))
 
 
-def pooled(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+def pool(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
     if attention_mask is None:
         return hidden.mean(1)
@@ -105,9 +105,9 @@ class Contrast:
         text = self.of_text(batch)
         with dropout(self.model, self.rate):
             same = text["input_ids"] is batch["input_ids"]
-            anchor = pooled(hidden, text.get("attention_mask")) if same else self.represented(text)
+            anchor = pool(hidden, text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)
-            with gated(soft.groups, soft.gates()):
+            with gate_units(soft.groups, soft.gates()):
                 negative = self.represented(text)
         return {
             "contrast": self.strength * contrastive(anchor, positive, negative, temperature=self.temperature)
@@ -121,4 +121,4 @@ class Contrast:
 
     def represented(self, batch: Batch) -> Tensor:
         """The samples of a batch as vectors [B, D]; the head is not computed."""
-        return pooled(self.objective.encode(self.model, batch), batch.get("attention_mask"))
+        return pool(self.objective.encode(self.model, batch), batch.get("attention_mask"))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
-from cpt.core.randomness import draws, key, sample_keys, shuffled
-from cpt.data.batch import UNSCORED, Batch, labelled, labels_of
+from cpt.core.randomness import draws, key, sample_keys, shuffle
+from cpt.data.batch import UNSCORED, Batch, label_batch, labels_of
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 BITS = {2: torch.int16, 4: torch.int32}
@@ -32,14 +32,14 @@ def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: in
     return int(memory_bytes // sample_bytes)
 
 
-def offered(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:
+def offer(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:
     """The slot that each sample [B] of a stream takes; `slots` or more: it is not kept. The first ones fill
     the slots; number k, counted from 0, draws one of k + 1 places, so that it stays with probability
     slots / (k + 1)."""
     return np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
 
 
-def processes() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """The rank of this process and how many there are."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -74,7 +74,7 @@ class Reservoir(nn.Module):
 
     def slots(self) -> np.ndarray:
         """This process's slots; raises ValueError where there are fewer than processes."""
-        rank, world = processes()
+        rank, world = rank_and_world()
         if len(self.lengths) < world:
             raise ValueError(
                 f"the memory holds {len(self.lengths)} samples; allowed: one or more for each of {world} "
@@ -85,7 +85,7 @@ class Reservoir(nn.Module):
     def count(self) -> int:
         """How many samples this process was offered; if the state is of another number of processes, its
         share of theirs."""
-        rank, world = processes()
+        rank, world = rank_and_world()
         if int((self.seen > 0).sum()) not in (0, world):
             self.share_out(world)
         return int(self.seen[rank])
@@ -103,10 +103,10 @@ class Reservoir(nn.Module):
     def add(self, batch: Batch, outputs: Tensor) -> None:
         """Offers a batch's samples with the outputs [K, width] at its scored positions; in half precision
         these are cut to its range."""
-        (rank, world), own, numbers = processes(), self.slots(), np.arange(len(batch["input_ids"]))
+        (rank, world), own, numbers = rank_and_world(), self.slots(), np.arange(len(batch["input_ids"]))
         numbers += self.count()
         keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
-        places = offered(numbers, draws(keys, 1, stream=0)[:, 0], len(own))
+        places = offer(numbers, draws(keys, 1, stream=0)[:, 0], len(own))
         self.seen[:world] += len(numbers)
         # Of two samples of a batch that take the same slot, the later one stays.
         rows = {own[place]: row for row, place in enumerate(places) if place < len(own)}
@@ -129,16 +129,16 @@ class Reservoir(nn.Module):
     def draw(self, count: int, *, purpose: str) -> Tensor:
         """Different slots of this process, uniform, as many as asked for or as are filled; the purpose names
         the draw."""
-        stream = key(self.seed, purpose, *processes(), self.count())
+        stream = key(self.seed, purpose, *rank_and_world(), self.count())
         own = torch.from_numpy(self.slots())
         filled = own[self.lengths[own] > 0]
-        order = shuffled(np.arange(min(count, len(filled))), len(filled), stream=stream)
+        order = shuffle(np.arange(min(count, len(filled))), len(filled), stream=stream)
         return filled[torch.from_numpy(order)]
 
     def batch(self, slots: Tensor) -> Batch:
         """The samples in slots [B] as an objective's batch, without a weight, where the outputs are."""
         ids, labels = self.input_ids[slots].long(), self.labels[slots].long()
-        batch = labelled(ids, labels, torch.arange(ids.shape[1]) < self.lengths[slots][:, None])
+        batch = label_batch(ids, labels, torch.arange(ids.shape[1]) < self.lengths[slots][:, None])
         return {name: value.to(self.outputs.device) for name, value in batch.items()}
 
     def outputs_of(self, slots: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Reservoir(nn.Module):
     @torch.no_grad()
     def gather(self) -> None:
         """Brings the slots of every process to all; a collective."""
-        _, world = processes()
+        _, world = rank_and_world()
         for rank in range(world) if world > 1 else ():
             for buffer in self.buffers():
                 # Lightning moves a module to the CPU after a fit, and NCCL sends from a GPU alone.

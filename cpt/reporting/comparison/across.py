@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cpt.evaluation.conditions import NONE as NO_RATE
 from cpt.evaluation.conditions import is_unknown, text_digest
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import NONE, Measure, format_spread
 from cpt.reporting.comparison.notes import explain_alone, is_ranked
 from cpt.reporting.formatting import decimals
@@ -32,7 +32,7 @@ MEASURES = tuple(
 )
 
 
-def build_heading(sections: Sequence[Section]) -> list[Block]:
+def build_heading(sections: Sequence[ComparedRuns]) -> list[Block]:
     """What keeps the sections apart, if there are several, and what may be compared all the same."""
     if len(sections) < 2:
         return []
@@ -47,7 +47,7 @@ def build_heading(sections: Sequence[Section]) -> list[Block]:
     return [Block(lines=[*lines, *_other_texts(sections)]), *bits]
 
 
-def _describe_section(section: Section, number: int, sections: Sequence[Section]) -> str:
+def _describe_section(section: ComparedRuns, number: int, sections: Sequence[ComparedRuns]) -> str:
     """`Section 2, 6 runs of tiny_gpt2: tokenizer 0123abcd, length 64.`"""
     own = section.conditions
     keys = [
@@ -60,7 +60,7 @@ def _describe_section(section: Section, number: int, sections: Sequence[Section]
     return f"Section {number}, {runs} run{'s' * (runs > 1)} of {models}: {said}."
 
 
-def _other_texts(sections: Sequence[Section]) -> list[str]:
+def _other_texts(sections: Sequence[ComparedRuns]) -> list[str]:
     """The domains of which one name stands for several texts."""
     digests = defaultdict(set)
     for section in sections:
@@ -71,7 +71,7 @@ def _other_texts(sections: Sequence[Section]) -> list[str]:
     return [f"Not the same text in all sections: {few(several, between=', ')}."] if several else []
 
 
-def bits_per_byte(sections: Sequence[Section]) -> list[Block]:
+def bits_per_byte(sections: Sequence[ComparedRuns]) -> list[Block]:
     """A table of the causal groups for each text that several sections were scored on."""
     alike = defaultdict(list)
     for number, section in enumerate(sections, start=1):
@@ -81,12 +81,12 @@ def bits_per_byte(sections: Sequence[Section]) -> list[Block]:
     return [_tabulate_bits(found) for found in alike.values() if len(found) > 1]
 
 
-def _has_digests(section: Section) -> bool:
+def _has_digests(section: ComparedRuns) -> bool:
     scores = section.runs[0].scores
     return not any(is_unknown(text_digest(scores, name)) for name in scores.domains)
 
 
-def _tabulate_bits(numbered: Sequence[tuple[int, Section]]) -> Block:
+def _tabulate_bits(numbered: Sequence[tuple[int, ComparedRuns]]) -> Block:
     cells = [
         [str(number), group.name, section.conditions["tokenizer"], section.conditions["length"], group.size]
         + [_format_bits(group, measure) for measure in MEASURES]

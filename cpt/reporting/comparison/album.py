@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from cpt.reporting.comparison import charts
 from cpt.reporting.comparison.compute import LEARNING, QUALITY, comparable
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.overlap import measure_overlap
 from cpt.reporting.page import Block, few
 
 PANELS = 8  # so many pictures side by side at most
 
 
-def build_pictures(section: Section) -> list[Block]:
+def build_pictures(section: ComparedRuns) -> list[Block]:
     """Those for which there are numbers."""
     kinds = (
         _draw_plane,
@@ -25,21 +25,21 @@ def build_pictures(section: Section) -> list[Block]:
     return [block for block in (kind(section) for kind in kinds) if block.picture]
 
 
-def _draw_plane(section: Section) -> Block:
+def _draw_plane(section: ComparedRuns) -> Block:
     title = "Forgetting against learning"
     lines = ["CPT: perplexity on each domain just after it was learned. Down and left is better."]
     labels = {"x": "learning CPT (perplexity)", "y": "forgetting FG (nats)"}
     return _draw_pareto(section, LEARNING, title=title, lines=lines, labels=labels)
 
 
-def _draw_quality(section: Section) -> Block:
+def _draw_quality(section: ComparedRuns) -> Block:
     labels = {"x": "FLOPs of the whole run", "y": "average perplexity LC"}
     lines = ["Down and left is better. Runs without counted operations are left out."]
     return _draw_pareto(section, QUALITY, title="Quality against compute", lines=lines, labels=labels)
 
 
 def _draw_pareto(
-    section: Section,
+    section: ComparedRuns,
     pair: tuple[str, str],
     *,
     title: str,
@@ -58,7 +58,7 @@ def _both(groups: list[Group], pair: tuple[str, str]) -> list[Group]:
     return [g for g in groups if any(x and y is not None for x, y in zip(*map(g.of, pair), strict=True))]
 
 
-def _draw_trade_off(section: Section) -> Block:
+def _draw_trade_off(section: ComparedRuns) -> Block:
     groups = comparable(section, LEARNING[1])
     points = {group.name: (group.of("FG/nats"), group.of("LC/perplexity")) for group in groups}
     there = any(y is not None for _, values in points.values() for y in values)
@@ -66,14 +66,14 @@ def _draw_trade_off(section: Section) -> Block:
     return Block(title="Average perplexity against forgetting", picture=drawn)
 
 
-def _draw_curves(section: Section) -> Block:
+def _draw_curves(section: ComparedRuns) -> Block:
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     lines = ["Mean perplexity over the domains learned so far: mean and range over the runs of a group."]
     picture = charts.curves(runs, places=section.places)
     return Block(title="Over the stages", lines=lines, picture=picture)
 
 
-def _draw_matrices(section: Section) -> Block:
+def _draw_matrices(section: ComparedRuns) -> Block:
     """The first run of each group; of many groups the baselines and the best."""
     chosen = _choose_groups(
         [group for group in section.groups if len(group.runs[0].scores.rows) > 1], section
@@ -85,14 +85,14 @@ def _draw_matrices(section: Section) -> Block:
     return Block(title=title, lines=lines, picture=charts.matrices(runs)) if runs else Block()
 
 
-def _choose_groups(groups: list[Group], section: Section) -> list[Group]:
+def _choose_groups(groups: list[Group], section: ComparedRuns) -> list[Group]:
     """At most PANELS groups: baselines first, then by LC."""
     compared = {group.name for group in section.baselines.values()}
     first = sorted(groups, key=lambda group: group.name not in compared)[:PANELS]
     return [group for group in groups if group in first]
 
 
-def _draw_overlaps(section: Section) -> Block:
+def _draw_overlaps(section: ComparedRuns) -> Block:
     """What domains share of importances, masks or gates, in the first run of each group that keeps them."""
     found = {}
     for group in section.groups:
@@ -106,7 +106,7 @@ def _draw_overlaps(section: Section) -> Block:
     return Block(title=title, lines=lines, picture=charts.overlaps(shown)) if shown else Block()
 
 
-def _draw_posteriors(section: Section) -> Block:
+def _draw_posteriors(section: ComparedRuns) -> Block:
     """The weights of parts, for groups of which some text is scored by several."""
     runs = {group.name: group.runs[0].scores for group in section.groups}
     mixed = {

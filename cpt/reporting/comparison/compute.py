@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpt.reporting.comparison.charts import pareto_front
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import COSTS, NONE, format_spread
 from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.tables import add_facets
@@ -23,7 +23,7 @@ RELATIVE = ("cost/tokens", "cost/flops", "cost/seconds_learn")
 Points = dict[str, tuple[float, float]]
 
 
-def tabulate_compute(section: Section) -> Block:
+def tabulate_compute(section: ComparedRuns) -> Block:
     """What each group took, over its baseline's, and whether it is on the Pareto fronts."""
     fronts = [pareto_front(points(section, *pair)) for pair in (LEARNING, QUALITY)]
     cells = [
@@ -43,7 +43,7 @@ def tabulate_compute(section: Section) -> Block:
     )
 
 
-def _format_costs(group: Group, section: Section) -> list[str]:
+def _format_costs(group: Group, section: ComparedRuns) -> list[str]:
     cells = []
     for measure in COSTS:
         cells += [format_spread(group.spread(measure.key), show=measure.show, bounds=False)]
@@ -52,7 +52,7 @@ def _format_costs(group: Group, section: Section) -> list[str]:
     return [*cells, " or ".join("yes" if each else "no" for each in needed)]
 
 
-def _ratio(group: Group, section: Section, key: str) -> str:
+def _ratio(group: Group, section: ComparedRuns, key: str) -> str:
     """Mean over the baseline's mean; of the baseline itself 1."""
     own = group in section.baselines.values()
     other = group if own else section.baselines.get(group.name)
@@ -60,13 +60,13 @@ def _ratio(group: Group, section: Section, key: str) -> str:
     return NONE if mean is None or not least else f"{mean / least:.2f}"
 
 
-def points(section: Section, x: str, y: str) -> Points:
+def points(section: ComparedRuns, x: str, y: str) -> Points:
     """Means of the groups that have both."""
     means = {group.name: (group.mean(x), group.mean(y)) for group in comparable(section, y)}
     return {name: point for name, point in means.items() if None not in point}
 
 
-def comparable(section: Section, y: str) -> list[Group]:
+def comparable(section: ComparedRuns, y: str) -> list[Group]:
     """Without methods that learn each domain from the base: they have no model to be forgotten in."""
     return [group for group in section.groups if is_ranked(group, y)]
 

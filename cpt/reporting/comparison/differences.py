@@ -12,7 +12,7 @@ import numpy as np
 
 from cpt.evaluation.endtasks.metrics import Array, correct
 from cpt.evaluation.statistics import Difference, compare_examples, compare_pairs, rank_rows
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import COMPARED, Measure
 from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.runs import Run
@@ -26,7 +26,7 @@ class CorrectedDifference:
     holm: float
 
 
-def list_present(section: Section, measures: Sequence[Measure]) -> list[Measure]:
+def list_present(section: ComparedRuns, measures: Sequence[Measure]) -> list[Measure]:
     """Those that some group has."""
     return [
         measure
@@ -36,7 +36,7 @@ def list_present(section: Section, measures: Sequence[Measure]) -> list[Measure]
 
 
 @lru_cache(maxsize=256)  # tables and exports ask for the same ones
-def contrasts(section: Section, measure: Measure) -> dict[str, CorrectedDifference]:
+def contrasts(section: ComparedRuns, measure: Measure) -> dict[str, CorrectedDifference]:
     """By group, its mean difference from its baseline over the orders and seeds that both have."""
     found = {}
     for group in section.groups:
@@ -57,7 +57,7 @@ def correct_holm(found: Mapping[str, Difference]) -> dict[str, CorrectedDifferen
     }
 
 
-def rank_groups(section: Section) -> dict[str, dict[str, float]]:
+def rank_groups(section: ComparedRuns) -> dict[str, dict[str, float]]:
     """By measure, the mean rank of each group that has it, among those of one model (and order, if groups are
     told apart by it), over the orders and seeds that all these have."""
     beside = defaultdict(list)
@@ -85,7 +85,7 @@ def _ranks(groups: Sequence[Group], measure: Measure) -> dict[str, float]:
 
 
 @lru_cache(maxsize=16)
-def on_examples(section: Section) -> tuple[dict[str, CorrectedDifference], list[str]]:
+def on_examples(section: ComparedRuns) -> tuple[dict[str, CorrectedDifference], list[str]]:
     """Differences in accuracy over the test examples of the end tasks, by group, where the predictions are
     kept; and a line for each group of which they cannot be read."""
     found, failed = {}, []

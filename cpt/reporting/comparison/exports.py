@@ -22,7 +22,7 @@ from cpt.reporting.comparison.differences import (
     on_examples,
     rank_groups,
 )
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import COMPARED, COSTS, MEASURES, Measure, format_spread
 from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.runs import Run
@@ -54,7 +54,7 @@ Fault = Mapping[str, Any]
 
 
 def export_sections(
-    sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], beside: Fault
+    sections: Sequence[ComparedRuns], *, stem: Path, kinds: Sequence[str], beside: Fault
 ) -> list[Path]:
     """Writes STEM.csv, .tex, .json, whichever are asked for; `beside` goes into the JSON as it is."""
     writers: dict[str, tuple[str, Callable[[], str]]] = {
@@ -70,7 +70,7 @@ def export_sections(
     return paths
 
 
-def format_csv(sections: Sequence[Section], *, top: Path) -> str:
+def format_csv(sections: Sequence[ComparedRuns], *, top: Path) -> str:
     """A line per run: what it is, its group, the measures of the comparison and every number of its report.
 
     The latter are of all its texts, whatever `--domains` says; the former (`compared/…`) are not.
@@ -103,13 +103,13 @@ def _facts(run: Run, *, top: Path) -> dict[str, Any]:
     return {"folder": place, **told, "order": " ".join(run.scores.run["order"])}
 
 
-def format_latex(sections: Sequence[Section]) -> str:
+def format_latex(sections: Sequence[ComparedRuns]) -> str:
     """A booktabs table per section: mean ± standard deviation, the best mean of each column in bold."""
     head = "% needs \\usepackage{booktabs}\n"
     return head + "\n".join(_tabular(section) for section in sections)
 
 
-def _tabular(section: Section) -> str:
+def _tabular(section: ComparedRuns) -> str:
     measures = [measure for measure in list_present(section, MEASURES) if measure.key in IN_TABLE]
     best = {measure.key: _best(section.groups, measure) for measure in measures}
     rows = [
@@ -149,14 +149,14 @@ def escape_latex(text: str) -> str:
     return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], strip_controls(text))
 
 
-def format_json(sections: Sequence[Section], *, top: Path, beside: Fault) -> str:
+def format_json(sections: Sequence[ComparedRuns], *, top: Path, beside: Fault) -> str:
     """Groups with their spreads, differences, ranks, values by run. A number that is not finite is null."""
     told = {"version": 1, "sections": [_describe_data(section, top=top) for section in sections], **beside}
     plain = json.loads(json.dumps(told), parse_constant=lambda constant: None)  # JSON has no nan and infinity
     return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
 
 
-def _describe_data(section: Section, *, top: Path) -> dict[str, Any]:
+def _describe_data(section: ComparedRuns, *, top: Path) -> dict[str, Any]:
     differing = {
         each.key: {name: _describe_difference(given) for name, given in contrasts(section, each).items()}
         for each in list_present(section, COMPARED)

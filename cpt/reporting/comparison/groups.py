@@ -81,7 +81,7 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Section:
+class ComparedRuns:
     """Groups whose runs were measured alike, so that their numbers can be compared; the best LC first."""
 
     title: str
@@ -109,7 +109,7 @@ class Section:
         return [groups[name].facets | {"domains": self.title} for name in names]
 
 
-def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[Section]:
+def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[ComparedRuns]:
     """A section per set of runs that were measured alike; the largest first."""
     alike = defaultdict(list)
     for run in runs:
@@ -127,10 +127,10 @@ def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[Sect
 
 def _build_section(
     groups: Sequence[Group], *, title: str, baseline: str, places: Mapping[str, int]
-) -> Section:
+) -> ComparedRuns:
     chosen = {group.name: compared_with(group, groups, baseline=baseline) for group in groups}
     baselines = {name: other for name, other in chosen.items() if other is not None}
-    return Section(
+    return ComparedRuns(
         title=title,
         conditions=groups[0].runs[0].conditions,
         groups=groups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cpt.evaluation.conditions import describe_conditions
-from cpt.reporting.comparison.groups import Group, Section, differing, order_names
+from cpt.reporting.comparison.groups import ComparedRuns, Group, differing, order_names
 from cpt.reporting.page import few
 
 ASSUMED = (
@@ -26,13 +26,13 @@ def is_ranked(group: Group, key: str) -> bool:
     return not group.alone or key.startswith(APART)
 
 
-def notes(section: Section) -> list[str]:
+def notes(section: ComparedRuns) -> list[str]:
     """What the names stand for, and what keeps groups from being compared."""
     kinds = (_conditions, _orders, _alone, _copies, _settings, _baselines)
     return [line for kind in kinds for line in kind(section)]
 
 
-def _conditions(section: Section) -> list[str]:
+def _conditions(section: ComparedRuns) -> list[str]:
     """What perplexity means here."""
     lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
     assumed = [run for run in section.runs if run.assumed]
@@ -42,7 +42,7 @@ def _conditions(section: Section) -> list[str]:
     return [*lines, MASKED] if section.objective == "masked" else lines
 
 
-def _orders(section: Section) -> list[str]:
+def _orders(section: ComparedRuns) -> list[str]:
     """What the orders are called, where there are several."""
     names = order_names(section.runs)
     lines = [f"order {name}: {few(order)}" for order, name in names.items() if name != ",".join(order)]
@@ -56,11 +56,11 @@ def explain_alone(groups: Sequence[Group]) -> list[str]:
     return [f"Methods that learn every domain from the base ({methods}): {meaning}."] if methods else []
 
 
-def _alone(section: Section) -> list[str]:
+def _alone(section: ComparedRuns) -> list[str]:
     return explain_alone(section.groups)
 
 
-def _copies(section: Section) -> list[str]:
+def _copies(section: ComparedRuns) -> list[str]:
     return [
         f"{group.name}: runs with one order and seed; copies, or they differ in more than config.yaml says."
         for group in section.groups
@@ -68,7 +68,7 @@ def _copies(section: Section) -> list[str]:
     ]
 
 
-def _settings(section: Section) -> list[str]:
+def _settings(section: ComparedRuns) -> list[str]:
     """Settings beside those of a method in which the groups differ: the comparison is then of these too."""
     own = ("method.", "mask.", "replay.", "routing.", "model.")
     keys = [key for key in differing(section.runs) if not key.startswith(own)]
@@ -76,7 +76,7 @@ def _settings(section: Section) -> list[str]:
     return [f"The runs differ beyond their methods, in {', '.join(keys[:SETTINGS])}{more}."] * bool(keys)
 
 
-def _baselines(section: Section) -> list[str]:
+def _baselines(section: ComparedRuns) -> list[str]:
     if section.baselines or len(section.groups) < 2:
         return []
     return [

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from cpt.core.config import executes, flat
+from cpt.core.config import executes, flatten
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, is_unknown
 from cpt.evaluation.endtasks.metrics import MEANINGS
@@ -83,7 +83,7 @@ class Run:
             tree = yaml.load(text, Loader=Loader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             return {}
-        return dict(flat(tree)) if isinstance(tree, dict) else {}
+        return dict(flatten(tree)) if isinstance(tree, dict) else {}
 
     def told(self, key: str) -> str:
         """What the run is, by a filter's key."""

@@ -13,7 +13,7 @@ from cpt.reporting.comparison.differences import (
     on_examples,
     rank_groups,
 )
-from cpt.reporting.comparison.groups import Group, Section
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import COMPARED, MEASURES, NONE, Measure, format_spread, measure_task
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import Run
@@ -34,7 +34,7 @@ def names(group: Group) -> list[str]:
     return [group.name, group.method, group.model, few(group.orders, between=", "), group.size]
 
 
-def tabulate_main(section: Section, *, domains: Sequence[str]) -> Block:
+def tabulate_main(section: ComparedRuns, *, domains: Sequence[str]) -> Block:
     """A row per group, with every measure that one of them has; `domains`: the only ones measured, if any."""
     measures = list_present(section, MEASURES)
     cells = [[*names(group), *cells_of(group, measures)] for group in section.groups]
@@ -44,7 +44,7 @@ def tabulate_main(section: Section, *, domains: Sequence[str]) -> Block:
     return add_facets(replace(block, lines=[*only, SPREAD, *notes(section)]), section)
 
 
-def add_facets(block: Block, section: Section) -> Block:
+def add_facets(block: Block, section: ComparedRuns) -> Block:
     """With what the page filters its rows by; the first cell of a row is a group's name."""
     return replace(block, filtered=True, facets=section.facets(row[0] for row in block.cells))
 
@@ -55,7 +55,7 @@ def cells_of(group: Group, measures: Sequence[Measure], *, bounds: bool = True) 
     ]
 
 
-def tabulate_console(section: Section) -> Block:
+def tabulate_console(section: ComparedRuns) -> Block:
     """The main table without intervals and rarer measures, for a console."""
     shown = ("LC (perplexity)", "CPT", "FG", "general drift", "MF1 (%)", "forget rate (%)")
     measures = [measure for measure in list_present(section, MEASURES) if measure.title in shown]
@@ -66,7 +66,7 @@ def tabulate_console(section: Section) -> Block:
     return Block(head=["group", "n", *(measure.title for measure in measures)], cells=cells)
 
 
-def tabulate_differences(section: Section) -> Block:
+def tabulate_differences(section: ComparedRuns) -> Block:
     """A row per group that has a baseline: mean difference, interval, p-value and Holm's."""
     measures = list_present(section, COMPARED)
     columns = {measure: contrasts(section, measure) for measure in measures}
@@ -105,7 +105,7 @@ def format_difference(given: CorrectedDifference | None, measure: Measure) -> li
     return [measure.show(mean) + interval, f"{p:.3g}", f"{given.holm:.3g}"]
 
 
-def tabulate_ranks(section: Section) -> Block:
+def tabulate_ranks(section: ComparedRuns) -> Block:
     """Mean ranks, where there is more than one group to rank."""
     table = {key: found for key, found in rank_groups(section).items() if len(found) > 1}
     titles = [measure.title for measure in MEASURES if measure.key in table]
@@ -121,7 +121,7 @@ def tabulate_ranks(section: Section) -> Block:
     return add_facets(block, section) if table else Block()
 
 
-def tabulate_tasks(section: Section) -> Block:
+def tabulate_tasks(section: ComparedRuns) -> Block:
     """The last score of each end task, in its own metric."""
     found = {name: run.scores.endtasks["metric"][name] for run in section.runs for name in _name_tasks(run)}
     measures = [measure_task(name) for name in found]
@@ -138,7 +138,7 @@ def _name_tasks(run: Run) -> list[str]:
     return [key.removeprefix("task/") for key in run.values if key.startswith("task/")]
 
 
-def tabulate_examples(section: Section) -> tuple[Block, list[str]]:
+def tabulate_examples(section: ComparedRuns) -> tuple[Block, list[str]]:
     """Differences in accuracy by paired bootstrap over test examples, and what could not be read."""
     found, failed = on_examples(section)
     show = Measure(key="", title="", show=percent)

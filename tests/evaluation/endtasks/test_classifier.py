@@ -9,8 +9,8 @@ from transformers import get_linear_schedule_with_warmup
 from cpt.adapters import prompt
 from cpt.adapters.gates import Gate
 from cpt.evaluation.endtasks import classifier as subject
-from cpt.evaluation.endtasks.classifier import Classifier, fine_tuned, is_masked, predict, scores_of
-from cpt.evaluation.endtasks.encoding import Job, encode, has_types, longest
+from cpt.evaluation.endtasks.classifier import Classifier, fine_tune, is_masked, predict, scores_of
+from cpt.evaluation.endtasks.encoding import FineTuning, encode, has_types, longest
 from cpt.evaluation.endtasks.tasks import Example, Settings
 from tests.support.endtask_fixtures import model, rows, tokenizer
 
@@ -51,11 +51,11 @@ def job(words, *, dev=False, name="law", train=60, **changes):
         split: encode(each, words, length=24, classes=CLASSES, types=False) for split, each in splits.items()
     }
     made["dev"] = made["dev"] if dev else None
-    return Job(name, **made, classes=2, settings=settings, pad=words.pad_token_id, eval_batch_size=7)
+    return FineTuning(name, **made, classes=2, settings=settings, pad=words.pad_token_id, eval_batch_size=7)
 
 
 def tuned(start, work, *, seed=3, steps=None):
-    found, epoch = fine_tuned(
+    found, epoch = fine_tune(
         start, work, seed=seed, device=CPU, step=(lambda: steps.append(1)) if steps is not None else list
     )
     return found, epoch
@@ -279,7 +279,7 @@ def test_no_more_tokens_than_positions(words):
     assert longest(model("roberta", words), 400) == 48 - words.pad_token_id - 1
     assert longest(model("gpt2", words), 400) == 48
     prompted = model("gpt2", words)
-    prompt.attach(prompted, tokens=5, causal=True)
+    prompt.attach_prompt(prompted, tokens=5, causal=True)
     assert longest(prompted, 400) == 43
 
 

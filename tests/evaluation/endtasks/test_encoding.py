@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.evaluation.endtasks.encoding import Encoded, Job
+from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
 
 
 def job(*, count=103, grouped, size=8):
@@ -15,7 +15,7 @@ def job(*, count=103, grouped, size=8):
         ids=[torch.ones(n, dtype=torch.long) for n in lengths], types=None, labels=torch.zeros(count)
     )
     settings = SimpleNamespace(batch_size=size, grouped=grouped, epochs=1)
-    return Job(
+    return FineTuning(
         name="law", train=train, dev=None, test=train, classes=2, settings=settings, pad=0, eval_batch_size=8
     )
 

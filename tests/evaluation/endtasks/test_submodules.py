@@ -4,12 +4,12 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.data.corpus import corpus
+from cpt.data.corpus import make_corpus
 from cpt.data.sources.docstrings import documents, documents_by_module
 from cpt.data.sources.installed_docs import InstalledDocs
 from cpt.evaluation.endtasks.submodules import names_in, subpackages
 from cpt.evaluation.endtasks.suite import EndTasks
-from cpt.evaluation.endtasks.tasks import checked
+from cpt.evaluation.endtasks.tasks import plan_endtasks
 from tests.conftest import ROOT
 from tests.support.endtask_fixtures import tokenizer
 
@@ -62,7 +62,7 @@ def options_unresolved(**overrides):
 
 @pytest.fixture
 def task(package, given):
-    return lambda **overrides: checked(given(**overrides), ["land"], ["land"]).task("land")
+    return lambda **overrides: plan_endtasks(given(**overrides), ["land"], ["land"]).task("land")
 
 
 def module_of(example):
@@ -85,7 +85,7 @@ def test_a_module_is_in_one_split_which_is_that_of_the_domain(task, tmp_path):
     source = InstalledDocs(
         packages={"land": ["made_up"]}, general=[], orders=None, held_out=HELD_OUT, score_on="test"
     )
-    text = corpus(source, "land", cache=tmp_path / "corpora")
+    text = make_corpus(source, "land", cache=tmp_path / "corpora")
     found = splits(task(examples=dict.fromkeys(("train", "dev", "test"), 100)))
     for split, examples in found.items():
         blanked = names_in(["made_up.hills", "made_up.rivers", "made_up.woods"])
@@ -183,7 +183,7 @@ def test_a_package_without_sub_packages_is_told(package, given):
     for place in range(9):
         write_module(flat / f"m{place}.py", [sentence("woods", number, place) for number in range(4)])
     packages = {"land": ["made_up"], "flat": ["flat"]}
-    plan = checked(given(packages), ["land", "flat"], ["flat"])
+    plan = plan_endtasks(given(packages), ["land", "flat"], ["flat"])
     message = (
         r"^endtask\.tasks\.flat: packages=\['flat'\] have 0 sub-packages with docstrings in both train and "
         r"test; allowed: two or more, or without this task \(\+endtask\.tasks\.flat=null\)$"
@@ -191,7 +191,7 @@ def test_a_package_without_sub_packages_is_told(package, given):
     with pytest.raises(ValueError, match=message):
         plan.task("flat")
     without = given(packages, tasks={"flat": None})
-    assert checked(without, ["land", "flat"], ["land", "flat"]).tasks == ["land"]
+    assert plan_endtasks(without, ["land", "flat"], ["land", "flat"]).tasks == ["land"]
 
 
 @pytest.mark.parametrize(
@@ -211,13 +211,13 @@ def test_a_package_without_sub_packages_is_told(package, given):
 )
 def test_wrong_options_are_told_at_once(given, overrides, message):
     with pytest.raises(ValueError, match=message):
-        checked(given(**overrides), ["land"], ["land"])
+        plan_endtasks(given(**overrides), ["land"], ["land"])
 
 
 def test_domains_that_are_not_packages_are_told(given):
     without = {**given(), "packages": None}
     with pytest.raises(ValueError, match=r"^endtask\.packages=None; allowed: packages by domain, like those"):
-        checked(without, ["land"], ["land"])
+        plan_endtasks(without, ["land"], ["land"])
 
 
 def test_a_run_reads_the_tasks_of_its_domains(package, given):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cpt.evaluation.endtasks import suite
-from cpt.evaluation.endtasks.suite import EndTasks, path, share
+from cpt.evaluation.endtasks.suite import EndTasks, path, share_measurements
 from tests.support.endtask_fixtures import QUICK, model, options, tokenizer, write_task
 
 CPU = torch.device("cpu")
@@ -187,10 +187,10 @@ def test_two_processes_make_what_one_makes(made, measure, counted, tmp_path):
 
 def test_shares_are_even_whole_and_do_not_depend_on_what_is_done():
     costs = {("a", 1): 10, ("a", 2): 10, ("b", 1): 4, ("b", 2): 4, ("c", 1): 12}
-    shares = [share(costs, rank=rank, world=3) for rank in range(3)]
+    shares = [share_measurements(costs, rank=rank, world=3) for rank in range(3)]
     assert sorted(each for one in shares for each in one) == sorted(costs)
     assert [sum(costs[each] for each in one) for one in shares] == [12, 14, 14]
-    assert share({("a", 1): 1}, rank=1, world=2) == set()
+    assert share_measurements({("a", 1): 1}, rank=1, world=2) == set()
 
 
 def test_each_domain_has_its_own_model(made, words, tmp_path):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cpt.evaluation.endtasks.tasks import checked
+from cpt.evaluation.endtasks.tasks import plan_endtasks
 from tests.conftest import SHARED
 from tests.support.endtask_fixtures import options, rows, write, write_task
 
@@ -25,7 +25,7 @@ def root(tmp_path):
 
 
 def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overrides):
-    return checked(options("texts", root=root, **overrides), names, order)
+    return plan_endtasks(options("texts", root=root, **overrides), names, order)
 
 
 @needs_das6
@@ -41,14 +41,14 @@ def plan(root, *, names=("food", "law", "space"), order=("law", "food"), **overr
 )
 def test_the_split_of_das_reproduces(name, path, train, test, classes):
     own = {"path": path, "splits": "das"}
-    task = checked(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).task(name)
+    task = plan_endtasks(options("das6", root=DAS6, tasks={name: own}), SIX, SIX).task(name)
     assert (len(task.train), len(task.test), len(task.classes)) == (train, test, classes)
     assert not task.dev
 
 
 @needs_das6
 def test_the_preset_is_the_protocol_of_das():
-    found = checked(options("das6", root=DAS6), SIX, SIX)
+    found = plan_endtasks(options("das6", root=DAS6), SIX, SIX)
     assert found.tasks == SIX
     assert {name: found.settings(name).epochs for name in SIX} == dict(
         zip(SIX, [5, 10, 5, 15, 10, 15], strict=True)
@@ -65,7 +65,7 @@ def test_the_preset_is_the_protocol_of_das():
 
 @needs_das6
 def test_a_task_without_the_split_of_das_is_told():
-    found = checked(options("das6", root=DAS6, splits="das"), SIX, SIX)
+    found = plan_endtasks(options("das6", root=DAS6, splits="das"), SIX, SIX)
     with pytest.raises(ValueError, match=r"^endtask\.tasks\.restaurant\.splits=das: rt-0 has das_split=None"):
         found.task("restaurant")
 
@@ -73,13 +73,13 @@ def test_a_task_without_the_split_of_das_is_told():
 @needs_das6
 def test_the_split_of_das_has_no_dev():
     own = {"splits": "das", "select": "dev"}
-    found = checked(options("das6", root=DAS6, tasks={"ai": own}), SIX, SIX)
+    found = plan_endtasks(options("das6", root=DAS6, tasks={"ai": own}), SIX, SIX)
     with pytest.raises(ValueError, match="leaves no dev"):
         found.task("ai")
 
 
 def test_nothing_is_asked_for():
-    assert checked(options("none"), ["law"], ["law"]) is None
+    assert plan_endtasks(options("none"), ["law"], ["law"]) is None
 
 
 def test_tasks_are_those_of_learned_domains_in_their_order(root):
@@ -102,7 +102,7 @@ def test_a_preset_serves_any_of_its_domains(root):
     overrides = {"columns": {"text": "text", "text_pair": None}, "root": str(root)}
     for name in SIX:
         write_task_as(root, name)
-    assert checked(options("das6", **overrides), ["acl", "ai"], ["ai"]).tasks == ["ai"]
+    assert plan_endtasks(options("das6", **overrides), ["acl", "ai"], ["ai"]).tasks == ["ai"]
 
 
 def write_task_as(root, name):
@@ -152,7 +152,7 @@ def test_wrong_options_are_told_at_once(root, overrides, message):
 def test_a_missing_option_is_told(root):
     lacking = {key: value for key, value in options("texts", root=root).items() if key != "lr"}
     with pytest.raises(ValueError, match=r"^endtask lacks lr; allowed"):
-        checked(lacking, ["law"], ["law"])
+        plan_endtasks(lacking, ["law"], ["law"])
 
 
 def test_no_task_of_a_learned_domain(root):
@@ -325,7 +325,7 @@ def test_a_data_set_of_the_hub(tmp_path):
         "columns": {"text": "sentence", "text_pair": "other", "label": "class"},
     }
     entry["path"] = str(tmp_path)
-    found = checked(options("hub", tasks={"law": entry}), ["law"], ["law"]).task("law")
+    found = plan_endtasks(options("hub", tasks={"law": entry}), ["law"], ["law"]).task("law")
     assert found.classes == ["no", "yes"]
     assert [(e.text, e.text_pair, e.label) for e in found.test] == [("a b", None, "yes"), ("a b", "c", "no")]
     for split, message in {
@@ -333,7 +333,7 @@ def test_a_data_set_of_the_hub(tmp_path):
     }.items():
         wrong = {**entry, "splits": {"train": "train", "dev": None, "test": split}}
         with pytest.raises(ValueError, match=message):
-            checked(options("hub", tasks={"law": wrong}), ["law"], ["law"]).task("law")
+            plan_endtasks(options("hub", tasks={"law": wrong}), ["law"], ["law"]).task("law")
 
 
 def test_a_label_that_a_data_set_does_not_give(tmp_path):
@@ -353,10 +353,10 @@ def test_a_label_that_a_data_set_does_not_give(tmp_path):
 )
 def test_wrong_entries_of_the_hub_are_told(tasks, message):
     with pytest.raises(ValueError, match=message):
-        checked(options("hub", tasks=tasks), ["law"], ["law"])
+        plan_endtasks(options("hub", tasks=tasks), ["law"], ["law"])
 
 
 def test_a_folder_has_to_be_given():
     given = options("texts", root=None) | {"root": None}
     with pytest.raises(ValueError, match=r"^endtask\.root=null; give the folder in which endtasks/ lies$"):
-        checked(given, ["law"], ["law"])
+        plan_endtasks(given, ["law"], ["law"])

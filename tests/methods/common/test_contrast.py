@@ -8,7 +8,7 @@ import torch
 
 from cpt.data.batch import labels_of
 from cpt.masks.soft import SoftMask
-from cpt.methods.common.contrast import Contrast, contrastive, pooled
+from cpt.methods.common.contrast import Contrast, contrastive, pool
 from cpt.models.dropout import dropout, rates
 from cpt.models.objectives import Causal
 from tests.conftest import SHARED
@@ -82,8 +82,8 @@ def test_negatives_push():
 
 def test_padding_is_left_out_of_the_mean():
     hidden = torch.arange(12.0).view(1, 4, 3)
-    assert torch.equal(pooled(hidden, None), hidden.mean(1))
-    assert torch.equal(pooled(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+    assert torch.equal(pool(hidden, None), hidden.mean(1))
+    assert torch.equal(pool(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
 
 
 def masked(batch):
@@ -158,7 +158,7 @@ def test_the_term_contrasts_the_three_passes(text, own):
     if text == "uncorrupted":
         passes = by_hand(model, whole, soft, rate=0.3, passes=2)
     else:
-        passes = [pooled(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, rate=0.3, passes=1)]
+        passes = [pool(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, rate=0.3, passes=1)]
     assert term["contrast"].item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4)
     assert not headed
     assert contrast(model, strength=0.0).term(batch, hidden=hidden, soft=soft) == {}

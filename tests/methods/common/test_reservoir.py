@@ -43,7 +43,7 @@ def held(kept: Reservoir) -> list[int]:
 @pytest.fixture
 def as_process(monkeypatch):
     """Makes this process one of several, without a process group."""
-    return lambda rank, world: monkeypatch.setattr(module, "processes", lambda: (rank, world))
+    return lambda rank, world: monkeypatch.setattr(module, "rank_and_world", lambda: (rank, world))
 
 
 def merged(shards: list[Reservoir]) -> dict[str, torch.Tensor]:
