@@ -20,7 +20,7 @@ class NamedTensors(nn.Module):
 
     def named(self) -> dict[str, Tensor]:
         """The tensors by name."""
-        return {name.replace("/", "."): tensor for name, tensor in self._buffers.items()}
+        return {name.replace("/", "."): tensor for name, tensor in self.named_buffers(recurse=False)}
 
     @torch.no_grad()
     def update(self, tensors: Mapping[str, Tensor]) -> None:

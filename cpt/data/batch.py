@@ -55,10 +55,12 @@ def labels_of(batch: Batch) -> Tensor:
 def single(batch: Batch, row: int) -> Batch:
     """One row of a batch as a batch, without a weight; its places are those of its `input_ids`."""
     own, length = batch["rows"] == row, batch["input_ids"].shape[1]
-    of_rows = {name: batch[name][row : row + 1] for name in ("input_ids", "attention_mask") if name in batch}
-    return {
-        **of_rows,
+    one: Batch = {
+        "input_ids": batch["input_ids"][row : row + 1],
         "positions": batch["positions"][own] - row * length,
         "targets": batch["targets"][own],
         "rows": torch.zeros_like(batch["rows"][own]),
     }
+    if "attention_mask" in batch:
+        one["attention_mask"] = batch["attention_mask"][row : row + 1]
+    return one

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
-from lightning import LightningDataModule
+from lightning import LightningDataModule, Trainer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.preemption import ignore_signals, leave_together
@@ -27,11 +28,12 @@ class OnDevice:
     loader: DataLoader
     device: torch.device
     name: str
+    common: int  # batches that every process has
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(self.loader):
-            yield {name: value.to(self.device) for name, value in batch.items()}
-            if number < self.loader.sampler.common:
+            yield cast(Batch, {name: value.to(self.device) for name, value in batch.items()})
+            if number < self.common:
                 leave_together(f"in the probe of {self.name}")
 
     def __len__(self) -> int:
@@ -56,6 +58,9 @@ class DomainSequence(LightningDataModule):
 
     Raises ValueError for sizes below 1 and for replay that cannot be had."""
 
+    trainer: Trainer  # Lightning's, while it fits or validates
+    domain: Domain = Domain("", -1, ())  # before the first is entered
+
     def __init__(
         self,
         domains: Sequence[Domain],
@@ -79,7 +84,7 @@ class DomainSequence(LightningDataModule):
         self.domains, self.train, self.held_out = tuple(domains), train, held_out
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
-        self.replay, self.domain = replay, None
+        self.replay = replay
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
         self.places = {
@@ -151,9 +156,9 @@ class DomainSequence(LightningDataModule):
             name: shuffle(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
             for name, text in texts.items()
         }
-        return OnDevice(
-            self.shared_out(texts, rows, purpose="probe"), self.trainer.strategy.root_device, self.domain.name
-        )
+        loader = self.shared_out(texts, rows, purpose="probe")
+        common = cast(Share, loader.sampler).common
+        return OnDevice(loader, self.trainer.strategy.root_device, self.domain.name, common)
 
     def shared_out(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from cpt.adapters.routing import Router
 from cpt.core.options import Options
 from cpt.core.randomness import key
 from cpt.data.batch import Batch
-from cpt.data.datamodule import Domain
+from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import Replay
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import Before, GradientMask
@@ -64,7 +65,8 @@ class ContinualModule(Staged):
         super().__init__()
         self.options, self.scope = options, scope
         self.model, self.objective, self.length = shared.model, shared.objective, shared.length
-        self.masks, self.replay, self.freezing = nn.ModuleList(shared.masks), shared.replay, shared.freeze
+        self.masks = cast(list[GradientMask], nn.ModuleList(shared.masks))
+        self.replay, self.freezing = shared.replay, shared.freeze
         self.beside = nn.ModuleDict()  # the companions by name
         self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
         self.carried: CarriedState | None = None
@@ -186,7 +188,8 @@ class ContinualModule(Staged):
     @property
     def domain(self) -> Domain:
         """The domain that is being learned, or was the last."""
-        return self.trainer.datamodule.domain
+        data: DomainSequence = self.trainer.datamodule  # type: ignore[attr-defined]  # Lightning sets it
+        return data.domain
 
     def drawing(self) -> torch.Generator:
         """For what is drawn before a domain and must be alike in all processes; draws on the CPU."""
