@@ -99,7 +99,7 @@ def ours(made: classifier.Classifier, job: FineTuning) -> Run:
     optimizer, schedule = classifier.optimizer_of(made, job)
 
     def run() -> None:
-        with suite.bar("cpt", total=job.steps, hidden=False) as bar:
+        with suite.progress_bar("cpt", total=job.steps, hidden=False) as bar:
             classifier.learn_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1, step=bar.update)
 
     return run

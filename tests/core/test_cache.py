@@ -20,7 +20,7 @@ from cpt.core.checksums import FILE, seal
 MAKER = """
 import sys, time
 from pathlib import Path
-from cpt.core.cache import made_once
+from cpt.core.cache import make_once
 
 folder, log, seconds = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 
@@ -33,7 +33,7 @@ def make(partial):
 
 while not (log.parent / "go").exists():
     time.sleep(0.005)
-print((made_once(folder, make=make) / "second").read_text())
+print((make_once(folder, make=make) / "second").read_text())
 """
 
 

@@ -51,7 +51,7 @@ def fitted(small):
         data = assembly.make_sequence(plan, texts, make_base(plan.model, texts, accelerator="cpu"), module)
         data.enter(data.domains[0])
         old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
-        loop.trainer(plan.trainer.lightning, label="", steps=steps).fit(module, datamodule=data)
+        loop.make_trainer(plan.trainer.lightning, label="", steps=steps).fit(module, datamodule=data)
         return module, {name: value.detach() - old[name] for name, value in module.model.named_parameters()}
 
     return fit
@@ -277,7 +277,7 @@ def test_the_score_is_that_of_the_whole_text(fitted):
     rows = []
     for size in (3, 64):
         data.eval_batch_size = size
-        loop.trainer({"accelerator": "cpu", "devices": 1}, label="").validate(
+        loop.make_trainer({"accelerator": "cpu", "devices": 1}, label="").validate(
             module, datamodule=data, verbose=False
         )
         rows.append([(nll.sum() / count.sum()).item() for nll, count in module.row()])

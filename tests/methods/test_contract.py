@@ -71,14 +71,14 @@ def uninterrupted(whole, small, start, tmp_path_factory):
 @pytest.fixture
 def killing(monkeypatch):
     """Makes the next trainers die as a callback says."""
-    trainer = loop.trainer
+    trainer = loop.make_trainer
 
     def by(killer: Callback | None) -> None:
         def deadly(options, *, callbacks=(), **others):
             extra = [killer] if callbacks and killer else []
             return trainer(options, callbacks=[*callbacks, *extra], **others)
 
-        monkeypatch.setattr(loop, "trainer", deadly)
+        monkeypatch.setattr(loop, "make_trainer", deadly)
 
     return by
 
@@ -168,7 +168,7 @@ def test_every_loss_term_is_finite_and_moves_something(method, module):
         before = {name: value.clone() for name, value in made.state_dict().items()}
         data.enter(domain)
         made.enter(domain)
-        loop.trainer(options, label="", steps=3).fit(made, datamodule=data)
+        loop.make_trainer(options, label="", steps=3).fit(made, datamodule=data)
         assert any(not torch.equal(before[name], value) for name, value in made.state_dict().items())
     assert "lm" in seen
     assert all(torch.tensor(values).isfinite().all() for values in seen.values())
@@ -256,13 +256,13 @@ def dying(commit, *, at: int):
 @pytest.mark.parametrize("method", METHODS)
 def test_probes_and_evaluation_leave_no_trace(method, module):
     made, data, options = module(*chosen(method))
-    trainer = loop.trainer(options, label="")
+    trainer = loop.make_trainer(options, label="")
     before = {name: value.clone() for name, value in made.state_dict().items()}
     modes = [each.training for each in made.modules()]
     hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules())
     trainer.validate(made, datamodule=data, verbose=False)
     first = [(nll.clone(), count.clone()) for nll, count in made.row()]
-    loop.trainer(options, label="").validate(made, datamodule=data, verbose=False)
+    loop.make_trainer(options, label="").validate(made, datamodule=data, verbose=False)
     for (nll, count), (again, counted) in zip(first, made.row(), strict=True):
         assert torch.equal(nll, again) and torch.equal(count, counted)
     after = made.state_dict()

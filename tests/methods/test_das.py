@@ -33,7 +33,7 @@ def fit(module, data, options, *, place: int = 0, steps: int = 3) -> None:
     domain = data.domains[place]
     data.enter(domain)
     module.activate(domain.index)
-    loop.trainer(options, label="", steps=steps).fit(module, datamodule=data)
+    loop.make_trainer(options, label="", steps=steps).fit(module, datamodule=data)
 
 
 @pytest.mark.parametrize("extra", [[], [KINDS, "method.acts_on=gradient"], ["method.acts_on=frozen"]])

@@ -210,7 +210,7 @@ def test_killed_with_a_full_memory_it_ends_with_the_same_bits(
 ):
     cfg = small(ORDER, *DROPOUT, *FEW, f"trainer.accumulate_grad_batches={accumulate}")
     start(cfg, tmp_path / "whole")
-    trainer = loop.trainer
+    trainer = loop.make_trainer
     with monkeypatch.context() as patched:
         patched.setattr(
             loop,

@@ -400,7 +400,7 @@ class Killer(Callback):
 def test_it_goes_on_within_the_third_domain(form, small, start, tmp_path, monkeypatch):
     cfg = small("method=hat", ORDER, *FORMS[form], *DROPOUT)
     whole = learned(start, cfg, tmp_path / "whole")
-    trainer = loop.trainer
+    trainer = loop.make_trainer
     with monkeypatch.context() as patched, pytest.raises(KilledError):
         patched.setattr(
             loop,

@@ -60,7 +60,7 @@ def fit(module, data, options, *, place: int = 0, steps: int = 3, accumulate: in
     data.accumulate = accumulate
     module.activate(place)
     options = {**options, "accumulate_grad_batches": accumulate}
-    loop.trainer(options, label="", steps=steps).fit(module, datamodule=data)
+    loop.make_trainer(options, label="", steps=steps).fit(module, datamodule=data)
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")

@@ -432,7 +432,7 @@ def test_an_evaluation_begins_anew_even_with_a_single_text(work):
     run.data.held_out = {"law": run.data.held_out["law"]}
     rows = []
     for _ in range(2):
-        loop.trainer(run.plan.trainer.lightning, label="").validate(
+        loop.make_trainer(run.plan.trainer.lightning, label="").validate(
             run.module, datamodule=run.data, verbose=False
         )
         rows.append(run.module.row()[0][0])

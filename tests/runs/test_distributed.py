@@ -50,10 +50,10 @@ class Death(Callback):
             os._exit(9)
 
 sampling.Stream.__getitem__ = noted
-trainer = loop.trainer
+trainer = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
     return trainer(options, callbacks=[*callbacks, Hashes(), Death()] if callbacks else (), **others)
-loop.trainer = watched
+loop.make_trainer = watched
 sys.argv[0] = __file__
 from cpt.__main__ import main
 

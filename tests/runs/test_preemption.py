@@ -127,8 +127,8 @@ def test_what_lightning_would_do_on_slurm_is_not_done(corpora, cache, tmp_path, 
 
 NOTES = """
 import os, signal, sys, time
-from cpt.core.preemption import deferred, heeded
-with heeded(), deferred():
+from cpt.core.preemption import defer_signals, heed_signals
+with heed_signals(), defer_signals():
     print("ready", flush=True)
     time.sleep(30)
 """
@@ -230,14 +230,14 @@ def test_a_signal_while_the_second_process_starts_ends_both(corpora, cache, tmp_
 
 IMPORTS = """
 import os, signal, sys
-from cpt.core.preemption import heed_imports, heeded, in_company, notice
+from cpt.core.preemption import heed_imports, heed_signals, in_company, notice
 mode = sys.argv[1]
 if mode == "before":
     heed_imports()
     os.kill(os.getpid(), signal.SIGTERM)
 import types
 sys.modules["torch.distributed"] = types.ModuleType("torch.distributed")  # as far as it is read in so far
-with heeded():
+with heed_signals():
     os.kill(os.getpid(), signal.SIGTERM)
 """
 
@@ -253,8 +253,8 @@ def test_a_signal_while_libraries_are_read_in(mode):
 
 BLOCKED = """
 import ctypes
-from cpt.core.preemption import heeded
-with heeded():
+from cpt.core.preemption import heed_signals
+with heed_signals():
     mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
     print("ready", flush=True)

@@ -215,7 +215,7 @@ def test_budgets_in_epochs_and_tokens(overrides, steps, small, start, tmp_path):
     from cpt.training import loop
 
     seen = []
-    trainer = loop.trainer
+    trainer = loop.make_trainer
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             loop, "trainer", lambda *args, **kwargs: (seen.append(kwargs), trainer(*args, **kwargs))[1]

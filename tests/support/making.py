@@ -36,7 +36,7 @@ class Made:
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()
-        fitting = loop.trainer(
+        fitting = loop.make_trainer(
             self.plan.trainer.lightning,
             label="",
             steps=self.data.steps(domain),

@@ -65,7 +65,7 @@ def weight(model):
 @pytest.fixture
 def run(small, start, tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "EndTasks", Fake)
-    monkeypatch.setattr(plan, "checked", Fake.planned)
+    monkeypatch.setattr(plan, "plan_endtasks", Fake.planned)
 
     def go(*overrides, when="last", tasks="{law: {}, food: {}}"):
         if when is not None:

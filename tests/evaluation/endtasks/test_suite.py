@@ -45,13 +45,13 @@ def measure(words):
 @pytest.fixture
 def counted(monkeypatch):
     """The (task, seed) that are fine-tuned."""
-    calls, whole = [], suite.fine_tuned
+    calls, whole = [], suite.fine_tune
 
     def count(start, job, *, seed, **rest):
         calls.append((job.name, seed))
         return whole(start, job, seed=seed, **rest)
 
-    monkeypatch.setattr(suite, "fine_tuned", count)
+    monkeypatch.setattr(suite, "fine_tune", count)
     return calls
 
 
@@ -158,7 +158,7 @@ def test_a_result_depends_on_seed_and_task_alone(made, measure, tmp_path):
 
 def test_a_killed_measurement_loses_only_what_was_under_way(made, measure, monkeypatch, tmp_path):
     measure(made(), tmp_path / "whole")
-    whole = suite.fine_tuned
+    whole = suite.fine_tune
 
     def die(start, job, *, seed, **rest):
         if (job.name, seed) == ("food", 3):
@@ -166,7 +166,7 @@ def test_a_killed_measurement_loses_only_what_was_under_way(made, measure, monke
         return whole(start, job, seed=seed, **rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(suite, "fine_tuned", die)
+        patch.setattr(suite, "fine_tune", die)
         with pytest.raises(KeyboardInterrupt):
             measure(made(), tmp_path / "end")
     assert made().missing(tmp_path / "end", ALL) == [("food", 3), ("food", 4)]
@@ -261,13 +261,13 @@ def test_selection_on_dev_runs_and_is_another_measurement(made, measure, tmp_pat
 def test_the_bar_counts_the_steps_that_are_to_do_and_is_the_first_process_s(
     made, measure, monkeypatch, tmp_path
 ):
-    seen, whole = [], suite.bar
+    seen, whole = [], suite.progress_bar
 
     def watched(label, **rest):
         seen.append((label, rest, whole(label, **rest)))
         return seen[-1][2]
 
-    monkeypatch.setattr(suite, "bar", watched)
+    monkeypatch.setattr(suite, "progress_bar", watched)
     measure(made(), tmp_path, ["law"])
     (label, rest, bar) = seen[0]
     assert (label, rest) == ("end tasks", {"total": 2 * 2 * 3, "hidden": False, "unit": "step"})

@@ -164,8 +164,8 @@ def test_no_task_of_a_learned_domain(root):
 
 def test_a_check_needs_no_torch(root):
     given = json.dumps(options("texts", root=root))
-    imports = "import sys, json; from cpt.evaluation.endtasks.tasks import checked"
-    code = f"{imports}; checked(json.loads({given!r}), ['law'], ['law'])"
+    imports = "import sys, json; from cpt.evaluation.endtasks.tasks import plan_endtasks"
+    code = f"{imports}; plan_endtasks(json.loads({given!r}), ['law'], ['law'])"
     assert not subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]).returncode
 
 
