@@ -41,10 +41,16 @@ def interval(
     known = _drop_unknown(values)
     if len(known) < 2:
         return np.nan, np.nan
-    generator = np.random.default_rng(seed)
-    drawn = stats.bootstrap((known,), np.mean, n_resamples=replicates, method="percentile", rng=generator)
-    low, high = np.percentile(drawn.bootstrap_distribution, LEVELS)  # scipy's bounds differ by their rounding
+    low, high = bootstrap_means(known[None], replicates, seed)[0]
     return float(low), float(high)
+
+
+def bootstrap_means(series: Array, replicates: int = REPLICATES, seed: int = 0) -> Array:
+    """The interval of the mean of each of [series, value], as [series, 2]; each as if it were alone."""
+    options = {"n_resamples": replicates, "method": "percentile", "axis": -1}
+    drawn = stats.bootstrap((series,), _mean_of_rows, rng=np.random.default_rng(seed), **options)
+    # scipy's own bounds differ from these in their rounding.
+    return np.percentile(drawn.bootstrap_distribution, LEVELS, axis=-1).T
 
 
 def compare_pairs(
@@ -103,6 +109,10 @@ def compare_examples(
 def _drop_unknown(values: Sequence[float | None]) -> Array:
     values = np.array(values, dtype=float)
     return values[np.isfinite(values)]
+
+
+def _mean_of_rows(drawn: Array, axis: int) -> Array:
+    return np.ascontiguousarray(drawn).mean(axis)  # numpy adds in another order where rows are apart
 
 
 def _is_known(value: float | None) -> bool:

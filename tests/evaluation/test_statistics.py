@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation import statistics
-from cpt.evaluation.statistics import compare_examples, compare_pairs, interval, rank_rows
+from cpt.evaluation.statistics import bootstrap_means, compare_examples, compare_pairs, interval, rank_rows
 
 
 def test_an_interval_is_that_of_all_redraws():
@@ -192,3 +192,8 @@ def test_the_interval_over_examples_covers():
         found = compare_examples(generator.random(200) < 0.7, generator.random(200) < 0.6)
         hits.append(found.low <= 0.1 <= found.high)
     assert 0.87 <= np.mean(hits) <= 1
+
+
+def test_intervals_of_many_series_are_those_of_each_alone():
+    series = np.random.default_rng(3).normal(size=(5, 10))
+    assert [tuple(bounds) for bounds in bootstrap_means(series).tolist()] == [interval(row) for row in series]

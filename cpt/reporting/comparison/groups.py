@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from pandas import DataFrame
+
 from cpt.core.config import digest
 from cpt.data.sources.base import GENERAL
 from cpt.reporting.comparison.measures import Spread, spread_values
@@ -51,12 +53,12 @@ class Group:
         return [run.values.get(key) for run in self.runs]
 
     def spread(self, key: str) -> Spread:
-        return self.spreads.setdefault(key, spread_values(self.of(key)))
+        return self.spreads.get(key, Spread(n=0, runs=len(self.runs)))
 
     @cached_property
     def spreads(self) -> dict[str, Spread]:
-        """What has been asked for already: the bootstrap is not repeated."""
-        return {}
+        """Of every measurement that a run has."""
+        return spread_values(DataFrame([run.values for run in self.runs]))
 
     def mean(self, key: str) -> float | None:
         return self.spread(key).mean

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import statistics as stdlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from cpt.evaluation.statistics import interval
+import numpy as np
+from pandas import DataFrame
+
+from cpt.evaluation.statistics import bootstrap_means
 from cpt.reporting.formatting import decimals, megabytes, percent, perplexity
 
 NONE = "–"
@@ -78,15 +81,18 @@ class Spread:
     high: float | None = None
 
 
-def spread_values(values: Sequence[float | None]) -> Spread:
-    """Over runs; None: the run has no such number. The standard deviation is the sample's (n - 1)."""
-    there = [value for value in values if value is not None]
-    sizes = {"n": len(there), "runs": len(values)}
-    if len(there) < 2:
-        return Spread(**sizes, mean=there[0] if there else None)
-    low, high = interval(there)
-    mean, sd = stdlib.fmean(there), stdlib.stdev(there)
-    return Spread(**sizes, mean=mean, sd=sd, low=float(low), high=float(high))
+def spread_values(values: DataFrame) -> dict[str, Spread]:
+    """By key, of [run, key] with nan where a run has no such number. The standard deviation is the sample's
+    (n - 1)."""
+    spreads, counts = {}, values.count()
+    for n, keys in counts.groupby(counts).groups.items():
+        there = np.array([values[key].dropna() for key in keys])
+        bounds = bootstrap_means(there).tolist() if n > 1 else [(None, None)] * len(keys)
+        for key, numbers, (low, high) in zip(keys, there.tolist(), bounds, strict=True):
+            deviation = stdlib.stdev(numbers) if n > 1 else None
+            mean = stdlib.fmean(numbers) if n else None
+            spreads[key] = Spread(n=int(n), runs=len(values), mean=mean, sd=deviation, low=low, high=high)
+    return spreads
 
 
 def format_spread(given: Spread, *, show: Callable[[float], str], bounds: bool) -> str:

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from pandas import DataFrame
 
 from cpt.evaluation.statistics import Difference
 from cpt.reporting.comparison.differences import contrasts, correct_holm, on_examples, rank_groups
@@ -218,7 +219,7 @@ def test_intransigence_against_one_of_the_same_seed_model_and_order():
 
 
 def test_a_spread_is_mean_deviation_and_interval():
-    given = spread_values([1.0, 2.0, 6.0, None])
+    given = spread_values(DataFrame({"x": [1.0, 2.0, 6.0, None], "y": [3.0, None, None, 4.0]}))["x"]
     assert (given.n, given.runs, given.mean) == (3, 4, 3.0)
     assert given.sd == pytest.approx(np.std([1, 2, 6], ddof=1))
     assert 1.0 <= given.low < 3.0 < given.high <= 6.0
@@ -226,8 +227,8 @@ def test_a_spread_is_mean_deviation_and_interval():
     assert shown.startswith("3.0 ± 2.6 [")
     assert shown.endswith("] (3)")
     assert format_spread(given, show="{:.1f}".format, bounds=False) == "3.0 ± 2.6 (3)"
-    assert format_spread(spread_values([2.0]), show=str, bounds=True) == "2.0"
-    assert format_spread(spread_values([None]), show=str, bounds=True) == "–"
+    assert format_spread(spread_values(DataFrame({"x": [2.0]}))["x"], show=str, bounds=True) == "2.0"
+    assert format_spread(spread_values(DataFrame({"x": [None]}))["x"], show=str, bounds=True) == "–"
 
 
 # --- groups
