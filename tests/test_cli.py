@@ -22,7 +22,8 @@ def ran(*arguments, cwd, program=RUN):
         ("mask=mgui", "mask=mgui is not known; did you mean migu? allowed: migu, none"),
         ("--config-dir=nowhere", "nowhere' not found; allowed: a folder that there is"),
         ("experiment=mine", "experiment=mine is not known; allowed: das6, "),
-        ("+experiment=smoke", "experiment has a choice already; allowed: experiment=smoke, without +"),
+        ("+experiment=mine", "experiment=mine is not known; allowed: das6, "),
+        ("+model=gpt2", "model has a choice already; allowed: model=gpt2, without +"),
         ("--help method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
         ("--cfg=job method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
         (

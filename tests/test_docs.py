@@ -67,7 +67,8 @@ def options() -> set[str]:
     found = keys(yaml.safe_load(told(CONF / "config.yaml")))
     for path in CONF.rglob("*/*.yaml"):
         group = path.parent.relative_to(CONF).as_posix().replace("/", ".")
-        package = re.match(r"# @package (\w+)", told(path))
+        group = group.removesuffix(".parts").removesuffix(".protocol")  # composed into the group's choices
+        package = re.match(r"# @package ([\w.]+)", told(path))
         prefix = f"{package[1] if package else group}.".replace("_global_.", "")
         found |= keys(yaml.safe_load(told(path)), prefix)
     return found

@@ -65,7 +65,7 @@ class Section:
         kind = options_of(target, place=self.place)
         own = self.only(name for name in self.values if name not in GIVEN)
         if kind is None and not target.startswith(f"{OWN}."):
-            return Choice(target, own.values) if self.complete else None
+            return Choice(target, own.values or Options()) if self.complete else None
         options = own.read(kind or Options)
         is_its_own = kind is not None and target.endswith(f".{kind.__name__}")
         return options if options is None or is_its_own else Choice(target, options)

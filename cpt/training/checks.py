@@ -71,13 +71,18 @@ def read_sections(cfg: DictConfig) -> Sections:
             name: read_section(cfg, f"mask.{name}").choose() for name in check_entries(masks.values, "mask")
         },
         replay=NOTHING if replay.values.get("_target_", "") is None else replay.choose(),
-        source=read_section(cfg, "domains").choose(),
+        source=make_now(read_section(cfg, "domains").choose()),
         optim=read_optimizer(read_section(cfg, "optim")),
-        schedule=read_section(cfg, "schedule").choose(),
+        schedule=make_now(read_section(cfg, "schedule").choose()),
         trainer=read_trainer(read_section(cfg, "trainer")),
         logger=read_logger(read_section(cfg, "logger")),
         callbacks=check_entries(read_section(cfg, "callbacks").values, "callbacks"),
     )
+
+
+def make_now(chosen: Any) -> Any:
+    """What is chosen; made of its arguments where its class is none of cpt's kind of options."""
+    return chosen.load()(**chosen.arguments) if isinstance(chosen, Choice) else chosen
 
 
 def check_top(cfg: DictConfig) -> None:

@@ -117,7 +117,9 @@ def check_method(plan: Plan, model: PreTrainedModel, objective: str) -> None:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             plan.method.make(shared)
-        except NotImplementedError as error:  # an operation that a skeleton does not have
+        except ValueError:  # a refusal
+            raise
+        except Exception as error:  # whatever an operation raises that a skeleton can not do
             log.debug("method %s was not tried on a skeleton: %s", plan.names["method"], error)
 
 

@@ -645,9 +645,9 @@ def test_replay_keeps_what_was_learned(small, start, tmp_path):
 @pytest.mark.parametrize(
     "chosen, told",
     [
-        (["replay=past", "replay.past=1.2"], "replay has past=1.2, general=0.0; allowed: shares"),
+        (["replay=past", "replay.past=1.2"], "replay.past=1.2; allowed: 0 or more and below 1"),
         (["method=replay", "replay=past"], "method=replay has a mixture of its own; allowed: replay=none"),
-        (["replay.past=0.1"], "Key 'past' is not in struct"),
+        (["replay.past=0.1"], "replay.past is not known; "),
     ],
 )
 def test_what_cannot_be_on_the_command_line(chosen, told, corpora, cache, tmp_path):

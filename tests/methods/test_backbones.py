@@ -45,7 +45,7 @@ def tasks_root(tmp_path_factory):
 def end_tasks(cfg, root):
     plan = make_plan(cfg)
     start = make_base(
-        cfg.model, Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir)), accelerator="cpu"
+        plan.model, Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir)), accelerator="cpu"
     )
     given = options("texts", root=root, **{**QUICK, "seeds": [3], "epochs": 1})
     return EndTasks.read(given, order=plan.order, tokenizer=start.tokenizer)

@@ -43,10 +43,9 @@ def test_a_relative_position_bias_is_no_embedding_of_the_model():
     assert frozen == {"shared.weight"}
 
 
-@pytest.mark.parametrize("layers", [-1, 4])
-def test_a_model_has_only_so_many_layers(layers):
-    with pytest.raises(ValueError, match=f"freeze.layers={layers}; allowed: 0 to 3, the model's blocks"):
-        frozen_parameters(gpt2(), Freeze(embeddings=False, layers=layers))
+def test_a_model_has_only_so_many_layers():
+    with pytest.raises(ValueError, match="freeze.layers=4; allowed: 0 to 3, the model's blocks"):
+        frozen_parameters(gpt2(), Freeze(embeddings=False, layers=4))
 
 
 @pytest.mark.parametrize("method", ["ncl", "das", "ewc", "derpp"])

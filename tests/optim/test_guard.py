@@ -197,7 +197,9 @@ def test_what_a_method_measures_must_be_a_number(small, start, tmp_path, monkeyp
     monkeypatch.setattr(
         ewc,
         "fisher",
-        lambda model, *args, **how: [torch.full_like(p, float("nan")) for p in model.parameters()],
+        lambda model, *args, **how: {
+            name: torch.full_like(p, float("nan")) for name, p in model.named_parameters()
+        },
     )
     with pytest.raises(ValueError, match=r"fisher.* is not finite after law"):
         start(small(ORDER, "method=ewc"), tmp_path)

@@ -32,7 +32,7 @@ def test_a_variant_is_what_the_command_line_gives_beyond_the_names():
     given += ["trainer.workers=1", "order=1", "model=tiny_gpt2", "hydra.verbose=false"]
     command = [sys.executable, "run.py", *given, "--cfg", "job", "--resolve"]
     shown = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout
-    assert "variant: mask.migu.threshold=0.5; trainer.steps=7\n" in shown
+    assert "variant: mask.threshold=0.5; trainer.steps=7\n" in shown
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from torch.optim import AdamW
 
+from cpt.core.sections import read_section
 from cpt.data.orders import resolve_order
+from cpt.optim.options import read_optimizer
 from cpt.training.assembly import tell_rate
-from cpt.training.checks import read_sections
-from cpt.training.plan import make_plan
+from cpt.training.plan import lost_rate, make_plan
 from tests.conftest import ROOT
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
@@ -88,7 +89,7 @@ def test_das6_is_of_the_papers_size(composed):
     assert (trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size) == (2580, None, None, 248)
     assert trainer.batch_size / trainer.accumulate_grad_batches == 62
     assert (trainer.probe_samples, trainer.gradient_clip_val, trainer.precision) == (10000, None, "16-mixed")
-    chosen = read_sections(cfg).optim
+    chosen = read_optimizer(read_section(cfg, "optim"))
     optim = chosen.arguments
     assert chosen.load() is AdamW
     assert (optim["lr"], optim["eps"], optim["weight_decay"]) == (1e-4, 1e-6, 0.0)
@@ -105,15 +106,19 @@ def test_a_methods_own_rate_counts_in_the_papers_experiment(composed):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_no_experiment_switches_a_methods_rate_off(name, composed, caplog):
-    """A learning rate that is given stands as it is; a line tells where a rate then has no effect."""
+def test_no_experiment_switches_a_methods_rate_off(name, composed):
+    """A learning rate that is given stands as it is."""
+    needs = [f"experiment={name}"] + [DATA] * ("das6" in name)
+    assert lost_rate(composed(*needs, "method=lora")) is None
+    assert lost_rate(composed(*needs, "method=das", "optim.lr=0.5")) is None
+    assert lost_rate(composed(*needs, "method=lora", "optim.lr=0.5")) == 3
+
+
+def test_a_line_tells_where_a_rate_has_no_effect(composed, caplog):
     caplog.set_level("INFO", logger="cpt")
-    needs = [DATA] if "das6" in name else []
-    tell_rate(composed(f"experiment={name}", *needs, "method=lora"))
+    tell_rate(make_plan(composed("experiment=smoke", "method=lora")))
     assert not caplog.messages
-    tell_rate(composed(f"experiment={name}", *needs, "method=das", "optim.lr=0.5"))
-    assert not caplog.messages
-    tell_rate(composed(f"experiment={name}", *needs, "method=lora", "optim.lr=0.5"))
+    tell_rate(make_plan(composed("experiment=smoke", "method=lora", "optim.lr=0.5")))
     (line,) = caplog.messages
     assert line.startswith("optim.lr=0.5 ") and "method.rate=3 of lora has no effect" in line
 

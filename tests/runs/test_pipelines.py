@@ -23,7 +23,7 @@ def folder(cfg):
     """The base model of a config, trained."""
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
-    return make_base(cfg.model, texts, accelerator="cpu").checkpoint
+    return make_base(make_plan(cfg).model, texts, accelerator="cpu").checkpoint
 
 
 @pytest.fixture(scope="module")

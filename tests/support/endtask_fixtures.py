@@ -21,7 +21,10 @@ QUICK = {"epochs": 2, "lr": 3e-3, "length": 24, "seeds": [3, 4]}
 def options(name: str, *, root: Path | None = None, **overrides: Any) -> dict[str, Any]:
     """The options of a YAML in conf/endtask, with others' values."""
     config = OmegaConf.create({"domains": {"root": str(root)}})
-    config["endtask"] = OmegaConf.load(ROOT / "conf" / "endtask" / f"{name}.yaml")
+    folder = ROOT / "conf" / "endtask"
+    own = OmegaConf.load(folder / f"{name}.yaml")
+    defaults = OmegaConf.load(folder / "protocol" / "default.yaml") if own.pop("defaults", None) else {}
+    config["endtask"] = OmegaConf.merge(defaults, own)
     return OmegaConf.to_container(OmegaConf.merge(config, {"endtask": overrides}), resolve=True)["endtask"]
 
 

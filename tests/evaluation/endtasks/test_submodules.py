@@ -57,7 +57,10 @@ def given(tmp_path):
 
 
 def options_unresolved(**overrides):
-    return OmegaConf.merge(OmegaConf.load(ROOT / "conf" / "endtask" / "submodules.yaml"), overrides)
+    folder = ROOT / "conf" / "endtask"
+    own = OmegaConf.load(folder / "submodules.yaml")
+    del own["defaults"]
+    return OmegaConf.merge(OmegaConf.load(folder / "protocol" / "default.yaml"), own, overrides)
 
 
 @pytest.fixture

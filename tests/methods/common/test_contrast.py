@@ -207,9 +207,6 @@ def test_gradients_reach_all_three_passes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strength": -1.0}, "contrast=-1.0; allowed: 0 or more"),
-        ({"temperature": 0.0}, "temperature=0.0; allowed: above 0"),
-        ({"text": "masked"}, "contrast_text=masked; allowed: uncorrupted, corrupted"),
         ({"rate": 1.0}, "contrast_dropout=1.0; allowed: above 0 and below 1, or null"),
         (
             {"rate": None},
