@@ -277,6 +277,7 @@ def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
     """Lightning's own order stays: torchrun within a SLURM job is torchrun."""
     from lightning.pytorch.utilities import rank_zero_only
 
+    from cpt.training.checks import read_sections
     from cpt.training.trainer import make_trainer
 
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a Trainer sets for the whole process
@@ -285,6 +286,7 @@ def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
     torchrun |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
     for name, value in ({f"SLURM_{key}": value for key, value in slurm.items()} | torchrun).items():
         monkeypatch.setenv(name, str(value))
-    made = make_trainer(composed("strategy=ddp", "trainer.accelerator=cpu").trainer, label="")
+    options = read_sections(composed("strategy=ddp", "trainer.accelerator=cpu")).trainer
+    made = make_trainer(options.lightning, label="")
     assert type(made.strategy.cluster_environment).__name__ == "TorchElasticEnvironment"
     assert made.global_rank == 1
