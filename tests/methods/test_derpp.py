@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_the_losses_are_those_of_the_paper(matched, either):
         for parameter in module.model.parameters():
             parameter.mul_(1.2)
     kept, batch = module.memory, parts[1]
-    module.draw = 19  # of 24: different draws, the short row in both
+    module.options = replace(module.options, draw=19)  # of 24: different draws, the short row in both
     match, replay = (kept.draw(19, purpose=name) for name in ("match", "replay"))
     assert set(match.tolist()) != set(replay.tolist())
     assert all((kept.lengths[slots] < module.length).any() for slots in (match, replay))
@@ -128,7 +129,7 @@ def test_what_is_stored_is_what_the_model_gave(matched, precision, tolerance, ei
             kept.outputs[row, : len(outputs)].float(), outputs, rtol=tolerance, atol=tolerance * scale
         )
         assert (kept.outputs[row, len(outputs) :] == 0).all()
-    module.draw = 8
+    module.options = replace(module.options, draw=8)
     match, replay = module.replayed(8)
     assert match < (tolerance * kept.outputs.float().abs().max()) ** 2
     assert replay > 1
@@ -214,7 +215,7 @@ def test_killed_with_a_full_memory_it_ends_with_the_same_bits(
     with monkeypatch.context() as patched:
         patched.setattr(
             loop,
-            "trainer",
+            "make_trainer",
             lambda options, *, callbacks=(), **others: trainer(
                 options, callbacks=[*callbacks, Killer(step=step)] if callbacks else (), **others
             ),
@@ -271,7 +272,7 @@ def test_the_memory_takes_its_budget(matched, either):
         (["method.matched=both"], "method.matched=both; allowed: hidden, logits"),
         (["method.precision=int8"], "method.precision=int8; allowed: float16, bfloat16, float32"),
         (["method.memory=0"], "method.memory=0; allowed: a whole number of samples from 1 on"),
-        (["method.memory_bytes=9"], "method.memory=512 and method.memory_bytes=9; allowed: exactly one"),
+        (["method.memory_bytes=9"], "method.memory=512 and memory_bytes=9; allowed: exactly one"),
         (
             ["method.memory=null", "method.memory_bytes=9"],
             "method.memory_bytes=9; allowed: 460 or more, one sample",

@@ -1,5 +1,6 @@
 """EWC: the Fisher against slow loops and closed forms; merging; the penalty."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def test_the_penalty_does_not_leak_into_the_fisher(learnt):
     moved(learnt.module.model)
     expected = clones(fisher(learnt.module.model, learnt.probe(), estimator="per_sample"))
     before = fisher_of(learnt)
-    learnt.module.strength = 1e9
+    learnt.module.options = replace(learnt.module.options, strength=1e9)
     assert learnt.module.penalty() > 1e3
     learnt.module.after_domain(learnt.probe())
     assert_close(
@@ -273,9 +274,9 @@ def test_away_from_the_anchor_the_fisher_pulls(learnt):
     penalty.backward()
     for name, parameter in module.model.named_parameters():
         delta, weight = parameter.detach().double() - anchors[name].double(), fisher_of(learnt)[name].double()
-        expected += module.strength / 2 * (weight * delta**2).sum().item()
+        expected += module.options.strength / 2 * (weight * delta**2).sum().item()
         torch.testing.assert_close(
-            parameter.grad.double(), module.strength * weight * delta, rtol=1e-4, atol=1e-9
+            parameter.grad.double(), module.options.strength * weight * delta, rtol=1e-4, atol=1e-9
         )
     assert penalty.item() == pytest.approx(expected, rel=1e-4)
     assert expected > 0

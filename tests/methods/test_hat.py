@@ -404,7 +404,7 @@ def test_it_goes_on_within_the_third_domain(form, small, start, tmp_path, monkey
     with monkeypatch.context() as patched, pytest.raises(KilledError):
         patched.setattr(
             loop,
-            "trainer",
+            "make_trainer",
             lambda *args, callbacks=(), **how: trainer(
                 *args, callbacks=[*callbacks, Killer()] if callbacks else (), **how
             ),

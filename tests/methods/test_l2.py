@@ -23,7 +23,11 @@ def l2(small):
 def slow(module, anchors) -> float:
     """lambda/2 ||theta - theta*||^2, parameter by parameter in double precision."""
     pairs = zip(module.model.parameters(), anchors.values(), strict=True)
-    return module.strength / 2 * sum(((p.detach().double() - a.double()) ** 2).sum().item() for p, a in pairs)
+    return (
+        module.options.strength
+        / 2
+        * sum(((p.detach().double() - a.double()) ** 2).sum().item() for p, a in pairs)
+    )
 
 
 def test_the_penalty_is_the_squared_distance(l2):

@@ -218,7 +218,7 @@ def test_budgets_in_epochs_and_tokens(overrides, steps, small, start, tmp_path):
     trainer = loop.make_trainer
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            loop, "trainer", lambda *args, **kwargs: (seen.append(kwargs), trainer(*args, **kwargs))[1]
+            loop, "make_trainer", lambda *args, **kwargs: (seen.append(kwargs), trainer(*args, **kwargs))[1]
         )
         start(small("order=[law]", *overrides), tmp_path)
     (made,) = [kwargs["steps"] for kwargs in seen if "steps" in kwargs]
