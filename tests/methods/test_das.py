@@ -160,7 +160,7 @@ def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
     assert not any(rate for *_, rate in rates(run.module.model))
     batches = other_batches(run.data.train, run.data.objective)
     before = loss(run.module, batches)
-    fit(run.module, run.data, cfg.trainer, steps=10)
+    fit(run.module, run.data, run.plan.trainer.lightning, steps=10)
     assert loss(run.module, batches) < before
 
 
