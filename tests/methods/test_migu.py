@@ -416,7 +416,7 @@ def sum_of_kept(width: int) -> int:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"threshold": 1.0}, "threshold=1.0; allowed: from 0 to below 1"),
+        ({"threshold": 1.0}, "threshold=1.0; allowed: 0 or more and below 1"),
         ({"threshold": -0.1}, "threshold=-0.1; allowed"),
         ({"importance": "loss"}, "importance=loss; allowed: output, gradient, weight, random"),
         ({"acts_on": "rows"}, "acts_on=rows; allowed: gradient, update, frozen"),
