@@ -4,27 +4,24 @@ import argparse
 import os
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
 from hydra import compose, initialize_config_dir
-from hydra.utils import get_object
 from measuring import ROOT
-from omegaconf import DictConfig, OmegaConf
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-import cpt.core.config  # noqa: F401  (registers the resolvers)
+import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
 from cpt.optim.schedules import Progress
 from cpt.training.assembly import make_method, make_sequence
-from cpt.training.plan import make_plan
+from cpt.training.plan import Plan, make_plan
 from cpt.training.pretraining import Base, make_base
 
 ALWAYS = [
@@ -48,7 +45,7 @@ ALWAYS = [
 class Ground:
     """What cpt makes of a config, up to the point where it would train."""
 
-    cfg: DictConfig
+    plan: Plan
     start: Base
     module: ContinualModule
     data: DomainSequence
@@ -67,22 +64,13 @@ class Ground:
         return self.data.train_dataloader()
 
     def optimizer(self, model: torch.nn.Module) -> tuple[Optimizer, LambdaLR]:
-        """The optimizer and schedule of the config, as one would write them without Hydra: what its partials
-        check at every call is cpt's cost."""
+        """The optimizer and schedule of the plan, for all parameters of a model."""
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         others = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        optimizer, steps = plain(self.cfg.optim)(groups), self.steps
-        schedule = plain(self.cfg.schedule)()
+        chosen, schedule, steps = self.plan.optim, self.plan.schedule, self.steps
+        optimizer = chosen.load()(groups, **chosen.arguments)
         return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=steps)))
-
-
-def plain(cfg: DictConfig) -> partial:
-    """A Python partial for a config of Hydra."""
-    values = OmegaConf.to_container(cfg, resolve=True)
-    return partial(
-        get_object(values["_target_"]), **{k: v for k, v in values.items() if k[0] != "_" and k != "carry"}
-    )
 
 
 def ground(cache: str, *overrides: str) -> Ground:
@@ -97,7 +85,7 @@ def ground(cache: str, *overrides: str) -> Ground:
     module = make_method(plan, start).train()
     data = make_sequence(plan, texts, start, module)
     data.enter(next(iter(data)))
-    return Ground(cfg, start, module, data)
+    return Ground(plan, start, module, data)
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

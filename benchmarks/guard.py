@@ -67,7 +67,9 @@ def measure(cache: str, shape: list[str], *, clipped: bool, steps: int) -> dict[
     place = ground(cache, *shape, f"trainer.steps={steps}", *clip)
     place.module.activate(0)
     timed = Timed(place.module, clipped=clipped)
-    fitting = make_trainer(place.cfg.trainer, label="guard", steps=steps, callbacks=[timed.guard, timed])
+    fitting = make_trainer(
+        place.plan.trainer.lightning, label="guard", steps=steps, callbacks=[timed.guard, timed]
+    )
     fitting.fit(place.module, datamodule=place.data)
     shares = [own / whole for own, whole in zip(timed.guarding, timed.steps, strict=True)][steps // 5 :]
     return {

@@ -18,7 +18,9 @@ from lightning.pytorch.callbacks import Callback
 from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
-from cpt.training.trainer import Checkpoint, make_trainer
+from cpt.optim.guard import Guard
+from cpt.training.checkpointing import Checkpoint
+from cpt.training.trainer import make_trainer
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
 SAVED = 2  # the earliest step at which every counter is above 0
@@ -66,7 +68,9 @@ def until_reached(work: Callable[[], Any]) -> float:
 
 def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> float:
     """Seconds that cpt's fit of the current domain takes until a callback ends it."""
-    fitting = make_trainer(place.cfg.trainer, label="resume", steps=place.steps, callbacks=callbacks)
+    fitting = make_trainer(
+        place.plan.trainer.lightning, label="resume", steps=place.steps, callbacks=callbacks
+    )
     path = str(resumed) if resumed else None
     return until_reached(
         lambda: fitting.fit(place.module, datamodule=place.data, ckpt_path=path, weights_only=True)
@@ -76,7 +80,7 @@ def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> fl
 def checkpoint(place: Ground, folder: Path, *, step: int) -> Path:
     """What cpt saves after a step."""
     path = folder / f"{step}.ckpt"
-    fit(place, [Checkpoint(path, every=step), After(step)], resumed=None)
+    fit(place, [Checkpoint(path, every=step, guard=Guard()), After(step)], resumed=None)
     return path
 
 
@@ -154,7 +158,7 @@ def hf(place: Ground, rows: Any, folder: Path, *, steps: int, resumed: bool) -> 
     settings = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps if resumed else 1,
-        per_device_train_batch_size=place.cfg.trainer.batch_size,
+        per_device_train_batch_size=place.plan.trainer.batch_size,
         save_steps=1,
         save_strategy="no" if resumed else "steps",
         report_to=[],
@@ -184,7 +188,7 @@ def move_hf(folder: Path, *, step: int) -> None:
 
 def theirs(place: Ground, folder: Path, *, steps: int, streamed: bool, repeats: int) -> dict[str, Any]:
     """Seconds of the Hugging Face Trainer at step 1 and at 90 % of one epoch of `steps` batches."""
-    size = place.cfg.trainer.batch_size
+    size = place.plan.trainer.batch_size
     text = place.stream().texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids")
     rows: Dataset = text.select([number % len(text) for number in range(steps * size)])
     rows = rows.to_iterable_dataset() if streamed else rows

@@ -14,8 +14,10 @@ from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 
 from cpt.data.datamodule import Domain
+from cpt.optim.guard import Guard
 from cpt.tracking.loggers import track
-from cpt.training.trainer import Checkpoint, make_trainer
+from cpt.training.checkpointing import Checkpoint
+from cpt.training.trainer import make_trainer
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,18 @@ class Pulse(Callback):
 
 
 def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = ()) -> None:
-    """Learns a domain as `python run.py` does, with its bar, checkpoint callback and curves."""
-    options = place.cfg.trainer
+    """Learns a domain as `python run.py` does, with its bar, checkpoint callback, guard and curves."""
+    options, guard = place.plan.trainer, Guard()
     place.data.enter(domain)
-    place.module.activate(domain.index)
+    place.module.enter(domain)
     place.module.train()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every)
-        with track(place.cfg.logger, folder, group="bench", job="bench", tags=[], config={}) as loggers:
-            fitting = make_trainer(
-                options, label=domain.name, loggers=loggers, steps=steps, callbacks=[last, *callbacks]
-            )
+        last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
+        about = {"group": "bench", "job": "bench", "tags": [], "config": {}}
+        with track(place.plan.logger.flags, folder, **about) as loggers:
+            how = {"loggers": loggers, "steps": steps, "callbacks": [guard, last, *callbacks]}
+            fitting = make_trainer(options.lightning, label=domain.name, **how)
             fitting.fit(place.module, datamodule=place.data)
 
 
@@ -78,7 +80,7 @@ def loop(course: Course, beat: Beat, *, loss_of: Callable[[Any, Any], Any]) -> N
     import torch
 
     place = course.ground()
-    model, clip = place.module.model, place.cfg.trainer.gradient_clip_val
+    model, clip = place.module.model, place.plan.trainer.gradient_clip_val
     optimizer, schedule = place.optimizer(model)
     for batch in place.loader():
         loss = loss_of(place.module, batch)
@@ -117,7 +119,7 @@ def hf(course: Course, beat: Beat) -> None:
             beat(losses[-1], scored[state.global_step - 1])
 
     place, losses, scored = course.ground(), [], []
-    model, options = place.module.model, place.cfg.trainer
+    model, options = place.module.model, place.plan.trainer
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss))
     settings = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
@@ -147,7 +149,7 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     import numpy as np
     from transformers import DataCollatorForLanguageModeling
 
-    stream, model = place.stream(), place.cfg.model
+    stream, model = place.stream(), place.plan.model
     order = stream.locate(np.arange(len(stream) * stream.batch_size))[1]
     texts = stream.texts[0].rows.select_columns(["ids"]).rename_column("ids", "input_ids").select(order)
     first = stream[0]
