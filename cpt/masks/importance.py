@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from cpt.data.batch import Batch
 from cpt.models.forward import at, divergence
+from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
-from cpt.models.units import Units, gate_units
+from cpt.models.units import Units
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 

@@ -6,22 +6,25 @@ key, value and the output projection, neurons between up (and gate) and down. On
 named: how a model type lays out what it fuses into one weight."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 KINDS = ("heads", "neurons", "outputs", "tokens")
+
 ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
+
 # Where all maps are square, only the last part of its name tells a source from an out.
 SOURCE = re.compile(r"(w?[qkv]|w?qkv|query|key|value|up|gate|wi)(?![a-z])\w*", re.IGNORECASE)
+
 MIXING_NORM = {"heads": r"(q|k|v|query|key|value)_\w*norm|attn_sub_norm", "neurons": "ffn_sub_norm"}
+
 FUSED = {"gpt2": "apart", "modernbert": "apart", "phi3": "apart", "bloom": "by head", "gpt_neox": "by head"}
+
 Written = tuple["Projection", Tensor]  # a map that writes units, with the members of its output features
 
 
@@ -126,18 +129,6 @@ def sublayers(model: nn.Module, kinds: Sequence[str]) -> list[Between]:
         found += attentions(model, name, block) if "heads" in kinds else []
         found += [feed_forward(model, name, block)] if "neurons" in kinds else []
     return found
-
-
-@contextmanager
-def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
-    """Multiplies the activation of each unit by its gate, [count] or per sample [B, count], while the context
-    lasts. A group without one stays as it is. Checkpointed layers need the context in backward."""
-    with ExitStack() as hooks:
-        for group in groups:
-            if group.name in gates:
-                for handle in attach_gate(group, gates[group.name]):
-                    hooks.callback(handle.remove)
-        yield
 
 
 def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -274,37 +265,3 @@ def list_matrices(module: nn.Module, name: str = "") -> str:
     """Names and shapes of a module's matrices, for an error message."""
     matrices = [f"{n} {list(p.shape)}" for n, p in module.named_parameters(name) if p.ndim > 1]
     return ", ".join(matrices[:12] + ["..."] * (len(matrices) > 12)) or "no matrices"
-
-
-def attach_gate(group: Units, gate: Tensor) -> list[RemovableHandle]:
-    """Hooks that multiply the group's activation by the gate."""
-    if gate.ndim not in (1, 2) or gate.shape[-1] != group.count:
-        raise ValueError(f"{group.name} has {group.count} units; given gates of {list(gate.shape)}")
-    if group.kind == "tokens":
-        tables = [part.module for part in group.parts]
-        return [
-            t.register_forward_hook(lambda m, args, y: scale_embeddings(y, args[0], gate)) for t in tables
-        ]
-    if group.side == "in":
-        return [
-            group.gate.register_forward_pre_hook(
-                lambda m, args: (scale_activations(args[0], gate), *args[1:])
-            )
-        ]
-    return [group.gate.register_forward_hook(lambda m, args, y: scale_activations(y, gate))]
-
-
-def scale_activations(x: Tensor, gate: Tensor) -> Tensor:
-    """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
-    wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
-    if gate.ndim == 1:
-        return x * wide
-    if len(x) % len(gate) or (x.ndim > 2 and len(x) != len(gate)):
-        raise ValueError(f"gates of {len(gate)} samples; given activations of {list(x.shape)}")
-    return (x.view(len(gate), -1, x.shape[-1]) * wide.unsqueeze(1)).view(x.shape)
-
-
-def scale_embeddings(embeddings: Tensor, ids: Tensor, gate: Tensor) -> Tensor:
-    """Embeddings [B, T, D] of ids [B, T] times their tokens' gates, of [count] or [B, count]."""
-    found = gate[ids] if gate.ndim == 1 else gate.gather(1, ids)
-    return embeddings * found.unsqueeze(-1).to(embeddings)

@@ -25,8 +25,9 @@ from cpt.masks.importance import gate_gradients, importance, sample_means
 from cpt.masks.soft import NORMALISATIONS, Proxy, SoftMask, normalise
 from cpt.models.dropout import check_dropout, dropout, rates
 from cpt.models.forward import divergence
+from cpt.models.gating import gate_units
 from cpt.models.objectives import Causal
-from cpt.models.units import find_units, gate_units
+from cpt.models.units import find_units
 from tests.conftest import SHARED
 from tests.support import running
 from tests.support.running import token_nll

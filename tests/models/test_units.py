@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from cpt.models.units import KINDS, Units, blocks, factors, find_units, gate_units, projections
+from cpt.models.gating import gate_units
+from cpt.models.units import KINDS, Units, blocks, factors, find_units, projections
 
 B, T, V = 3, 7, 60
 SIZES = {

@@ -23,8 +23,8 @@ from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
 from cpt.models.forward import nll_of
+from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
-from cpt.models.units import gate_units
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:
