@@ -15,16 +15,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 KINDS = ("heads", "neurons", "outputs", "tokens")
-
 ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
-
 # Where all maps are square, only the last part of its name tells a source from an out.
 SOURCE = re.compile(r"(w?[qkv]|w?qkv|query|key|value|up|gate|wi)(?![a-z])\w*", re.IGNORECASE)
-
 MIXING_NORM = {"heads": r"(q|k|v|query|key|value)_\w*norm|attn_sub_norm", "neurons": "ffn_sub_norm"}
-
 FUSED = {"gpt2": "apart", "modernbert": "apart", "phi3": "apart", "bloom": "by head", "gpt_neox": "by head"}
-
 Written = tuple["Projection", Tensor]  # a map that writes units, with the members of its output features
 
 
