@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 import cpt
 from cpt.core.randomness import key
@@ -15,6 +16,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
+from cpt.models.objectives import Objective
 from cpt.optim.carry import CarriedState
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
@@ -27,19 +29,19 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
     tell_rate(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
-    module = plan.method.make(make_shared(plan, start))
+    module = plan.method.make(make_shared(plan, start.model(), start.objective))
     module.beside.update(module.companions())
     if plan.carry:
         module.carried = CarriedState()
     return module
 
 
-def make_shared(plan: Plan, start: Base) -> Shared:
-    """What a run gives every method."""
+def make_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Shared:
+    """What a run gives every method, beside its own options."""
     return Shared(
-        model=start.model(),
-        objective=start.objective,
-        length=start.length,
+        model=model,
+        objective=objective,
+        length=plan.model.length,
         masks=[mask.make() for mask in plan.masks],
         replay=plan.replay,
         freeze=plan.freeze,

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,13 @@ from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.signatures import check_arguments
-from cpt.methods.base import Shared
 from cpt.models import loading
 from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Causal, Masked
 from cpt.models.options import ModelOptions
 from cpt.models.resizing import check_head, check_rows
 from cpt.training import callbacks as custom
+from cpt.training.assembly import make_shared
 from cpt.training.options import TrainerOptions
 from cpt.training.plan import Plan
 from cpt.training.trainer import make_trainer, quiet
@@ -103,17 +102,7 @@ def check_model(plan: Plan) -> None:
 def check_method(plan: Plan, model: PreTrainedModel, objective: str) -> None:
     """The method can be made of the model: tried on its skeleton."""
     masked = Masked(Unmade(model.config.get_text_config().vocab_size), rate=plan.model.mask_rate or 0.5)
-    shared = Shared(
-        model=model,
-        objective=masked if objective == "masked" else Causal(),
-        length=plan.model.length,
-        masks=[mask.make() for mask in plan.masks],
-        replay=plan.replay,
-        freeze=plan.freeze,
-        optimizer=partial(plan.optim.load(), **plan.optim.arguments),
-        schedule=plan.schedule,
-        seed=plan.run.seed,
-    )
+    shared = make_shared(plan, model, masked if objective == "masked" else Causal())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             plan.method.make(shared)
