@@ -10,11 +10,12 @@ masked one those that are predicted (a pseudo-likelihood). Every row begins at t
 takes the token before i alone for x_<i."""
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.options import Routing
+from cpt.core.collectives import sum_on_cpu
 from cpt.data.batch import Batch
 from cpt.models.objectives import Objective
 from cpt.models.swapping import swap_weights
@@ -130,16 +131,6 @@ class Router:
         told = torch.where(sums < LEAST * sums.max(), 0, sums)
         shares = (told / told.sum()).tolist()
         return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
-
-
-def sum_on_cpu(values: Tensor) -> Tensor:
-    """Values on the CPU, summed over all processes."""
-    if not distributed.is_initialized():
-        return values
-    # Lightning moves a module to the CPU after an evaluation, and NCCL sends from a GPU alone.
-    shared = values.to("cuda" if distributed.get_backend() == "nccl" else "cpu")
-    distributed.all_reduce(shared)
-    return shared.cpu()
 
 
 def preceding(likelihood: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

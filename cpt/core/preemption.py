@@ -157,7 +157,12 @@ def check_signals(where: str = "") -> None:
 
 def leave_together(where: str = "") -> None:
     """Leaves if a signal has come to any process; called by all of them."""
-    if number := agree(notice.number):
+    number = notice.number
+    if in_company():
+        from cpt.core.collectives import agree  # torch, which is imported where a group is
+
+        number = agree(number)
+    if number:
         leave_all(number, where)
 
 
@@ -165,19 +170,6 @@ def leave_all(number: int, where: str = "") -> None:
     """Leaves with all other processes, which know of the signal as well."""
     release_children()
     raise Preempted(number, where)
-
-
-def agree(number: int) -> int:
-    """The largest of the processes' numbers; a collective where there are several."""
-    if not in_company():
-        return number
-    import torch
-    from torch import distributed
-
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    largest = torch.tensor(number, device=device)
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
-    return int(largest)
 
 
 class Herald:

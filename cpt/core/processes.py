@@ -29,3 +29,11 @@ def in_company() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
     initialised = getattr(distributed, "is_initialized", None)
     return initialised is not None and initialised() and distributed.get_world_size() > 1
+
+
+def rank_and_world() -> tuple[int, int]:
+    """The rank of this process in its group, and how many there are."""
+    if not in_company():
+        return 0, 1
+    distributed = sys.modules["torch.distributed"]
+    return distributed.get_rank(), distributed.get_world_size()

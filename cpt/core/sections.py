@@ -93,7 +93,7 @@ def read_section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = N
             values[name] = to_python(node[name])
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             continue
-    text = OmegaConf.to_yaml(cfg)
+    text = as_written(cfg)
     used = frozenset(name for name in map(str, looked_at) if is_used(f"{with_dot(place)}{name}", text))
     return Section(place, values, len(values) == len(looked_at), used)
 
@@ -105,8 +105,13 @@ def to_python(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
 
 
+def as_written(cfg: DictConfig) -> str:
+    """A config's values with what they are made of, not with what they come to."""
+    return str(OmegaConf.to_container(cfg, resolve=False))
+
+
 def is_used(key: str, text: str) -> bool:
-    """Whether a value of a config, in YAML, is made of another one."""
+    """Whether a value of a config, as written, is made of another one."""
     return re.search(rf"\$\{{(oc\.select:)?{re.escape(key)}\b", text) is not None
 
 

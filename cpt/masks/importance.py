@@ -11,9 +11,10 @@ the divergence of two dropout passes (eq. 3)."""
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpt.core.collectives import sum_in_place
 from cpt.data.batch import Batch
 from cpt.models.forward import at, divergence
 from cpt.models.gating import gate_units
@@ -72,9 +73,7 @@ def importance(
     for batch in batches:
         sums += gate_gradients(model, groups, batch, losses, passes=passes).abs().sum(0)
         count += len(batch["input_ids"])
-    if distributed.is_initialized():
-        distributed.all_reduce(sums)
-        distributed.all_reduce(count)
+    sum_in_place(sums, count)
     return sums / count
 
 

@@ -21,10 +21,11 @@ from math import floor
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.randomness import key
 from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
@@ -173,8 +174,7 @@ class MagnitudeMask(GradientMask):
     def scores(self) -> Tensor:
         """The importance of every row, [rows], the same in all processes."""
         if self.options.importance == "output":
-            if distributed.is_initialized():
-                distributed.all_reduce(self.sums)
+            sum_in_place(self.sums)
             return self.sums
         if self.options.importance == "random":
             draw = torch.Generator().manual_seed(key("migu", self.options.seed, int(self.steps)) % 2**63)

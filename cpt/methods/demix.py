@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank, Scope
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.options import BottleneckOptions, Routing
+from cpt.core.collectives import sum_in_place
 from cpt.core.options import option
 from cpt.core.rules import one_of
 from cpt.data.batch import Batch
@@ -104,8 +105,7 @@ class DEMIX(ContinualModule):
                 sums += torch.stack(
                     [*(self.total(batch, part) for part in parts), sums.new_tensor(len(batch["positions"]))]
                 )
-        if distributed.is_initialized():
-            distributed.all_reduce(sums)
+        sum_in_place(sums)
         return (sums[:-1] / sums[-1].clamp_min(1)).exp()
 
     def total(self, batch: Batch, part: int) -> Tensor:

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
@@ -54,7 +55,7 @@ def fisher(
                 [sums[name] for name in trained], gradients, gradients, value=len(part["input_ids"])
             )
             count += 1
-    sum_in_place([*sums.values(), count])
+    sum_in_place(*sums.values(), count)
     return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
@@ -77,13 +78,6 @@ def scored_batches(batches: Iterable[Batch]) -> Iterator[Batch]:
 def gradients_of(loss: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The gradient with respect to each weight; 0 for what the loss does not depend on."""
     return list(torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True))
-
-
-def sum_in_place(tensors: Iterable[Tensor]) -> None:
-    """Sums tensors over the processes, in place."""
-    if distributed.is_initialized():
-        for tensor in tensors:
-            distributed.all_reduce(tensor)
 
 
 def merge_fishers(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn.utils import get_total_norm
 
+from cpt.core.collectives import maximise_in_place, sum_in_place
 from cpt.core.preemption import notice, release_children
 from cpt.core.processes import in_company
 
@@ -143,7 +144,7 @@ def exchange(value: Tensor) -> tuple[bool, int]:
     if not in_company():
         return math.isfinite(value.item()), 0
     told = torch.stack([(~value.isfinite()).to(value.dtype), value.new_tensor(notice.number)])
-    distributed.all_reduce(told, op=distributed.ReduceOp.MAX)
+    maximise_in_place(told)
     bad, number = told.tolist()
     return not bad, int(number)
 
@@ -151,8 +152,7 @@ def exchange(value: Tensor) -> tuple[bool, int]:
 def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
     """Which of the terms are not finite in some process, in words."""
     values = torch.stack([value.float() for value in terms.values()])
-    if in_company():
-        distributed.all_reduce(values)
+    sum_in_place(values)
     found = [
         f"the {name}{' loss' * (name != GRADIENT)} is {value}"
         for name, value in zip(terms, values.tolist(), strict=True)

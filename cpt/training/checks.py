@@ -15,7 +15,7 @@ from cpt.core.errors import readable, unknown_name
 from cpt.core.options import Choice
 from cpt.core.places import CONF
 from cpt.core.rules import is_text, number, show
-from cpt.core.sections import Section, is_used, read_section
+from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.endtasks.tasks import check_given
@@ -88,7 +88,7 @@ def make_now(chosen: Any) -> Any:
 def check_top(cfg: DictConfig) -> None:
     """Raises ValueError for a key that is none of conf/config.yaml and its groups, and for a group that is
     missing."""
-    known, text = top_level(), OmegaConf.to_yaml(cfg)
+    known, text = top_level(), as_written(cfg)
     for key in map(str, cfg):
         if key not in known and key not in ELSEWHERE and not is_used(key, text):
             raise ValueError(unknown_name(key, known, whole=", ".join(known)))

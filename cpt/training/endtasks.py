@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
+from cpt.core.collectives import wait_for_others
 from cpt.core.preemption import Preempted, leave_together
+from cpt.core.processes import rank_and_world
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualModule
 from cpt.training.run_folder import RunFolder
@@ -54,15 +55,16 @@ class Examination:
 
     def measure(self, number: int, device: torch.device) -> None:
         """Fine-tunes what is missing after a stage, whose weights the module has; each process its share."""
-        several = wait_for_others()
+        wait_for_others()
+        rank, world = rank_and_world()
         with suppress(Preempted):  # the other processes are waited for
             self.endtasks.measure(
                 lambda task: self.module.backbone(self.data.places.get(task, BASE)),
                 self.due(number),
                 folder=self.place.endtasks(number, self.name(number)),
                 device=device,
-                rank=distributed.get_rank() if several else 0,
-                world=distributed.get_world_size() if several else 1,
+                rank=rank,
+                world=world,
                 label=f"end tasks after {self.name(number)}",
             )
         leave_together(f"in the end tasks after {self.name(number)}")
@@ -71,14 +73,6 @@ class Examination:
         """The `endtasks` of scores.json, from the files of so many rows."""
         folders = [self.place.endtasks(number, self.name(number)) for number in range(rows)]
         return self.endtasks.results(folders)
-
-
-def wait_for_others() -> bool:
-    """Waits for the other processes, if there are any; whether there are."""
-    several = distributed.is_available() and distributed.is_initialized()
-    if several:
-        distributed.barrier()
-    return several
 
 
 def make_examination(

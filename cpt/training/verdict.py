@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 from cpt.core.cache import FOREVER, WATCH
 from cpt.core.processes import is_first_process
 from cpt.training.run_folder import RunFolder
 
 PATIENCE = 60.0  # seconds after which processes speak to each other again: backends end those that do not
-T = TypeVar("T")
 
 
 def confirm(place: RunFolder) -> None:
     """Waits until all that the run has opened in the cache is read through, by whichever process does it.
 
     Raises ValueError, in every process alike, if something was damaged."""
+    from cpt.core.collectives import gather_objects  # torch, without which a finished run is checked
+
     pending, found = True, []
     while pending:
         waits = WATCH.pending > 0  # before it is waited for: what is found later is asked for again
@@ -24,17 +24,6 @@ def confirm(place: RunFolder) -> None:
         pending = any(waits for waits, _ in told)
     if found:
         raise ValueError(damage_message(place, found))
-
-
-def gather_objects(value: T) -> list[T]:
-    """What each process of the run gives here; all wait for all."""
-    from torch import distributed  # the check of a finished run does without
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [value]
-    every: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(every, value)
-    return every
 
 
 @contextmanager

@@ -277,19 +277,3 @@ def test_a_backbone_is_independent_of_the_model(adapter, batch_of):
             parameter.add_(0.1)
         assert torch.equal(module.nll(batch, 0)[0], expected)
     assert same(slot(work), before)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("placement=all", "method.placement=all; allowed: pfeiffer, ffn, houlsby"),
-        ("activation=tanh", "method.activation=tanh; allowed: relu, gelu, silu"),
-        ("start=zero", "method.start=zero; allowed: base, previous"),
-        ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
-        ("reduction=2.5", "method.reduction=2.5; allowed: a whole number, 1 or more"),
-        ("reduction=true", "method.reduction=true; allowed: a whole number, 1 or more"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, adapter):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        adapter(f"method.{override}")

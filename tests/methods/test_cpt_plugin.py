@@ -348,19 +348,3 @@ def test_migu_masks_rows_of_the_plugins(plugin):
     law = answers(work, batch, 0)
     work.learn(1)
     assert torch.equal(answers(work, batch, 0), law)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("norms=shared", "method.norms=shared; allowed: per_domain, frozen"),
-        ("attention=0", "method.attention=0; allowed: above 0"),
-        ("ffn=-1", "method.ffn=-1; allowed: above 0"),
-        ("s_max=0", "method.s_max=0; allowed: above 0"),
-        ("limit=0", "method.limit=0; allowed: above 0"),
-        ("sparsity=-1", "method.sparsity=-1; allowed: 0 or more"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, plugin):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        plugin(f"method.{override}")

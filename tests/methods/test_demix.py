@@ -385,18 +385,3 @@ def test_what_was_found_can_be_looked_at(demix):
     previous = demix("method.start=previous")
     visit(previous.module, 0)
     assert set(previous.module.diagnostics()) == {"demix/sources"}
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("experts=lora", "method.experts=lora; allowed: ffn, adapter"),
-        ("start=random", "method.start=random; allowed: nearest, previous, base"),
-        ("placement=behind", "method.placement=behind; allowed: pfeiffer, ffn, houlsby"),
-        ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
-        ("routing.prior=none", "method.routing.prior=none; allowed: uniform, updating, cached"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, demix):
-    with pytest.raises(Exception, match=message):
-        demix(f"method.{override}")

@@ -4,15 +4,11 @@ import pytest
 import torch
 
 from tests.support.making import (
-    DROPOUT,
     ORDER,
     Watch,
     assert_close,
-    learned,
     made,
-    parameter_bytes,
     same,
-    state_beside_the_model,
 )
 
 
@@ -79,31 +75,3 @@ def test_masks_count_before_the_average(ema):
         if value.ndim == 2:
             assert torch.equal(value[: len(value) // 2], before[name][: len(value) // 2]), name
             assert not torch.equal(value[len(value) // 2 :], before[name][len(value) // 2 :]), name
-
-
-def test_decay_zero_is_ncl_bit_for_bit(small, start, tmp_path):
-    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
-    for decay in (0, 0.5):
-        cfg = small("method=ema", f"method.decay={decay}", ORDER, *DROPOUT)
-        assert same(learned(start, cfg, tmp_path / str(decay)), ncl) == (decay == 0)
-
-
-def test_the_state_is_one_copy(ema):
-    work = ema()
-    assert state_beside_the_model(work.module) == parameter_bytes(work.module)
-
-
-def test_frozen_embeddings_stay(ema):
-    work = ema("freeze.embeddings=true", "method.decay=0.3")
-    before = work.weights()
-    work.learn(0)
-    frozen = {id(p) for p in work.module.frozen}
-    names = [name for name, p in work.module.model.named_parameters() if id(p) in frozen]
-    assert names and all(torch.equal(work.weights()[name], before[name]) for name in names)
-    assert not same(work.weights(), before)
-
-
-@pytest.mark.parametrize("decay", ["1", "-0.1", "1.5", "nan", "slow", "null"])
-def test_a_wrong_decay_is_told(decay, ema):
-    with pytest.raises(ValueError, match=r"^method\.decay=\S+; allowed: 0 or more and below 1$"):
-        ema(f"method.decay={decay}")

@@ -9,6 +9,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from cpt.core import collectives
 from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
@@ -24,11 +25,8 @@ from tests.support.making import (
     ORDER,
     assert_close,
     clones,
-    learned,
     made,
-    parameter_bytes,
     same,
-    state_beside_the_model,
 )
 from tests.support.processes import ended, started
 from tests.support.running import batch_of, some_rows
@@ -318,20 +316,6 @@ def test_the_penalty_acts_from_the_second_domain_on(ewc, small):
     assert far[0] < 0.8 * far[1]
 
 
-def test_strength_zero_is_ncl_bit_for_bit(small, start, tmp_path):
-    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
-    for strength, equal in ((0, True), (5000, False)):
-        cfg = small("method=ewc", f"method.strength={strength}", ORDER, *DROPOUT)
-        assert same(learned(start, cfg, tmp_path / str(strength)), ncl) == equal
-
-
-def test_the_state_is_two_copies(ewc):
-    work = ewc()
-    assert (
-        state_beside_the_model(work.module) == 2 * parameter_bytes(work.module) + work.module.domains.nbytes
-    )
-
-
 def test_frozen_embeddings_have_no_fisher(ewc):
     work = ewc("freeze.embeddings=true")
     before = work.weights()
@@ -345,21 +329,6 @@ def test_frozen_embeddings_have_no_fisher(ewc):
     assert all(torch.equal(work.weights()[name], before[name]) == (name in names) for name in before)
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
-        ("estimator=exact", "method.estimator=exact; allowed: per_sample, batch"),
-        ("merge=sum", "method.merge=sum; allowed: mean, decay"),
-        ("gamma=1.5", "method.gamma=1.5; allowed: 0 to 1"),
-        ("gamma=-0.1", "method.gamma=-0.1; allowed: 0 to 1"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, ewc):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        ewc(f"method.{override}")
-
-
 @pytest.mark.parametrize("shares", [(2, 0), (1, 1), (0, 2)])
 def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     """Also where one of them has nothing of the probe."""
@@ -368,7 +337,7 @@ def test_the_processes_fishers_are_summed(shares, learnt, monkeypatch):
     probe, sent = learnt.probe(), []
     expected = clones(fisher(model, [batch], estimator="per_sample"))
     assert [len(each["input_ids"]) for each in probe] == [9, 7]
-    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(collectives, "in_company", lambda: True)
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: sent.append(tensor.clone()))
     fisher(model, probe[: shares[0]], estimator="per_sample")
     monkeypatch.setattr(distributed, "all_reduce", lambda tensor: tensor.add_(sent.pop(0)))

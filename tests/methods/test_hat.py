@@ -175,15 +175,6 @@ def test_before_anything_is_learned_it_is_the_base(form, hat, small):
     assert work.module.used(0) == {BASE: 1.0}
 
 
-def test_without_gates_it_is_ncl_bit_for_bit(small, start, tmp_path):
-    ncl = learned(start, small("method=ncl", "order=[law,food]", *DROPOUT), tmp_path / "ncl")
-    none = ["method.units=[]", "method.shared=trained"]
-    for name, extra, equal in (("none", none, True), ("hat", [], False)):
-        cfg = small("method=hat", *extra, "order=[law,food]", *DROPOUT)
-        found = learned(start, cfg, tmp_path / name)
-        assert same({n: v for n, v in found.items() if n in ncl}, ncl) == equal
-
-
 def test_without_gates_there_are_no_parts(hat, tmp_path):
     work = hat("method.units=[]", "method.shared=trained")
     work.learn(0)
@@ -466,26 +457,3 @@ def test_frozen_layers_still_have_gates(hat):
     assert first and all(torch.equal(before[n], after[n]) for n in first)
     gates = [part.e.requires_grad for part in work.module.gates.parts]
     assert all(gates) and len(gates) == 6
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("form=half", "method.form=half; allowed: full, adapter"),
-        ("shared=some", "method.shared=some; allowed: frozen, trained"),
-        ("units=[tokens]", r"method.units=\[tokens\]; allowed: some of heads, neurons, outputs, or \[\]"),
-        ("units=[]", "method.shared=frozen leaves nothing to train without units; allowed: trained"),
-        ("acts_on=never", "method.acts_on=never; allowed: gradient, update, frozen"),
-        ("s_max=0", "method.s_max=0; allowed: above 0"),
-        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
-        ("limit=0", "method.limit=0; allowed: above 0"),
-        ("std=0", "method.std=0; allowed: above 0"),
-        ("gate_rate=0", "method.gate_rate=0; allowed: above 0"),
-        ("placement=top", "method.placement=top; allowed: pfeiffer, ffn, houlsby"),
-        ("reduction=0", "method.reduction=0; allowed: a whole number, 1 or more"),
-        ("activation=tan", "method.activation=tan; allowed: relu, gelu, silu"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, hat):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        hat(f"method.{override}")

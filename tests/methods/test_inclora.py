@@ -208,15 +208,3 @@ def test_what_is_exported_gives_the_same_logits(exported, stored, build, tmp_pat
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert [path.name for path in tmp_path.glob("adapters/*")] == ["space"] * (exported == "peft")
     assert not lora.layers(work.module.backbone(2))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("stored=both", "method.stored=both; allowed: merged, pairs"),
-        ("exported=onnx", "method.exported=onnx; allowed: merged, peft"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, build):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        build(f"method.{override}")

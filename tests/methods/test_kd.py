@@ -12,12 +12,8 @@ from tests.support.making import (
     DROPOUT,
     ORDER,
     Watch,
-    assert_close,
-    learned,
     made,
-    parameter_bytes,
     same,
-    state_beside_the_model,
 )
 from tests.support.running import outputs_at
 
@@ -196,40 +192,3 @@ def test_the_student_is_run_once(kd, batch_of):
     work.module.losses(batch)
     handle.remove()
     assert sorted(passes) == [False, True]
-
-
-def test_strength_zero_is_ncl_bit_for_bit(small, start, tmp_path):
-    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
-    for strength, equal in ((0, True), (1, False)):
-        cfg = small("method=kd", f"method.strength={strength}", ORDER, *DROPOUT)
-        assert same(learned(start, cfg, tmp_path / str(strength)), ncl) == equal
-
-
-def test_the_state_is_one_copy(kd):
-    work = kd()
-    assert state_beside_the_model(work.module) == parameter_bytes(work.module)
-
-
-def test_it_goes_with_frozen_embeddings(kd):
-    work = kd("freeze.embeddings=true")
-    before = work.weights()
-    work.learn(0)
-    frozen = {id(p) for p in work.module.frozen}
-    names = [name for name, p in work.module.model.named_parameters() if id(p) in frozen]
-    assert names
-    assert_close({n: work.weights()[n] for n in names}, {n: before[n] for n in names}, rtol=0, atol=0)
-    assert not same(work.weights(), before)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("strength=-0.5", "method.strength=-0.5; allowed: 0 or more"),
-        ("temperature=0", "method.temperature=0; allowed: above 0"),
-        ("temperature=-2", "method.temperature=-2; allowed: above 0"),
-        ("distilled=attention", "method.distilled=attention; allowed: logits, hidden"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, kd):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        kd(f"method.{override}")

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from tests.support.making import (
-    DROPOUT,
     ORDER,
     assert_close,
-    learned,
     made,
     parameter_bytes,
     same,
@@ -74,16 +72,6 @@ def test_a_stronger_pull_stays_nearer(l2):
     assert far[1] < 0.5 * far[0]
 
 
-def test_strength_zero_is_ncl_bit_for_bit(small, start, tmp_path):
-    ncl = learned(start, small("method=ncl", ORDER, *DROPOUT), tmp_path / "ncl")
-    for strength, equal in ((0, True), (1, False)):
-        for towards in ("previous", "base"):
-            cfg = small(
-                "method=l2", f"method.strength={strength}", f"method.towards={towards}", ORDER, *DROPOUT
-            )
-            assert same(learned(start, cfg, tmp_path / f"{strength}{towards}"), ncl) == equal
-
-
 def test_frozen_embeddings_are_neither_moved_nor_pulled(l2):
     work = l2("freeze.embeddings=true", "method.strength=0.5")
     before = work.weights()
@@ -104,17 +92,3 @@ def test_frozen_embeddings_are_neither_moved_nor_pulled(l2):
         0.5 / 2 * sum((p.detach().double() - before[n].double()).square().sum() for n, p in free.items())
     )
     assert work.module.penalty().item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
-        ("strength=nan", "method.strength=nan; allowed: 0 or more"),
-        ("strength=much", "method.strength=much; allowed: 0 or more"),
-        ("towards=next", "method.towards=next; allowed: previous, base"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, l2):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        l2(f"method.{override}")

@@ -226,16 +226,3 @@ def test_it_learns_and_a_run_ends_with_its_pair(small, start, tmp_path):
     assert any(".lora_B." in name and value.any() for name, value in weights.items())
     loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "model")
     assert not lora.layers(loaded)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("r=0", "method.r=0; allowed: a whole number, 1 or more"),
-        ("exported=onnx", "method.exported=onnx; allowed: merged, peft"),
-        ("start=none", "method.start=none; allowed: base, previous"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, build):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        build(f"method.{override}")

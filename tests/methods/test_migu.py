@@ -291,17 +291,6 @@ def test_what_masked_rows_do_under_adam(acts_on, made, monkeypatch):
     assert not any(torch.equal(before[upper], after[upper]) for before, after in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [[], ["method.mask.acts_on=update"], ["method.mask.acts_on=frozen"], ["method.mask.importance=random"]],
-)
-def test_threshold_zero_is_ncl_bit_for_bit(extra, small, start, tmp_path):
-    start(small(ORDER), tmp_path / "ncl")
-    start(small(ORDER, "method=migu", "method.mask.threshold=0", *extra), tmp_path / "migu")
-    ncl, migu = weights(tmp_path / "ncl"), weights(tmp_path / "migu")
-    assert ncl.keys() == migu.keys() and all(torch.equal(ncl[name], migu[name]) for name in ncl)
-
-
 def test_as_a_method_and_as_a_mask_it_is_the_same(small, start, tmp_path):
     start(small(ORDER, "method=migu"), tmp_path / "method")
     start(small(ORDER, "mask=migu"), tmp_path / "mask")

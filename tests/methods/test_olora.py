@@ -6,7 +6,7 @@ import torch
 from cpt.adapters import lora
 from cpt.data.sampling import Stream
 from cpt.methods.olora import group_by_width, norms, pair_overlap
-from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
+from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
 
 THREE = "order=[law,food,space]"
 STRONG = "optim.lr=0.05"
@@ -124,14 +124,6 @@ def test_in_the_first_domain_it_is_inclora(small):
         assert same(with_penalty.weights(), without.weights()) == equal
 
 
-def test_strength_zero_is_inclora_bit_for_bit(small, start, tmp_path):
-    inclora = learned(start, small("method=inclora", ORDER, STRONG, *DROPOUT), tmp_path / "inclora")
-    for strength, equal in ((0, True), (1, False)):
-        cfg = small("method=olora", f"method.strength={strength}", ORDER, STRONG, *DROPOUT)
-        found = learned(start, cfg, tmp_path / str(strength))
-        assert same(found, inclora) == equal
-
-
 def test_the_overlap_falls_within_a_domain(build):
     work = build("method.strength=5", "method.r=2", "optim.lr=0.01")
     work.learn(0)
@@ -188,18 +180,3 @@ def test_the_backbone_and_the_export_are_plain(build, tmp_path):
     assert not lora.layers(plain)
     state = plain.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("strength=-1", "method.strength=-1; allowed: 0 or more"),
-        ("norm=-1", "method.norm=-1; allowed: 0 or more"),
-        ("penalty=l2", "method.penalty=l2; allowed: l1, squared"),
-        ("stored=both", "method.stored=both; allowed: merged, pairs"),
-        ("exported=onnx", "method.exported=onnx; allowed: merged, peft"),
-    ],
-)
-def test_a_wrong_option_is_told(override, message, build):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        build(f"method.{override}")

@@ -274,30 +274,6 @@ def test_no_tokens_are_the_base_to_the_end(small, start, tmp_path):
     assert same(own, {f"model.{name}": value for name, value in none.module.model.state_dict().items()})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["method.tokens=-1"], "method.tokens=-1; allowed: a whole number, 0 or more"),
-        (
-            ["method.tokens=497"],
-            "method.tokens=497; allowed: a whole number, 0 to 496, the positions beyond ",
-        ),
-        (
-            ["method.tokens=2.5"],
-            "method.tokens=2.5; allowed: a whole number, 0 or more",
-        ),
-        (
-            ["method.tokens=true"],
-            "method.tokens=true; allowed: a whole number, 0 or more",
-        ),
-        (["method.start=zero"], "method.start=zero; allowed: vocabulary, previous"),
-    ],
-)
-def test_a_wrong_option_is_told(overrides, message, prompt):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        prompt(*overrides)
-
-
 def test_all_positions_may_be_filled(prompt):
     assert prompt("method.tokens=496").module.prompt.shape == (496, D)
 

@@ -407,26 +407,6 @@ def test_it_finds_the_domain_of_a_text(small_gpt2):
         assert used[place] > 0.5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"learned": "last"}, "learned=last; allowed: domain, posterior, nearest"),
-        ({"unlearned": "domain"}, "unlearned=domain; allowed: base, last, posterior, nearest"),
-        ({"prior": "none"}, "prior=none; allowed: uniform, updating, cached"),
-        ({"decay": 1.5}, "decay=1.5; allowed: 0 to 1"),
-        ({"cached": 0}, "cached=0; allowed: a whole number, 1 or more"),
-        ({"cached": None}, "cached=null; allowed: a whole number, 1 or more"),
-        ({"cached": True}, "cached=true; allowed: a whole number, 1 or more"),
-        ({"top_k": 0}, "top_k=0; allowed: null or a whole number, 1 or more"),
-        ({"top_k": 1.5}, "top_k=1.5; allowed: null or a whole number, 1 or more"),
-        ({"base": "yes"}, "base=yes; allowed: true, false"),
-    ],
-)
-def test_a_wrong_option_is_told(options, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        router(**options)
-
-
 def test_an_evaluation_begins_anew_even_with_a_single_text(work):
     run = work("method.routing.prior=updating", "method.routing.learned=posterior")
     run.data.held_out = {"law": run.data.held_out["law"]}

@@ -1,7 +1,9 @@
 """What a config may not say, and what is said of it: at once, without torch, or on the model's skeleton."""
 
 # Nothing here reads text or needs torch.
-SHARE, WHOLE, BOOL = "0 to 1", "a whole number, 1 or more", "true, false"
+SHARE, BELOW = "0 to 1", "0 or more and below 1"
+WHOLE, WHOLE_OR_0, BOOL = "a whole number, 1 or more", "a whole number, 0 or more", "true, false"
+PLACES = "pfeiffer, ffn, houlsby"
 BUDGET = "is not taken: trainer.steps, trainer.epochs or trainer.tokens say"
 SCORED = "is not taken: every domain is scored as a whole"
 
@@ -82,42 +84,12 @@ AT_ONCE = {
     "endtask=submodules endtask.seeds=5": "endtask.seeds=5; allowed: a list of different whole numbers",
     "endtask=submodules endtask.tasks=5": "endtask.tasks=5; allowed: null or for each task its own values",
     "endtask=submodules +endtask.tasks.pandas=5": "endtask.tasks={'pandas': 5}; allowed: null or for each t",
-    "method=adapter method.reduction=0": f"method.reduction=0; allowed: {WHOLE}",
-    "method=adapter method.per_domain=1": f"method.per_domain=1; allowed: {BOOL}",
-    "method=das method.units=[head]": "method.units=[head]; allowed: one or more of heads, neurons, out",
-    "method=das method.general=x": "method.general=x; allowed: null or logits, hidden",
     "method=derpp method.memory_bytes=5": "method.memory=512 and memory_bytes=5; allowed: exactly one",
     "method=hat method.units=[]": "method.shared=frozen leaves nothing to train without units",
-    "method=lora method.r=abc": f"method.r=abc; allowed: {WHOLE}",
-    "method=lora method.targets=(": "method.targets=(; allowed: all-linear, a regular expression, or a list",
-    "method=lora method.rate=abc": "method.rate=abc; allowed: 0 or more",
-    "method=migu method.mask.threshold=1": "method.mask.threshold=1; allowed: 0 or more and below",
-    "method=replay method.mixture.past=2": "method.mixture.past=2; allowed: 0 or more and below 1",
     "mask=migu mask.migu.acts_on=x": "mask.migu.acts_on=x; allowed: gradient, update, frozen",
-    "method=demix method.routing.top_k=0": f"method.routing.top_k=0; allowed: null or {WHOLE}",
-    "method=ewc method.strength=-1": "method.strength=-1; allowed: 0 or more",
-    "method=ewc method.estimator=exact": "method.estimator=exact; allowed: per_sample, batch",
-    "method=ewc method.gamma=1.5": "method.gamma=1.5; allowed: 0 to 1",
     "method=ewc +method.strenght=1": "method.strenght is not known; did you mean method.strength? allowed: m",
-    "method=kd method.temperature=0": "method.temperature=0; allowed: above 0",
-    "method=l2 method.towards=general": "method.towards=general; allowed: previous, base",
-    "method=ema method.decay=1": "method.decay=1; allowed: 0 or more and below 1",
-    "method=wise_ft method.previous=2": "method.previous=2; allowed: 0 to 1",
-    "method=derpp method.draw=0": "method.draw=0; allowed: null or a whole number from 1 on",
-    "method=derpp method.precision=int8": "method.precision=int8; allowed: float16, bfloat16, float32",
-    "method=olora method.penalty=l3": "method.penalty=l3; allowed: l1, squared",
-    "method=inclora method.stored=disk": "method.stored=disk; allowed: merged, pairs",
-    "method=lora method.dropout=1": "method.dropout=1; allowed: 0 or more and below 1",
-    "method=prompt method.tokens=-1": "method.tokens=-1; allowed: a whole number, 0 or more",
-    "method=prompt method.start=noise": "method.start=noise; allowed: vocabulary, previous",
-    "method=cpt_plugin method.ffn=0": "method.ffn=0; allowed: above 0",
-    "method=demix method.start=random": "method.start=random; allowed: nearest, previous, base",
-    "method=hat method.std=0": "method.std=0; allowed: above 0",
-    "method=dga method.contrast_text=both": "method.contrast_text=both; allowed: uncorrupted, corrupted",
-    "method=das method.columns=[outputs]": "method.columns=[outputs]; allowed: some of heads, neurons, or []",
     "method._target_=cpt.methods.ewc.ECW": "method._target_=cpt.methods.ewc.ECW: cpt.methods.ewc has no ECW",
     "method._target_=nowhere.Method": "method._target_=nowhere.Method: there is no module nowhere",
-    "method=adapter method.routing.learned=last": "method.routing.learned=last; allowed: domain, posterior",
     "method=adapter +method.routing.unlearnd=base": "method.routing.unlearnd is not known; did you mean meth",
     "mask=migu mask.migu.threshold=1": "mask.migu.threshold=1; allowed: 0 or more and below 1",
     "mask=migu mask.migu.importance=size": "mask.migu.importance=size; allowed: output, gradient, weight, ra",
@@ -157,17 +129,136 @@ AT_ONCE = {
     "trainer.epochs=2": "the budget of a domain is trainer.steps=250 trainer.epochs=2",
 }
 
+OF_METHODS = {  # what of method.… may not be said, and what is allowed
+    "adapter": {
+        "placement=all": PLACES,
+        "activation=tanh": "relu, gelu, silu",
+        "start=zero": "base, previous",
+        "reduction=0": WHOLE,
+        "reduction=2.5": WHOLE,
+        "reduction=true": WHOLE,
+        "per_domain=1": BOOL,
+        "routing.learned=last": "domain, posterior, nearest",
+        "routing.unlearned=domain": "base, last, posterior, nearest",
+        "routing.decay=1.5": SHARE,
+        "routing.cached=0": WHOLE,
+        "routing.cached=null": WHOLE,
+        "routing.cached=true": WHOLE,
+        "routing.base=yes": BOOL,
+    },
+    "cpt_plugin": {
+        "norms=shared": "per_domain, frozen",
+        "attention=0": "above 0",
+        "ffn=0": "above 0",
+        "ffn=-1": "above 0",
+        "s_max=0": "above 0",
+        "limit=0": "above 0",
+        "sparsity=-1": "0 or more",
+    },
+    "das": {
+        "units=[head]": "one or more of heads, neurons, outputs",
+        "general=x": "null or logits, hidden",
+        "columns=[outputs]": "some of heads, neurons, or []",
+    },
+    "demix": {
+        "experts=lora": "ffn, adapter",
+        "start=random": "nearest, previous, base",
+        "placement=behind": PLACES,
+        "reduction=0": WHOLE,
+        "routing.prior=none": "uniform, updating, cached",
+        "routing.top_k=0": f"null or {WHOLE}",
+        "routing.top_k=1.5": f"null or {WHOLE}",
+    },
+    "derpp": {
+        "draw=0": "null or a whole number from 1 on",
+        "precision=int8": "float16, bfloat16, float32",
+    },
+    "dga": {"contrast_text=both": "uncorrupted, corrupted"},
+    "ema": dict.fromkeys([f"decay={given}" for given in ("1", "-0.1", "1.5", "nan", "slow", "null")], BELOW),
+    "ewc": {
+        "strength=-1": "0 or more",
+        "estimator=exact": "per_sample, batch",
+        "merge=sum": "mean, decay",
+        "gamma=1.5": SHARE,
+        "gamma=-0.1": SHARE,
+    },
+    "hat": {
+        "form=half": "full, adapter",
+        "shared=some": "frozen, trained",
+        "units=[tokens]": "some of heads, neurons, outputs, or []",
+        "acts_on=never": "gradient, update, frozen",
+        "s_max=0": "above 0",
+        "strength=-1": "0 or more",
+        "limit=0": "above 0",
+        "std=0": "above 0",
+        "gate_rate=0": "above 0",
+        "placement=top": PLACES,
+        "reduction=0": WHOLE,
+        "activation=tan": "relu, gelu, silu",
+    },
+    "inclora": {
+        "stored=both": "merged, pairs",
+        "exported=onnx": "merged, peft",
+    },
+    "kd": {
+        "strength=-0.5": "0 or more",
+        "temperature=0": "above 0",
+        "temperature=-2": "above 0",
+        "distilled=attention": "logits, hidden",
+    },
+    "l2": {
+        "strength=-1": "0 or more",
+        "strength=nan": "0 or more",
+        "strength=much": "0 or more",
+        "towards=next": "previous, base",
+    },
+    "lora": {
+        "r=0": WHOLE,
+        "r=abc": WHOLE,
+        "exported=onnx": "merged, peft",
+        "start=none": "base, previous",
+        "dropout=1": BELOW,
+        "rate=abc": "0 or more",
+        "targets=(": "all-linear, a regular expression, or a list",
+    },
+    "migu": {"mask.threshold=1": BELOW},
+    "olora": {
+        "strength=-1": "0 or more",
+        "norm=-1": "0 or more",
+        "penalty=l2": "l1, squared",
+        "stored=both": "merged, pairs",
+        "exported=onnx": "merged, peft",
+    },
+    "prompt": {
+        "tokens=-1": WHOLE_OR_0,
+        "tokens=2.5": WHOLE_OR_0,
+        "tokens=true": WHOLE_OR_0,
+        "start=zero": "vocabulary, previous",
+    },
+    "replay": {"mixture.past=2": BELOW},
+    "wise_ft": dict.fromkeys(
+        [f"previous={given}" for given in ("-0.1", "1.1", "nan", "half", "true")], SHARE
+    ),
+}
+AT_ONCE |= {
+    f"method={method} method.{given}": f"method.{given}; allowed: {allowed}"
+    for method, wrong in OF_METHODS.items()
+    for given, allowed in wrong.items()
+}
+
 THEIRS = "lightning.pytorch.callbacks"
 
 ON_THE_MODEL = {
+    "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
+    "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
+    "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
+    "method=prompt method.tokens=600": "method.tokens=600; allowed: a whole number, 0 to ",
     "+method.tau=1": "method.tau is not known; allowed: none",
     "method=das +method.temprature=1": "method.temprature is not known; did you mean method.temperature?",
     "method=ewc +method.seed=3": "method.seed is not known; allowed: method.strength, method.estimator",
     "mask=migu +mask.foo=1": "mask.foo=1 has no class; allowed: null, or +mask.foo._target_=module",
     "method=demix +method.routing.foo=1": "method.routing.foo is not known; allowed: method.routing.learned",
-    "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=hat method.form=adapter method.reduction=33": "method.reduction=33; allowed: 1 to 32",
-    "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
     "+optim.nesterof=true": "optim.nesterof is not known; allowed: optim.lr",
     "optim=sgd +optim.nesterov=true": "optim: Nesterov momentum requires a momentum and zero dampening",
     "optim._target_=torch.optim.Nothing": "optim._target_=torch.optim.Nothing: module 'torch.optim' has no",
@@ -189,9 +280,7 @@ ON_THE_MODEL = {
     f"+callbacks.x._target_={THEIRS}.ModelCheckpoint": "callbacks.x=ModelCheckpoint is not taken: trainer.c",
     f"+callbacks.x._target_={THEIRS}.TQDMProgressBar": "callbacks.x=TQDMProgressBar is not taken: cpt has",
     f"+logger.x._target_={THEIRS}.Timer": f"logger.x._target_={THEIRS}.Timer; allowed: a lightning.pytorch",
-    "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
     "method=das method.contrast_dropout=null": "two passes of ModernBertForMaskedLM with method.contrast_dro",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
-    "method=prompt method.tokens=600": "method.tokens=600; allowed: a whole number, 0 to ",
 }

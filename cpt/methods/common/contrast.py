@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, distributed
-from torch.distributed.nn.functional import all_gather
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from cpt.core.collectives import gather_rows
 from cpt.data.batch import Batch
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
@@ -35,21 +35,6 @@ def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temper
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
     own = before + torch.arange(len(anchors), device=anchors.device)
     return functional.cross_entropy(similarity / temperature, own)
-
-
-def gather_rows(vectors: Tensor) -> tuple[Tensor, int]:
-    """The rows [N, ...] of all processes, one process after another, and how many stand before the own
-    ones; gradients go back to whose row it is."""
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return vectors, 0
-    sizes = [
-        torch.zeros((), dtype=torch.long, device=vectors.device) for _ in range(distributed.get_world_size())
-    ]
-    distributed.all_gather(sizes, torch.tensor(len(vectors), device=vectors.device))
-    missing = max(sizes) - len(vectors)  # processes may differ by a row, gathered tensors may not
-    padded = functional.pad(vectors, [0, 0] * (vectors.ndim - 1) + [0, int(missing)])
-    parts = [part[:size] for part, size in zip(all_gather(padded), sizes, strict=True)]
-    return torch.cat(parts), int(sum(sizes[: distributed.get_rank()]))
 
 
 def pool(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:

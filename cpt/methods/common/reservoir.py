@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from cpt.core.collectives import gather_shards
+from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data.batch import UNSCORED, Batch, label_batch, labels_of
 
@@ -37,13 +39,6 @@ def offer(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:
     the slots; number k, counted from 0, draws one of k + 1 places, so that it stays with probability
     slots / (k + 1)."""
     return np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
-
-
-def rank_and_world() -> tuple[int, int]:
-    """The rank of this process and how many there are."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
 
 
 class Reservoir(nn.Module):
@@ -151,14 +146,8 @@ class Reservoir(nn.Module):
     @torch.no_grad()
     def gather(self) -> None:
         """Brings the slots of every process to all; a collective."""
-        _, world = rank_and_world()
-        for rank in range(world) if world > 1 else ():
-            for buffer in self.buffers():
-                # Lightning moves a module to the CPU after a fit, and NCCL sends from a GPU alone.
-                device = "cuda" if distributed.get_backend() == "nccl" else buffer.device
-                shard = buffer[rank::world].to(device).contiguous()
-                distributed.broadcast(shard.view(torch.uint8), src=rank)
-                buffer[rank::world] = shard.to(buffer.device)
+        for buffer in self.buffers():
+            gather_shards(buffer)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.gather()
