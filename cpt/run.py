@@ -60,7 +60,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     with defer_signals():  # libraries do not bear to be left while they are read in
         from cpt.core.threads import keep_threads
         from cpt.data.corpora import Corpora
-        from cpt.tracking.loggers import track
+        from cpt.tracking.loggers import About, track
         from cpt.training import assembly, preflight
         from cpt.training.callbacks import CustomCallbacks
         from cpt.training.endtasks import make_examination
@@ -84,8 +84,8 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     if plan.run.check == "full":
         confirm(place)
-    how = {"group": str(plan.run.name), "job": plan.names["method"], "tags": plan.run.tags}
-    with track(plan.logger.flags, place.path, **how, config=plan.settings, custom=ready.loggers) as loggers:
+    about = About(str(plan.run.name), plan.names["method"], plan.run.tags, plan.settings)
+    with track(plan.logger.flags, place.path, about=about, custom=ready.loggers) as loggers:
         learner = Learner(
             plan,
             place,

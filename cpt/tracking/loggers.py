@@ -4,6 +4,7 @@ import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +48,30 @@ class LongCSV(Logger):
             writer.writerows((step, name, value) for name, value in metrics.items() if name != "epoch")
 
 
+@dataclass(frozen=True)
+class About:
+    """What is told of a run: the runs that it belongs to, what kind of job it is, its tags and its config."""
+
+    group: str
+    job: str
+    tags: Sequence[str]
+    config: Mapping[str, Any]
+
+
 @contextmanager
 def track(
-    options: Mapping[str, Any],
-    folder: Path,
-    *,
-    group: str,
-    job: str,
-    tags: Sequence[str],
-    config: Mapping[str, Any],
-    custom: Sequence[Logger] = (),
+    options: Mapping[str, Any], folder: Path, *, about: About, custom: Sequence[Logger] = ()
 ) -> Iterator[list[Logger]]:
     """The loggers of one run, with `custom` ones among them; its W&B run ends with it, as finished or as
     failed."""
     loggers: list[Logger] = [LongCSV(folder / "metrics.csv")] if options.get("csv") else []
     loggers += custom
     for logger in custom:
-        logger.log_hyperparams(dict(config))
+        logger.log_hyperparams(dict(about.config))
     if not options.get("wandb"):
         yield loggers
         return
-    tracker = wandb_logger(options, folder, group=group, job=job, tags=tags, config=config)
+    tracker = wandb_logger(options, folder, about)
     failed = True
     try:
         yield [*loggers, tracker]
@@ -79,23 +83,16 @@ def track(
         finish(tracker, failed=failed)
 
 
-def wandb_logger(
-    options: Mapping[str, Any],
-    folder: Path,
-    *,
-    group: str,
-    job: str,
-    tags: Sequence[str],
-    config: Mapping[str, Any],
-) -> WandbLogger:
+def wandb_logger(options: Mapping[str, Any], folder: Path, about: About) -> WandbLogger:
     """One W&B run per run folder: the same folder is the same run, also after a restart."""
     if rank_zero_only.rank != 0:
         return WandbLogger(save_dir=str(folder))
     # The run is made here: Lightning would hand on an option that W&B warns of, and join a run that is still
     # open.
-    about = {"name": folder.name, "group": group, "job_type": job, "tags": list(tags), "config": dict(config)}
+    told = {"name": folder.name, "group": about.group, "job_type": about.job, "tags": list(about.tags)}
     places = {name: options.get(name) for name in ("project", "entity", "mode")}
-    return WandbLogger(experiment=open_run(digest([group, folder.name]), folder, **about, **places))
+    own = digest([about.group, folder.name])
+    return WandbLogger(experiment=open_run(own, folder, config=dict(about.config), **told, **places))
 
 
 @rank_zero_only

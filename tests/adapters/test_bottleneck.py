@@ -2,9 +2,12 @@
 the equations say, at the places where the model has them."""
 
 import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
@@ -119,14 +122,31 @@ def by_hand(part, h):
     return functional.gelu(h @ down.weight.T + down.bias) @ up.weight.T + up.bias
 
 
-@pytest.mark.parametrize(("family", "norm"), [
-    ("bert", "output.LayerNorm"),
-    ("roberta", "output.LayerNorm"),
-    ("distilbert", "output_layer_norm"),
-    ("bart", "final_layer_norm"),
-])  # fmt: skip
-def test_pfeiffers_read_the_normalised_sum_and_add_to_the_sum(family, norm):
+def add_after_norm(part: nn.Module, module: nn.Module, args: tuple, normed: torch.Tensor) -> torch.Tensor:
     """Of a post-norm block, out = norm(s + A(norm(s))) of the sum s of FFN and residual."""
+    return module.forward(args[0] + by_hand(part, normed))
+
+
+def add_to_sum(part: nn.Module, module: nn.Module, args: tuple, output: Any) -> Any:
+    """Of a pre-norm block, out = s + A(s): the sum is what the next block reads."""
+    tensor = isinstance(output, torch.Tensor)
+    hidden = output if tensor else output[0]
+    hidden = hidden + by_hand(part, hidden)
+    return hidden if tensor else (hidden, *output[1:])
+
+
+@pytest.mark.parametrize(("family", "place", "expected"), [
+    ("bert", ".output.LayerNorm", add_after_norm),
+    ("roberta", ".output.LayerNorm", add_after_norm),
+    ("distilbert", ".output_layer_norm", add_after_norm),
+    ("bart", ".final_layer_norm", add_after_norm),
+    ("gpt2", "", add_to_sum),
+    ("llama", "", add_to_sum),
+    ("opt", "", add_to_sum),
+    ("modernbert", "", add_to_sum),
+    ("gpt_neox", "", add_to_sum),
+])  # fmt: skip
+def test_pfeiffers_read_and_add_to_what_the_block_gives(family, place, expected):
     model = build(family)
     inputs = inputs_of(model)
     plain = copy.deepcopy(model)
@@ -134,33 +154,7 @@ def test_pfeiffers_read_the_normalised_sum_and_add_to_the_sum(family, norm):
     for stack in FAMILIES[family].stacks:
         for number in range(BLOCKS):
             part = model.get_submodule(f"{stack}.{number}").adapter
-
-            def renormed(module, args, normed, part=part):
-                return module.forward(args[0] + by_hand(part, normed))
-
-            plain.get_submodule(f"{stack}.{number}.{norm}").register_forward_hook(renormed)
-    with torch.no_grad():
-        torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "modernbert", "gpt_neox"])
-def test_pfeiffers_of_a_pre_norm_block_read_the_sum_and_add_to_it(family):
-    """out = s + A(s): the sum is what the next block reads."""
-    model = build(family)
-    inputs = inputs_of(model)
-    plain = copy.deepcopy(model)
-    shake(model, attach_bottlenecks(model, **PFEIFFER))
-    for stack in FAMILIES[family].stacks:
-        for number in range(BLOCKS):
-            part = model.get_submodule(f"{stack}.{number}").adapter
-
-            def added(module, args, output, part=part):
-                tensor = isinstance(output, torch.Tensor)
-                hidden = output if tensor else output[0]
-                hidden = hidden + by_hand(part, hidden)
-                return hidden if tensor else (hidden, *output[1:])
-
-            plain.get_submodule(f"{stack}.{number}").register_forward_hook(added)
+            plain.get_submodule(f"{stack}.{number}{place}").register_forward_hook(partial(expected, part))
     with torch.no_grad():
         torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
 

@@ -8,7 +8,6 @@ import torch
 import cpt.adapters.export
 from cpt.adapters.bottleneck import Bottleneck
 from cpt.data.datamodule import Domain
-from cpt.data.sampling import Stream
 from tests.support.making import ORDER, made, parameter_bytes, same, state_beside_the_model
 from tests.support.running import logits_at, token_nll
 
@@ -60,18 +59,6 @@ def learned(work, count: int):
     return work
 
 
-@pytest.fixture
-def batch_of():
-    """A training batch."""
-
-    def build(work):
-        options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-        text = {"law": work.data.train["law"]}
-        return Stream(text, objective=work.data.objective, accumulate=1, **options)[0]
-
-    return build
-
-
 @pytest.mark.parametrize("objective", ["masked", "causal"])
 @pytest.mark.parametrize("options", [[], ["method.placement=houlsby", OWN]], ids=["one", "per domain"])
 def test_the_base_keeps_its_bits_and_the_adapters_learn(objective, options, small_of):
@@ -96,9 +83,9 @@ def test_the_number_of_trained_parameters_is_the_formula(placement, reduction, s
     assert names_of(work) == set(slot(work))
 
 
-def test_the_first_model_is_the_base(adapter, small, batch_of):
+def test_the_first_model_is_the_base(adapter, small):
     work, plain = adapter("method.placement=houlsby"), made(small("method=ncl", ORDER))
-    batch = batch_of(plain)
+    batch = plain.batches()[0]
     assert same(base_of(work), dict(plain.module.model.state_dict()))
     work.module.eval(), plain.module.eval()
     assert torch.equal(logits_at(work.module.model, batch), logits_at(plain.module.model, batch))
@@ -118,9 +105,9 @@ def test_learning_a_domain_changes_no_bit_of_anothers(adapter):
     assert not same(bank.weights(1), law)
 
 
-def test_each_text_is_scored_by_its_own_part_and_others_by_the_base(adapter, small, batch_of):
+def test_each_text_is_scored_by_its_own_part_and_others_by_the_base(adapter, small):
     work, plain = adapter(OWN, *DECAY), made(small("method=ncl", ORDER))
-    batch = batch_of(plain)
+    batch = plain.batches()[0]
     learned(work, 2)
     module = work.module.eval()
     assert module.needs_domain
@@ -135,19 +122,19 @@ def test_each_text_is_scored_by_its_own_part_and_others_by_the_base(adapter, sma
     assert not torch.equal(own[0], own[1]) and not torch.equal(own[0], base)
 
 
-def test_routing_is_an_option(adapter, batch_of):
+def test_routing_is_an_option(adapter):
     work = adapter(OWN, "routing@method.routing=posterior")
     learned(work, 2)
-    batch, module = batch_of(work), work.module.eval()
+    batch, module = work.batches()[0], work.module.eval()
     assert not module.needs_domain
     module.nll(batch, 0)
     assert set(module.used(0)) <= {-1, 0, 1} and len(module.used(0)) > 1
 
 
-def test_one_for_all_is_asked_for_no_domain(adapter, batch_of):
+def test_one_for_all_is_asked_for_no_domain(adapter):
     work = adapter(*DECAY)
     work.learn(0)
-    batch, module = batch_of(work), work.module.eval()
+    batch, module = work.batches()[0], work.module.eval()
     assert not module.needs_domain and module.used(0) == {}
     found, count = module.nll(batch, 0)
     assert torch.equal(found, token_nll(module.model, batch)) and torch.equal(count, torch.ones_like(found))
@@ -169,10 +156,10 @@ def test_a_sequence_grows_by_a_part_per_domain_or_not_at_all(options, parts, ada
     assert parameter_bytes(module) == sum(value.nbytes for value in work.weights().values())
 
 
-def test_a_new_module_takes_the_state_of_a_longer_one(adapter, batch_of):
+def test_a_new_module_takes_the_state_of_a_longer_one(adapter):
     """Parts that exist for later domains only; then both score alike, bit for bit."""
     one, other = adapter(OWN), adapter(OWN)
-    batch = batch_of(one)
+    batch = one.batches()[0]
     for number in (0, 1, 2):
         visit(one.module, number)
     other.module.load_state_dict(one.module.state_dict())
@@ -240,9 +227,9 @@ def test_migu_masks_rows_of_both_maps_by_their_own_outputs(adapter):
         assert moved == sorted(sums[linear].topk(count).indices.tolist())
 
 
-def test_what_is_exported_is_loaded(adapter, tmp_path, batch_of):
+def test_what_is_exported_is_loaded(adapter, tmp_path):
     work = adapter(OWN, "method.placement=houlsby", "method.activation=silu", "method.reduction=4")
-    batch = batch_of(work)
+    batch = work.batches()[0]
     for number in (0, 1):
         visit(work.module, number)
     expression = work.module.eval().export(tmp_path, ["law", "food"])
@@ -254,9 +241,9 @@ def test_what_is_exported_is_loaded(adapter, tmp_path, batch_of):
         assert torch.equal(logits_at(last, batch), expected)
 
 
-def test_one_for_all_is_exported_too(adapter, tmp_path, batch_of):
+def test_one_for_all_is_exported_too(adapter, tmp_path):
     work = adapter()
-    batch = batch_of(work)
+    batch = work.batches()[0]
     visit(work.module, 0)
     expression = work.module.eval().export(tmp_path, ["law", "food"])
     loaded = eval(expression, {"cpt": cpt})
@@ -264,9 +251,9 @@ def test_one_for_all_is_exported_too(adapter, tmp_path, batch_of):
     assert [path.stem for path in (tmp_path / "parts").iterdir()] == ["food"]
 
 
-def test_a_backbone_is_independent_of_the_model(adapter, batch_of):
+def test_a_backbone_is_independent_of_the_model(adapter):
     work = adapter(OWN)
-    batch, module = batch_of(work), work.module.eval()
+    batch, module = work.batches()[0], work.module.eval()
     for number in (0, 1):
         visit(module, number)
     before, copy = slot(work), module.backbone(0)

@@ -9,7 +9,6 @@ import cpt.adapters.export
 from cpt.adapters.gates import Gate, anneal
 from cpt.adapters.plugin import Plugin
 from cpt.data.datamodule import Domain
-from cpt.data.sampling import Stream
 from cpt.methods.cpt_plugin import norms_of
 from tests.models.test_units import build
 from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
@@ -27,11 +26,6 @@ def plugin(small):
 @pytest.fixture
 def small_of(small, small_gpt2):
     return {"masked": small, "causal": small_gpt2}
-
-
-def batch_of(work, text: str = "law"):
-    options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-    return Stream({text: work.data.train[text]}, objective=work.data.objective, accumulate=1, **options)[0]
 
 
 def taking(weights, names) -> dict[str, torch.Tensor]:
@@ -72,7 +66,7 @@ def test_a_zero_plugin_is_the_base(objective, small_of):
     """Also in training, whatever the gates."""
     work = made(small_of[objective]("method=cpt_plugin", ORDER))
     plain = made(small_of[objective]("method=ncl", ORDER))
-    batch, model = batch_of(work), work.module.model
+    batch, model = work.batches()[0], work.module.model
     assert same(base_of(work, norms=True), dict(plain.module.model.state_dict()))
     for training in (False, True):
         work.module.train(training), plain.module.train(training)
@@ -89,7 +83,7 @@ def test_a_zero_plugin_is_the_base(objective, small_of):
 def test_what_was_learned_stays_bit_for_bit(objective, small_of):
     """Under AdamW with weight decay, on text of any domain."""
     work = made(small_of[objective]("method=cpt_plugin", ORDER, *DECAY))
-    batches = [batch_of(work, text) for text in ("law", "food")]
+    batches = [work.batches(text=text)[0] for text in ("law", "food")]
     before = [answers(work, batch, -1) for batch in batches]
     work.learn(0)
     first = [answers(work, batch, 0) for batch in batches]
@@ -107,7 +101,7 @@ def test_what_was_learned_stays_bit_for_bit(objective, small_of):
 
 def test_what_was_learned_stays_however_far_others_go(plugin):
     work = plugin()
-    batch, seen = batch_of(work), []
+    batch, seen = work.batches()[0], []
     for number in range(6):
         visit(work, number, scale=1.0)
         seen.append(answers(work, batch, number))
@@ -247,20 +241,20 @@ def test_the_regulariser_is_a_term_only_where_it_is_asked_for(plugin):
     module = work.module.train()
     module.taken.taken[:100] = 1
     module.trainer = SimpleNamespace(global_step=3, max_steps=6)
-    found = module.losses(batch_of(work))
+    found = module.losses(work.batches()[0])
     s = anneal(3 / 5, s_max=400)
     gates, free = torch.sigmoid(s * module.gates.e()), 1 - module.taken.taken
     assert found["sparsity"].item() == pytest.approx((0.5 * (gates * free).sum() / free.sum()).item())
     assert found["sparsity"].requires_grad
     plain = plugin().module
     plain.trainer = module.trainer
-    assert set(plain.losses(batch_of(work))) == {"lm"}
+    assert set(plain.losses(work.batches()[0])) == {"lm"}
 
 
 def test_each_text_is_scored_with_its_own_gates(plugin):
     """Others with those of the last domain, or by the base where that is asked for."""
     work = plugin(*DECAY)
-    batch, module = batch_of(work), work.module
+    batch, module = work.batches()[0], work.module
     base = answers(work, batch, -1)
     work.learn(0)
     work.learn(1)
@@ -283,7 +277,7 @@ def test_each_text_is_scored_with_its_own_gates(plugin):
 
 def test_a_new_module_takes_the_state_of_a_longer_one(plugin):
     one, other = plugin(), plugin()
-    batch = batch_of(one)
+    batch = one.batches()[0]
     for number in (0, 1, 2):
         visit(one, number)
     other.module.load_state_dict(one.module.state_dict())
@@ -297,7 +291,7 @@ def test_a_new_module_takes_the_state_of_a_longer_one(plugin):
 @pytest.mark.parametrize("options", [[], ["method.output_relu=true", FROZEN]], ids=["default", "released"])
 def test_what_is_exported_is_loaded_without_gates(options, plugin, tmp_path):
     work = plugin(*options)
-    batch = batch_of(work)
+    batch = work.batches()[0]
     for number in (0, 1):
         visit(work, number)
     expected = [answers(work, batch, number) for number in (0, 1)]
@@ -313,7 +307,7 @@ def test_what_is_exported_is_loaded_without_gates(options, plugin, tmp_path):
 
 def test_a_backbone_has_hard_gates_of_its_own(plugin):
     work = plugin()
-    batch, module = batch_of(work), work.module
+    batch, module = work.batches()[0], work.module
     for number in (0, 1):
         visit(work, number)
     module.gates.set(2.0)
@@ -330,7 +324,7 @@ def test_a_backbone_has_hard_gates_of_its_own(plugin):
 
 def test_with_a_last_relu_the_first_model_is_not_the_base(plugin):
     work = plugin("method.output_relu=true", "routing@method.routing=domain")
-    batch, module = batch_of(work), work.module.eval()
+    batch, module = work.batches()[0], work.module.eval()
     assert not torch.equal(logits_at(module.model, batch), answers(work, batch, -1))
     parts = [part for part in module.model.modules() if isinstance(part, Plugin)]
     assert all((part(torch.randn(3, 32)) >= 0).all() for part in parts)
@@ -343,7 +337,7 @@ def test_migu_masks_rows_of_the_plugins(plugin):
     assert taken is work.module.taken
     linears = [linear for part in parts for linear in (part.down, part.up)]
     assert {each.module for each in migu.maps} == set(linears)
-    batch = batch_of(work)
+    batch = work.batches()[0]
     work.learn(0)
     law = answers(work, batch, 0)
     work.learn(1)

@@ -6,9 +6,17 @@ import torch
 import transformers
 
 from cpt.adapters import lora
-from cpt.data.sampling import Stream
-from tests.support.making import ORDER, assert_close, learned, made, same, state_beside_the_model, weights
-from tests.support.running import outputs_at
+from tests.support.making import (
+    ORDER,
+    assert_close,
+    learned,
+    made,
+    same,
+    state_beside_the_model,
+    state_bytes,
+    weights,
+)
+from tests.support.pairs import base_of, logits, pair_of
 
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 STRONG = "optim.lr=0.05"
@@ -20,35 +28,10 @@ def build(small):
     return lambda *overrides: made(small("method=inclora", THREE, STRONG, *overrides))
 
 
-def pair_of(module):
-    names = [name for name, _ in module.model.named_parameters() if ".lora_" in name and ".default" in name]
-    return {name: module.model.get_parameter(name).detach().clone() for name in names}
-
-
-def base_of(module):
-    return {name: p.detach().clone() for name, p in module.model.named_parameters() if ".lora_" not in name}
-
-
-def batch_of(work):
-    """A training batch of the first domain."""
-    options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-    text = {"law": work.data.train["law"]}
-    return Stream(text, objective=work.data.objective, accumulate=1, **options)[0]
-
-
-def state_bytes(module) -> int:
-    return sum(value.nbytes for value in module.state_dict().values())
-
-
-@torch.no_grad()
-def logits(model, batch):
-    return outputs_at(model.eval(), batch)[0]
-
-
 def starts_of(work) -> list:
     """What the model is at each domain's first step: pair, base weights and logits on one batch."""
     module, before, found = work.module, work.module.before_domain, []
-    probe = batch_of(work)
+    probe = work.batches()[0]
 
     def noted(batches):
         before(batches)
@@ -75,7 +58,7 @@ def test_each_domain_begins_with_a_new_pair_at_the_model_before(stored, build):
     starts, ends = starts_of(work), []
     for number in range(3):
         work.learn(number)
-        probe = batch_of(work)
+        probe = work.batches()[0]
         ends.append((pair_of(work.module), base_of(work.module), logits(work.module.model, probe)))
     for number in (1, 2):
         (pair, _, out), (old, _, before) = starts[number], ends[number - 1]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cpt.data.batch import labels_of
-from cpt.data.sampling import Stream
 from cpt.methods.kd import distillation, select_distilled
 from tests.support.making import (
     DROPOUT,
@@ -27,19 +26,6 @@ def taught_by(module, batch):
 @pytest.fixture
 def kd(small):
     return lambda *overrides: made(small("method=kd", ORDER, *overrides))
-
-
-@pytest.fixture
-def batch_of():
-    """A training batch, or the accumulated parts of one."""
-
-    def batches(work, *, parts: int = 1) -> list[dict[str, torch.Tensor]]:
-        options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-        text = {"law": work.data.train["law"]}
-        stream = Stream(text, objective=work.data.objective, accumulate=parts, **options)
-        return [stream[number] for number in range(parts)]
-
-    return batches
 
 
 def slow(student, teacher, *, temperature: float) -> list[float]:
@@ -90,10 +76,10 @@ def test_hidden_states_are_those_of_the_scored_positions():
 
 
 @pytest.mark.parametrize("distilled", ["logits", "hidden"])
-def test_the_loss_is_the_mean_over_the_scored_tokens(distilled, kd, batch_of):
+def test_the_loss_is_the_mean_over_the_scored_tokens(distilled, kd):
     """Against the whole model's outputs at every position, number by number."""
     work = kd(f"method.distilled={distilled}", "method.strength=3", "method.temperature=2")
-    [batch] = batch_of(work)
+    [batch] = work.batches()
     module, inputs = work.module.eval(), {"input_ids": batch["input_ids"]}
     if "attention_mask" in batch:
         inputs["attention_mask"] = batch["attention_mask"]
@@ -112,9 +98,9 @@ def test_the_loss_is_the_mean_over_the_scored_tokens(distilled, kd, batch_of):
 
 
 @pytest.mark.parametrize("distilled", ["logits", "hidden"])
-def test_a_student_that_is_the_teacher_has_nothing_to_learn(distilled, kd, batch_of):
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(distilled, kd):
     work = kd(f"method.distilled={distilled}")
-    [batch] = batch_of(work)
+    [batch] = work.batches()
     loss = work.module.eval().losses(batch)["kd"]
     assert loss.item() == 0
     loss.backward()
@@ -122,13 +108,13 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(distilled, kd, batch
     assert max(grads) < 1e-6
 
 
-def test_the_loss_does_not_depend_on_how_the_batch_is_cut(kd, batch_of):
+def test_the_loss_does_not_depend_on_how_the_batch_is_cut(kd):
     work = kd()
     torch.manual_seed(1)
     for parameter in work.module.model.parameters():
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     work.module.eval()
-    [whole], parts = batch_of(work), batch_of(work, parts=4)
+    [whole], parts = work.batches(), work.batches(4, accumulate=4)
     mean = sum(work.module.losses(part)["kd"].item() for part in parts) / 4
     assert mean == pytest.approx(work.module.losses(whole)["kd"].item(), rel=1e-4)
 
@@ -144,9 +130,9 @@ def test_the_teacher_is_the_model_before_the_domain_and_never_changes(kd):
         assert not same(work.weights(), before)
 
 
-def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(kd, batch_of):
+def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(kd):
     work = kd(*DROPOUT)
-    [batch] = batch_of(work)
+    [batch] = work.batches()
     module = work.module.eval()
     still, _ = outputs_at(module.model, batch)
     module.train()
@@ -164,27 +150,27 @@ def test_the_teacher_is_in_eval_mode_while_the_student_has_dropout(kd, batch_of)
     assert module.losses(batch)["kd"] > 0
 
 
-def test_modes_are_put_back_after_an_error(kd, batch_of):
+def test_modes_are_put_back_after_an_error(kd):
     work = kd(*DROPOUT)
-    [batch] = batch_of(work)
+    [batch] = work.batches()
     work.module.train()
     with pytest.raises(KeyError):
         taught_by(work.module, {"input_ids": batch["input_ids"]})
     assert all(each.training for each in work.module.modules())
 
 
-def test_only_the_student_has_gradients(kd, batch_of):
+def test_only_the_student_has_gradients(kd):
     work = kd(*DROPOUT)
-    [batch] = batch_of(work)
+    [batch] = work.batches()
     work.module.train().losses(batch)["kd"].backward()
     assert any(p.grad is not None and p.grad.abs().max() > 0 for p in work.module.model.parameters())
     assert all(copy.grad is None and not copy.requires_grad for copy in work.module.teacher.buffers())
 
 
-def test_the_student_is_run_once(kd, batch_of):
+def test_the_student_is_run_once(kd):
     """The language-model loss shares its pass: one with gradients, one without."""
     work = kd()
-    [batch] = batch_of(work)
+    [batch] = work.batches()
     passes = []
     handle = work.module.model.base_model.register_forward_hook(
         lambda *_: passes.append(torch.is_grad_enabled())

@@ -7,7 +7,6 @@ import transformers
 
 from cpt.adapters import lora
 from cpt.adapters.bank import BASE
-from cpt.data.sampling import Stream
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -17,8 +16,10 @@ from tests.support.making import (
     parameter_bytes,
     same,
     state_beside_the_model,
+    state_bytes,
 )
-from tests.support.running import outputs_at, token_nll
+from tests.support.pairs import base_of, logits, pair_of
+from tests.support.running import token_nll
 
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 STRONG = "optim.lr=0.05"
@@ -27,31 +28,6 @@ STRONG = "optim.lr=0.05"
 @pytest.fixture
 def build(small):
     return lambda *overrides: made(small("method=lora", ORDER, STRONG, *overrides))
-
-
-def base_of(module):
-    """What of the model is not a pair, by name."""
-    return {name: p.detach().clone() for name, p in module.model.named_parameters() if ".lora_" not in name}
-
-
-def pair_of(module):
-    return {name: p.detach().clone() for name, p in module.model.named_parameters() if ".lora_" in name}
-
-
-def batch_of(work):
-    """A training batch of the first domain."""
-    options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-    text = {"law": work.data.train["law"]}
-    return Stream(text, objective=work.data.objective, accumulate=1, **options)[0]
-
-
-def state_bytes(module) -> int:
-    return sum(value.nbytes for value in module.state_dict().values())
-
-
-@torch.no_grad()
-def logits(model, batch):
-    return outputs_at(model.eval(), batch)[0]
 
 
 def test_the_base_keeps_its_bits_under_weight_decay(build):
@@ -127,7 +103,7 @@ def test_where_a_domain_begins(start, build):
 
 def test_a_text_is_scored_by_its_domains_pair(build):
     work = build("method.per_domain=true")
-    probe, module, alone = batch_of(work), work.module, []
+    probe, module, alone = work.batches()[0], work.module, []
     with torch.no_grad():
         alone.append(token_nll(module.model.eval(), probe))
         for number in (0, 1):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.data.sampling import Stream
 from cpt.masks.migu import count_kept
 from cpt.models.objectives import inputs_of
 from cpt.models.units import projections
@@ -21,13 +20,6 @@ def build(small, small_gpt2):
         return made(config(f"method={method}", ORDER, *MIGU, *overrides))
 
     return built
-
-
-def batch_of(work, number: int = 0):
-    """A training batch of the first domain."""
-    options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-    text = {"law": work.data.train["law"]}
-    return Stream(text, objective=work.data.objective, accumulate=1, **options)[number]
 
 
 @torch.no_grad()
@@ -70,7 +62,7 @@ def test_the_rows_are_those_of_brute_force(method, options, causal, build):
     plain = {each.name: each.segments for each in projections(work.module.backbone(0))}
     work.learn(0)
     work.learn(1)
-    module, mask, batch = work.module, work.module.masks[0], batch_of(work)
+    module, mask, batch = work.module, work.module.masks[0], work.batches()[0]
     inputs = inputs_of(batch)
     present = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).flatten().bool()
     expected = outputs(module.model.eval(), inputs)

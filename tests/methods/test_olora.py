@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.data.sampling import Stream
 from cpt.methods.olora import group_by_width, norms, pair_overlap
 from tests.support.making import ORDER, Watch, made, same, state_beside_the_model
 
@@ -25,13 +24,6 @@ def maps():
     new = [torch.randn(3, width, dtype=torch.float64, requires_grad=True) for width in widths]
     earlier = [[torch.randn(3, w, dtype=torch.float64, requires_grad=True) for w in widths] for _ in range(4)]
     return new, earlier
-
-
-def batch_of(work):
-    """A training batch of the first domain."""
-    options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-    text = {"law": work.data.train["law"]}
-    return Stream(text, objective=work.data.objective, accumulate=1, **options)[0]
 
 
 def slow(new, earlier, *, power: int) -> float:
@@ -84,7 +76,7 @@ def test_norms_are_not_squared_and_have_a_gradient_at_zero():
 @pytest.mark.parametrize("stored", ("merged", "pairs"))
 def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored, build):
     work = build(f"method.stored={stored}", "method.strength=2", "method.penalty=squared", "method.norm=0.5")
-    module, batch = work.module, batch_of(work)
+    module, batch = work.module, work.batches()[0]
     names = [name for name, _ in module.model.named_parameters() if ".lora_A.default" in name]
     kept = []
     assert module.losses(batch)["orthogonality"] == 0
@@ -109,7 +101,7 @@ def test_the_penalty_moves_the_new_a_alone(stored, build):
     work.learn(1)
     module = work.module
     module.zero_grad()
-    module.losses(batch_of(work))["orthogonality"].backward()
+    module.losses(work.batches()[0])["orthogonality"].backward()
     moved = {name for name, p in module.named_parameters() if p.grad is not None and p.grad.any()}
     assert moved == {
         f"model.{name}" for name, _ in module.model.named_parameters() if "lora_A.default" in name
@@ -127,7 +119,7 @@ def test_in_the_first_domain_it_is_inclora(small):
 def test_the_overlap_falls_within_a_domain(build):
     work = build("method.strength=5", "method.r=2", "optim.lr=0.01")
     work.learn(0)
-    batch = batch_of(work)
+    batch = work.batches()[0]
     watch = Watch(lambda module: module.losses(batch)["orthogonality"].item())
     work.learn(1, watch)
     values = [value for _, value in watch.seen]
@@ -155,7 +147,7 @@ def test_a_new_module_takes_the_state_of_several_domains(stored, build):
     for each in (work, other):
         each.module.activate(2)
         each.module.eval()
-    found = [each.module.losses(batch_of(work)) for each in (work, other)]
+    found = [each.module.losses(work.batches()[0]) for each in (work, other)]
     assert found[0]["orthogonality"] > 0
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -166,7 +158,7 @@ def test_embeddings_are_held_apart_too(build):
     assert not any("_B" in name for name in work.module.kept.names)
     work.learn(0)
     work.learn(1)
-    assert work.module.losses(batch_of(work))["orthogonality"] > 0
+    assert work.module.losses(work.batches()[0])["orthogonality"] > 0
 
 
 def test_the_backbone_and_the_export_are_plain(build, tmp_path):

@@ -13,6 +13,7 @@ from torch import Tensor
 from cpt.data.batch import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
 from cpt.training import assembly, loop
 from cpt.training.plan import Plan, make_plan
@@ -43,6 +44,14 @@ class Made:
             callbacks=[Callback(), *callbacks],
         )
         fitting.fit(self.module, datamodule=self.data)
+
+    def batches(self, count: int = 1, *, text: str = "law", accumulate: int = 1) -> list[Batch]:
+        """The first training batches of a text, or parts of them."""
+        options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
+        stream = Stream(
+            {text: self.data.train[text]}, objective=self.data.objective, accumulate=accumulate, **options
+        )
+        return [stream[number] for number in range(count)]
 
     def probe(self) -> list[Batch]:
         """The last domain's probe."""
@@ -95,6 +104,10 @@ def weights(folder: Path) -> dict[str, Tensor]:
 def state_beside_the_model(module: ContinualModule) -> int:
     """Bytes of the state_dict that are not the model's."""
     return sum(v.nbytes for name, v in module.state_dict().items() if not name.startswith("model."))
+
+
+def state_bytes(module: ContinualModule) -> int:
+    return sum(value.nbytes for value in module.state_dict().values())
 
 
 def parameter_bytes(module: ContinualModule) -> int:

@@ -1,0 +1,91 @@
+"""What methods that add something to NCL have in common: at neutral strength they are it, bit for bit."""
+
+import pytest
+import torch
+
+from tests.support.making import DROPOUT, ORDER, learned, made, parameter_bytes, state_beside_the_model
+
+STRONG = "optim.lr=0.05"
+DAS = ["method.contrast=0", "method.general=null", "method.domains=false"]
+CASES = {  # what it is compared with, what makes the method that, and what does not
+    "das": ("ncl", DAS, ["method.contrast=1"]),
+    "das gradient": (
+        "ncl",
+        [*DAS, "method.units=[heads,neurons,outputs,tokens]", "method.acts_on=gradient"],
+        ["method.contrast=1"],
+    ),
+    "das frozen": ("ncl", [*DAS, "method.acts_on=frozen"], ["method.domains=true"]),
+    "derpp": ("ncl", ["method.memory=20", "method.alpha=0", "method.beta=0"], ["method.beta=0.5"]),
+    "ema": ("ncl", ["method.decay=0"], ["method.decay=0.5"]),
+    "ewc": ("ncl", ["method.strength=0"], ["method.strength=5000"]),
+    "hat": ("ncl", ["method.units=[]", "method.shared=trained"], ["method.units=[neurons]"]),
+    "kd": ("ncl", ["method.strength=0"], ["method.strength=1"]),
+    "l2 base": ("ncl", ["method.towards=base", "method.strength=0"], ["method.strength=1"]),
+    "l2 previous": ("ncl", ["method.towards=previous", "method.strength=0"], ["method.strength=1"]),
+    "migu": ("ncl", ["method.mask.threshold=0"], ["method.mask.threshold=0.7"]),
+    "migu frozen": (
+        "ncl",
+        ["method.mask.threshold=0", "method.mask.acts_on=frozen"],
+        ["method.mask.threshold=0.7"],
+    ),
+    "migu random": (
+        "ncl",
+        ["method.mask.threshold=0", "method.mask.importance=random"],
+        ["method.mask.threshold=0.7"],
+    ),
+    "migu update": (
+        "ncl",
+        ["method.mask.threshold=0", "method.mask.acts_on=update"],
+        ["method.mask.threshold=0.7"],
+    ),
+    "olora": ("inclora", ["method.strength=0", STRONG], ["method.strength=1", STRONG]),
+    "replay": ("ncl", ["method.mixture.past=0"], ["method.mixture.past=0.5"]),
+    "wise_ft": ("ncl", ["method.previous=0"], ["method.previous=0.5"]),
+}
+COPIES = {"ema": 1, "kd": 1, "wise_ft": 1, "ewc": 2}
+
+
+@pytest.fixture(scope="module")
+def references():
+    """The weights at the end of the plain runs, by method."""
+    return {}
+
+
+@pytest.fixture
+def ends(small, start, tmp_path_factory):
+    """The weights at the end of a run of a method."""
+    return lambda method, *options: learned(
+        start, small(f"method={method}", ORDER, *DROPOUT, *options), tmp_path_factory.mktemp(method)
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_at_neutral_strength_it_is_the_plain_method_bit_for_bit(case, ends, references):
+    plain, neutral, strong = CASES[case]
+    if plain not in references:
+        references[plain] = ends(plain, *[STRONG] * (plain == "inclora"))
+    for options, equal in ((neutral, True), ([*neutral, *strong], False)):
+        found = ends(case.partition(" ")[0], *options)
+        assert references[plain].keys() <= found.keys()
+        both = [torch.equal(value, found[name]) for name, value in references[plain].items()]
+        assert all(both) == equal, options
+
+
+@pytest.mark.parametrize("method", COPIES)
+def test_the_state_is_so_many_copies_of_the_model(method, small):
+    work = made(small(f"method={method}", ORDER))
+    counted = work.module.domains.nbytes if method == "ewc" else 0
+    assert state_beside_the_model(work.module) == COPIES[method] * parameter_bytes(work.module) + counted
+
+
+@pytest.mark.parametrize("options", [["kd"], ["ema", "method.decay=0.3"], ["wise_ft", "method.previous=0.3"]])
+def test_frozen_embeddings_stay(options, small):
+    method, *values = options
+    work = made(small(f"method={method}", ORDER, "freeze.embeddings=true", *values))
+    before = work.weights()
+    work.learn(0)
+    frozen = {id(p) for p in work.module.frozen}
+    held = {name for name, p in work.module.model.named_parameters() if id(p) in frozen}
+    assert held
+    assert all(torch.equal(value, before[name]) for name, value in work.weights().items() if name in held)
+    assert any(not torch.equal(value, before[name]) for name, value in work.weights().items())

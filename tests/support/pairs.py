@@ -1,0 +1,26 @@
+"""A model with LoRA pairs, in its parts."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.data.batch import Batch
+from cpt.methods.base import ContinualModule
+from tests.support.running import logits_at
+
+
+def base_of(module: ContinualModule) -> dict[str, Tensor]:
+    """What of the model is not a pair, by name."""
+    return {name: p.detach().clone() for name, p in module.model.named_parameters() if ".lora_" not in name}
+
+
+def pair_of(module: ContinualModule) -> dict[str, Tensor]:
+    """The newest pairs, by name."""
+    names = [name for name, _ in module.model.named_parameters() if ".lora_" in name and ".default" in name]
+    return {name: module.model.get_parameter(name).detach().clone() for name in names}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """The logits [K, V] at the scored positions, without dropout."""
+    return logits_at(model.eval(), batch)
