@@ -1,5 +1,6 @@
 """What the loaders give: rows of tokens, which places of them are scored, and whose text they are."""
 
+from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -23,17 +24,42 @@ class Batch(TypedDict, total=False):
     documents: Tensor  # [K], in evaluation: the document that each target is of
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What is known of rows before they are read."""
+
+    text: np.ndarray  # [B]: tokens that are not special
+    all: np.ndarray  # [B]: tokens
+
+    @classmethod
+    def full(cls, length: int) -> "Sizes":
+        """One row of so many tokens of text."""
+        return cls(np.array([length]), np.array([length]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they are packed."""
+
+    ids: np.ndarray  # [B, T] int64, padded
+    lengths: np.ndarray  # [B]: tokens without padding
+    keys: np.ndarray  # [B] uint64: what is drawn for a row is a function of its key
+
+    @property
+    def present(self) -> np.ndarray:
+        """Where there is no padding, [B, T]."""
+        return np.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+
 class Collator(Protocol):
-    """What makes batches of rows; `scored` tells ahead what `batch` will score. The token that the output at
-    place t predicts stands `ahead` places after t."""
+    """What makes batches of rows; `scored` tells ahead what `batch` will score."""
 
-    ahead: int
+    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+        """The batch of rows, and for each scored place [K] which token of the rows it is there for: a place
+        of their ids, flattened row after row."""
 
-    def batch(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> Batch:
-        """The batch of rows with ids [B, T], so many tokens long [B], with a key each [B]."""
-
-    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Scored places per row, [B], of rows with so many tokens of text (of all tokens)."""
+    def scored(self, sizes: Sizes) -> np.ndarray:
+        """Scored places per row, [B], of rows of such sizes."""
 
 
 def label_batch(input_ids: Tensor, labels: Tensor, present: Tensor) -> Batch:

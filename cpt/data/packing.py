@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.data.batch import Sizes
 from cpt.data.corpus import Corpus, in_batches
 
 FORMAT = 1
@@ -49,6 +50,10 @@ class Packed:
         lengths = np.full(len(self), self.length)
         lengths[-1] = len(self.rows[len(self) - 1]["ids"])
         return lengths
+
+    def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
+        """What is known of rows before they are read."""
+        return Sizes(self.text_tokens[rows], self.row_lengths[rows])
 
     def column(self, name: str) -> np.ndarray:
         chunks = self.rows.data.column(name).chunks

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.data.batch import Batch, Collator
+from cpt.data.batch import Batch, Collator, Rows
 from cpt.data.budget import share_batch
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool
@@ -56,7 +57,7 @@ class Stream(Dataset):
         parts, rows, keys = self.samples(step)
         piece = part * self.world + self.rank
         mine = slice(*(len(rows) * each // (self.accumulate * self.world) for each in (piece, piece + 1)))
-        batch = assemble_batch(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
+        batch, _ = assemble_batch(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
         batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
         return batch
@@ -98,8 +99,7 @@ class Stream(Dataset):
     def scored(self, parts: np.ndarray, rows: np.ndarray) -> int:
         count = 0
         for part in np.unique(parts):
-            text, chosen = self.texts[part], rows[parts == part]
-            count += int(self.objective.scored(text.text_tokens[chosen], text.row_lengths[chosen]).sum())
+            count += int(self.objective.scored(self.texts[part].sizes(rows[parts == part])).sum())
         return count
 
 
@@ -141,9 +141,9 @@ class Subset(Dataset):
         name, rows = self.blocks[number]
         text = self.texts[name]
         keys = sample_keys(key(self.purpose, name), rows)
-        batch = assemble_batch([text], self.objective, np.zeros(len(rows), np.int64), rows, keys)
-        owners = np.roll(text.document_of(rows), -self.objective.ahead, axis=1)
-        batch["documents"] = torch.from_numpy(owners.ravel()[batch["positions"].numpy()])
+        parts = np.zeros(len(rows), np.int64)
+        batch, places = assemble_batch([text], self.objective, parts, rows, keys)
+        batch["documents"] = torch.from_numpy(text.document_of(rows).ravel()[places.numpy()])
         batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
         batch["column"] = torch.tensor(list(self.texts).index(name))
@@ -156,13 +156,13 @@ def assemble_batch(
     parts: np.ndarray,
     rows: np.ndarray,
     keys: np.ndarray,
-) -> Batch:
-    """The objective's batch of rows that may come from several texts."""
+) -> tuple[Batch, Tensor]:
+    """The objective's batch of rows that may come from several texts, with the places of what it scores."""
     ids, lengths = np.empty((len(rows), texts[0].length), np.int64), np.empty(len(rows), np.int64)
     for part in np.unique(parts):
         here = parts == part
         ids[here], lengths[here] = texts[part].ids(rows[here]), texts[part].row_lengths[rows[here]]
-    return objective.batch(ids, lengths, keys)
+    return objective.batch(Rows(ids, lengths, keys))
 
 
 class From(Sampler[int]):

@@ -14,7 +14,6 @@ them."""
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_whole, number, one_of, or_null, show
-from cpt.data.batch import Batch
+from cpt.data.batch import Batch, Sizes
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
 from cpt.models.forward import at, nll_of
@@ -76,10 +75,9 @@ class DERPP(ContinualModule):
 
     def __init__(self, options: DERPPOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        full = np.array([self.length])
         slot = {
             "length": self.length,
-            "scored": int(self.objective.scored(full, full)[0]),
+            "scored": int(self.objective.scored(Sizes.full(self.length))[0]),
             "width": widths(self.model, self.objective)[options.matched],
             "precision": options.precision,
         }

@@ -11,38 +11,30 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
-from cpt.data.batch import UNSCORED, Batch, label_batch
+from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 
 class Objective(ABC):
     """Makes batches and runs a model on them. `scored` counts ahead what `batch` will score, from each row's
-    size alone; the token that the output at position t predicts stands `ahead` places after t."""
-
-    ahead: int
+    size alone."""
 
     @abstractmethod
-    def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Input ids and labels, both [B, T], of rows with ids [B, T], text at `present` [B, T], a key per
-        row. A label is what the model's output there should predict, UNSCORED for nothing."""
+    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+        """The batch of rows, and for each scored place [K] which token of the rows it is there for: a place
+        of their ids, flattened row after row."""
 
     @abstractmethod
-    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Scored positions per row, [B], of rows with so many tokens of text (of all tokens)."""
+    def scored(self, sizes: Sizes) -> np.ndarray:
+        """Scored places per row, [B], of rows of such sizes."""
 
     @abstractmethod
-    def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def scorable(self, sizes: Sizes) -> np.ndarray:
         """Tokens per row, [B], that the objective may score: what bits per byte are counted over."""
 
     @abstractmethod
     def uncorrupted(self, batch: Batch) -> Tensor:
         """The ids [B, T] of a batch as the text has them."""
-
-    def batch(self, ids: np.ndarray, lengths: np.ndarray, keys: np.ndarray) -> Batch:
-        """The batch of rows with ids [B, T], so many tokens long [B], with a key each [B]."""
-        present = np.arange(ids.shape[1]) < lengths[:, None]
-        inputs, labels = self.labels(ids, present, keys)
-        return label_batch(*map(torch.from_numpy, (inputs, labels, present)))
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
@@ -69,8 +61,6 @@ class Masked(Objective):
     row is fixed (rounded, at least 1), so that the batch's count of scored tokens is known before it is
     made."""
 
-    ahead = 0
-
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float | None) -> None:
         if rate is None or not 0 < rate < 1:
             raise ValueError(f"model.mask_rate={rate}; allowed: above 0 and below 1")
@@ -82,43 +72,48 @@ class Masked(Objective):
         self.special = np.asarray(sorted(tokenizer.all_special_ids))
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)
 
-    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def scored(self, sizes: Sizes) -> np.ndarray:
+        return self.predicted(sizes.text)
+
+    def predicted(self, text_tokens: np.ndarray) -> np.ndarray:
+        """Predictions per row, [B], of rows with so many tokens of text."""
         return np.minimum(text_tokens, np.maximum(1, np.rint(self.rate * text_tokens))).astype(np.int64)
 
-    def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return text_tokens
+    def scorable(self, sizes: Sizes) -> np.ndarray:
+        return sizes.text
 
     def uncorrupted(self, batch: Batch) -> Tensor:
         ids = batch["input_ids"]
         return ids.flatten().index_copy(0, batch["positions"], batch["targets"]).view_as(ids)
 
-    def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        text = present & ~np.isin(ids, self.special)
-        lottery = np.where(text, draws(keys, ids.shape[1], stream=0), 2.0)
-        counts = self.scored(text.sum(1), present.sum(1))
+    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+        ids, keys, length = rows.ids, rows.keys, rows.ids.shape[1]
+        text = rows.present & ~np.isin(ids, self.special)
+        lottery = np.where(text, draws(keys, length, stream=0), 2.0)
+        counts = self.predicted(text.sum(1))
         chosen = lottery.argsort(1, kind="stable").argsort(1, kind="stable") < counts[:, None]
-        fate = draws(keys, ids.shape[1], stream=1)
-        token = self.plain[(draws(keys, ids.shape[1], stream=2) * len(self.plain)).astype(np.int64)]
+        fate = draws(keys, length, stream=1)
+        token = self.plain[(draws(keys, length, stream=2) * len(self.plain)).astype(np.int64)]
         inputs = np.where(chosen & (fate < 0.8), self.mask, ids)
         inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), token, inputs)
-        return inputs, np.where(chosen, ids, UNSCORED)
+        batch = label_batch(*map(torch.from_numpy, (inputs, np.where(chosen, ids, UNSCORED), rows.present)))
+        return batch, batch["positions"]
 
 
 class Causal(Objective):
     """Next-token prediction: every token of a row but its first, separators included."""
 
-    ahead = 1
+    def scored(self, sizes: Sizes) -> np.ndarray:
+        return sizes.all - 1
 
-    def scored(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return lengths - 1
-
-    def scorable(self, text_tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return lengths
+    def scorable(self, sizes: Sizes) -> np.ndarray:
+        return sizes.all
 
     def uncorrupted(self, batch: Batch) -> Tensor:
         return batch["input_ids"]
 
-    def labels(self, ids: np.ndarray, present: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        following = np.full_like(ids, UNSCORED)
-        following[:, :-1] = np.where(present[:, 1:], ids[:, 1:], UNSCORED)
-        return ids, following
+    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+        following = np.full_like(rows.ids, UNSCORED)
+        following[:, :-1] = np.where(rows.present[:, 1:], rows.ids[:, 1:], UNSCORED)
+        batch = label_batch(*map(torch.from_numpy, (rows.ids, following, rows.present)))
+        return batch, batch["positions"] + 1

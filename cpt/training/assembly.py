@@ -91,12 +91,12 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
 def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     held_out, objective = data.held_out.values(), start.objective
-    per_text = [(text.text_tokens, text.row_lengths) for text in held_out]
+    sizes = [text.sizes() for text in held_out]
     return Scores(
         domains=list(data.held_out),
-        tokens=[int(objective.scorable(*sizes).sum()) for sizes in per_text],
+        tokens=[int(objective.scorable(each).sum()) for each in sizes],
         bytes=[text.bytes for text in held_out],
-        scored=[int(objective.scored(*sizes).sum()) for sizes in per_text],
+        scored=[int(objective.scored(each).sum()) for each in sizes],
         run={
             "name": str(plan.run.name),
             "method": plan.names["method"],

@@ -14,6 +14,7 @@ from cpt.data.batch import UNSCORED, labels_of
 from cpt.data.sampling import Stream
 from cpt.methods.common.reservoir import bytes_per_sample
 from cpt.methods.derpp import widths
+from cpt.models.objectives import Causal
 from cpt.training import loop
 from tests.runs.test_distributed import DDP, batches, run
 from tests.support import making
@@ -252,7 +253,7 @@ def test_the_memory_takes_its_budget(matched, either):
     cfg.method.matched = matched
     module, _ = made(cfg)
     width = {"hidden": 32, "logits": module.model.config.vocab_size}[matched]
-    scored = 15 if module.objective.ahead else 5
+    scored = 15 if isinstance(module.objective, Causal) else 5
     each = bytes_per_sample(length=16, scored=scored, width=width, precision="float16")
     assert each == 16 * 8 + 4 + 8 + 2 * scored * width
     samples = 100000 // each

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import UNSCORED, labels_of
+from cpt.data.batch import UNSCORED, Rows, Sizes, labels_of
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import framed
 
@@ -45,6 +45,10 @@ def text_places(ids, lengths):
     ]
 
 
+def batch_of(objective, ids, lengths, keys):
+    return objective.batch(Rows(ids, lengths, keys))[0]
+
+
 def scored_places(batch):
     return [
         [place for place, label in enumerate(row) if label != UNSCORED] for row in labels_of(batch).tolist()
@@ -56,15 +60,15 @@ def test_masks_are_of_text_alone_and_counted_ahead(rate):
     objective = masked(rate)
     ids, lengths, keys = random_rows(300, 21)
     text = text_places(ids, lengths)
-    batch = objective.batch(ids, lengths, keys)
-    counts = objective.scored(np.array([len(places) for places in text]), lengths)
+    batch = batch_of(objective, ids, lengths, keys)
+    counts = objective.scored(Sizes(np.array([len(places) for places in text]), lengths))
     for places, chosen, count in zip(text, scored_places(batch), counts, strict=True):
         assert set(chosen) <= set(places)
         assert len(chosen) == count
         assert abs(count - rate * len(places)) <= max(0.5, 1 - rate * len(places))
         assert count >= min(1, len(places))
     assert {0, 1} <= set(counts.tolist())
-    assert objective.scorable(counts, lengths) is counts
+    assert objective.scorable(Sizes(counts, lengths)) is counts
 
 
 def test_a_row_without_text_is_not_scored():
@@ -73,16 +77,16 @@ def test_a_row_without_text_is_not_scored():
         np.array([4, 1]),
         np.arange(2, dtype=np.uint64),
     )
-    batch = masked().batch(ids, lengths, keys)
+    batch = batch_of(masked(), ids, lengths, keys)
     assert scored_places(batch) == [[], []]
     assert batch["input_ids"].tolist() == ids.tolist()
     assert batch["positions"].tolist() == []
-    assert masked().scored(np.array([0, 0]), lengths).tolist() == [0, 0]
+    assert masked().scored(Sizes(np.array([0, 0]), lengths)).tolist() == [0, 0]
 
 
 def test_labels_are_the_ids_and_all_else_is_untouched():
     ids, lengths, keys = random_rows(200, 30)
-    batch = masked().batch(ids, lengths, keys)
+    batch = batch_of(masked(), ids, lengths, keys)
     labels, inputs = labels_of(batch).numpy(), batch["input_ids"].numpy()
     scored = labels != UNSCORED
     assert (labels[scored] == ids[scored]).all()
@@ -97,7 +101,7 @@ def test_labels_are_the_ids_and_all_else_is_untouched():
 def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
     ids, lengths, keys = random_rows(3000, 64, short=False)
     ids[np.isin(ids, SPECIAL)] = 50
-    batch = masked().batch(ids, lengths, keys)
+    batch = batch_of(masked(), ids, lengths, keys)
     inputs, labels = batch["input_ids"].numpy(), labels_of(batch).numpy()
     scored = labels != UNSCORED
     assert scored.mean() == pytest.approx(10 / 64)
@@ -116,7 +120,7 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
 
 def test_every_place_is_masked_equally_often():
     ids, lengths = np.full((6000, 20), 50), np.full(6000, 20)
-    batch = masked().batch(ids, lengths, sample_keys(9, np.arange(6000)))
+    batch = batch_of(masked(), ids, lengths, sample_keys(9, np.arange(6000)))
     counts = (labels_of(batch) != UNSCORED).sum(0).numpy()
     assert counts.sum() == 3 * 6000
     assert ((counts - 900) ** 2 / 900).sum() < 19 + 4 * np.sqrt(2 * 19)
@@ -125,9 +129,9 @@ def test_every_place_is_masked_equally_often():
 def test_a_row_is_the_same_in_any_batch():
     objective = masked()
     ids, lengths, keys = random_rows(40, 25)
-    whole = objective.batch(ids, lengths, keys)
+    whole = batch_of(objective, ids, lengths, keys)
     for picked in ([7], [39, 0, 7, 7], list(range(10, 30))):
-        part = objective.batch(ids[picked], lengths[picked], keys[picked])
+        part = batch_of(objective, ids[picked], lengths[picked], keys[picked])
         assert torch.equal(part["input_ids"], whole["input_ids"][picked])
         assert torch.equal(labels_of(part), labels_of(whole)[picked])
 
@@ -135,11 +139,11 @@ def test_a_row_is_the_same_in_any_batch():
 def test_other_keys_other_masks():
     objective = masked()
     ids, lengths, keys = random_rows(50, 40, short=False)
-    batches = [objective.batch(ids, lengths, keys + np.uint64(number)) for number in range(3)]
+    batches = [batch_of(objective, ids, lengths, keys + np.uint64(number)) for number in range(3)]
     for first, second in ((0, 1), (0, 2), (1, 2)):
         same = (labels_of(batches[first]) == labels_of(batches[second])).all(1)
         assert same.float().mean() < 0.05
-    assert torch.equal(objective.batch(ids, lengths, keys)["input_ids"], batches[0]["input_ids"])
+    assert torch.equal(batch_of(objective, ids, lengths, keys)["input_ids"], batches[0]["input_ids"])
 
 
 def test_the_mask_covers_padding_and_only_then_exists():
@@ -147,34 +151,34 @@ def test_the_mask_covers_padding_and_only_then_exists():
     lengths = np.array([4, 2, 4])
     for objective in (masked(), Causal()):
         expected = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]
-        assert objective.batch(ids, lengths, keys)["attention_mask"].tolist() == expected
-        assert "attention_mask" not in objective.batch(ids[[0, 2]], lengths[[0, 2]], keys[[0, 2]])
+        assert batch_of(objective, ids, lengths, keys)["attention_mask"].tolist() == expected
+        assert "attention_mask" not in batch_of(objective, ids[[0, 2]], lengths[[0, 2]], keys[[0, 2]])
 
 
 def test_causal_labels_are_the_tokens_that_follow():
     objective = Causal()
     ids, lengths, keys = random_rows(60, 9)
-    batch = objective.batch(ids, lengths, keys)
+    batch = batch_of(objective, ids, lengths, keys)
     for row, size, labels in zip(ids.tolist(), lengths.tolist(), labels_of(batch).tolist(), strict=True):
         assert labels == [row[t + 1] if t + 1 < size else UNSCORED for t in range(9)]
     assert torch.equal(batch["input_ids"], torch.from_numpy(ids))
-    assert objective.scored(np.zeros(60), lengths).tolist() == [len(each) for each in scored_places(batch)]
-    assert objective.scorable(np.zeros(60), lengths) is lengths
+    sizes = Sizes(np.zeros(60), lengths)
+    assert objective.scored(sizes).tolist() == [len(each) for each in scored_places(batch)]
+    assert objective.scorable(sizes) is lengths
 
 
-def test_ahead_is_where_the_label_stands():
+def test_each_target_stands_at_its_place_in_the_rows():
     ids, lengths, keys = random_rows(20, 12)
     for objective in (masked(), Causal()):
-        labels = labels_of(objective.batch(ids, lengths, keys)).numpy()
-        rows, places = np.nonzero(labels != UNSCORED)
-        assert (labels[rows, places] == ids[rows, places + objective.ahead]).all()
+        batch, places = objective.batch(Rows(ids, lengths, keys))
+        assert len(places) and (batch["targets"].numpy() == ids.ravel()[places.numpy()]).all()
 
 
 def test_with_a_real_tokenizer():
     tokenizer = framed()
     objective = Masked(tokenizer, rate=0.5)
     ids = np.array(tokenizer(["ba de ki lo mu na pe ri so tu"] * 50)["input_ids"])
-    batch = objective.batch(ids, np.full(50, ids.shape[1]), sample_keys(0, np.arange(50)))
+    batch = batch_of(objective, ids, np.full(50, ids.shape[1]), sample_keys(0, np.arange(50)))
     assert (labels_of(batch)[:, [0, -1]] == UNSCORED).all()
     assert (batch["input_ids"] == tokenizer.mask_token_id).sum() > 100
     assert batch["input_ids"].max() < len(tokenizer)

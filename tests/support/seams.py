@@ -4,14 +4,13 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cpt.core.options import Options, option
 from cpt.core.rules import whole
-from cpt.data.batch import Batch
+from cpt.data.batch import Batch, Sizes
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir
@@ -48,8 +47,8 @@ class AGEM(ContinualModule):
 
     def __init__(self, options: AGEMOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        row = np.array([self.length])
-        shape = {"length": self.length, "scored": int(self.objective.scored(row, row)[0]), "width": 0}
+        scored = int(self.objective.scored(Sizes.full(self.length))[0])
+        shape = {"length": self.length, "scored": scored, "width": 0}
         self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
