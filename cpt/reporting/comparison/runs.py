@@ -25,7 +25,7 @@ from cpt.reporting.comparison.restricted import restrict_scores
 from cpt.reporting.run_table import escape_name, summarise_run
 
 # What a run folder holds beside its scores.
-WITHIN = ("checkpoints", "diagnostics", "documents", "endtasks", "model", "rebuilt", "stages", "wandb")
+WITHIN = ("checkpoints", "diagnostics", "documents", "endtasks", "model", "probes", "rebuilt", "stages", "wandb")
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 KEYS = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
 KEYS += [f"endtask/{name}" for name in MEANINGS]
