@@ -20,7 +20,13 @@ from cpt.evaluation.probes.results import check_probes
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-PHASES = ("start", "learn", "score", "endtasks", "probes")  # kinds of seconds; "start": what precedes the stages
+PHASES = (
+    "start",
+    "learn",
+    "score",
+    "endtasks",
+    "probes",
+)  # kinds of seconds; "start": what precedes the stages
 LATER = {"conditions", "skipped", "alone", "probes"}  # fields that files of this version may lack
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)

@@ -67,7 +67,13 @@ class RunFolder:
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""
         patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
-        for pattern in (".scores.json.*.tmp", "*.partial", "endtasks/*/*.partial", "probes/*/*.partial", *patterns):
+        for pattern in (
+            ".scores.json.*.tmp",
+            "*.partial",
+            "endtasks/*/*.partial",
+            "probes/*/*.partial",
+            *patterns,
+        ):
             for left in self.path.glob(pattern):
                 discard(left)
 

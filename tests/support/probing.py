@@ -61,7 +61,5 @@ def make_rows(domain: str, *, count: int, seed: int) -> list[dict]:
         choices = [draw.choice(words), *draw.sample(others, 3)]
         right = choices[0]
         draw.shuffle(choices)
-        rows.append(
-            {"text": " ".join(text.split()[:5]), "choices": choices, "label": choices.index(right)}
-        )
+        rows.append({"text": " ".join(text.split()[:5]), "choices": choices, "label": choices.index(right)})
     return rows

@@ -52,7 +52,7 @@ class Column:
         return shared([task.get_config("num_fewshot") for task in self.tasks.values()])
 
     def chance(self, limit: float | None) -> float | None:
-        """The accuracy of a guess; None where the harness does not tell it, or the tasks of a group differ."""
+        """The accuracy of a guess; None where it is not told, or the tasks of a group differ."""
         return shared([guess(task, get_sample_size(task, limit)) for task in self.tasks.values()])
 
 
@@ -65,7 +65,7 @@ class Harness:
 
     def __init__(self, options: LMEval, *, precision: Any = "32-true") -> None:
         self.options, self.mixed = options, MIXED.get(str(precision))
-        with silence(io.StringIO()):
+        with silence():
             manager = make_manager(options)
             found = [column for name in options.tasks for column in load_columns(manager, name)]
         self.columns = {column.name: column for column in found}
@@ -107,7 +107,7 @@ class Harness:
         The model's weights and mode, and the generators of python, NumPy and torch, stay as they were."""
         column, options = self.columns[name], self.options
         tasks = {"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}}
-        with isolate_rng(), in_mode(model, training=False), silence(io.StringIO()):
+        with isolate_rng(), in_mode(model, training=False), silence() as warned:
             seed_all(column.tasks.values())
             lm = CountedModel(
                 pretrained=model,
@@ -121,7 +121,10 @@ class Harness:
             found = evaluate(
                 lm=lm, task_dict=tasks, limit=options.limit, bootstrap_iters=DRAWS, log_samples=False
             )
-        return self.tell(column, found)
+        truncated = sum("runcat" in told for told in warned)
+        if truncated:
+            log.info("probe %s: %d requests are longer than the model reads, and cut", name, truncated)
+        return self.tell(column, found) | {"truncated": truncated}
 
     def tell(self, column: Column, found: Mapping[str, Any]) -> dict[str, Any]:
         """The harness's results in our words."""
@@ -167,22 +170,35 @@ class Steps:
         self.step()
 
 
+class Warned(logging.Handler):
+    """Keeps what the harness warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
 @contextmanager
-def silence(heard: io.StringIO) -> Iterator[None]:
-    """While it lasts, what the harness says goes to `heard`, and it starts no processes of its own."""
-    logger, before = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+def silence() -> Iterator[list[str]]:
+    """While it lasts the harness shows nothing and starts no processes of its own; gives its warnings."""
+    logger, before, warned = logging.getLogger("lm_eval"), dict(os.environ), Warned()
+    level, handlers, propagates = logger.level, logger.handlers, logger.propagate
+    logger.setLevel(logging.WARNING)
+    logger.handlers, logger.propagate = [warned], False
     os.environ["DISABLE_MULTIPROC"] = "1"  # of its bootstrap
+    heard = io.StringIO()
     try:
         with warnings.catch_warnings(), redirect_stdout(heard), redirect_stderr(heard):
             warnings.simplefilter("ignore")
-            yield
+            yield warned.told
     finally:
         logger.setLevel(level)
+        logger.handlers, logger.propagate = handlers, propagates
         os.environ.pop("DISABLE_MULTIPROC")
-        if before is not None:
-            os.environ["DISABLE_MULTIPROC"] = before
+        os.environ.update({name: value for name, value in before.items() if name == "DISABLE_MULTIPROC"})
 
 
 def make_manager(options: LMEval) -> TaskManager:

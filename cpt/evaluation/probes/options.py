@@ -11,7 +11,10 @@ from cpt.core.config import digest
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_list, is_number, is_text, is_whole, or_null, whole
 
-OLDEST, TOO_NEW = (0, 4, 13), (0, 5)  # versions whose `TaskManager`, `evaluate` and results are as we read them
+OLDEST, TOO_NEW = (
+    (0, 4, 13),
+    (0, 5),
+)  # versions whose tasks, `evaluate` and results are as we read them
 EXTRA = 'pip install "cpt[lm-eval]"'
 EVERY = re.compile(r"every:([1-9]\d*)")
 
@@ -38,7 +41,8 @@ class LMEval(Options):
     measured on a model as it is."""
 
     tasks: tuple[str, ...] = option(
-        "of the harness, or of your own: tasks, groups and tags", Rule(is_names, "one or more names, each once")
+        "of the harness, or of your own: tasks, groups and tags",
+        Rule(is_names, "one or more names, each once"),
     )
     include: str | None = option(
         "where the YAMLs of your own tasks are, in folders of any depth", or_null(Rule(is_text, "a folder"))
@@ -91,7 +95,7 @@ def plan_probe(options: LMEval | None) -> LMEval | None:
 
 
 def check_harness() -> None:
-    """Raises ValueError where the lm-evaluation-harness is not installed, or in a version that is not read."""
+    """Raises ValueError where the lm-evaluation-harness is not installed, or not in a version of these."""
     needed = ".".join(map(str, OLDEST)), ".".join(map(str, TOO_NEW))
     try:
         version = metadata.version("lm_eval")
@@ -99,5 +103,6 @@ def check_harness() -> None:
         raise ValueError(f"probe=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
     if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
         raise ValueError(
-            f"probe=lm_eval: lm_eval {version} is installed; needed: {needed[0]} or later, below {needed[1]}: {EXTRA}"
+            f"probe=lm_eval: lm_eval {version} is installed; needed: {needed[0]} or later, "
+            f"below {needed[1]}: {EXTRA}"
         )

@@ -14,7 +14,7 @@ from cpt.core.schema import check_types
 
 log = logging.getLogger(__name__)
 FIELDS = {"harness": str, "when": str, "digest": str, "seconds": float, "tasks": dict[str, dict[str, Any]]}
-FACTS = {"shots": int | None, "limit": int | float | None, "examples": int, "version": str}
+FACTS = {"shots": int | None, "limit": int | float | None, "examples": int, "version": str, "truncated": int}
 FACTS |= {"chance": float | None}
 TASK = FACTS | {"metric": str, "higher": bool, "values": list[float | None], "errors": list[float | None]}
 METRIC = {"value": float | None, "error": float | None, "higher": bool}
@@ -93,6 +93,13 @@ def check_probes(probes: Mapping[str, Any], *, rows: Sequence[str]) -> None:
                 f"probes.tasks.{name} has {len(task['values'])} values and {len(task['errors'])} errors; "
                 f"needed: as many of both, at most {len(rows)}"
             )
+
+
+def describe_task(name: str, task: Mapping[str, Any]) -> str:
+    """A task with what decides its numbers: `hellaswag (acc_norm, 0 shots, version 1.0)`."""
+    shots = "shots differ" if task["shots"] is None else f"{task['shots']} shots"
+    limit = "" if task["limit"] is None else f", limit {task['limit']:g}"
+    return f"{name} ({task['metric']}, {shots}{limit}, version {task['version']})"
 
 
 def last_value(task: Mapping[str, Any]) -> tuple[int, float] | None:
