@@ -35,7 +35,7 @@ def map_facts(tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What a value of each task is a mean of, and what of it the model did not read."""
     return [
         f"{name}: {task['examples']:,} examples"
-        + f", {task['truncated']:,} requests cut from the left" * bool(task["truncated"])
+        + f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
         + ", lower is better" * (not task["higher"])
         for name, task in tasks.items()
     ]

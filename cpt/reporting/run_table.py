@@ -77,9 +77,9 @@ def summarise_run(scores: Scores, kinds: Sequence[str] = SUMMARISED) -> dict[str
 
     "LC/perplexity", "LC/nats/low" and "/high": a metric in a unit, and its interval. "ppl/<text>/base", "own"
     (after the domain's own stage) and "final". "endtask/MF1", "endtask/<task>/accuracy" (final; "/sd" over
-    seeds) and "/forward". "probe/<task>" (final), "/base" and "/after/<stage>". "cost/flops": the whole run's;
-    "stage/<stage>/flops": one stage's. Seconds, bytes, tokens, floating-point operations, parameters. A name
-    between slashes is escaped, so that no two keys are alike whatever domains are called.
+    seeds) and "/forward". "probe/<task>" (final), "/base" and "/after/<stage>". "cost/flops": the whole
+    run's; "stage/<stage>/flops": one stage's. Seconds, bytes, tokens, floating-point operations, parameters.
+    A name between slashes is escaped, so that no two keys are alike whatever domains are called.
     """
     lines = [line for kind in kinds for line in KINDS[kind](scores)]
     named = [(line.key + end, getattr(line, column)) for line in lines for column, end in ENDS.items()]

@@ -3,7 +3,9 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
+from cpt.evaluation.probes.options import LMEval
 from tests.conftest import VOCABULARIES, sentences
 
 TASK = """\
@@ -63,3 +65,46 @@ def make_rows(domain: str, *, count: int, seed: int) -> list[dict]:
         draw.shuffle(choices)
         rows.append({"text": " ".join(text.split()[:5]), "choices": choices, "label": choices.index(right)})
     return rows
+
+
+def results(metrics: dict[str, float], *, digest: str, higher: bool = True) -> dict:
+    """A task's file of results."""
+    cells = {name: {"value": value, "error": 0.1, "higher": higher} for name, value in metrics.items()}
+    return {
+        **{"digest": digest, "harness": "0.4.13", "version": "1.0", "shots": 0, "limit": None},
+        **{"examples": 9, "chance": 0.25, "truncated": 0, "metrics": cells, "seconds": 1.0},
+    }
+
+
+def probes(values: dict[str, list], **given: Any) -> dict:
+    """`probes` of scores.json from the values of each row."""
+    facts = {"metric": "acc", "higher": True, "shots": 0, "limit": None, "examples": 9, "version": "1.0"}
+    facts |= {"chance": 0.25, "truncated": 0} | given
+    tasks = {
+        name: {**facts, "values": each, "errors": [None if value is None else 0.01 for value in each]}
+        for name, each in values.items()
+    }
+    return {"harness": "0.4.13", "when": "each", "digest": "p", "seconds": 2.0, "tasks": tasks}
+
+
+class FakeHarness:
+    """Stands for Harness: a value of a task is a sum over the model's weights, and it draws from all
+    generators."""
+
+    version = "0.4.13"
+
+    def __init__(self, options: LMEval) -> None:
+        self.options, self.columns = options, dict.fromkeys(options.tasks)
+
+    def digest(self, name: str) -> str:
+        return f"{name} {self.options.limit}"
+
+    def measure(self, name: str, model: Any, tokenizer: Any, *, expect: Any, step: Any) -> dict:
+        expect(2)
+        step()
+        step()
+        return results({"acc": weigh(model), "f1": 0.0}, digest=self.digest(name))
+
+
+def weigh(model: Any) -> float:
+    return sum(p.double().sum().item() for p in model.parameters())

@@ -109,22 +109,29 @@ class Harness:
         tasks = {"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}}
         with isolate_rng(), in_mode(model, training=False), silence() as warned:
             seed_all(column.tasks.values())
-            lm = CountedModel(
-                pretrained=model,
-                tokenizer=deepcopy(tokenizer),  # it may be given a token for padding
-                backend="seq2seq" if model.config.is_encoder_decoder else "causal",
-                batch_size=options.batch_size,
-                max_length=options.max_length,
-                mixed_precision_dtype=self.mixed,
-            )
+            lm = self.take_in(model, tokenizer)
             lm.expect, lm.cache_hook = expect, Steps(step)
             found = evaluate(
                 lm=lm, task_dict=tasks, limit=options.limit, bootstrap_iters=DRAWS, log_samples=False
             )
         truncated = sum("runcat" in told for told in warned)
         if truncated:
-            log.info("probe %s: %d requests are longer than the model reads, and cut", name, truncated)
+            log.info("probe %s: %d requests or more were longer than is read, and cut", name, truncated)
         return self.tell(column, found) | {"truncated": truncated}
+
+    def take_in(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "CountedModel":
+        """The model as the harness takes one. A text has its tokenizer's own tokens around it; none where
+        these would end it, since the harness goes on with a text behind its last token."""
+        causal = not model.config.is_encoder_decoder
+        return CountedModel(
+            pretrained=model,
+            tokenizer=deepcopy(tokenizer),  # it may be given a token for padding
+            backend="causal" if causal else "seq2seq",
+            add_bos_token=False if causal and ends_texts(tokenizer) else None,
+            batch_size=self.options.batch_size,
+            max_length=self.options.max_length,
+            mixed_precision_dtype=self.mixed,
+        )
 
     def tell(self, column: Column, found: Mapping[str, Any]) -> dict[str, Any]:
         """The harness's results in our words."""
@@ -247,6 +254,12 @@ def hash_task(task: Task) -> str:
     shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
     documents = [list(task.eval_docs), list(shown or [])]
     return digest([json.loads(json.dumps(task.dump_config(), default=str)), documents])
+
+
+def ends_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer puts a token of its own behind a text."""
+    last = tokenizer("a")["input_ids"][-1:]
+    return bool(last) and last[0] in tokenizer.all_special_ids
 
 
 def seed_all(tasks: Any) -> None:
