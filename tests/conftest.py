@@ -46,6 +46,17 @@ SMALL = [
 ]
 
 
+LEARNING = {"start", "small", "small_gpt2", "cache"}  # fixtures of tests in which a model learns
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests in which a model learns are slow, whatever they look at: `-m "not slow"` leaves them out."""
+    for item in items:
+        asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)

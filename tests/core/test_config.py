@@ -198,6 +198,7 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(told, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

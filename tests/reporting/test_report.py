@@ -220,6 +220,7 @@ def test_runs_that_lack_something(tmp_path, scores):
     assert all(row in run_report.format_scores(scores) for row in scores.rows)
 
 
+@pytest.mark.slow
 def test_236_domains_take_seconds(tmp_path):
     scores = many()
     began = time.perf_counter()

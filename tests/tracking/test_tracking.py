@@ -18,6 +18,8 @@ from tests.support.processes import ended, started
 from tests.support.wandb_files import config, history, of_kind, records, summary
 from tests.tracking.test_sync import refusing, scores
 
+pytestmark = pytest.mark.slow
+
 ORDER = "order=[law,food]"
 
 

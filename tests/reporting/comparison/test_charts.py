@@ -268,6 +268,7 @@ def test_posteriors_are_those_of_the_last_model(drawn):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 236])
 def test_one_domain_and_236(count):
     began = time.process_time()
