@@ -60,6 +60,7 @@ def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
     assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]

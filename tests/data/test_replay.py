@@ -126,6 +126,7 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 @pytest.mark.parametrize("past", ["abc", "b", ""])
 def test_the_rows_are_those_of_the_oracle(mixture, past, texts, whose):
