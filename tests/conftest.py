@@ -15,6 +15,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
@@ -44,6 +46,17 @@ SMALL = [
     "trainer.log_every_n_steps=2",
     "logger=none",
 ]
+
+
+LEARNING = {"start", "small", "small_gpt2", "cache"}  # fixtures of tests in which a model learns
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests in which a model learns are slow, whatever they look at: `-m "not slow"` leaves them out."""
+    for item in items:
+        asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,13 +92,28 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def composed() -> Iterator[Callable[..., DictConfig]]:
     """The config of run.py with overrides."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        yield lambda *overrides: deepcopy(composed_once(overrides))
+        yield with_values
+
+
+def with_values(*overrides: str) -> DictConfig:
+    """As Hydra composes it, in its two steps: to choose from the groups takes 0.1 s and is done once for each
+    choice, to set values takes none."""
+    chosen = tuple(each for each in overrides if is_choice(each))
+    cfg = deepcopy(composed_once(chosen))
+    values = OverridesParser.create().parse_overrides([each for each in overrides if each not in chosen])
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+def is_choice(override: str) -> bool:
+    """Whether an override chooses from a group, or is one of Hydra's own."""
+    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+    return (ROOT / "conf" / key).is_dir() or key.startswith("hydra")
 
 
 @functools.cache
-def composed_once(overrides: tuple[str, ...]) -> DictConfig:
-    """Hydra takes 0.1 s for it, a copy 0.002 s."""
-    return compose("config", overrides=list(overrides))
+def composed_once(choices: tuple[str, ...]) -> DictConfig:
+    return compose("config", overrides=list(choices))
 
 
 @pytest.fixture

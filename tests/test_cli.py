@@ -15,6 +15,7 @@ def ran(*arguments, cwd, program=RUN):
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -59,6 +60,7 @@ def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
     assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]

@@ -42,14 +42,6 @@ def test_the_groups_are_those_of_the_house():
     } <= set(GROUPS)
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_yaml_composes_and_resolves(group, choice, composed):
-    chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(
-        group, [f"{group}={choice}"]
-    )
-    assert identity(composed(*chosen, "model.checkpoint=somewhere", "+domains.root=here"))
-
-
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "model"])
 def test_every_model_names_itself(choice, composed):
     assert composed(f"model={choice}").model.name == choice
@@ -198,6 +190,7 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(told, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

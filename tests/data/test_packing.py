@@ -57,6 +57,7 @@ def owners(packed):
     return packed.rows[:]["documents"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 7, 64, 5000])
 @pytest.mark.parametrize("style", STYLES)
 def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style, length):
@@ -211,6 +212,7 @@ def test_a_killed_tokenizer_leaves_nothing_wrong(tmp_path, tokenizers, monkeypat
     assert rows(pack(tmp_path, texts, tokenizers["framed"], 16)) == rows(whole)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path):
     """36 MB of documents of 60 kB, a token for four bytes: what Python, NumPy and Arrow hold at once."""
 

@@ -126,6 +126,7 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 @pytest.mark.parametrize("past", ["abc", "b", ""])
 def test_the_rows_are_those_of_the_oracle(mixture, past, texts, whose):
@@ -330,6 +331,7 @@ def test_replayed_rows_stand_everywhere(texts):
 GRID = [(accumulate, world) for accumulate in (1, 2, 4, 8) for world in (1, 2, 4) if accumulate * world <= 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 @pytest.mark.parametrize("accumulate, world", GRID)
 def test_processes_and_parts_share_out_the_same_step(accumulate, world, mixture, texts):
@@ -465,6 +467,7 @@ def test_a_text_learned_twice_is_past_once(texts):
     assert made.past(stages[2]) == ["a"]
 
 
+@pytest.mark.slow
 def test_236_domains_cost_as_much_as_two(texts):
     small = {f"d{number}": rows_by_hand(30 + number % 7, seed=number) for number in range(235)}
     seconds = {}

@@ -119,6 +119,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", ["a", "abc"])
 @pytest.mark.parametrize("accumulate, world", GRID)
 def test_processes_and_parts_share_out_the_same_batch(texts, objective, accumulate, world, names):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import distributed
 
 import cpt.adapters.export
 from cpt.adapters.bank import BASE
+from cpt.core import collectives
 from cpt.data.datamodule import Domain
 from cpt.data.sampling import Subset
-from cpt.methods import demix as method
 from tests.support.making import DROPOUT, made, same
 from tests.support.running import logits_at, token_nll
 
@@ -201,10 +202,10 @@ def test_processes_agree_on_the_nearest(demix, monkeypatch):
     visit(work.module, 0)
     shares, sums = batches(work, "food", rows=20, size=10), []
     expected = work.module.measure(shares, [BASE, 0])
-    monkeypatch.setattr(method.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(method.distributed, "all_reduce", lambda values: sums.append(values.clone()))
+    monkeypatch.setattr(collectives, "in_company", lambda: True)
+    monkeypatch.setattr(distributed, "all_reduce", lambda values: sums.append(values.clone()))
     work.module.measure(shares[1:], [BASE, 0])
-    monkeypatch.setattr(method.distributed, "all_reduce", lambda values: values.add_(sums[0]))
+    monkeypatch.setattr(distributed, "all_reduce", lambda values: values.add_(sums[0]))
     torch.testing.assert_close(work.module.measure(shares[:1], [BASE, 0]), expected)
     assert len(sums) == 1
 

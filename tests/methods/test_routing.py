@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
-from cpt.adapters import routing
 from cpt.adapters.bank import BASE
 from cpt.adapters.routing import Router, Routing, keep_largest
+from cpt.core import collectives
 from cpt.data.batch import labels_of
 from cpt.data.sampling import Subset
 from cpt.models.objectives import Causal
@@ -382,9 +383,9 @@ def test_used_weights_are_summed_over_processes(monkeypatch):
         calls.append(values.shape)
         values.add_(theirs)
 
-    monkeypatch.setattr(routing.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(routing.distributed, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(routing.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives, "in_company", lambda: True)
+    monkeypatch.setattr(distributed, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
     mixing = begun()
     assert mixing.used(1) == {0: 0.75, 1: 0.25}
     mixing.take(BASE, mixing.parts, torch.tensor([[1.0], [0.0], [3.0]]))

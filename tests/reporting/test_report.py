@@ -145,6 +145,7 @@ def with_parts(scores, *, needs_domain=True):
     return scores
 
 
+@pytest.mark.slow
 def test_a_report_shows_which_part_scored_a_text(tmp_path):
     markdown, html = written(tmp_path, with_parts(made()))
     for cells in (Page(html).cells, [cell.strip() for cell in markdown.replace("\n", "|").split("|")]):
@@ -200,6 +201,7 @@ def test_names_are_not_taken_for_markup(tmp_path):
     assert "| a&#124;b |" in markdown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scores",
     [
@@ -221,6 +223,7 @@ def test_runs_that_lack_something(tmp_path, scores):
     assert all(row in run_report.format_scores(scores) for row in scores.rows)
 
 
+@pytest.mark.slow
 def test_236_domains_take_seconds(tmp_path):
     scores = many()
     began = time.perf_counter()
@@ -278,6 +281,7 @@ def test_labels_are_moved_apart_and_keep_their_order():
     assert placed["f"] == 0.02
 
 
+@pytest.mark.slow
 def test_pictures_leave_pyplot_alone():
     code = (
         "import sys; from cpt import report; from cpt.reporting.comparison import charts; "
@@ -390,6 +394,7 @@ def test_the_picture_of_end_tasks_shows_measured_rows():
     )
 
 
+@pytest.mark.slow
 def test_many_end_tasks_take_seconds(tmp_path):
     scores = many(40)
     tasks = scores.domains[:-1]
@@ -402,6 +407,7 @@ def test_many_end_tasks_take_seconds(tmp_path):
     assert all(len(line) <= 110 for line in run_report.format_scores(scores).splitlines()[1:])
 
 
+@pytest.mark.slow
 def test_what_became_of_the_predictions(tmp_path):
     title = "End tasks: what became of the predictions"
     assert title not in written(tmp_path, examined(seeds=[0]))[0]

@@ -14,6 +14,8 @@ from cpt.training.assembly import tell_rate
 from cpt.training.plan import lost_rate, make_plan
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 DATA = "domains.root=there"  # of those that need data; nothing is read for a plan
 

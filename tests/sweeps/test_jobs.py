@@ -28,6 +28,8 @@ from cpt.sweeps.launcher import ProcessLauncher
 from cpt.training.plan import make_plan
 from tests.conftest import SMALL
 
+pytestmark = pytest.mark.slow
+
 SEARCHER = "hydra_plugins.cpt.OptunaSweeper"
 
 

@@ -20,6 +20,8 @@ from cpt.core.preemption import GO_ON
 from cpt.sweeps.launcher import ProcessLauncher
 from cpt.sweeps.resources import devices, share_out_machine, visible_gpus
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")

@@ -208,6 +208,7 @@ def test_the_same_command_makes_the_same_trials_and_another_seed_others(search, 
         assert (search(loss, LR, n_trials=3, seed=seed).jobs == first) is same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["tpe", "random", "nsga2"])
 def test_a_killed_search_goes_on_as_if_it_had_not_been(search, folder, sampler):
     whole = search(loss, LR, "method=ncl,das", n_trials=14, n_jobs=2, sampler=sampler).jobs

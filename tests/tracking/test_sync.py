@@ -16,6 +16,8 @@ from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.tracking import sync, wandb_run
 from tests.support import wandb_files
 
+pytestmark = pytest.mark.slow
+
 NASTY = ["lr", "stage", "a/b", "a", "LC", "matrix", "a%2Fb", "b/final", "b"]
 
 

@@ -11,12 +11,14 @@ import pytest
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS
 from cpt.reporting.run_table import summarise_run
-from cpt.tracking.loggers import LongCSV, log_scores, log_stage, track
+from cpt.tracking.loggers import About, LongCSV, log_scores, log_stage, track
 from cpt.tracking.wandb_run import open_run
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 from tests.support.wandb_files import config, history, of_kind, records, summary
 from tests.tracking.test_sync import refusing, scores
+
+pytestmark = pytest.mark.slow
 
 ORDER = "order=[law,food]"
 
@@ -131,7 +133,6 @@ def test_an_unknown_mode_is_told(small, start, tmp_path):
 
 
 OFFLINE = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
-ABOUT = {"group": "g", "job": "das", "tags": ["a"], "config": {"seed": 3}}
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +140,13 @@ def resumed(tmp_path_factory):
     """A run that fails after its first stage and is started again."""
     import wandb
 
+    about = About("g", "das", ["a"], {"seed": 3})
     place, whole = tmp_path_factory.mktemp("resumed") / "das_seed-3", scores()
     place.mkdir()
-    with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, **ABOUT) as loggers:
+    with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, about=about) as loggers:
         log_stage(loggers, until(whole, 2), distributions={})
         raise KeyboardInterrupt
-    with track(OFFLINE, place, **ABOUT) as loggers:
+    with track(OFFLINE, place, about=about) as loggers:
         log_stage(loggers, until(whole, 3), distributions={"heads": np.arange(4.0)})
         log_scores(loggers, whole, folder=place)
     wandb.teardown()

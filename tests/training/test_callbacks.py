@@ -182,6 +182,7 @@ def test_several_loggers_are_told_the_curves_the_row_and_the_metrics(small, star
     assert (tmp_path / "metrics.csv").exists()
 
 
+@pytest.mark.slow
 def test_loggers_compose(composed):
     assert composed("logger=[csv,wandb]").logger == composed("logger=[wandb,csv]").logger
     both = composed("logger=[wandb,tensorboard]", "logger.mode=online").logger

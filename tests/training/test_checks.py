@@ -10,6 +10,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from cpt.core.config import identity, plain_config
 from cpt.core.errors import reason
 from cpt.core.options import Options, options_of
 from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
@@ -76,7 +77,11 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
         group, [f"{group}={choice}"]
     )
     hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
-    assert read_sections(composed(*chosen, *hub, "model.checkpoint=somewhere")).run
+    cfg = composed(*chosen, *hub, "model.checkpoint=somewhere")
+    assert read_sections(cfg).run
+    if OmegaConf.is_missing(cfg.domains, "root"):
+        cfg.domains.root = "here"
+    assert identity(plain_config(cfg))
 
 
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
@@ -147,6 +152,7 @@ def ran(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

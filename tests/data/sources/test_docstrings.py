@@ -231,6 +231,7 @@ def test_stdlib_has_its_modules_and_the_language_reference_but_not_what_is_insta
     assert not {"site-packages", "dist-packages", "test", "idlelib"} & {name.split("/")[0] for name in names}
 
 
+@pytest.mark.slow
 def test_networkx_gives_the_same_half_megabyte_each_time():
     found = list(documents(["networkx"]))
     paragraphs = [paragraph for document in found for paragraph in document.split("\n\n")]

@@ -60,6 +60,7 @@ def chi_square(counts: np.ndarray, probability: float, trials: int) -> float:
     return float(((counts - expected) ** 2 / (expected * (1 - probability))).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_sample_of_a_stream_is_as_likely_to_be_kept(world, as_process):
     stream, samples, trials = 120, 12, 250

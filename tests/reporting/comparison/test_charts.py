@@ -161,6 +161,7 @@ def test_a_group_keeps_its_colour_in_every_picture(drawn):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 40])
 def test_the_legend_has_room_for_all_groups(count):
     groups = {name: ([0.01 * place], [50.0 - place]) for place, name in enumerate(NAMES[:count])}
@@ -268,6 +269,7 @@ def test_posteriors_are_those_of_the_last_model(drawn):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 236])
 def test_one_domain_and_236(count):
     began = time.process_time()

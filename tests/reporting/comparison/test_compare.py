@@ -343,6 +343,7 @@ def test_rows_can_be_filtered_in_the_page(thirty, monkeypatch, drawn):
     assert [row[0] for row in tables["Compute"].cells] == [row[0] for row in ranked.cells]
 
 
+@pytest.mark.slow
 def test_the_real_pictures_and_page(tmp_path):
     for method in ("ncl", "das"):
         saved(tmp_path / method, method=method, shift=0.1 * (method == "das"))
@@ -352,6 +353,7 @@ def test_the_real_pictures_and_page(tmp_path):
     assert all(title in html for title in PICTURES)
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported():
     code = (
         "import sys, cpt.report; "
