@@ -22,6 +22,7 @@ EXECUTION = (
     "on_nonfinite",
     "endtask",
     "probe",
+    "answers",
     "trainer.accelerator",
     "trainer.devices",
     "trainer.num_nodes",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import ge
 from typing import NamedTuple
 
@@ -104,12 +105,13 @@ class Metric(NamedTuple):
     domains: int = 1
     rows: int = 1
     general: bool = False
+    level: bool = False  # a loss, not a difference of losses
 
 
 METRICS: Mapping[str, Metric] = {
-    "ZS": Metric(zero_shot),
-    "CPT": Metric(just_learned, stages=1),
-    "LC": Metric(last),
+    "ZS": Metric(zero_shot, level=True),
+    "CPT": Metric(just_learned, stages=1, level=True),
+    "LC": Metric(last, level=True),
     "FG": Metric(forgetting, stages=2),
     "FG_max": Metric(forgetting_from_best, stages=2),
     "BWT_zs": Metric(backward_zero_shot, stages=2),
@@ -141,15 +143,20 @@ class Layout:
         return self.rows[1:] if set(self.rows[1:]) <= set(self.domains) - {GENERAL} else []
 
 
-def metrics(nll: Array, *, layout: Layout) -> dict[str, Array]:
-    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]."""
+def metrics(nll: Array, *, layout: Layout, higher: bool = False) -> dict[str, Array]:
+    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]. With
+    `higher` it is of scores, not of losses: a level is then their mean, and a gain is still a gain."""
     by_stage = dict.fromkeys([*layout.learned, *layout.domains])  # the general text stays last
     in_order = list(by_stage) == layout.domains  # as in a run; then nothing is copied
     aligned = nll if in_order else nll[..., [layout.domains.index(name) for name in by_stage]]
     domains = len(set(layout.domains) - {GENERAL})
     have = (len(layout.learned), domains, len(layout.rows), GENERAL in layout.domains)
-    there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[1:]))}
-    return {name: metric.compute(aligned, domains=domains) for name, metric in there.items()}
+    there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[1:5]))}
+    found = {
+        name: metric.compute(-aligned if higher else aligned, domains=domains)
+        for name, metric in there.items()
+    }
+    return {name: -value if higher and there[name].level else value for name, value in found.items()}
 
 
 @np.errstate(over="ignore")
@@ -175,14 +182,28 @@ def intervals(
     within their column, alike for every row: differences are paired. Tokens per byte is taken as known.
     """
     samples = _samples(nll_sums, counts=counts, layout=layout)
+    compute = partial(compute_values, layout=layout)
+    return bootstrap(samples, compute, replicates=replicates, seed=seed)
+
+
+def bootstrap(
+    samples: Sequence[Sequence[Array]],
+    compute: Callable[[Array], dict[str, dict[str, Array]]],
+    *,
+    replicates: int = 1000,
+    seed: int = 0,
+) -> dict[str, dict[str, list[float]]]:
+    """The 2.5 and 97.5 percentiles of what is computed of a matrix [..., row, column] of means, over draws of
+    what the means are of: per column sums [row, item] and counts [item]. An item is drawn for all rows."""
     generators = [np.random.default_rng([seed, column]) for column in range(len(samples))]
-    chunk = max(1, BUDGET // max(len(layout.rows) * len(samples), *(count.size for _, count in samples)))
+    rows = len(samples[0][0])
+    chunk = max(1, BUDGET // max(rows * len(samples), *(count.size for _, count in samples)))
     parts = []
     for first in range(0, replicates, chunk):
         size = min(chunk, replicates - first)
         drawn = [_resample(*s, generator=g, size=size) for s, g in zip(samples, generators, strict=True)]
-        parts.append(compute_values(np.stack(drawn, -1), layout=layout))
-    return {m: {u: _bounds([part[m][u] for part in parts]) for u in UNITS} for m in parts[0]}
+        parts.append(compute(np.stack(drawn, -1)))
+    return {m: {u: _bounds([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
 
 
 @np.errstate(invalid="ignore")

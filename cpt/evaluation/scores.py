@@ -14,6 +14,7 @@ import numpy as np
 
 from cpt.core.schema import check_types
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.answers.results import check_answers
 from cpt.evaluation.endtasks.metrics import check_endtasks
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, compute_values, intervals
 from cpt.evaluation.probes.results import check_probes
@@ -25,9 +26,10 @@ PHASES = (
     "learn",
     "score",
     "endtasks",
+    "answers",
     "probes",
 )  # kinds of seconds; "start": what precedes the stages
-LATER = {"conditions", "skipped", "alone", "probes"}  # fields that files of this version may lack
+LATER = {"conditions", "skipped", "alone", "probes", "answers"}  # fields that files of this version may lack
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
@@ -54,6 +56,7 @@ class Scores(Layout):
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
+    answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
     probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
     conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
     needs_domain: bool = False  # whether a text's domain must be known at test time
@@ -87,6 +90,7 @@ class Scores(Layout):
         self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
         check_metrics(self.metrics)
         check_endtasks(self.endtasks, rows=self.rows)
+        check_answers(self.answers, rows=self.rows)
         check_probes(self.probes, rows=self.rows)
 
     @property

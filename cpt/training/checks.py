@@ -18,6 +18,7 @@ from cpt.core.rules import is_text, number, show
 from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
+from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import check_given
 from cpt.evaluation.probes.options import LMEval
 from cpt.models.options import Freeze, ModelOptions
@@ -51,6 +52,7 @@ class Sections:
     source: Source | None
     optim: Choice | None
     schedule: Any
+    answers: AnswerOptions | None
     probe: LMEval | None
     trainer: TrainerOptions | None
     logger: LoggerOptions | None
@@ -76,6 +78,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         source=make_now(read_section(cfg, "domains").choose()),
         optim=read_optimizer(read_section(cfg, "optim")),
         schedule=make_now(read_section(cfg, "schedule").choose()),
+        answers=read_section(cfg, "answers").choose(),
         probe=read_section(cfg, "probe").choose(),
         trainer=read_trainer(read_section(cfg, "trainer")),
         logger=read_logger(read_section(cfg, "logger")),

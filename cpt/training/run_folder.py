@@ -72,6 +72,7 @@ class RunFolder:
             "*.partial",
             "endtasks/*/*.partial",
             "probes/*/*.partial",
+            "answers/*/*.partial",
             *patterns,
         ):
             for left in self.path.glob(pattern):
@@ -161,6 +162,10 @@ class RunFolder:
     def probes(self, row: int, name: str) -> Path:
         """What a probe has measured after a stage."""
         return self.path / "probes" / f"{row:03d}-{name}"
+
+    def answers(self, row: int, name: str) -> Path:
+        """What the model of a stage has answered."""
+        return self.path / "answers" / f"{row:03d}-{name}"
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

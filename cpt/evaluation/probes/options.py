@@ -8,23 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from cpt.core.config import digest
-from cpt.core.options import Options, option
+from cpt.core.options import option
 from cpt.core.rules import Rule, is_list, is_number, is_text, is_whole, or_null, whole
+from cpt.evaluation.due import Due
 
 OLDEST, TOO_NEW = (
     (0, 4, 13),
     (0, 5),
 )  # versions whose tasks, `evaluate` and results are as we read them
 EXTRA = 'pip install "cpt[lm-eval]"'
-EVERY = re.compile(r"every:([1-9]\d*)")
 
 
 def is_names(value: Any) -> bool:
     return is_list(value, is_text) and 0 < len(value) == len(set(value))
-
-
-def is_when(value: Any) -> bool:
-    return value in ("last", "each") or (isinstance(value, str) and EVERY.fullmatch(value) is not None)
 
 
 def is_limit(value: Any) -> bool:
@@ -36,7 +32,7 @@ def is_metrics(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LMEval(Options):
+class LMEval(Due):
     """Tasks of the lm-evaluation-harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness),
     measured on a model as it is."""
 
@@ -46,9 +42,6 @@ class LMEval(Options):
     )
     include: str | None = option(
         "where the YAMLs of your own tasks are, in folders of any depth", or_null(Rule(is_text, "a folder"))
-    )
-    when: str = option(
-        "after which stages, beside the base", Rule(is_when, "last, each, or every:K (and the last)")
     )
     metrics: Mapping[str, str] = option(
         "what a task's column shows; else the first that the harness gives",
@@ -64,11 +57,6 @@ class LMEval(Options):
         Rule(lambda value: value == "auto" or is_whole(value, 1), "auto or a whole number, 1 or more"),
     )
     max_length: int | None = option("tokens of a request; null: as the model reads", or_null(whole(2)))
-
-    def is_due(self, number: int, *, stages: int) -> bool:
-        """Whether it is measured after so many of the stages; 0: on the base."""
-        every = EVERY.fullmatch(self.when)
-        return number in (0, stages) or self.when == "each" or bool(every and number % int(every[1]) == 0)
 
     @property
     def stamp(self) -> str:

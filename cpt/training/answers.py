@@ -1,0 +1,169 @@
+"""When the tasks of a run are asked, and on which weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt.adapters.bank import BASE
+from cpt.core.collectives import agree, wait_for_others
+from cpt.core.preemption import Herald, Preempted, leave_together
+from cpt.core.processes import is_first_process, rank_and_world
+from cpt.core.progress import progress_bar
+from cpt.data.datamodule import DomainSequence
+from cpt.evaluation.answers.asking import Question, rank_choices, write_answers
+from cpt.evaluation.answers.files import path_of, read_answers, save_answers
+from cpt.evaluation.answers.metrics import MEASURES, Answered
+from cpt.evaluation.answers.options import AnswerOptions
+from cpt.evaluation.answers.results import (
+    compute_intervals,
+    compute_metrics,
+    head_of,
+    matrix_of,
+    tell_task,
+)
+from cpt.methods.base import ContinualModule
+from cpt.models.forward import in_mode
+from cpt.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tqdm import tqdm
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The tasks of a run, asked of what the module hands on after a stage. Processes share the tasks out."""
+
+    GROUP, KIND = "answers", "answers"  # what asks for them, and what they are in scores.json
+
+    options: AnswerOptions
+    questions: Mapping[str, Sequence[Question]]  # by task, in the order of learning
+    digests: Mapping[str, str]  # what the answers to a task depend on besides the model
+    place: RunFolder
+    module: ContinualModule
+    data: DomainSequence
+    tokenizer: PreTrainedTokenizerBase
+    end: int  # the token that ends an answer
+
+    @property
+    def when(self) -> str:
+        return self.options.when
+
+    def name(self, number: int) -> str:
+        """The stage's, as the row of the matrix."""
+        return "base" if number == 0 else self.data.domains[number - 1].name
+
+    def folder(self, number: int) -> Path:
+        return self.place.answers(number, self.name(number))
+
+    def due(self, number: int) -> list[str]:
+        """The tasks that are asked after so many stages and not in the run folder yet."""
+        if not self.options.is_due(number, stages=len(self.data)):
+            return []
+        return [name for name in self.questions if self.read(number, name) is None]
+
+    def read(self, number: int, task: str) -> tuple[Answered, float] | None:
+        return read_answers(path_of(self.folder(number), task), digest=self.digests[task])
+
+    def missing(self, number: int) -> bool:
+        """Whether something is not in the run folder yet; all processes get the same answer."""
+        return bool(agree(len(self.due(number))))
+
+    def measure(self, number: int, device: torch.device) -> None:
+        """Asks what is missing after a stage, whose weights the module has; each process its share."""
+        rank, world = rank_and_world()
+        mine = self.due(number)[rank::world]
+        wait_for_others()  # nobody works before all have asked: all share out the same tasks
+        with suppress(Preempted):  # the other processes are waited for
+            self.work(number, mine, device)
+        leave_together(f"in the answers after {self.name(number)}")
+
+    def work(self, number: int, tasks: Sequence[str], device: torch.device) -> None:
+        """Asks tasks on `device`, each of which leaves its file; the model is then where it was."""
+        herald, label = Herald(), f"answers after {self.name(number)}"
+        total = sum(self.count(task) for task in tasks)
+        with progress_bar(label, total=total, hidden=not is_first_process(), unit="answer") as progress:
+            for task in tasks:
+                progress.set_postfix_str(task, refresh=False)
+                model = self.backbone(number, task)
+                before = model.device
+                try:
+                    with in_mode(model.to(device), training=False):
+                        self.ask(number, task, model, step=partial(count_answers, progress, herald))
+                finally:
+                    model.to(before)
+
+    def count(self, task: str) -> int:
+        """Answers of a task that a bar counts: each choice that is ranked, and each text that is written."""
+        questions = self.questions[task]
+        return sum(len(each.answers) for each in questions) + len(questions) * self.options.written
+
+    def backbone(self, number: int, task: str) -> PreTrainedModel:
+        """The model that answers a task after a stage: that of the task's own domain, if it has been learned;
+        of a model in parts the base answers what has not."""
+        learned = [part for domain in self.data.domains[:number] for part in domain.parts]
+        return self.module.backbone(self.data.places[task] if task in learned else BASE)
+
+    def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
+        """Asks a task and writes its file."""
+        questions, options, began = self.questions[task], self.options, time.perf_counter()
+        size = {"batch_size": options.batch_size, "step": step}
+        closed = all(each.choices for each in questions)
+        ranked = rank_choices(model, self.data.objective, questions, **size) if closed else (None, None)
+        written = None
+        if options.written:
+            how = {"end": self.end, "most": options.tokens}
+            written = write_answers(model, self.tokenizer, questions, **how, **size)
+        answered = Answered(
+            [each.reference for each in questions], [each.choices for each in questions], written, *ranked
+        )
+        save_answers(
+            path_of(self.folder(number), task),
+            [each.id for each in questions],
+            answered,
+            digest=self.digests[task],
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+    def results(self, rows: int) -> dict[str, Any]:
+        """The `answers` of scores.json, from the files of so many rows."""
+        found = {task: [self.read(row, task) for row in range(rows)] for task in self.questions}
+        there = {task: cells for task, cells in found.items() if any(cells)}
+        told = {
+            task: tell_task([cell[0] if cell else None for cell in cells]) for task, cells in there.items()
+        }
+        answers = {
+            "when": self.when,
+            "seconds": sum(cell[1] for cells in there.values() for cell in cells if cell),
+            "tasks": told,
+            "metrics": {},
+            "intervals": {},
+        }
+        names = ["base", *(domain.name for domain in self.data.domains)][:rows]
+        if told and all(cell is not None for cells in there.values() for cell in cells):
+            measured = compute_metrics(matrix_of(answers), rows=names, tasks=list(told))
+            answers["metrics"] = {name: float(value) for name, value in measured.items()}
+            values = {
+                task: [MEASURES[head_of(told[task])].compute(cell[0]) for cell in cells]
+                for task, cells in there.items()
+            }
+            answers["intervals"] = compute_intervals(values, rows=names)
+        return answers
+
+
+def count_answers(progress: tqdm, herald: Herald, count: int) -> None:
+    """Called after every batch; leaves if a signal has come to any process."""
+    progress.update(count)
+    herald.check()
