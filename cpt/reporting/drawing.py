@@ -188,6 +188,30 @@ def draw_heat(
     return drawn, axes
 
 
+def draw_scores(
+    A: np.ndarray,  # noqa: N803
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    across: str,
+    told: str,
+) -> bytes:
+    """Shares of 1, [row, column], as percentages on a heat map, nan where there is none; the row that a
+    column is called as is marked."""
+    small = max(len(rows), len(columns)) <= FEW + 1
+    how = {"cmap": sequential(), "few": small, "label": "score, % (dark: better)"}
+    drawn, axes = draw_heat(100 * A, rows=rows, columns=columns, **how)
+    axes.set(xlabel=across, ylabel="model after stage")
+    middle = (np.nanmin(A) + np.nanmax(A)) / 2 if len(A) else 0
+    for (row, column), value in np.ndenumerate(A if small else A[:0]):
+        if np.isfinite(value):
+            colour = "white" if value > middle else "black"
+            axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
+    own = [(list(rows).index(name), column) for column, name in enumerate(columns) if name in rows]
+    frame_cells(axes, own, width=2 if small else 0.7)
+    return png(drawn, told=told)
+
+
 def frame_cells(axes: Axes, cells: Iterable[tuple[int, int]], *, width: float) -> None:
     """A frame round each (row, column)."""
     from matplotlib.patches import Rectangle

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from cpt.reporting import drawing
 from cpt.reporting.formatting import megabytes, percent
 from cpt.reporting.page import Block, few
 from cpt.reporting.run_table import list_costs
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
 FORMULAS = (
@@ -89,19 +86,12 @@ def _cost(stage: str, costs: Mapping[str, float | None]) -> list[str]:
 
 
 def draw_endtasks(scores: Scores) -> bytes:
-    """A in each task's own metric, the rows that were measured; a domain's own stage is marked."""
-    given = scores.endtasks
-    A = endscores.over_seeds(endscores.headline(given))  # noqa: N806
+    """A of the rows that were measured; a task's own row is marked."""
+    A = endscores.over_seeds(endscores.headline(scores.endtasks))  # noqa: N806
     rows = [row for row in range(len(A)) if np.isfinite(A[row]).any()]
-    small = max(len(rows), A.shape[1]) <= drawing.FEW + 1
-    names, tasks = [scores.rows[row] for row in rows], given["tasks"]
-    how = {"cmap": drawing.sequential(), "few": small, "label": "score, % (dark: better)"}
-    figure, axes = drawing.draw_heat(100 * A[rows], rows=names, columns=tasks, **how)
-    axes.set(xlabel="end task of domain", ylabel="model after stage")
-    _write_scores(axes, A[rows] if small else A[:0])
-    own = [(names.index(task), column) for column, task in enumerate(tasks) if task in names]
-    drawing.frame_cells(axes, own, width=2 if small else 0.7)
-    return drawing.png(figure, told=_describe_last_row(A[rows], rows=names, tasks=tasks))
+    names, tasks = [scores.rows[row] for row in rows], scores.endtasks["tasks"]
+    told = _describe_last_row(A[rows], rows=names, tasks=tasks)
+    return drawing.draw_scores(A[rows], rows=names, columns=tasks, across="end task of domain", told=told)
 
 
 def _show_summary(scores: Scores) -> Block:
@@ -157,15 +147,6 @@ def _moved(counts: Mapping[str, float]) -> list[str]:
         shares = [percent(counts[f"{name}_share"]), "–" if adjusted is None else percent(adjusted)]
         shown += [f"{counts[name]:,}", *shares]
     return shown
-
-
-def _write_scores(axes: Axes, A: np.ndarray) -> None:  # noqa: N803
-    """The scores, white on dark."""
-    middle = (np.nanmin(A) + np.nanmax(A)) / 2 if len(A) else 0
-    for (row, column), value in np.ndenumerate(A):
-        if np.isfinite(value):
-            colour = "white" if value > middle else "black"
-            axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
 
 
 def _describe_last_row(A: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]) -> str:  # noqa: N803

@@ -27,6 +27,7 @@ SUMMARISED = (
     "perplexity",
     "text",
     "task",
+    "answer",
     "probe",
     "cost",
 )  # the kinds of which all lines have a key
@@ -58,6 +59,7 @@ def run_table(scores: Scores, *kinds: str) -> pandas.DataFrame:
     - perplexity: on each text of the base, the last model, and the model right after the domain.
     - text: sizes of the test texts.
     - task: the end tasks over all tasks, and the last and own score of each, a mean over seeds.
+    - answer: metrics of the matrix of scores, and every measure of each task in each row.
     - probe: each task of the harness in each row that was measured; low and high by the standard error.
     - cost: what the whole run took and, with a stage, what each of them took.
     - loss: every cell of the matrix in every unit.
@@ -77,9 +79,10 @@ def summarise_run(scores: Scores, kinds: Sequence[str] = SUMMARISED) -> dict[str
 
     "LC/perplexity", "LC/nats/low" and "/high": a metric in a unit, and its interval. "ppl/<text>/base", "own"
     (after the domain's own stage) and "final". "endtask/MF1", "endtask/<task>/accuracy" (final; "/sd" over
-    seeds) and "/forward". "probe/<task>" (final), "/base" and "/after/<stage>". "cost/flops": the whole
-    run's; "stage/<stage>/flops": one stage's. Seconds, bytes, tokens, floating-point operations, parameters.
-    A name between slashes is escaped, so that no two keys are alike whatever domains are called.
+    seeds) and "/forward". "answers/AP", "answers/<task>/exact_match" (final). "probe/<task>" (final), "/base"
+    and "/after/<stage>". "cost/flops": the whole run's; "stage/<stage>/flops": one stage's. Seconds, bytes,
+    tokens, floating-point operations, parameters. A name between slashes is escaped, so that no two keys are
+    alike whatever domains are called.
     """
     lines = [line for kind in kinds for line in KINDS[kind](scores)]
     named = [(line.key + end, getattr(line, column)) for line in lines for column, end in ENDS.items()]
@@ -159,6 +162,21 @@ def list_endtasks(scores: Scores) -> Lines:
             yield Line(kind, cube[row, task, seed], "share", seed=given["seeds"][seed], **where)
 
 
+def list_answers(scores: Scores) -> Lines:
+    """The metrics of the matrix of scores, and a line per measure of a task and row in which it was asked."""
+    given = scores.answers
+    for name, value in given.get("metrics", {}).items():
+        low, high = given["intervals"].get(name, (None, None))
+        yield Line(name, value, "share", f"answers/{name}", low=low, high=high)
+    for name, task in given.get("tasks", {}).items():
+        for measure, values in task["measures"].items():
+            last = max((row for row, value in enumerate(values) if value is not None), default=None)
+            for row, value in enumerate(values):
+                if value is not None:
+                    key = f"answers/{escape_name(name)}/{measure}" if row == last else None
+                    yield Line(measure, value, "share", key, row, scores.rows[row], name)
+
+
 def list_probes(scores: Scores) -> Lines:
     """A line per task and row that was measured; the interval is normal, of 1.96 standard errors."""
     for name, task in scores.probes.get("tasks", {}).items():
@@ -224,6 +242,7 @@ KINDS: dict[str, Callable[[Scores], Lines]] = {
     "cost": list_costs,
     "loss": list_losses,
     "endtask": list_endtasks,
+    "answer": list_answers,
     "probe": list_probes,
     "part": _list_parts,
     "phase": _list_phases,

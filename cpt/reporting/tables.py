@@ -32,7 +32,7 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
     first 10,000 lines of a table."""
     kinds = dict(list(run_table(scores).groupby("kind")))
     made = {name: make(kinds[kind], scores) for name, (kind, make) in TABLES.items() if kind in kinds}
-    for name in {"losses", "endtasks", "probes", "parts"} & made.keys():
+    for name in {"losses", "endtasks", "answers", "probes", "parts"} & made.keys():
         made[name] = made[name].sort_values("stage", ascending=False, kind="stable")
     return {name: _nullify(frame) for name, frame in made.items() if len(frame)}
 
@@ -66,6 +66,13 @@ def _tabulate_endtasks(table: DataFrame, scores: Scores) -> DataFrame:
     lines = table.rename(columns={"on": "task", "name": "metric"})
     lines["own_metric"] = lines["task"].map(scores.endtasks["metric"]) == lines["metric"]
     return lines[[*WHERE, "task", "seed", "metric", "own_metric", "value"]]
+
+
+def _tabulate_answers(table: DataFrame, scores: Scores) -> DataFrame:
+    lines = table[table["on"].notna()].rename(columns={"on": "task", "name": "measure"})
+    for level in ("chance", "majority"):
+        lines[level] = [scores.answers["tasks"][task][level] for task in lines["task"]]
+    return lines[[*WHERE, "task", "measure", "value", "chance", "majority"]]
 
 
 def _tabulate_probes(table: DataFrame, scores: Scores) -> DataFrame:
@@ -108,6 +115,7 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame, Scores], DataFrame]]] = {
     "losses": ("loss", _tabulate_losses),
     "metrics": ("metric", _tabulate_metrics),
     "endtasks": ("endtask", _tabulate_endtasks),
+    "answers": ("answer", _tabulate_answers),
     "probes": ("probe", _tabulate_probes),
     "parts": ("part", _tabulate_parts),
     "costs": ("cost", _tabulate_costs),

@@ -15,6 +15,7 @@ import yaml
 
 from cpt.core.config import executes, flatten
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.answers.results import NAMES as ANSWERS
 from cpt.evaluation.conditions import conditions, is_unknown
 from cpt.evaluation.endtasks.metrics import MEANINGS
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
@@ -27,6 +28,7 @@ from cpt.reporting.run_table import escape_name, summarise_run
 
 # What a run folder holds beside its scores.
 WITHIN = (
+    "answers",
     "checkpoints",
     "diagnostics",
     "documents",
@@ -39,7 +41,7 @@ WITHIN = (
 )
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 KEYS = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
-KEYS += [f"endtask/{name}" for name in MEANINGS]
+KEYS += [f"endtask/{name}" for name in MEANINGS] + [f"answers/{name}" for name in ANSWERS]
 COST_KEYS = [measure.key for measure in COSTS]
 Pair = tuple[tuple[str, ...], int]  # order and seed: two runs of one pair learned the same text alike
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
@@ -211,7 +213,7 @@ def _list_open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
 def _measure_run(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float]:
     """What the run is compared by, of these domains alone if any are named."""
     scores = restrict_scores(run.scores, names) if names else run.scores
-    numbers = summarise_run(scores, ("metric", "task", "probe", "cost"))
+    numbers = summarise_run(scores, ("metric", "task", "answer", "probe", "cost"))
     against_one = _compare_with_one(run, names, ones=ones)
     if against_one is not None and math.isfinite(against_one):
         numbers["intransigence/nats"] = against_one

@@ -1,0 +1,107 @@
+"""What a report says of the answers to a run's tasks: the second matrix, of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cpt.evaluation.answers.results import MEANINGS, head_of, matrix_of
+from cpt.evaluation.scores import Scores
+from cpt.reporting.drawing import draw_scores
+from cpt.reporting.formatting import percent
+from cpt.reporting.page import Block, few
+
+FORMULAS = (
+    "a[i][j]: score on the held-out examples of task j after i stages, without any further learning; all in "
+    "%, higher is better but for what is invalid. [95 % bootstrap over the examples of each task]."
+)
+NAMES = {
+    "accuracy_ranked": "accuracy of the likeliest choice",
+    "exact_match": "exact match of what is written",
+    "invalid": "written, but none of the choices",
+    "accuracy_valid": "exact match of those that are",
+    "accuracy_ranked_mean": "likeliest choice by its mean token",
+    "rouge_l": "ROUGE-L",
+    "edit_similarity": "edit similarity",
+}
+
+
+def build_answer_blocks(scores: Scores) -> list[Block]:
+    """The matrix of scores with a picture, its metrics, and every measure of the last model."""
+    if not scores.answers.get("tasks"):
+        return []
+    tasks = scores.answers["tasks"]
+    return [_show_matrix(scores, tasks), _show_metrics(scores.answers), _show_last(scores, tasks)]
+
+
+def _show_matrix(scores: Scores, tasks: Mapping[str, Any]) -> Block:
+    """Each task in the measure that it is known by, what a guess and the most frequent answer reach."""
+    matrix = matrix_of(scores.answers)
+    rows = [row for row in range(len(matrix)) if np.isfinite(matrix[row]).any()]
+    cells = [[scores.rows[row], *map(_percent, matrix[row])] for row in rows]
+    levels = [[name, *(_percent(task[name]) for task in tasks.values())] for name in ("chance", "majority")]
+    measures = [f"{name} {NAMES[head_of(task)]}" for name, task in tasks.items()]
+    same = len({head_of(task) for task in tasks.values()}) == 1
+    told = NAMES[head_of(next(iter(tasks.values())))] if same else few(measures, between=", ")
+    return Block(
+        title=f"Answers to each task (column) after each stage (row): {told}",
+        lines=["Framed: a task's own stage. Dark: better."],
+        picture=_draw(scores, matrix, rows, list(tasks)),
+        head=["after", *tasks],
+        cells=[*cells, *(level for level in levels if set(level[1:]) != {"–"})],
+    )
+
+
+def _draw(scores: Scores, matrix: np.ndarray, rows: Sequence[int], tasks: Sequence[str]) -> bytes:
+    names = [scores.rows[row] for row in rows]
+    last = [f"{task} {_percent(value)} %" for task, value in zip(tasks, matrix[rows[-1]], strict=True)]
+    told = f"Scores of {len(rows)} models; after {names[-1]}: {few(last, between=', ')}"
+    return draw_scores(matrix[rows], rows=names, columns=tasks, across="task", told=told)
+
+
+def _show_metrics(answers: Mapping[str, Any]) -> Block:
+    cells = [
+        [name, *MEANINGS[name], percent(value) + _interval(answers["intervals"].get(name))]
+        for name, value in answers["metrics"].items()
+    ]
+    lines = [FORMULAS, f"answers.when={answers['when']}, {answers['seconds']:,.1f} seconds."]
+    return Block(
+        title="Scores", lines=lines, head=("number", "meaning", "formula", "%"), cells=cells, words=3
+    )
+
+
+def _show_last(scores: Scores, tasks: Mapping[str, Any]) -> Block:
+    """Every measure of each task, in the last row in which it was asked."""
+    there = [name for name in NAMES if any(name in task["measures"] for task in tasks.values())]
+    cells = [
+        [name, *(_last(task["measures"].get(measure, [])) for measure in there)]
+        for name, task in tasks.items()
+    ]
+    return Block(
+        title="Answers of the last model",
+        head=["task", *(NAMES[name] for name in there)],
+        cells=cells,
+        folded=f"{len(there)} measures of {len(tasks)} tasks",
+    )
+
+
+def format_answers(scores: Scores) -> str:
+    """The headline numbers for a console; "" where there are none."""
+    found = scores.answers.get("metrics", {})
+    told = ", ".join(f"{name} {percent(value)} %" for name, value in found.items())
+    return f"answers to {len(scores.answers['tasks'])} tasks: {told}" if told else ""
+
+
+def _last(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return _percent(known[-1]) if known else "–"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return f" [{percent(bounds[0])}, {percent(bounds[1])}]" if bounds else ""
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None or not np.isfinite(value) else percent(value)

@@ -1,0 +1,173 @@
+"""How good answers are: against values by hand and slow loops."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from cpt.evaluation.answers.metrics import (
+    MEASURES,
+    Answered,
+    chance,
+    majority,
+    measures_of,
+    normalise,
+)
+from cpt.evaluation.answers.results import (
+    MEANINGS,
+    NAMES,
+    check_answers,
+    compute_intervals,
+    compute_metrics,
+    tell_task,
+)
+
+CHOICES = ("World", "Sports", "Science or Technology")
+
+
+def answered(**changes):
+    fields = {
+        "references": ["World", "Sports", "World", "Sports"],
+        "choices": [CHOICES] * 4,
+        "written": ["world.", "Science  or technology", "wordl", " SPORTS!"],
+        "ranked": ["World", "World", "World", "Sports"],
+        "ranked_mean": ["Sports", "Sports", "World", "Sports"],
+    }
+    return Answered(**fields | changes)
+
+
+def values(measure, given=None):
+    return MEASURES[measure].compute(given or answered()).tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" Very  Negative. ", "very negative"),
+        ("Mean Of-Transportation", "mean oftransportation"),
+        ("Society & Culture", "society culture"),
+        ("\n", ""),
+        ("Ärger!", "ärger"),
+    ],
+)
+def test_what_exact_match_overlooks(text, expected):
+    assert normalise(text) == expected
+
+
+def test_each_measure_by_hand():
+    assert values("exact_match") == [1, 0, 0, 1]
+    assert values("invalid") == [0, 0, 1, 0]
+    assert values("accuracy_valid")[:2] == [1, 0] and np.isnan(values("accuracy_valid")[2])
+    assert values("accuracy_ranked") == [1, 0, 1, 1]
+    assert values("accuracy_ranked_mean") == [0, 1, 1, 1]
+
+
+def test_a_model_that_forgot_the_form_is_told_from_one_that_forgot_the_task():
+    """Written rightly in another language, all is invalid; ranked, nothing is lost."""
+    given = answered(written=["Welt", "Sport", "Welt", "Sport"], ranked=answered().references)
+    told = tell_task([given])["measures"]
+    assert told["exact_match"] == [0] and told["invalid"] == [1]
+    assert told["accuracy_valid"] == [None] and told["accuracy_ranked"] == [1]
+
+
+def lcs(one, other):
+    """The longest common subsequence, by trying them all."""
+    subsequences = lambda words: {  # noqa: E731
+        tuple(word for word, kept in zip(words, chosen, strict=True) if kept)
+        for chosen in product([0, 1], repeat=len(words))
+    }
+    return max(map(len, subsequences(one) & subsequences(other)))
+
+
+def test_rouge_is_that_of_the_longest_common_subsequence():
+    pairs = [
+        ("the cat sat on the mat", "the cat lay on a mat"),
+        ("a b c d", "d c b a"),
+        ("same", "same"),
+        ("x", "y"),
+    ]
+    given = answered(written=[one for one, _ in pairs], references=[other for _, other in pairs])
+    for found, (one, other) in zip(values("rouge_l", given), pairs, strict=True):
+        common = lcs(one.split(), other.split())
+        precision, recall = common / len(one.split()), common / len(other.split())
+        expected = 2 * precision * recall / (precision + recall) if common else 0
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_edit_similarity_counts_characters():
+    given = answered(written=["abc", "", "kitten", ""], references=["abd", "", "sitting", "ab"])
+    assert values("edit_similarity", given) == pytest.approx([2 / 3, 1, 1 - 3 / 7, 0])
+
+
+def test_a_task_has_the_measures_that_there_is_something_for():
+    assert measures_of(answered())[0] == "accuracy_ranked"
+    assert measures_of(answered(written=None)) == ["accuracy_ranked", "accuracy_ranked_mean"]
+    free = answered(choices=[()] * 4, ranked=None, ranked_mean=None)
+    assert measures_of(free) == ["rouge_l", "exact_match", "edit_similarity"]
+
+
+def test_chance_and_majority():
+    assert chance([CHOICES, CHOICES[:2]]) == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert majority(["a", "a", "b"], [("a", "b")] * 3) == pytest.approx(2 / 3)
+    assert chance([()]) is None and majority(["a"], [()]) is None
+
+
+MATRIX = np.array(
+    [  # rows: base, after a, b, c; columns a, b, c
+        [0.2, 0.3, 0.1],
+        [0.9, 0.4, 0.2],
+        [0.5, 0.8, 0.5],
+        [0.6, 0.7, 0.9],
+    ]
+)
+ROWS = ["base", "a", "b", "c"]
+
+
+def test_the_metrics_are_those_of_the_papers():
+    found = compute_metrics(MATRIX, rows=ROWS, tasks=["a", "b", "c"])
+    expected = {
+        "AP": (0.6 + 0.7 + 0.9) / 3,
+        "LA": (0.9 + 0.8 + 0.9) / 3,
+        "BWT": ((0.6 - 0.9) + (0.7 - 0.8)) / 2,
+        "F": ((0.9 - 0.6) + (0.8 - 0.7)) / 2,
+        "FWT": ((0.4 - 0.3) + (0.5 - 0.1)) / 2,
+    }
+    assert found == pytest.approx(expected)
+    assert set(MEANINGS) == set(NAMES) == set(expected)
+
+
+def test_another_order_of_columns_changes_nothing():
+    order = [2, 0, 1]
+    found = compute_metrics(MATRIX[:, order], rows=ROWS, tasks=["c", "a", "b"])
+    assert found == pytest.approx(compute_metrics(MATRIX, rows=ROWS, tasks=["a", "b", "c"]))
+
+
+def test_metrics_are_there_as_soon_as_their_terms_are():
+    assert set(compute_metrics(MATRIX[:1], rows=ROWS[:1], tasks=["a", "b", "c"])) == {"AP"}
+    assert set(compute_metrics(MATRIX[:2], rows=ROWS[:2], tasks=["a", "b", "c"])) == {"AP", "LA", "FWT"}
+
+
+def test_intervals_are_of_examples_and_paired_between_rows():
+    """What every row has alike cancels in a difference: the interval of BWT is a point."""
+    draw = np.random.default_rng(0)
+    right = draw.integers(0, 2, (2, 400)).astype(float)
+    alike = {"a": [right[0]] * 3, "b": [right[1]] * 3}
+    found = compute_intervals(alike, rows=["base", "a", "b"])
+    assert found["BWT"] == [0, 0] and found["F"] == [0, 0]
+    low, high = found["AP"]
+    mean, error = right.mean(), np.sqrt(0.25 / 400 / 2)
+    assert low == pytest.approx(mean - 1.96 * error, abs=0.01)
+    assert high == pytest.approx(mean + 1.96 * error, abs=0.01)
+
+
+def test_wrong_answers_in_a_file_are_told():
+    task = tell_task([answered(), None])
+    fine = {"when": "last", "seconds": 1.0, "tasks": {"a": task}, "metrics": {}, "intervals": {}}
+    check_answers(fine, rows=["base", "a"])
+    check_answers({}, rows=[])
+    with pytest.raises(ValueError, match="answers.tasks.a has .* at most 1"):
+        check_answers(fine, rows=["base"])
+    with pytest.raises(ValueError, match="answers.when is missing"):
+        check_answers({"tasks": {}}, rows=[])
+    with pytest.raises(ValueError, match=r"answers.intervals.XY; allowed: two bounds of AP"):
+        check_answers(fine | {"intervals": {"XY": [0.0, 1.0]}}, rows=["base", "a"])
