@@ -27,7 +27,7 @@ SUMMARISED = (
     "perplexity",
     "text",
     "task",
-    "answer",
+    "score",
     "probe",
     "cost",
 )  # the kinds of which all lines have a key
@@ -59,11 +59,12 @@ def run_table(scores: Scores, *kinds: str) -> pandas.DataFrame:
     - perplexity: on each text of the base, the last model, and the model right after the domain.
     - text: sizes of the test texts.
     - task: the end tasks over all tasks, and the last and own score of each, a mean over seeds.
-    - answer: metrics of the matrix of scores, and every measure of each task in each row.
+    - score: metrics of the answers to tasks, and the last value of each measure of a task.
     - probe: each task of the harness in each row that was measured; low and high by the standard error.
     - cost: what the whole run took and, with a stage, what each of them took.
     - loss: every cell of the matrix in every unit.
     - endtask: the score of every fine-tuning.
+    - answer: every measure of each task in each row in which it was asked.
     - part: the weights of parts in the scores of texts.
     - phase: seconds by what they were taken for.
     """
@@ -162,19 +163,25 @@ def list_endtasks(scores: Scores) -> Lines:
             yield Line(kind, cube[row, task, seed], "share", seed=given["seeds"][seed], **where)
 
 
-def list_answers(scores: Scores) -> Lines:
-    """The metrics of the matrix of scores, and a line per measure of a task and row in which it was asked."""
+def list_scores(scores: Scores) -> Lines:
+    """The metrics of the matrix of scores, and the last value of every measure of each task."""
     given = scores.answers
     for name, value in given.get("metrics", {}).items():
         low, high = given["intervals"].get(name, (None, None))
         yield Line(name, value, "share", f"answers/{name}", low=low, high=high)
-    for name, task in given.get("tasks", {}).items():
-        for measure, values in task["measures"].items():
-            last = max((row for row, value in enumerate(values) if value is not None), default=None)
+    last = {(line.on, line.name): line for line in list_answers(scores)}
+    for (task, measure), line in last.items():
+        yield line._replace(key=f"answers/{escape_name(task)}/{measure}")
+
+
+def list_answers(scores: Scores) -> Lines:
+    """A line per task, measure and row in which it was asked."""
+    for task, given in scores.answers.get("tasks", {}).items():
+        for measure, values in given["measures"].items():
             for row, value in enumerate(values):
                 if value is not None:
-                    key = f"answers/{escape_name(name)}/{measure}" if row == last else None
-                    yield Line(measure, value, "share", key, row, scores.rows[row], name)
+                    where = {"stage": row, "after": scores.rows[row], "on": task}
+                    yield Line(measure, value, "share", **where)
 
 
 def list_probes(scores: Scores) -> Lines:
@@ -243,6 +250,7 @@ KINDS: dict[str, Callable[[Scores], Lines]] = {
     "loss": list_losses,
     "endtask": list_endtasks,
     "answer": list_answers,
+    "score": list_scores,
     "probe": list_probes,
     "part": _list_parts,
     "phase": _list_phases,

@@ -69,7 +69,7 @@ def _tabulate_endtasks(table: DataFrame, scores: Scores) -> DataFrame:
 
 
 def _tabulate_answers(table: DataFrame, scores: Scores) -> DataFrame:
-    lines = table[table["on"].notna()].rename(columns={"on": "task", "name": "measure"})
+    lines = table.rename(columns={"on": "task", "name": "measure"})
     for level in ("chance", "majority"):
         lines[level] = [scores.answers["tasks"][task][level] for task in lines["task"]]
     return lines[[*WHERE, "task", "measure", "value", "chance", "majority"]]

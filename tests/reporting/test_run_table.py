@@ -10,6 +10,7 @@ from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_table import COST_COLUMNS, KINDS, SUMMARISED, escape_name, run_table, summarise_run
 from cpt.reporting.tables import tabulate
+from tests.support.answering import answers
 from tests.support.probing import probes
 
 NLL = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
@@ -133,8 +134,11 @@ def test_the_total_of_a_cost():
     assert [total(scores, name) for name in ("flops", "tokens", "memory")] == [None] * 3  # not counted
 
 
+ANSWERS = answers({"law": [0.2, 0.9, 0.6], "food": [0.3, 0.4, 0.8]}, rows=["base", "law", "food"])
+
+
 def test_the_table_has_a_line_per_number():
-    scores = made(endtasks=endtasks(), probes=probes({"a": [0.5]}))
+    scores = made(endtasks=endtasks(), probes=probes({"a": [0.5]}), answers=ANSWERS)
     scores.parts = [{}, {"law": {"law": 0.75, "base": 0.25}}, {}]
     table = run_table(scores)
     assert set(table["kind"]) == set(KINDS)
@@ -150,11 +154,37 @@ def test_the_table_has_a_line_per_number():
 
 
 def test_the_kinds_of_a_summary_are_those_with_keys():
-    table = run_table(made(endtasks=endtasks(), probes=probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, 0.2]})))
+    table = run_table(
+        made(endtasks=endtasks(), probes=probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, 0.2]}), answers=ANSWERS)
+    )
     assert set(table[table["key"].notna()]["kind"]) == set(SUMMARISED)
     assert table[table["kind"].isin(SUMMARISED)]["key"].notna().all()
     assert table["key"].dropna().is_unique
     assert set(COST_COLUMNS) < set(table[table["kind"] == "cost"]["name"])
+
+
+def test_answers_have_their_metrics_the_last_of_each_task_and_every_cell():
+    scores = made(answers=ANSWERS)
+    found = {key: x for key, x in summarise_run(scores).items() if key.startswith("answers/")}
+    assert found == pytest.approx(
+        {
+            "answers/AP": 0.7,
+            "answers/AP/low": 0.1,
+            "answers/AP/high": 0.9,
+            "answers/LA": 0.85,
+            "answers/BWT": -0.3,
+            "answers/F": 0.3,
+            "answers/FWT": 0.1,
+            "answers/law/accuracy_ranked": 0.6,
+            "answers/food/accuracy_ranked": 0.8,
+            "answers/law/invalid": 0.5,
+            "answers/food/invalid": 0.5,
+        }
+    )
+    table = tabulate(scores)["answers"]
+    assert len(table) == 12 and table["stage"].tolist()[0] == 2
+    assert table.query("task == 'law' and measure == 'accuracy_ranked'")["value"].tolist() == [0.6, 0.9, 0.2]
+    assert set(table["chance"]) == {0.25} and "answers" not in tabulate(made())
 
 
 def test_a_probe_has_its_last_its_base_and_every_other_value():

@@ -213,7 +213,7 @@ def _list_open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
 def _measure_run(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float]:
     """What the run is compared by, of these domains alone if any are named."""
     scores = restrict_scores(run.scores, names) if names else run.scores
-    numbers = summarise_run(scores, ("metric", "task", "answer", "probe", "cost"))
+    numbers = summarise_run(scores, ("metric", "task", "score", "probe", "cost"))
     against_one = _compare_with_one(run, names, ones=ones)
     if against_one is not None and math.isfinite(against_one):
         numbers["intransigence/nats"] = against_one

@@ -1,0 +1,53 @@
+"""What a report shows of the answers to a run's tasks."""
+
+import numpy as np
+from PIL import Image
+
+from cpt.reporting.answers import build_answer_blocks, format_answers
+from cpt.reporting.drawing import description
+from cpt.reporting.run_report import write_report
+from tests.reporting.test_run_table import ANSWERS, made
+from tests.support.answering import answers
+
+
+def test_the_matrix_comes_first_with_what_a_guess_reaches():
+    matrix, metrics, last = build_answer_blocks(made(answers=ANSWERS))
+    assert "likeliest choice" in matrix.title
+    assert matrix.head == ["after", "law", "food"]
+    assert matrix.cells == [
+        ["base", "20.00", "30.00"],
+        ["law", "90.00", "40.00"],
+        ["food", "60.00", "80.00"],
+        ["chance", "25.00", "25.00"],
+        ["majority", "30.00", "30.00"],
+    ]
+    assert "after food: law 60.00 %, food 80.00 %" in description(matrix.picture)
+    assert metrics.cells[0][0] == "AP" and metrics.cells[0][-1] == "70.00 [10.00, 90.00]"
+    assert {row[0]: row[-1] for row in metrics.cells[1:]} == {
+        "LA": "85.00",
+        "BWT": "-30.00",
+        "F": "30.00",
+        "FWT": "10.00",
+    }
+    assert last.cells == [["law", "60.00", "50.00"], ["food", "80.00", "50.00"]]
+
+
+def test_rows_that_were_not_asked_are_left_out():
+    given = answers({"law": [0.2, np.nan, 0.6]}, rows=["base", "law", "food"])
+    given["tasks"]["law"]["measures"]["accuracy_ranked"][1] = None
+    matrix, *_ = build_answer_blocks(made(answers=given | {"metrics": {}}))
+    assert [row[0] for row in matrix.cells] == ["base", "food", "chance", "majority"]
+
+
+def test_without_tasks_nothing_is_shown():
+    assert build_answer_blocks(made()) == [] and format_answers(made()) == ""
+
+
+def test_the_page_has_it_before_the_losses(tmp_path):
+    scores = made(answers=ANSWERS)
+    write_report(tmp_path, scores)
+    page = (tmp_path / "report.md").read_text()
+    assert page.index("Answers to each task") < page.index("Perplexity on each test text")
+    with Image.open(tmp_path / "report-2.png") as picture:
+        assert picture.size[0] > 300
+    assert "AP 70.00 %" in format_answers(scores)
