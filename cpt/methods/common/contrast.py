@@ -83,13 +83,13 @@ class Contrast:
 
     def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
         """The contrastive term, a scalar, of a batch and the hidden states [B, T, D] of the pass over its own
-        ids, which is the anchor where that text is contrasted; else the anchor is a pass more. None at
-        strength 0."""
+        ids, which is the anchor where that text is contrasted; else, and where they are a decoder's, the
+        anchor is a pass more. None at strength 0."""
         if self.strength == 0:
             return {}
         text = self.of_text(batch)
         with dropout(self.model, self.rate):
-            same = text["input_ids"] is batch["input_ids"]
+            same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
             anchor = pool(hidden, text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)
             with gate_units(soft.groups, soft.gates()):
@@ -102,7 +102,7 @@ class Contrast:
         """The batch with the ids [B, T] that are contrasted."""
         if self.text == "corrupted":
             return batch
-        return {**batch, "input_ids": self.objective.uncorrupted(batch)}
+        return self.objective.restored(batch)
 
     def represented(self, batch: Batch) -> Tensor:
         """The samples of a batch as vectors [B, D]; the head is not computed."""
