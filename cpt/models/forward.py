@@ -49,6 +49,14 @@ def at(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, positions)
 
 
+def mean_over(hidden: Tensor, present: Tensor | None) -> Tensor:
+    """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
+    if present is None:
+        return hidden.mean(1)
+    weights = present.to(hidden)[..., None]
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
 def nll_of(logits: Tensor, batch: Batch) -> Tensor:
     """Negative log-likelihood (nats) of the targets, [K], from logits [K, V] at the scored positions."""
     return functional.cross_entropy(logits.float(), batch["targets"], reduction="none")

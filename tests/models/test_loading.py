@@ -84,7 +84,9 @@ def test_a_saved_head_decides_the_objective(tmp_path):
     [
         ("masked", "gpt2", "model.objective=masked does not go with a gpt2 GPT2LMHeadModel; allowed: causal"),
         ("causal", "bert", "allowed: masked"),
-        ("span", "bert", "model.objective=span; allowed: masked, causal, auto"),
+        ("span", "bert", "model.objective=span does not go with a bert BertForMaskedLM; allowed: masked"),
+        ("span", "gpt2", "model.objective=span does not go with a gpt2 GPT2LMHeadModel; allowed: causal"),
+        ("denoise", "bert", "model.objective=denoise; allowed: masked, causal, span, auto"),
     ],
 )
 def test_an_objective_that_does_not_fit(wanted, name, told):

@@ -22,7 +22,7 @@ from cpt.data.batch import Batch
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
-from cpt.models.forward import nll_of
+from cpt.models.forward import mean_over, nll_of
 from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
 
@@ -35,14 +35,6 @@ def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temper
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
     own = before + torch.arange(len(anchors), device=anchors.device)
     return functional.cross_entropy(similarity / temperature, own)
-
-
-def pool(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
-    if attention_mask is None:
-        return hidden.mean(1)
-    weights = attention_mask.to(hidden)[..., None]
-    return (hidden * weights).sum(1) / weights.sum(1)
 
 
 @dataclass(frozen=True)
@@ -90,7 +82,7 @@ class Contrast:
         text = self.of_text(batch)
         with dropout(self.model, self.rate):
             same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
-            anchor = pool(hidden, text.get("attention_mask")) if same else self.represented(text)
+            anchor = mean_over(hidden, text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)
             with gate_units(soft.groups, soft.gates()):
                 negative = self.represented(text)
@@ -106,4 +98,4 @@ class Contrast:
 
     def represented(self, batch: Batch) -> Tensor:
         """The samples of a batch as vectors [B, D]; the head is not computed."""
-        return pool(self.objective.encode(self.model, batch), batch.get("attention_mask"))
+        return mean_over(self.objective.encode(self.model, batch), batch.get("attention_mask"))

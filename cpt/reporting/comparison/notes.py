@@ -17,8 +17,8 @@ MASKED = (
     "and comparable within these runs only."
 )
 SPAN = (
-    "Bits per byte of a model of span corruption are its loss on hidden tokens times tokens per byte: no code "
-    "length, and comparable within these runs only."
+    "Bits per byte of a model of span corruption are its loss on hidden tokens times tokens per byte: no "
+    "code length, and comparable within these runs only."
 )
 APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a method is measured by
 SETTINGS = 8  # so many differing settings are named
