@@ -6,10 +6,11 @@ Of each linear map h = W x (+ b) within the blocks, a step changes the rows with
     M_i    = 1 for the d - floor(T d) rows i with the largest n_i, else 0
     grad W <- M grad W                                                          (eq. 6)
 
-Nothing is kept from step to step. The rows of fused projections (Q, K, V in one map) are ranked apart. The
-Of encoder and decoder, each map counts the tokens that it works on: of a decoder those of the target, but
-of its attention's keys and values those of the source. The released code masks the language-model head too, sums over padding, leaves the first domain out, and keeps
-one row less, as it compares with a quantile."""
+Nothing is kept from step to step. The rows of fused projections (Q, K, V in one map) are ranked apart. Of
+encoder and decoder, each map counts the tokens that it works on: a decoder's those of the target, but the
+keys and values of its attention to the encoder those of the source. The released code masks the
+language-model head too, sums over padding, leaves the first domain out, and keeps one row less, as it
+compares with a quantile."""
 
 import logging
 import re

@@ -9,9 +9,7 @@ from cpt.models.units import ATTENTION
 
 SOURCE, TARGET = "source", "target"
 CROSS = re.compile(r"enc|cross", re.IGNORECASE)  # in the name of a decoder's attention to the encoder
-MEMORY = re.compile(
-    r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE
-)  # of its maps, those that read that
+MEMORY = re.compile(r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE)  # its maps that read it
 
 
 def tokens_of(model: PreTrainedModel, name: str) -> str | None:

@@ -82,5 +82,5 @@ def template(bpe: Tokenizer, objective: str) -> processors.TemplateProcessing:
         "causal": (f"{start} $A", f"{start} $A {end} {start} $B"),
         "span": (f"$A {end}", f"$A {end} $B {end}"),
     }[objective]
-    ids = [(token, bpe.token_to_id(token)) for token in (start, end) if token in single.split()]
+    ids = [(token, bpe.token_to_id(token)) for token in (start, end) if token in pair.split()]
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
