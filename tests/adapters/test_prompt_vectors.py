@@ -363,7 +363,7 @@ def test_with_a_decoder_a_model_generates_with_its_prompt():
     model, part, none = prompted("t5")
     model.generation_config.pad_token_id = model.generation_config.decoder_start_token_id = 0
     ids, greedy = pair_batch()["input_ids"], {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
-    told = model.generate(input_ids=ids, **greedy)
+    told = model.generate(input_ids=ids, attention_mask=(ids != 0).long(), **greedy)
     step = torch.zeros(B, 1, dtype=torch.long)
     for _ in range(5):
         logits = model(input_ids=ids, attention_mask=(ids != 0).long(), decoder_input_ids=step).logits
