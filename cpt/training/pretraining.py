@@ -26,7 +26,7 @@ from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.models.resizing import fit_rows
+from cpt.models.resizing import entries, fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
@@ -69,16 +69,17 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
     if options.checkpoint is not None:
         config = loading.configuration(options.checkpoint)
         tokenizer = loading.load_tokenizer(options.checkpoint)
-        fits = loading.objective_name(options.objective, config) != "span" or bool(
-            tokenizers.sentinels(tokenizer)
-        )
-        if not fits:
+        name = loading.objective_name(options.objective, config)
+        if name == "span" and not tokenizers.sentinels(tokenizer):
             tokenizers.add_sentinels(tokenizer)
             log.info(
                 "the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS
             )
-        made = assemble_base(options, options.checkpoint, tokenizer, config)
-        return made if fits else replace(made, resize=True)
+            return replace(
+                assemble_base(options, options.checkpoint, tokenizer, config),
+                resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
+            )
+        return assemble_base(options, options.checkpoint, tokenizer, config)
     untrained = loading.AutoConfig.for_model(**options.config)
     objective = loading.objective_name(options.objective, untrained)
     learned = learn_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)

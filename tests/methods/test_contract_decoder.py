@@ -1,5 +1,5 @@
-"""Every method keeps its promises on models of encoder and decoder: T5 as v1.0 has it, and gated with a head of
-its own as v1.1; `tests.methods.test_contract` has the other promises."""
+"""Every method keeps its promises on models of encoder and decoder: T5 as v1.0 has it, and gated with a head
+of its own as v1.1; `tests.methods.test_contract` has the other promises."""
 
 import json
 
@@ -12,7 +12,7 @@ import transformers
 import cpt.adapters.export
 from cpt.models.resizing import is_tied
 from cpt.training import loop
-from tests.methods.test_contract import LEARNING, Killer, KilledError, bits
+from tests.methods.test_contract import LEARNING, KilledError, Killer, bits
 from tests.support.making import ORDER, made
 from tests.support.seams import SEAMS, chosen
 
@@ -84,17 +84,17 @@ def check_export(cfg, folder, *, loading: str, tied: bool) -> None:
         torch.testing.assert_close(loaded(**given).logits, wanted(**given).logits)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("method", METHODS)
-def test_it_learns_in_16_bits(method, precision, config, start, tmp_path):
+@pytest.mark.parametrize("method", ["das", "derpp", "hat", "olora", "prompt"])
+def test_it_learns_in_16_bits(method, config, start, tmp_path):
+    """Where T5 keeps a map of each feed-forward network in 32 bits."""
     cfg = config(method, "untied")
-    cfg.trainer.steps, cfg.trainer.probe_samples, cfg.trainer.precision = 1, 4, precision
+    cfg.trainer.steps, cfg.trainer.probe_samples, cfg.trainer.precision = 1, 4, "bf16-true"
     start(cfg, tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["das", "demix", "dga", "hat", "lora", "prompt"])
 def test_probes_and_evaluation_leave_no_trace(method, config):
     run = made(config(method, "tied"))
     module, options = run.module, run.plan.trainer.lightning

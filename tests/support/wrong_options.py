@@ -286,3 +286,18 @@ ON_THE_MODEL = {
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
 }
+
+ON_A_DECODER = {  # of a T5
+    "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",
+    "model.objective=causal": "model.objective=causal does not go with a t5 model; allowed: span",
+    "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model learns by span",
+    "model.mean_span=null": "model.mean_span=null; allowed: 1 or more, as the model learns by span",
+    "model.length=2010": "model.length=2010; allowed: 2 to 2009, for which the tokenizer's sentinels suffice",
+    "model.length=600 model.mask_rate=0.5 model.mean_span=1": "model.length=600; allowed: 2 to 201, for",
+    "model.vocabulary=300": "model.vocabulary=300; allowed: 361 or more, 100 of them sentinels",
+    "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
+    "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
+    "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
+    "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
+    "method=das method.contrast_dropout=null": "two passes of T5ForConditionalGeneration with met",
+}
