@@ -133,6 +133,15 @@ def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) 
 
 
 @pytest.fixture
+def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
+    """The same with a model of encoder and decoder."""
+    places = ["model=tiny_t5", "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+    own = [name for name in SMALL if not name.startswith(("model.config.", "model.vocabulary"))]
+    sizes = [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
+    return lambda *overrides: composed(*places, "model.vocabulary=400", *own, *sizes, *overrides)
+
+
+@pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_report.py looks at them."""
     for name in ("heatmap", "stages", "mixtures"):

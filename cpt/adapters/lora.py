@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.bank import Scope
 from cpt.core.rules import show
+from cpt.models.stacks import tokens_of
 from cpt.models.units import Projection, projections
 
 NEWEST, EARLIER = "default", "earlier"
@@ -66,7 +67,7 @@ def attach_pairs(
             by_columns(layer.lora_B[NEWEST].weight)
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     # The head's own maps see the scored positions alone: they have no part in masks.
-    inner = [name for name in maps if name.startswith(f"{model.base_model_prefix}.")]
+    inner = [name for name in maps if tokens_of(model, name) is not None]
     return Scope(names, tuple(halves(model, {name: segments.get(name) for name in inner})))
 
 

@@ -7,6 +7,9 @@ and what it gives is cut back to the T of the text: labels, positions and masks 
 whatever an end task puts in its place are those of a model without a prompt. In a causal model the prompt's
 last place predicts the second token, so the n outputs that are cut off there are the first.
 
+Of encoder and decoder, as in the paper, P stands in front of what the encoder reads, as T5 begins no text
+with a token of its own. What is cut back there comes back for the decoder, which attends to the prompt too.
+
 peft's PromptTuning puts the prompt before <s>, where the classifiers of masked models read, has no form for
 masked language models, and gives causal ones logits that are n positions longer than the text."""
 
@@ -15,27 +18,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.adapters.bank import Scope
-from cpt.models.forward import body
+from cpt.models.forward import body, reader
 from cpt.models.loading import positions_of
 
 NAME = "prompt"
 ALONE = {"past_key_values", "encoder_hidden_states"}  # inputs that do not go with a prompt
 FILLED = {"inputs_embeds": 0, "attention_mask": 1, "token_type_ids": 0}  # what the prompt's places get
+WHOLE = WeakTensorKeyDictionary()  # of what was cut back for a decoder, what it was cut from
 
 
 class PromptVectors(nn.Module):
     """Widens the input of a model's body by the prompt `weight` [n, D], and cuts its output back. n is what
-    the weight at work has: 0 changes nothing."""
+    the weight at work has: 0 changes nothing. The prompt stands behind so many tokens as
+    `before` says; with `leading`, the first outputs are cut off."""
 
     def __init__(
-        self, weight: Tensor, *, causal: bool, placeholder: int, limit: int | None, names: tuple[str, ...]
+        self,
+        weight: Tensor,
+        *,
+        before: int,
+        leading: bool,
+        placeholder: int,
+        limit: int | None,
+        names: tuple[str, ...],
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.causal, self.placeholder, self.limit, self.names = causal, placeholder, limit, names
+        self.before, self.leading = before, leading
+        self.placeholder, self.limit, self.names = placeholder, limit, names
         self.within = False  # whether the body's pass is under way: embeddings may be looked up outside it
 
     @property
@@ -44,13 +58,13 @@ class PromptVectors(nn.Module):
         return len(self.weight)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The body's pre-hook: behind the first token of each row [B, T], n places for the prompt."""
+        """The body's pre-hook: in each row [B, T] n places for the prompt."""
         given = dict(zip(self.names, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         self.check(given)
         for name, value in (FILLED | {"input_ids": self.placeholder}).items():
             if name in given:
-                given[name] = insert_prompt(given[name], value, len(self.weight))
+                given[name] = insert_prompt(given[name], value, len(self.weight), before=self.before)
         if "inputs_embeds" in given:
             given["inputs_embeds"] = self.put_in(given["inputs_embeds"])
         if "position_ids" in given:
@@ -84,13 +98,17 @@ class PromptVectors(nn.Module):
     def put_in(self, embeddings: Tensor) -> Tensor:
         """Widened embeddings [B, T + n, D] with the prompt at its places."""
         prompt = self.weight.to(embeddings).expand(len(embeddings), -1, -1)
-        return torch.cat([embeddings[:, :1], prompt, embeddings[:, 1 + len(self.weight) :]], dim=1)
+        before, behind = self.before, self.before + len(self.weight)
+        return torch.cat([embeddings[:, :before], prompt, embeddings[:, behind:]], dim=1)
 
     def cut(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook of the body: its output, and all layers' where it gives them, at the text's places."""
         self.within = False
         if output is not None:  # None where the pass has failed
-            output.last_hidden_state = self.narrowed(output.last_hidden_state)
+            whole = output.last_hidden_state
+            output.last_hidden_state = self.narrowed(whole)
+            if self.before == 0:  # a decoder may come
+                WHOLE[output.last_hidden_state] = whole
             if output.get("hidden_states") is not None:
                 output.hidden_states = tuple(self.narrowed(each) for each in output.hidden_states)
         return output
@@ -98,28 +116,38 @@ class PromptVectors(nn.Module):
     def narrowed(self, hidden: Tensor) -> Tensor:
         """[B, T, D] of [B, T + n, D]."""
         width = len(self.weight)
-        return hidden[:, width:] if self.causal else torch.cat([hidden[:, :1], hidden[:, 1 + width :]], dim=1)
+        if self.leading:
+            return hidden[:, width:]
+        return torch.cat([hidden[:, :1], hidden[:, 1 + width :]], dim=1)
+
+    def remind(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The decoder's pre-hook: it attends to the prompt as well. Raises ValueError where what it attends
+        to is not the encoder's output itself, as with several beams."""
+        seen, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
+        if seen is None or seen not in WHOLE:
+            raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
+        given = {**kwargs, "encoder_hidden_states": WHOLE[seen]}
+        if mask is not None:
+            given["encoder_attention_mask"] = insert_prompt(mask, 1, len(self.weight), before=self.before)
+        return args, given
 
 
-def insert_prompt(given: Tensor, value: int, width: int) -> Tensor:
-    """`width` times a value behind the first column of [B, T] or [B, T, D]."""
+def insert_prompt(given: Tensor, value: int, width: int, *, before: int) -> Tensor:
+    """`width` times a value behind the first columns, `before` of them, of [B, T] or [B, T, D]."""
     between = given.new_full((len(given), width, *given.shape[2:]), value)
-    return torch.cat([given[:, :1], between, given[:, 1:]], dim=1)
+    return torch.cat([given[:, :before], between, given[:, before:]], dim=1)
 
 
 def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope:
     """Gives a model a prompt of so many tokens, its vectors those of random ordinary tokens; what is to be
-    trained. `causal` says that outputs predict the next token and not their own. A model takes one.
-
-    Raises ValueError for models of encoder and decoder."""
-    if model.config.is_encoder_decoder:
-        kind = model.config.model_type
-        raise ValueError(f"a prompt does not go with a {kind}; allowed: masked and causal models")
-    inner, table = body(model), model.get_input_embeddings()
+    trained. `causal` says that outputs predict the next token and not their own. A model takes one."""
+    both, inner = model.config.is_encoder_decoder, reader(model)
+    table = inner.get_input_embeddings() if both else model.get_input_embeddings()
     special = special_ids(model)
     part = PromptVectors(
         draw_prompt(model, tokens),
-        causal=causal,
+        before=0 if both else 1,
+        leading=causal or both,
         placeholder=next(number for number in range(len(special) + 1) if number not in special),
         limit=positions_of(model),
         names=tuple(inspect.signature(inner.forward).parameters),
@@ -128,6 +156,8 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
     inner.register_forward_pre_hook(part.widen, with_kwargs=True)
     table.register_forward_hook(part.embed)
     inner.register_forward_hook(part.cut, always_call=True)
+    if both:
+        body(model).register_forward_pre_hook(part.remind, with_kwargs=True)
     return Scope(tuple(name for name, weight in model.named_parameters() if weight is part.weight), ())
 
 

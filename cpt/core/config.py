@@ -34,7 +34,7 @@ EXECUTION = (
 )
 
 # Options that came later, and the value with which a run is what it was without them: such folders go on.
-NEUTRAL = {"callbacks": {}, "model.resize": False, "optim.carry": False}
+NEUTRAL = {"callbacks": {}, "model.resize": False, "model.mean_span": None, "optim.carry": False}
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 

@@ -1,20 +1,23 @@
 """What the loaders give: rows of tokens, which places of them are scored, and whose text they are."""
 
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol, TypedDict, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")  # what of a batch a model takes
 UNSCORED = -100  # as in transformers: a label that nothing is to predict
 
 
 class Batch(TypedDict, total=False):
-    """B rows of T tokens, K of whose places are scored. An objective may add what its model takes."""
+    """B rows of T tokens, K of whose places are scored. An objective may add what its model takes. A model of
+    encoder and decoder reads T tokens and gives L."""
 
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T], 0 at padding; only where a row is padded
+    decoder_input_ids: Tensor  # [B, L], padded: of a model with a decoder, whose output it is that is scored
     positions: Tensor  # [K], ascending: the scored places of the model's output, flattened row after row
     targets: Tensor  # [K]: what is to be predicted there
     rows: Tensor  # [K]: the row that each scored place is in
@@ -54,6 +57,10 @@ class Rows:
 class Collator(Protocol):
     """What makes batches of rows; `scored` tells ahead what `batch` will score."""
 
+    @property
+    def scoring(self) -> "Collator":
+        """What makes the batches that held-out text is scored on."""
+
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         """The batch of rows, and for each scored place [K] which token of the rows it is there for: a place
         of their ids, flattened row after row."""
@@ -62,31 +69,44 @@ class Collator(Protocol):
         """Scored places per row, [B], of rows of such sizes."""
 
 
-def label_batch(input_ids: Tensor, labels: Tensor, present: Tensor) -> Batch:
+def label_batch(
+    input_ids: Tensor, labels: Tensor, present: Tensor, *, decoder_input_ids: Tensor | None = None
+) -> Batch:
     """The batch of rows [B, T] whose outputs are to predict labels [B, T], nothing where they are UNSCORED;
-    text stands at `present` [B, T]."""
+    text stands at `present` [B, T]. Of a model with a decoder, labels are those of its `decoder_input_ids`
+    [B, L]."""
     positions = (labels.flatten() != UNSCORED).nonzero().flatten()
     targets, rows = labels.flatten()[positions], positions // labels.shape[1]
     batch: Batch = {"input_ids": input_ids, "positions": positions, "targets": targets, "rows": rows}
+    if decoder_input_ids is not None:
+        batch["decoder_input_ids"] = decoder_input_ids
     return batch if present.all() else {**batch, "attention_mask": present.long()}
 
 
+def output_ids(batch: Batch) -> Tensor:
+    """The ids [B, L] that the places of a batch are those of: what a decoder takes, else `input_ids`."""
+    return batch.get("decoder_input_ids", batch["input_ids"])
+
+
+def inputs_of(batch: Batch) -> dict[str, Tensor]:
+    """What of a batch a model takes."""
+    return {name: value for name, value in batch.items() if name in INPUTS and isinstance(value, Tensor)}
+
+
 def labels_of(batch: Batch) -> Tensor:
-    """Labels [B, T] as transformers takes them, of a batch whose places are those of its `input_ids`."""
-    labels = torch.full_like(batch["input_ids"].flatten(), UNSCORED)
+    """Labels [B, L] as transformers takes them."""
+    labels = torch.full_like(output_ids(batch).flatten(), UNSCORED)
     labels[batch["positions"]] = batch["targets"]
-    return labels.view_as(batch["input_ids"])
+    return labels.view_as(output_ids(batch))
 
 
 def single(batch: Batch, row: int) -> Batch:
-    """One row of a batch as a batch, without a weight; its places are those of its `input_ids`."""
-    own, length = batch["rows"] == row, batch["input_ids"].shape[1]
+    """One row of a batch as a batch, without a weight."""
+    own, length = batch["rows"] == row, output_ids(batch).shape[1]
     one: Batch = {
-        "input_ids": batch["input_ids"][row : row + 1],
         "positions": batch["positions"][own] - row * length,
         "targets": batch["targets"][own],
         "rows": torch.zeros_like(batch["rows"][own]),
     }
-    if "attention_mask" in batch:
-        one["attention_mask"] = batch["attention_mask"][row : row + 1]
-    return one
+    inputs = {name: value[row : row + 1] for name, value in inputs_of(batch).items()}
+    return cast(Batch, {**one, **inputs})

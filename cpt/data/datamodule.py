@@ -166,7 +166,7 @@ class DomainSequence(LightningDataModule):
         batches = Subset(
             texts,
             rows,
-            objective=self.objective,
+            objective=self.objective.scoring if purpose == "score" else self.objective,
             batch_size=self.eval_batch_size,
             purpose=purpose,
             places=self.places,

@@ -27,6 +27,8 @@ def conditions(scores: Scores, settings: Mapping[str, Any] = NOTHING) -> dict[st
     objective = scores.run["objective"]
     if objective == "causal":
         there["mask_rate"] = NONE
+    if objective == "span":
+        there["mask_rate"] = f"{there.get('mask_rate')} in spans of {there.get('mean_span')}"
     counted = {"tokenizer": scores.tokens, "score_on": scores.bytes}
     names = ("score_on", "tokenizer", "length", "mask_rate")
     return {

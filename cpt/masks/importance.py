@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import sum_in_place
-from cpt.data.batch import Batch
+from cpt.data.batch import Batch, inputs_of, output_ids
 from cpt.models.forward import at, divergence
 from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
@@ -41,18 +41,17 @@ def general_losses(model: PreTrainedModel, batch: Batch, *, objective: Objective
     uncorrupted ids, mean over the places where it would be scored; `compared` is `logits` or `hidden`.
 
     Both passes run as one batch: row n and row B + n are sample n."""
-    twice = double_batch(batch, objective.uncorrupted(batch))
+    twice = double_batch(objective.restored(batch))
     logits, hidden = objective.outputs(model, twice)
     if compared == "hidden":
         logits = at(hidden, twice["positions"])
     return sample_means(divergence(*logits.chunk(2)), batch)
 
 
-def double_batch(batch: Batch, ids: Tensor) -> Batch:
-    """A batch with every sample twice, [2B, T]; ids [B, T] in place of its own."""
-    positions = torch.cat([batch["positions"], batch["positions"] + ids.numel()])
-    twice = {name: batch[name].repeat(2, 1) for name in ("attention_mask",) if name in batch}
-    return {"input_ids": ids.repeat(2, 1), "positions": positions, **twice}
+def double_batch(batch: Batch) -> Batch:
+    """A batch with every sample twice, [2B, T]."""
+    positions = torch.cat([batch["positions"], batch["positions"] + output_ids(batch).numel()])
+    return {"positions": positions, **{name: each.repeat(2, 1) for name, each in inputs_of(batch).items()}}
 
 
 def importance(

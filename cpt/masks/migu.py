@@ -6,9 +6,11 @@ Of each linear map h = W x (+ b) within the blocks, a step changes the rows with
     M_i    = 1 for the d - floor(T d) rows i with the largest n_i, else 0
     grad W <- M grad W                                                          (eq. 6)
 
-Nothing is kept from step to step. The rows of fused projections (Q, K, V in one map) are ranked apart. The
-released code masks the language-model head too, sums over padding, leaves the first domain out, and keeps
-one row less, as it compares with a quantile."""
+Nothing is kept from step to step. The rows of fused projections (Q, K, V in one map) are ranked apart. Of
+encoder and decoder, each map counts the tokens that it works on: a decoder's those of the target, but the
+keys and values of its attention to the encoder those of the source. The released code masks the
+language-model head too, sums over padding, leaves the first domain out, and keeps one row less, as it
+compares with a quantile."""
 
 import logging
 import re
@@ -31,6 +33,7 @@ from cpt.core.randomness import key
 from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
+from cpt.models.stacks import SOURCE, TARGET, tokens_of
 from cpt.models.units import Projection, projections
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,12 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
         return tokens.abs().sum(0, dtype=torch.float32)
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
+
+
+def text_of_target(ids: Tensor, pad: int | None) -> Tensor:
+    """Where a decoder's inputs [B, L] are no padding, which its first token may look like."""
+    present = ids != pad if pad is not None else torch.ones_like(ids, dtype=torch.bool)
+    return torch.cat([torch.ones_like(present[:, :1]), present[:, 1:]], dim=1)
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
@@ -93,7 +102,7 @@ class MagnitudeMask(GradientMask):
         self.places: list[slice] = []
         self.ranked: list[str] = []
         self.hooks: list[RemovableHandle] = []
-        self.present: Tensor | None = None
+        self.present: dict[str, Tensor | None] = {}
         self.inside = False
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
@@ -137,8 +146,8 @@ class MagnitudeMask(GradientMask):
             model.register_forward_hook(self.close, always_call=True),
         ]
         for each, place in zip(self.maps, self.places, strict=True):
-            measured = each.measured or each.module
-            self.hooks.append(measured.register_forward_hook(partial(self.record, place)))
+            measured, side = each.measured or each.module, tokens_of(model, each.name)
+            self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
 
     def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
         """The linear maps outside the blocks that are asked for; none where only parts are trained."""
@@ -156,16 +165,18 @@ class MagnitudeMask(GradientMask):
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """The whole model begins a forward pass: of the training loss, or one that does not count."""
         self.inside = self.recording and self.options.importance == "output" and torch.is_grad_enabled()
-        self.present = kwargs.get("attention_mask")
+        self.present = {SOURCE: kwargs.get("attention_mask")}
+        if self.inside and "decoder_input_ids" in kwargs:
+            self.present[TARGET] = text_of_target(kwargs["decoder_input_ids"], module.config.pad_token_id)
 
     def close(self, *args: Any) -> None:
-        self.inside, self.present = False, None
+        self.inside, self.present = False, {}
 
-    def record(self, place: slice, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a map's output; what is computed again in the backward pass, or by a part of the model on its
-        own, does not count."""
+    def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Adds a map's output on tokens of source or target; what is computed again in the backward pass, or
+        by a part of the model on its own, does not count."""
         if self.inside:
-            self.sums[place] += magnitudes(output, self.present)
+            self.sums[place] += magnitudes(output, self.present.get(side) if side else None)
 
     def activate(self, domain: int) -> None:
         self.skipping = self.options.skip_first_domain and domain == 0

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_whole, number, one_of, or_null, show
-from cpt.data.batch import Batch, Sizes
+from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
+from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.models.forward import at, nll_of
 from cpt.models.objectives import Objective
 
@@ -34,7 +34,10 @@ MATCHED = ("hidden", "logits")
 def widths(model: PreTrainedModel, objective: Objective) -> dict[str, int]:
     """Features at a position of what can be matched, by its name: asked of the model, since not every
     configuration says."""
-    two = {"input_ids": torch.zeros(1, 2, dtype=torch.long), "positions": torch.zeros(1, dtype=torch.long)}
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    two: Batch = {"input_ids": ids, "positions": torch.zeros(1, dtype=torch.long)}
+    if model.config.is_encoder_decoder:
+        two["decoder_input_ids"] = ids
     with torch.random.fork_rng(devices=[]):
         logits, hidden = objective.outputs(model, two)
     return {"hidden": hidden.shape[-1], "logits": logits.shape[-1]}
@@ -76,13 +79,13 @@ class DERPP(ContinualModule):
     def __init__(self, options: DERPPOptions, shared: Shared) -> None:
         super().__init__(options, shared)
         slot = {
-            "length": self.length,
-            "scored": int(self.objective.scored(Sizes.full(self.length))[0]),
+            **slot_of(self.objective, self.length),
             "width": widths(self.model, self.objective)[options.matched],
             "precision": options.precision,
         }
         samples = capacity(options.memory, options.memory_bytes, sample_bytes=bytes_per_sample(**slot))
-        self.memory = Reservoir(samples=samples, **slot, seed=self.seed)
+        pad = self.model.config.pad_token_id or 0
+        self.memory = Reservoir(samples=samples, **slot, seed=self.seed, pad=pad)
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         logits, hidden = self.objective.outputs(self.model, batch)

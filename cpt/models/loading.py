@@ -11,28 +11,39 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
 
 from cpt.models.objectives import Causal, Masked, Objective
-from cpt.models.tokenizers import SPECIAL
+from cpt.models.resizing import untie_head
+from cpt.models.span import Span
+from cpt.models.tokenizers import SPECIAL, sentinels
 
-AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
+AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 
 
 def objective_name(wanted: str, config: PretrainedConfig) -> str:
-    """`masked` or `causal`; for `auto`, what the checkpoint was saved as, else what its architecture is
-    for."""
+    """`masked`, `causal` or `span`; for `auto`, what the checkpoint was saved as, else what its architecture
+    is for: `span` of encoder and decoder."""
     if wanted not in (*AUTO, "auto"):
-        raise ValueError(f"model.objective={wanted}; allowed: masked, causal, auto")
+        raise ValueError(f"model.objective={wanted}; allowed: {', '.join(AUTO)}, auto")
     saved = (config.architectures or [""])[0]
+    both = config.is_encoder_decoder and not saved.endswith("ForCausalLM")
     possible = {
-        "masked": type(config) in MODEL_FOR_MASKED_LM_MAPPING,
-        "causal": type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not saved.endswith("ForMaskedLM"),
+        "masked": type(config) in MODEL_FOR_MASKED_LM_MAPPING and not both,
+        "causal": type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        and not saved.endswith("ForMaskedLM")
+        and not both,
+        "span": type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and both,
     }
     if saved.endswith(("ForCausalLM", "LMHeadModel")):
         possible["masked"] = False
@@ -40,14 +51,34 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
     if not found or (wanted != "auto" and wanted not in found):
         raise ValueError(
             f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}; "
-            f"allowed: {', '.join(found) or 'models with a masked or causal language-model head'}"
+            f"allowed: {', '.join(found) or 'models with a language-model head'}"
         )
     return found[0] if wanted == "auto" else wanted
 
 
-def objective(name: str, tokenizer: PreTrainedTokenizerBase, *, mask_rate: float | None) -> Objective:
-    """The objective by name."""
-    return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
+def objective(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    mask_rate: float | None,
+    mean_span: float | None = None,
+    start: int | None = None,
+) -> Objective:
+    """The objective by name; `start` is what a decoder begins with, None for the padding, as T5's does."""
+    if name != "span":
+        return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
+    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer {tokenizer.name_or_path} has no padding or no end; allowed: one that has both"
+        )
+    return Span(
+        rate=mask_rate,
+        mean=mean_span,
+        sentinels=sentinels(tokenizer),
+        end=tokenizer.eos_token_id,
+        pad=tokenizer.pad_token_id,
+        start=tokenizer.pad_token_id if start is None else start,
+    )
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:
@@ -73,13 +104,19 @@ def build(
     config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, objective: str, *, seed: int
 ) -> PreTrainedModel:
     """A new model of a configuration (`model_type` and its arguments) for a tokenizer."""
-    fields = dict(config)
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
-    ids |= {"cls_token_id": ids["bos_token_id"], "sep_token_id": ids["eos_token_id"]}
+    fields, known = dict(config), tokenizer.get_vocab()
+    ids = {f"{name}_token_id": known[token] for name, token in SPECIAL.items() if token in known}
+    if objective == "span":
+        ids |= {"decoder_start_token_id": ids["pad_token_id"]}
+    else:
+        ids |= {"cls_token_id": ids["bos_token_id"], "sep_token_id": ids["eos_token_id"]}
     full = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AUTO[objective].from_config(full)
+        model = AUTO[objective].from_config(full)
+        if fields.get("tie_word_embeddings") is False:
+            untie_head(model)  # transformers 5 ties that of every T5
+        return model
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
@@ -94,8 +131,13 @@ def positions_of(model: PreTrainedModel) -> int | None:
     return limit if limit and limit > 0 else None
 
 
-def check_length(length: int, model: PreTrainedModel) -> None:
-    """Raises ValueError for samples longer than the model's positions."""
+def check_length(length: int, model: PreTrainedModel, objective: Objective) -> None:
+    """Raises ValueError for samples longer than the model's positions, or than the sentinels suffice for."""
+    longest = objective.longest
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"model.length={length}; allowed: 2 to {longest}, for which the tokenizer's sentinels suffice"
+        )
     limit = positions_of(model)
     if length < 2 or (limit is not None and length > limit):
         raise ValueError(

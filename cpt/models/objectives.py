@@ -11,13 +11,30 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
-from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
+from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, inputs_of, label_batch
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 
 class Objective(ABC):
     """Makes batches and runs a model on them. `scored` counts ahead what `batch` will score, from each row's
     size alone."""
+
+    scores: str  # in words: the tokens that the matrix is of
+
+    @property
+    def scoring(self) -> "Objective":
+        """The objective by which held-out text is scored, where that is not all that is learned from."""
+        return self
+
+    @property
+    def longest(self) -> int | None:
+        """The longest row, in tokens; None: any."""
+        return None
+
+    def sides(self, length: int) -> tuple[int, int | None]:
+        """How many places a row of so many tokens takes of a model's input, and of a decoder's; None: there
+        is no decoder."""
+        return length, None
 
     @abstractmethod
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
@@ -36,13 +53,18 @@ class Objective(ABC):
     def uncorrupted(self, batch: Batch) -> Tensor:
         """The ids [B, T] of a batch as the text has them."""
 
+    def restored(self, batch: Batch) -> Batch:
+        """The batch with uncorrupted ids as its input."""
+        return {**batch, "input_ids": self.uncorrupted(batch)}
+
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
-        them."""
+        them: of a decoder, where there is one."""
         return logits_and_hidden(model, inputs_of(batch), positions=batch["positions"])
 
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        """The last hidden states [B, T, D] of a batch; the head is not computed."""
+        """The last hidden states [B, T, D] of what a batch's model reads; neither a head nor a decoder is
+        computed."""
         return hidden_states(model, inputs_of(batch))
 
     def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
@@ -50,16 +72,13 @@ class Objective(ABC):
         return nll_of(self.outputs(model, batch)[0], batch)
 
 
-def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """What of a batch a model takes."""
-    return {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-
-
 class Masked(Objective):
     """Masked language modelling (Devlin et al., NAACL 2019, section 3.1): `rate` of a row's text tokens are
     predicted; of these 80 % are replaced by the mask token, 10 % by a random token, 10 % stay. The number per
     row is fixed (rounded, at least 1), so that the batch's count of scored tokens is known before it is
     made."""
+
+    scores = "masked tokens"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float | None) -> None:
         if rate is None or not 0 < rate < 1:
@@ -102,6 +121,8 @@ class Masked(Objective):
 
 class Causal(Objective):
     """Next-token prediction: every token of a row but its first, separators included."""
+
+    scores = "all tokens"
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         return sizes.all - 1

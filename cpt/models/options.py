@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Options, option, prefix_errors
-from cpt.core.rules import MAPPING, TEXT, YES_NO, Rule, is_text, number, one_of, or_null, whole
+from cpt.core.rules import MAPPING, TEXT, YES_NO, Rule, is_number, is_text, number, one_of, or_null, whole
 from cpt.optim.options import check_optimizer_arguments
 
 BYTES = 261  # the least vocabulary: all bytes, and five special tokens
 SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
+    *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
 )
 
 
@@ -20,7 +21,7 @@ class Freeze(Options):
     """What of a model is not trained."""
 
     embeddings: bool = option("tokens, positions and types, with a head that is tied to them", YES_NO)
-    layers: int = option("the first so many blocks", whole(0))
+    layers: int = option("the first so many blocks; an encoder's come before its decoder's", whole(0))
 
 
 NOT_FROZEN = Freeze(embeddings=False, layers=0)
@@ -51,9 +52,15 @@ class ModelOptions(Options):
         "a Hugging Face name or a folder; null: built from config, pre-trained as base says",
         or_null(Rule(is_text, "a Hugging Face name or a folder")),
     )
-    objective: str = option("auto: what the architecture is for", one_of("masked", "causal", "auto"))
+    objective: str = option("auto: what the architecture is for", one_of("masked", "causal", "span", "auto"))
     mask_rate: float | None = option(
-        "share of tokens that are masked; null: for causal models", or_null(number("above 0 and below 1"))
+        "share of tokens that are masked, or hidden in spans; null: for causal models",
+        or_null(number("above 0 and below 1")),
+    )
+    mean_span: float | None = option(
+        "mean tokens of a hidden span; null: for other models",
+        or_null(Rule(lambda value: is_number(value) and value >= 1, "1 or more")),
+        default=None,
     )
     length: int = option("tokens per sample", whole(2))
     resize: bool = option(

@@ -90,7 +90,7 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
 
 def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
-    held_out, objective = data.held_out.values(), start.objective
+    held_out, objective = data.held_out.values(), start.objective.scoring
     sizes = [text.sizes() for text in held_out]
     return Scores(
         domains=list(data.held_out),
@@ -114,7 +114,9 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "score_on": plan.source.score_on,
             "tokenizer": tokenizer_digest(start.tokenizer)[:8],
             "length": start.length,
-            "mask_rate": plan.model.mask_rate if start.objective_name == "masked" else None,
+            "mask_rate": plan.model.mask_rate if start.objective_name != "causal" else None,
+            "mean_span": plan.model.mean_span if start.objective_name == "span" else None,
+            "scored": objective.scores,
         },
         config_digest=plan.config_digest,
         versions={

@@ -120,6 +120,8 @@ class Compute(Callback):
             self.end("step")
         present = batch.get("attention_mask")
         self.tokens += batch["input_ids"].numel() if present is None else int(present.sum())
+        if "decoder_input_ids" in batch:  # whose padding nothing is to be predicted at
+            self.tokens += len(batch["positions"])
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin()

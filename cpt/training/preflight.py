@@ -27,11 +27,12 @@ from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.signatures import check_arguments
-from cpt.models import loading
+from cpt.models import loading, tokenizers
 from cpt.models.freezing import frozen_parameters
-from cpt.models.objectives import Causal, Masked
-from cpt.models.options import ModelOptions
+from cpt.models.objectives import Causal, Masked, Objective
+from cpt.models.options import BYTES, ModelOptions
 from cpt.models.resizing import check_head, check_rows
+from cpt.models.span import Span
 from cpt.training import callbacks as custom
 from cpt.training.assembly import make_shared
 from cpt.training.options import TrainerOptions
@@ -103,8 +104,7 @@ def check_model(plan: Plan) -> None:
     options = plan.model
     config = configure_new(options) if options.checkpoint is None else configure_given(options)
     objective = loading.objective_name(options.objective, config)
-    if objective == "masked" and options.mask_rate is None:
-        raise ValueError("model.mask_rate=null; allowed: above 0 and below 1, as the model is masked")
+    check_corruption(options, objective)
     if objective == "masked" and plan.probe is not None:
         raise ValueError(
             f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "
@@ -113,17 +113,46 @@ def check_model(plan: Plan) -> None:
     where = options.checkpoint or "model.config"
     with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO[objective].from_config(config)
-    loading.check_length(options.length, model)
+    stand_in = stand_for(options, objective, vocabulary=config.get_text_config().vocab_size)
+    loading.check_length(options.length, model, stand_in)
     frozen_parameters(model, plan.freeze)
-    if options.resize:
+    if options.resize or (objective == "span" and options.checkpoint and not sentinels_of(options)):
         check_head(model)
-    check_method(plan, model, objective)
+    check_method(plan, model, stand_in)
 
 
-def check_method(plan: Plan, model: PreTrainedModel, objective: str) -> None:
+def check_corruption(options: ModelOptions, objective: str) -> None:
+    """Raises ValueError where it is not said what is masked or hidden, or sentinels have no room."""
+    if objective in ("masked", "span") and options.mask_rate is None:
+        kind = "is masked" if objective == "masked" else "learns by span corruption"
+        raise ValueError(f"model.mask_rate=null; allowed: above 0 and below 1, as the model {kind}")
+    if objective == "span" and options.mean_span is None:
+        raise ValueError("model.mean_span=null; allowed: 1 or more, as the model learns by span corruption")
+    least = BYTES + tokenizers.SENTINELS
+    if objective == "span" and options.checkpoint is None and options.vocabulary < least:
+        raise ValueError(
+            f"model.vocabulary={options.vocabulary}; allowed: {least} or more, {tokenizers.SENTINELS} of "
+            "them sentinels"
+        )
+
+
+def sentinels_of(options: ModelOptions) -> int:
+    """How many sentinels the tokenizer of a checkpoint has."""
+    return len(tokenizers.sentinels(loading.load_tokenizer(options.checkpoint)))
+
+
+def stand_for(options: ModelOptions, objective: str, *, vocabulary: int) -> Objective:
+    """An objective of that kind without a tokenizer, which may not be learned yet."""
+    if objective == "span":
+        count = (sentinels_of(options) if options.checkpoint else 0) or tokenizers.SENTINELS
+        how = {"rate": options.mask_rate, "mean": options.mean_span}
+        return Span(**how, sentinels=range(count), end=0, pad=0, start=0)
+    return Masked(Unmade(vocabulary), rate=options.mask_rate) if objective == "masked" else Causal()
+
+
+def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:
     """The method can be made of the model: tried on its skeleton."""
-    masked = Masked(Unmade(model.config.get_text_config().vocab_size), rate=plan.model.mask_rate or 0.5)
-    shared = make_shared(plan, model, masked if objective == "masked" else Causal())
+    shared = make_shared(plan, model, objective)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             plan.method.make(shared)

@@ -3,7 +3,7 @@ runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.models.resizing import fit_rows
+from cpt.models.resizing import entries, fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
@@ -58,7 +58,7 @@ class Base:
         """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
-        loading.check_length(self.length, loaded)
+        loading.check_length(self.length, loaded, self.objective)
         return loaded
 
 
@@ -69,6 +69,16 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
     if options.checkpoint is not None:
         config = loading.configuration(options.checkpoint)
         tokenizer = loading.load_tokenizer(options.checkpoint)
+        name = loading.objective_name(options.objective, config)
+        if name == "span" and not tokenizers.sentinels(tokenizer):
+            tokenizers.add_sentinels(tokenizer)
+            log.info(
+                "the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS
+            )
+            return replace(
+                assemble_base(options, options.checkpoint, tokenizer, config),
+                resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
+            )
         return assemble_base(options, options.checkpoint, tokenizer, config)
     untrained = loading.AutoConfig.for_model(**options.config)
     objective = loading.objective_name(options.objective, untrained)
@@ -76,6 +86,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
     tokenizer = loading.load_tokenizer(learned)
     new = assemble_base(options, "", tokenizer, untrained)
     decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
+    decides |= {"mean_span": options.mean_span} if objective == "span" else {}
     settings = decides | {"base": asdict(options.base)}
     made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(tokenizer), settings]
     folder = make_once(
@@ -89,7 +100,13 @@ def assemble_base(
     options: ModelOptions, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any
 ) -> Base:
     name = loading.objective_name(options.objective, config)
-    objective = loading.objective(name, tokenizer, mask_rate=options.mask_rate)
+    objective = loading.objective(
+        name,
+        tokenizer,
+        mask_rate=options.mask_rate,
+        mean_span=options.mean_span,
+        start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
+    )
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 
@@ -115,7 +132,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     how = options.base
     log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
     model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
-    loading.check_length(options.length, model)
+    loading.check_length(options.length, model, new.objective)
     data = general_only(options, new, corpora)
     shared = Shared(
         model=model.train(),

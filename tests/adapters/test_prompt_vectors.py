@@ -315,12 +315,62 @@ def test_inputs_that_can_not_be_widened_are_told(inputs, message):
         body(model)(**inputs)
 
 
+def pair_batch() -> dict[str, torch.Tensor]:
+    """Sources of 7, 5 and 3 tokens, targets of 4."""
+    batch = padded_batch()
+    ids = torch.randint(3, V, (B, 4), generator=torch.Generator().manual_seed(4))
+    return {**batch, "decoder_input_ids": ids, "positions": torch.tensor([0, 2, 5, 11])}
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-gated", "bart"])
+def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
+    """The decoder attends to the prompt; what is encoded has the text's places."""
+    model, part, none = prompted(name)
+    batch = pair_batch()
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
+    encoder = model.get_encoder()
+    lookup = encoder.get_input_embeddings()
+    embeddings = torch.cat([part.weight.expand(B, -1, -1), lookup(batch["input_ids"])], dim=1)
+    mask = torch.cat([torch.ones(B, N, dtype=torch.long), batch["attention_mask"]], dim=1)
+    handle = lookup.register_forward_hook(lambda module, args, y: embeddings if y.shape[1] == T + N else y)
+    wide = {**inputs, "input_ids": torch.full((B, T + N), 3), "attention_mask": mask}
+    whole = functional_call(model, none, kwargs=wide)
+    handle.remove()
+    base = functional_call(model, none, kwargs=inputs)
+    found = model(**inputs)
+    close(found.logits, whole.logits)
+    close(found.encoder_last_hidden_state, whole.encoder_last_hidden_state[:, N:])
+    assert (found.logits - base.logits).abs().max() > 0.01
+    close(encoded(model, batch), whole.encoder_last_hidden_state[:, N:])
+    close(outputs_at(model, batch)[0], whole.logits.flatten(0, 1)[batch["positions"]])
+
+
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_models_of_encoder_and_decoder_are_told(name):
-    with pytest.raises(
-        ValueError, match=f"^a prompt does not go with a {name}; allowed: masked and causal models$"
-    ):
-        attach_prompt(build(name), tokens=N, causal=False)
+def test_with_a_decoder_the_prompt_learns_and_without_tokens_it_is_the_base(name):
+    model, part, none = prompted(name)
+    batch, plain = pair_batch(), build(name)
+    outputs_at(model, batch)[0].square().sum().backward()
+    assert (part.weight.grad.abs().amax(1) > 0).all()
+    for one, other in zip(outputs_at(model, batch, weights=none), outputs_at(plain, batch), strict=True):
+        assert torch.equal(one, other)
+    second = copy.deepcopy(model)
+    with torch.no_grad():
+        second.get_submodule("encoder" if name == "t5" else "model.encoder").prompt.weight.zero_()
+    assert (outputs_at(second, batch)[0] - outputs_at(model, batch)[0]).abs().max() > 1e-3
+
+
+def test_with_a_decoder_a_model_generates_with_its_prompt():
+    model, part, none = prompted("t5")
+    model.generation_config.pad_token_id = model.generation_config.decoder_start_token_id = 0
+    ids, greedy = pair_batch()["input_ids"], {"max_new_tokens": 5, "do_sample": False, "use_cache": False}
+    told = model.generate(input_ids=ids, attention_mask=(ids != 0).long(), **greedy)
+    step = torch.zeros(B, 1, dtype=torch.long)
+    for _ in range(5):
+        logits = model(input_ids=ids, attention_mask=(ids != 0).long(), decoder_input_ids=step).logits
+        step = torch.cat([step, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(told[:, : step.shape[1]], step)
+    with pytest.raises(ValueError, match="to generate: num_beams=1"):
+        model.generate(input_ids=ids, num_beams=2, **greedy)
 
 
 @pytest.mark.parametrize("name", ["roberta", "gemma2", "electra"])

@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
+from cpt.data.batch import label_batch
 from cpt.masks.base import recording
 from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, choose_rows, count_kept, magnitudes
+from cpt.models.objectives import Causal
 from cpt.models.units import projections
 from cpt.training import loop
 from tests.conftest import SHARED
@@ -195,6 +204,69 @@ def test_padding_is_not_measured():
         mask.sums.zero_()
         model(input_ids=padded, attention_mask=present)
     torch.testing.assert_close(mask.sums, plain)
+
+
+def padded_pair(source: list[int], target: list[int]) -> dict[str, torch.Tensor]:
+    """Rows of a model with a decoder, of so many tokens each, padded with 0."""
+    draw = torch.Generator().manual_seed(3)
+    rows = {}
+    for name, lengths in (("input_ids", source), ("decoder_input_ids", target)):
+        ids = torch.randint(3, 60, (len(lengths), max(lengths)), generator=draw)
+        rows[name] = ids * (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None])
+    rows["decoder_input_ids"][:, 0] = 0  # what a decoder begins with
+    rows["attention_mask"] = (torch.arange(max(source)) < torch.tensor(source)[:, None]).long()
+    return rows
+
+
+@pytest.mark.parametrize("target", [[5, 3, 4], [9, 4, 6]], ids=["shorter", "as long"])
+@pytest.mark.parametrize("form", ["relu", "gated-gelu"])
+def test_with_a_decoder_each_map_counts_the_tokens_that_it_works_on(form, target):
+    """Brute force, row by row without any padding; source and target may be as long in padded tokens."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**sizes, feed_forward_proj=form, dropout_rate=0.0))
+    source = [9, 5, 7]
+    batch = padded_pair(source, target)
+    mask = watching(model)
+    captured = {each.name: [] for each in projections(model)}
+    handles = [
+        each.module.register_forward_hook(
+            lambda m, a, output, keep=captured[each.name]: keep.append(output.detach().clone())
+        )
+        for each in projections(model)
+    ]
+    for row, (s, t) in enumerate(zip(source, target, strict=True)):
+        alone = {"input_ids": batch["input_ids"], "decoder_input_ids": batch["decoder_input_ids"]}
+        cut = {"input_ids": s, "decoder_input_ids": t}
+        model(**{name: ids[row : row + 1, : cut[name]] for name, ids in alone.items()})
+    for handle in handles:
+        handle.remove()
+    with recording([mask]):
+        model(**batch)
+    for each, place in zip(mask.maps, mask.places, strict=True):
+        expected = sum(output.abs().sum((0, 1)) for output in captured[each.name])
+        torch.testing.assert_close(mask.sums[place], expected, rtol=1e-4, atol=1e-5, msg=each.name)
+    segments = {each.name: each.segments for each in projections(model)}
+    names = {id(each.module.weight): each.name for each in projections(model)}
+    wanted = {name: sorted(rows) for name, rows in chosen_by_loops(captured, segments, 0.7).items()}
+    found = {names[id(p)]: factor.flatten().nonzero().flatten().tolist() for p, factor in mask.factors()}
+    assert found == wanted
+    assert len(found) == 2 * (4 + 2 + (form != "relu")) + 2 * (8 + 2 + (form != "relu"))
+
+
+def test_a_head_counts_the_scored_positions():
+    """Also where rows are padded: padding is scored nowhere."""
+    model = gpt2().eval()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    ids, present = torch.arange(5, 15).view(2, 5), torch.ones(2, 5, dtype=torch.bool)
+    present[1, 3:] = False
+    labels = ids.where(present, torch.tensor(-100))
+    batch = label_batch(ids, labels, present)
+    mask = watching(model, head=True)
+    with recording([mask]):
+        logits, _ = Causal().outputs(model, batch)
+    place = next(p for each, p in zip(mask.maps, mask.places, strict=True) if each.name == "lm_head")
+    torch.testing.assert_close(mask.sums[place], logits.detach().abs().sum(0))
 
 
 def test_accumulated_parts_count_as_one_batch(made):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cpt.adapters import lora
+from cpt.data.batch import inputs_of
 from cpt.masks.migu import count_kept
-from cpt.models.objectives import inputs_of
 from cpt.models.units import projections
 from tests.support.making import ORDER, made
 

@@ -1,7 +1,10 @@
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
+from cpt.data.packing import terminator
 from cpt.models import loading, tokenizers
 from cpt.models.objectives import Causal, Masked
 from tests.conftest import sentences
@@ -84,7 +87,9 @@ def test_a_saved_head_decides_the_objective(tmp_path):
     [
         ("masked", "gpt2", "model.objective=masked does not go with a gpt2 GPT2LMHeadModel; allowed: causal"),
         ("causal", "bert", "allowed: masked"),
-        ("span", "bert", "model.objective=span; allowed: masked, causal, auto"),
+        ("span", "bert", "model.objective=span does not go with a bert BertForMaskedLM; allowed: masked"),
+        ("span", "gpt2", "model.objective=span does not go with a gpt2 GPT2LMHeadModel; allowed: causal"),
+        ("denoise", "bert", "model.objective=denoise; allowed: masked, causal, span, auto"),
     ],
 )
 def test_an_objective_that_does_not_fit(wanted, name, told):
@@ -109,12 +114,97 @@ def test_a_masked_objective_needs_a_mask_token_and_a_rate(tokenizer):
 @pytest.mark.parametrize(("name", "longest"), [("roberta", 39), ("bert", 40), ("gpt2", 40)])
 def test_samples_longer_than_the_positions(name, longest):
     model = tiny(name, "masked" if name in MASKED else "causal")
-    loading.check_length(longest, model)
+    loading.check_length(longest, model, Causal())
     with pytest.raises(
         ValueError, match=rf"model.length={longest + 1}; allowed: 2 to {longest}, the positions"
     ):
-        loading.check_length(longest + 1, model)
+        loading.check_length(longest + 1, model, Causal())
     model(input_ids=torch.full((1, longest), 5))
+
+
+SEQ2SEQ = ("t5", "mt5", "umt5", "bart")
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+@pytest.mark.parametrize("wanted", ["auto", "span"])
+def test_encoder_and_decoder_learn_by_span_corruption(name, wanted):
+    assert loading.objective_name(wanted, AutoConfig.for_model(name)) == "span"
+    for other in ("masked", "causal"):
+        with pytest.raises(ValueError, match=f"model.objective={other} does not go with a {name} .*: span$"):
+            loading.objective_name(other, AutoConfig.for_model(name))
+
+
+def test_a_decoder_that_was_saved_alone_is_causal():
+    config = AutoConfig.for_model("bart", architectures=["BartForCausalLM"])
+    assert loading.objective_name("auto", config) == "causal"
+
+
+@pytest.fixture(scope="module")
+def with_sentinels():
+    texts = sentences("alpha beta gamma delta epsilon zeta eta theta", count=40, seed=0)
+    return tokenizers.train_tokenizer(iter(texts), vocabulary=400, objective="span")
+
+
+def test_a_learned_tokenizer_has_sentinels_as_t5_has(with_sentinels, tmp_path):
+    with_sentinels.save_pretrained(tmp_path)
+    for each in (with_sentinels, AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(each) == 400
+        assert (each.pad_token_id, each.eos_token_id, each.unk_token_id) == (0, 1, 2)
+        assert each.bos_token is None
+        assert tokenizers.sentinels(each) == list(range(399, 299, -1))
+        assert each.convert_ids_to_tokens(399) == "<extra_id_0>"
+        text = "Alpha, beta; ünïcode <extra_id_3>"
+        ids = each(text, split_special_tokens=True).input_ids
+        assert ids[-1] == 1 and max(ids) < 300 and each.decode(ids[:-1]) == text
+        assert terminator(each) == []
+        assert each.decode(each("a", "b").input_ids) == "a</s>b</s>"
+
+
+def test_sentinels_are_found_as_t5_and_as_mt5_have_them(tokenizer):
+    assert tokenizers.sentinels(tokenizer) == []
+    rows = len(tokenizer)
+    more = copy.deepcopy(tokenizer)
+    tokenizers.add_sentinels(more)
+    assert tokenizers.sentinels(more) == list(range(rows + 99, rows - 1, -1))
+    mt5 = copy.deepcopy(tokenizer)
+    mt5.add_tokens([f"\u2581<extra_id_{number}>" for number in (2, 1, 0)])
+    assert tokenizers.sentinels(mt5) == [rows + 2, rows + 1, rows]
+
+
+FORMS = {
+    "t5": {"feed_forward_proj": "relu"},
+    "t5 v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "mt5": {"feed_forward_proj": "gated-gelu"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_of_t5_gives_its_own_logits(form, with_sentinels, tmp_path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = {"model_type": form.split()[0], **sizes, **FORMS[form]}
+    model = loading.build(config, with_sentinels, "span", seed=0).eval()
+    assert model.config.decoder_start_token_id == model.config.pad_token_id == 0
+    model.save_pretrained(tmp_path)
+    with_sentinels.save_pretrained(tmp_path)
+    again = loading.load_model(tmp_path, "span").eval()
+    found = loading.configuration(str(tmp_path))
+    assert loading.objective_name("auto", found) == "span"
+    ids = torch.randint(3, 300, (2, 9))
+    inputs = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+    assert torch.equal(again(**inputs).logits, model(**inputs).logits)
+    head = again.get_output_embeddings().weight is again.get_input_embeddings().weight
+    assert head == (form != "t5 v1.1")
+    objective = loading.objective("span", with_sentinels, mask_rate=0.15, mean_span=3)
+    assert (objective.pad, objective.end, objective.start, len(objective.sentinels)) == (0, 1, 0, 100)
+
+
+def test_samples_that_sentinels_do_not_suffice_for(with_sentinels):
+    config = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    model = loading.build(config, with_sentinels, "span", seed=0)
+    objective = loading.objective("span", with_sentinels, mask_rate=0.15, mean_span=3)
+    loading.check_length(2009, model, objective)
+    with pytest.raises(ValueError, match=r"model.length=2010; allowed: 2 to 2009, for which the tokenizer's"):
+        loading.check_length(2010, model, objective)
 
 
 def test_a_model_is_built_from_its_seed(tokenizer):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-from cpt.models.loading import build
-from cpt.models.resizing import entries, fit_rows
+from cpt.models.loading import build, load_model, skeleton
+from cpt.models.resizing import entries, fit_rows, is_tied
 from cpt.models.tokenizers import train_tokenizer
 
 ADDED = ["contract", "pasta", "section"]
@@ -65,6 +65,47 @@ def test_rows_are_added_to_embedding_and_head_the_same_ones_each_time(kind, word
     assert logits.shape[-1] == entries(more) and torch.isfinite(logits).all()
     one.save_pretrained(tmp_path)
     assert torch.equal(type(one).from_pretrained(tmp_path).eval()(input_ids=ids).logits, logits)
+
+
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+UNTIED = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="module")
+def with_sentinels():
+    return train_tokenizer(
+        iter(["the court finds that a party must pay"] * 20), vocabulary=400, objective="span"
+    )
+
+
+@pytest.mark.parametrize("config", [T5, UNTIED], ids=["tied", "untied"])
+def test_a_head_stays_tied_or_untied(config, with_sentinels, tmp_path):
+    """transformers 5 says of every T5 that it is tied, and ties what it resizes."""
+    start = build(config, with_sentinels, "span", seed=0).eval()
+    tied, rows = config is T5, len(with_sentinels)
+    assert is_tied(start) == tied and start.config.scale_decoder_outputs == tied
+    more = copy.deepcopy(with_sentinels)
+    more.add_tokens(ADDED)
+    before = start.lm_head.weight.detach().clone()
+    fit_rows(start, more, checkpoint="x", resize=True)
+    assert is_tied(start) == tied and start.config.tie_word_embeddings
+    assert start.lm_head.weight.shape == start.shared.weight.shape == (rows + 3, 32)
+    assert torch.equal(start.lm_head.weight[:rows], before)
+    assert start.encoder.embed_tokens.weight is start.decoder.embed_tokens.weight is start.shared.weight
+    ids = torch.randint(3, rows, (2, 7))
+    start.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, "span").eval()
+    assert is_tied(loaded) == tied
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
+    assert torch.equal(loaded(**given).logits, start(**given).logits)
+    assert {*skeleton(loaded).state_dict()} == {*loaded.state_dict()}
+
+
+def test_a_head_that_is_asked_to_be_untied_is_drawn_once(with_sentinels):
+    one, same, other = (build(UNTIED, with_sentinels, "span", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one.lm_head.weight, same.lm_head.weight)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+    assert one.lm_head.weight.std().item() == pytest.approx(32**-0.5, rel=0.05)
 
 
 def test_resizing_draws_nothing_from_the_runs_randomness(words, more):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from cpt.models.tokenizers import train_tokenizer
 from tests.conftest import ROOT, VOCABULARIES, sentences
@@ -60,6 +60,7 @@ MODELS = {
     "roberta": (AutoModelForMaskedLM, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}),
     "bert": (AutoModelForMaskedLM, {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}),
     "gpt2": (AutoModelForCausalLM, {"n_embd": 32, "n_head": 2}),
+    "t5": (AutoModelForSeq2SeqLM, {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2}),
 }
 
 
@@ -69,9 +70,10 @@ def model(kind: str, words: Any, *, dropout: float = 0.0) -> Any:
     torch.manual_seed(1)
     names = {
         "gpt2": ("attn_pdrop", "embd_pdrop", "resid_pdrop"),
+        "t5": ("dropout_rate",),
     }.get(kind, ("hidden_dropout_prob", "attention_probs_dropout_prob"))
     layers = {"n_layer": 2} if kind == "gpt2" else {"num_hidden_layers": 2}
-    places = {"n_positions": 48} if kind == "gpt2" else {"max_position_embeddings": 48}
+    places = {"gpt2": {"n_positions": 48}, "t5": {}}.get(kind, {"max_position_embeddings": 48})
     config = AutoConfig.for_model(
         kind,
         vocab_size=len(words),

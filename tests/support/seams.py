@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from cpt.core.options import Options, option
 from cpt.core.rules import whole
-from cpt.data.batch import Batch, Sizes
+from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.reservoir import Reservoir
+from cpt.methods.common.reservoir import Reservoir, slot_of
 from cpt.models.forward import divergence, nll_of
 from cpt.models.units import blocks, sublayers
 from cpt.optim.schedules import Progress, Schedule
@@ -47,8 +47,7 @@ class AGEM(ContinualModule):
 
     def __init__(self, options: AGEMOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        scored = int(self.objective.scored(Sizes.full(self.length))[0])
-        shape = {"length": self.length, "scored": scored, "width": 0}
+        shape = {**slot_of(self.objective, self.length), "width": 0}
         self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

@@ -106,7 +106,8 @@ AT_ONCE = {
     "optim=sgd optim.momentum=-1": "optim.momentum=-1; allowed: 0 or more",
     "+optim.weigth_decay=1": "optim.weigth_decay is not known; did you mean optim.weight_decay? allowed: op",
     "model.checkpoint=5": "model.checkpoint=5; allowed: null or a Hugging Face name or a folder",
-    "model.objective=span": "model.objective=span; allowed: masked, causal, auto",
+    "model.objective=prefix": "model.objective=prefix; allowed: masked, causal, span, auto",
+    "model.mean_span=0.5": "model.mean_span=0.5; allowed: null or 1 or more",
     "model.base.batch_size=0": f"model.base.batch_size=0; allowed: {WHOLE}",
     "model.vocabulary=null": "model.checkpoint=null of tiny_modernbert is nothing to start from; allowed",
     "domains.score_on=train": "domains.score_on=train; allowed: valid, test",
@@ -282,6 +283,7 @@ ON_THE_MODEL = {
     "model.config=null": "model.checkpoint=null of tiny_modernbert is nothing to start from; allowed",
     "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model is masked",
     "model.objective=causal": "model.objective=causal does not go with a modernbert model; allowed: masked",
+    "model.objective=span": "model.objective=span does not go with a modernbert model; allowed: masked",
     "model.length=9999": "model.length=9999; allowed: 2 to 512, the positions of this modernbert",
     "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
     "trainer.accelerator=tpu": "trainer.accelerator=tpu trainer.devices=1 trainer.strategy=auto",
@@ -297,4 +299,19 @@ ON_THE_MODEL = {
     "method=das method.contrast_dropout=null": "two passes of ModernBertForMaskedLM with method.contrast_dro",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
+}
+
+ON_A_DECODER = {  # of a T5
+    "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",
+    "model.objective=causal": "model.objective=causal does not go with a t5 model; allowed: span",
+    "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model learns by span",
+    "model.mean_span=null": "model.mean_span=null; allowed: 1 or more, as the model learns by span",
+    "model.length=2010": "model.length=2010; allowed: 2 to 2009, for which the tokenizer's sentinels suffice",
+    "model.length=600 model.mask_rate=0.5 model.mean_span=1": "model.length=600; allowed: 2 to 201, for",
+    "model.vocabulary=300": "model.vocabulary=300; allowed: 361 or more, 100 of them sentinels",
+    "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
+    "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
+    "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
+    "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
+    "method=das method.contrast_dropout=null": "two passes of T5ForConditionalGeneration with met",
 }

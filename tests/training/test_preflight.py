@@ -4,16 +4,18 @@ import json
 import shutil
 
 import pytest
+import torch
 from omegaconf import OmegaConf
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.loading import build
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.resizing import is_tied
+from cpt.models.tokenizers import sentinels, train_tokenizer
 from cpt.training.plan import make_plan
 from cpt.training.preflight import prepare
-from tests.support.wrong_options import ON_THE_MODEL
+from tests.support.wrong_options import ON_A_DECODER, ON_THE_MODEL
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
@@ -38,6 +40,53 @@ def test_what_only_the_libraries_know_is_told_before_any_text_is_read(given, sma
     with pytest.raises(ValueError) as raised:
         unread(small(*overrides(given)))
     assert reason(raised.value).startswith(ON_THE_MODEL[given])
+
+
+@pytest.mark.parametrize("given", ON_A_DECODER)
+def test_what_a_model_with_a_decoder_cannot_do_is_told_before_any_text_is_read(given, small_t5, unread):
+    with pytest.raises(ValueError) as raised:
+        unread(small_t5(*given.split()))
+    assert reason(raised.value).startswith(ON_A_DECODER[given])
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory):
+    """A tiny BART with its tokenizer, which has no sentinels."""
+    folder = tmp_path_factory.mktemp("bart")
+    words = train_tokenizer(
+        iter(["the court finds that a party must pay damages"] * 5), vocabulary=300, objective="masked"
+    )
+    config = {"model_type": "bart", "d_model": 32, "max_position_embeddings": 40, "dropout": 0.0}
+    for side in ("encoder", "decoder"):
+        config |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 48}
+    config |= {"vocab_size": len(words), "decoder_start_token_id": words.eos_token_id}
+    config |= {f"{name}_token_id": getattr(words, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    for part in (model, words):
+        part.save_pretrained(folder)
+    return folder
+
+
+def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, small, start, tmp_path, caplog):
+    options = [f"model.checkpoint={bart}", "model.mean_span=3", "order=[law]", "trainer.steps=2"]
+    with caplog.at_level("INFO"):
+        start(small(*options), tmp_path)
+    assert f"the tokenizer of {bart} has no sentinels: it gets 100" in caplog.text
+    words = AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    ids = sentinels(words)
+    assert len(ids) == 100 and ids[0] == len(words) - 1
+    assert model.get_input_embeddings().num_embeddings == len(words)
+    assert is_tied(model)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["run"]["objective"] == "span" and scores["nll"][1] != scores["nll"][0]
+
+
+def test_a_model_whose_head_gets_no_rows_for_sentinels_is_told(bart, small, unread, monkeypatch):
+    monkeypatch.setattr("transformers.BartForConditionalGeneration.get_output_embeddings", lambda self: None)
+    with pytest.raises(ValueError, match="^model.resize=true: transformers finds no head of BartFor.*span$"):
+        unread(small(f"model.checkpoint={bart}", "model.mean_span=3"))
 
 
 @pytest.mark.parametrize(("logger", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from cpt.core.randomness import key
 from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
-from cpt.models.forward import body, in_mode, uncached
+from cpt.models.forward import in_mode, mean_over, reader, uncached
 from cpt.optim.schedules import Linear, Progress
 
 STD = 0.02  # of a new head where the model's configuration does not say it
@@ -32,15 +32,16 @@ def is_masked(model: PreTrainedModel) -> bool:
 
 class Classifier(nn.Module):
     """A copy of a model's body with a new head: dropout, D x D, tanh, dropout, D x C, as of RoBERTa (Liu et
-    al., 2019). It reads the first token of a masked model, the last token of the text of a causal one.
+    al., 2019). It reads the first token of a masked model, the last token of the text of a causal one, and of
+    an encoder with a decoder the mean over the text.
 
     All of the copy is trained but parts that say `stays_in_end_tasks`; with `frozen`, the head alone. Weights
     are float32. What is drawn comes from torch's generator of the CPU."""
 
     def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
         super().__init__()
-        self.first = is_masked(model)
-        self.body = deepcopy(body(model)).float().requires_grad_(not frozen)
+        self.first, self.mean = is_masked(model), model.config.is_encoder_decoder
+        self.body = deepcopy(reader(model)).float().requires_grad_(not frozen)
         for part in self.body.modules():
             if getattr(part, "stays_in_end_tasks", False):
                 part.requires_grad_(False)
@@ -73,9 +74,15 @@ class Classifier(nn.Module):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             hidden = self.body(**inputs, **self.options).last_hidden_state
-        last = 0 if self.first else batch["attention_mask"].sum(1) - 1
-        pooled = hidden[torch.arange(len(hidden), device=hidden.device), last]
+        pooled = self.pooled(hidden, batch["attention_mask"])
         return self.out(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+    def pooled(self, hidden: Tensor, present: Tensor) -> Tensor:
+        """What the head reads, [B, D], of hidden states [B, T, D] of a text that is `present` [B, T]."""
+        if self.mean:
+            return mean_over(hidden, present)
+        last = 0 if self.first else present.sum(1) - 1
+        return hidden[torch.arange(len(hidden), device=hidden.device), last]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from cpt.data.batch import Batch
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
-from cpt.models.forward import nll_of
+from cpt.models.forward import mean_over, nll_of
 from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
 
@@ -35,14 +35,6 @@ def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temper
     similarity = functional.normalize(anchors, dim=-1) @ candidates.T
     own = before + torch.arange(len(anchors), device=anchors.device)
     return functional.cross_entropy(similarity / temperature, own)
-
-
-def pool(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Mean [B, D] of hidden states [B, T, D] over the positions that are no padding."""
-    if attention_mask is None:
-        return hidden.mean(1)
-    weights = attention_mask.to(hidden)[..., None]
-    return (hidden * weights).sum(1) / weights.sum(1)
 
 
 @dataclass(frozen=True)
@@ -83,14 +75,14 @@ class Contrast:
 
     def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
         """The contrastive term, a scalar, of a batch and the hidden states [B, T, D] of the pass over its own
-        ids, which is the anchor where that text is contrasted; else the anchor is a pass more. None at
-        strength 0."""
+        ids, which is the anchor where that text is contrasted; else, and where they are a decoder's, the
+        anchor is a pass more. None at strength 0."""
         if self.strength == 0:
             return {}
         text = self.of_text(batch)
         with dropout(self.model, self.rate):
-            same = text["input_ids"] is batch["input_ids"]
-            anchor = pool(hidden, text.get("attention_mask")) if same else self.represented(text)
+            same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
+            anchor = mean_over(hidden, text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)
             with gate_units(soft.groups, soft.gates()):
                 negative = self.represented(text)
@@ -102,8 +94,8 @@ class Contrast:
         """The batch with the ids [B, T] that are contrasted."""
         if self.text == "corrupted":
             return batch
-        return {**batch, "input_ids": self.objective.uncorrupted(batch)}
+        return self.objective.restored(batch)
 
     def represented(self, batch: Batch) -> Tensor:
         """The samples of a batch as vectors [B, D]; the head is not computed."""
-        return pool(self.objective.encode(self.model, batch), batch.get("attention_mask"))
+        return mean_over(self.objective.encode(self.model, batch), batch.get("attention_mask"))

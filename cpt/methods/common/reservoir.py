@@ -12,16 +12,28 @@ from torch.nn import functional
 from cpt.core.collectives import gather_shards
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
-from cpt.data.batch import UNSCORED, Batch, label_batch, labels_of
+from cpt.data.batch import UNSCORED, Batch, Sizes, label_batch, labels_of
+from cpt.models.objectives import Objective
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def bytes_per_sample(*, length: int, scored: int, width: int, precision: str) -> int:
-    """What a slot takes, and a reservoir nothing more: ids and labels (int32) of `length` tokens, the row's
-    length (int32), a count (int64), and `width` numbers at each of `scored` positions."""
-    return 8 * length + 12 + scored * width * PRECISIONS[precision].itemsize
+def slot_of(objective: Objective, length: int) -> dict[str, int | None]:
+    """What a slot must have room for, of rows of so many tokens: ids of an input, of a decoder's input where
+    there is one, scored positions."""
+    source, target = objective.sides(length)
+    return {"length": source, "target": target, "scored": int(objective.scored(Sizes.full(length))[0])}
+
+
+def bytes_per_sample(
+    *, length: int, scored: int, width: int, precision: str, target: int | None = None
+) -> int:
+    """What a slot takes, and a reservoir nothing more: ids (int32) of `length` tokens and of a decoder's
+    `target`, labels (int32) of what is given out, the row's length (int32), a count (int64), and `width`
+    numbers at each of `scored` positions."""
+    ids = 2 * length if target is None else length + 2 * target
+    return 4 * ids + 12 + scored * width * PRECISIONS[precision].itemsize
 
 
 def capacity(memory: int | None, memory_bytes: float | None, *, sample_bytes: int) -> int:
@@ -41,9 +53,15 @@ def offer(numbers: np.ndarray, uniforms: np.ndarray, slots: int) -> np.ndarray:
     return np.where(numbers < slots, numbers, (uniforms * (numbers + 1)).astype(np.int64))
 
 
+def fill_row(row: Tensor, values: Tensor, filler: int) -> None:
+    """Writes values [t] into a row [T] that may be longer, and a filler behind them."""
+    row[: len(values)], row[len(values) :] = values, filler
+
+
 class Reservoir(nn.Module):
     """`samples` slots, each a row of `length` ids with its labels and the outputs, [scored, width], at its
-    scored positions; a row with less of either is padded.
+    scored positions; a row with less of either is padded. Of a model with a decoder, a slot has `target` ids
+    that it takes as well, and labels of these; `pad` fills them up.
 
     Of w processes, r keeps a reservoir of its own samples in the slots r, r + w, r + 2w, ... and draws from
     these; how many it was offered stands in `seen[r]`. The others' slots are stale there until a state_dict
@@ -52,15 +70,32 @@ class Reservoir(nn.Module):
     likely to be kept as before. (Where w does not divide the slots, some processes have one slot more.)"""
 
     def __init__(
-        self, *, samples: int, length: int, scored: int, width: int, precision: str, seed: int
+        self,
+        *,
+        samples: int,
+        length: int,
+        scored: int,
+        width: int,
+        precision: str,
+        seed: int,
+        target: int | None = None,
+        pad: int = 0,
     ) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.pad = seed, pad
         self.register_buffer("input_ids", torch.zeros(samples, length, dtype=torch.int32))
-        self.register_buffer("labels", torch.full((samples, length), UNSCORED, dtype=torch.int32))
+        if target is not None:
+            self.register_buffer("decoder_input_ids", torch.zeros(samples, target, dtype=torch.int32))
+        size = (samples, length if target is None else target)
+        self.register_buffer("labels", torch.full(size, UNSCORED, dtype=torch.int32))
         self.register_buffer("lengths", torch.zeros(samples, dtype=torch.int32))
         self.register_buffer("outputs", torch.zeros(samples, scored, width, dtype=PRECISIONS[precision]))
         self.register_buffer("seen", torch.zeros(samples, dtype=torch.int64))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether samples are those of a model with a decoder."""
+        return "decoder_input_ids" in self._buffers
 
     @property
     def bytes(self) -> int:
@@ -89,7 +124,7 @@ class Reservoir(nn.Module):
     def share_out(self, world: int) -> None:
         """Moves filled slots to the front, so that each process has as many, and splits the count evenly."""
         order, total = (self.lengths == 0).int().argsort(stable=True), int(self.seen.sum())
-        for buffer in (self.input_ids, self.labels, self.lengths, self.outputs):
+        for buffer in (buffer for buffer in self.buffers() if buffer is not self.seen):
             buffer.copy_(buffer[order.to(buffer.device)])
         self.seen.zero_()
         self.seen[:world] = (total + torch.arange(world).flip(0)) // world
@@ -110,14 +145,29 @@ class Reservoir(nn.Module):
             ids, labels = batch["input_ids"], labels_of(batch)
             lengths = batch.get("attention_mask", torch.ones_like(ids)).sum(1)
             for slot, row in rows.items():
-                self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row])
+                taken = batch["decoder_input_ids"][row] if self.decodes else None
+                self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row], taken=taken)
 
-    def put(self, slot: int, ids: Tensor, labels: Tensor, length: int, outputs: Tensor) -> None:
-        """Writes a sample, ids and labels [T] of which so many are text, with its outputs [k, width]. Outputs
-        that are not finite, as of a step that is left out, are not taken."""
+    def put(
+        self,
+        slot: int,
+        ids: Tensor,
+        labels: Tensor,
+        length: int,
+        outputs: Tensor,
+        *,
+        taken: Tensor | None = None,
+    ) -> None:
+        """Writes a sample, ids and labels [T] of which so many are text, with its outputs [k, width]; of a
+        model with a decoder labels [L] and what that has `taken` [L]. Outputs that are not finite, as of a
+        step that is left out, are not taken."""
         if not outputs.isfinite().all():
             return
-        self.input_ids[slot], self.labels[slot], self.lengths[slot] = ids, labels, length
+        fill_row(self.input_ids[slot], ids, self.pad)
+        fill_row(self.labels[slot], labels, UNSCORED)
+        if taken is not None:
+            fill_row(self.decoder_input_ids[slot], taken, self.pad)
+        self.lengths[slot] = length
         limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
@@ -133,7 +183,9 @@ class Reservoir(nn.Module):
     def batch(self, slots: Tensor) -> Batch:
         """The samples in slots [B] as an objective's batch, without a weight, where the outputs are."""
         ids, labels = self.input_ids[slots].long(), self.labels[slots].long()
-        batch = label_batch(ids, labels, torch.arange(ids.shape[1]) < self.lengths[slots][:, None])
+        present = torch.arange(ids.shape[1]) < self.lengths[slots][:, None]
+        taken = self.decoder_input_ids[slots].long() if self.decodes else None
+        batch = label_batch(ids, labels, present, decoder_input_ids=taken)
         return {name: value.to(self.outputs.device) for name, value in batch.items()}
 
     def outputs_of(self, slots: Tensor) -> Tensor:

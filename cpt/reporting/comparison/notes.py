@@ -16,6 +16,10 @@ MASKED = (
     "Bits per byte of a masked model are its loss on masked tokens times tokens per byte: no code length, "
     "and comparable within these runs only."
 )
+SPAN = (
+    "Bits per byte of a model of span corruption are its loss on hidden tokens times tokens per byte: no "
+    "code length, and comparable within these runs only."
+)
 APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a method is measured by
 SETTINGS = 8  # so many differing settings are named
 
@@ -39,7 +43,7 @@ def _conditions(section: ComparedRuns) -> list[str]:
     if assumed:
         names = ", ".join(dict.fromkeys(name for run in assumed for name in run.assumed))
         lines.append(f"{len(assumed)} of {len(section.runs)} {ASSUMED} ({names}).")
-    return [*lines, MASKED] if section.objective == "masked" else lines
+    return lines + {"masked": [MASKED], "span": [SPAN]}.get(section.objective, [])
 
 
 def _orders(section: ComparedRuns) -> list[str]:

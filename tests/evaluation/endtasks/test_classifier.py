@@ -61,12 +61,28 @@ def tuned(start, work, *, seed=3, steps=None):
     return found, epoch
 
 
-@pytest.mark.parametrize("kind", ["roberta", "gpt2"])
+@pytest.mark.parametrize("kind", ["roberta", "gpt2", "t5"])
 def test_a_task_that_a_word_tells_is_learned(kind, words):
     work, steps = job(words, epochs=6, train=100), []
     found, epoch = tuned(model(kind, words, dropout=0.1), work, steps=steps)
     assert scores_of(torch.from_numpy(found), work.test.labels, 2)["accuracy"] > 0.8
     assert (epoch, len(steps)) == (6, work.steps) == (6, 6 * 13)
+
+
+def test_on_an_encoder_it_reads_the_mean_over_the_text(words):
+    """Whatever pads a batch, and the model's decoder is no part of it."""
+    start = model("t5", words)
+    made = Classifier(start, classes=2, dropout=0.0, frozen=False).eval()
+    assert sum(p.numel() for p in made.body.parameters()) == sum(
+        p.numel() for p in start.get_encoder().parameters()
+    )
+    ids = torch.randint(5, 60, (2, 9))
+    present = (torch.arange(9) < torch.tensor([[9], [4]])).long()
+    logits = made({"input_ids": ids * present, "attention_mask": present})
+    for row, length in enumerate((9, 4)):
+        hidden = start.eval().get_encoder()(input_ids=ids[row : row + 1, :length]).last_hidden_state
+        expected = made.out(torch.tanh(made.dense(hidden.mean(1))))
+        torch.testing.assert_close(logits[row : row + 1], expected)
 
 
 def reference(start, work, seed):

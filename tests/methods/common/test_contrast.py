@@ -8,8 +8,9 @@ import torch
 
 from cpt.data.batch import labels_of
 from cpt.masks.soft import SoftMask
-from cpt.methods.common.contrast import Contrast, contrastive, pool
+from cpt.methods.common.contrast import Contrast, contrastive
 from cpt.models.dropout import dropout, rates
+from cpt.models.forward import mean_over
 from cpt.models.objectives import Causal
 from tests.conftest import SHARED
 from tests.masks.test_importance import batch_of, needs_golden, roberta
@@ -82,8 +83,8 @@ def test_negatives_push():
 
 def test_padding_is_left_out_of_the_mean():
     hidden = torch.arange(12.0).view(1, 4, 3)
-    assert torch.equal(pool(hidden, None), hidden.mean(1))
-    assert torch.equal(pool(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
+    assert torch.equal(mean_over(hidden, None), hidden.mean(1))
+    assert torch.equal(mean_over(hidden, torch.tensor([[1, 1, 0, 0]])), hidden[:, :2].mean(1))
 
 
 def masked(batch):
@@ -158,7 +159,10 @@ def test_the_term_contrasts_the_three_passes(text, own):
     if text == "uncorrupted":
         passes = by_hand(model, whole, soft, rate=0.3, passes=2)
     else:
-        passes = [pool(hidden, batch["attention_mask"]), *by_hand(model, batch, soft, rate=0.3, passes=1)]
+        passes = [
+            mean_over(hidden, batch["attention_mask"]),
+            *by_hand(model, batch, soft, rate=0.3, passes=1),
+        ]
     assert term["contrast"].item() == pytest.approx(2 * by_loops(*passes, 0.5), rel=1e-4)
     assert not headed
     assert contrast(model, strength=0.0).term(batch, hidden=hidden, soft=soft) == {}

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.batch import UNSCORED, labels_of
+from cpt.core.randomness import sample_keys
+from cpt.data.batch import UNSCORED, Rows, labels_of, single
 from cpt.methods.common import reservoir as module
-from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity
+from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
+from cpt.models.span import Span
 from tests.support.running import batch_of
 
 LENGTH, SCORED, WIDTH = 5, 2, 3
@@ -296,3 +298,32 @@ def test_processes_with_unequal_shares_go_on_as_they_were(steps, as_process):
     assert sorted(alone.draw(99, purpose="match").tolist()) == list(range(filled))
     assert sorted(held(alone)) == sorted(state["input_ids"][state["lengths"] > 0, 0].tolist())
     assert alone.seen.tolist() == [4 * steps] + [0] * 20
+
+
+def test_source_and_target_come_back_with_their_lengths():
+    """Of a model with a decoder; also from a batch that is narrower than a slot."""
+    objective = Span(rate=0.3, mean=2, sentinels=list(range(99, 49, -1)), end=1, pad=0, start=0)
+    room = {**slot_of(objective, 30), "width": 2, "precision": "float32"}
+    assert room["length"] == 26 and room["target"] == room["scored"] == 14
+    kept = Reservoir(samples=8, seed=0, **room)
+    assert kept.bytes == 8 * bytes_per_sample(**room)
+    ids = np.random.default_rng(0).integers(2, 50, (4, 30))
+    for lengths in ([30, 30, 7, 30], [9, 4, 1, 9]):
+        given, _ = objective.batch(Rows(ids, np.array(lengths), sample_keys(1, np.arange(4))))
+        outputs = torch.rand(len(given["positions"]), 2)
+        first = int((kept.lengths > 0).sum())
+        kept.add(given, outputs)
+        slots = torch.arange(first, first + 4)
+        back = kept.batch(slots)
+        for row in range(4):
+            one, own = single(given, row), single(back, row)
+            assert torch.equal(one["targets"], own["targets"])
+            for name in ("input_ids", "decoder_input_ids"):
+                width = one[name].shape[1]
+                assert torch.equal(own[name][:, :width], one[name]) and not own[name][:, width:].any()
+            present = one.get("attention_mask", torch.ones_like(one["input_ids"])).sum()
+            assert own["attention_mask"].sum() == present
+        assert torch.equal(kept.outputs_of(slots), outputs)
+    again = Reservoir(samples=8, seed=0, **room)
+    again.load_state_dict(kept.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(kept.buffers(), again.buffers(), strict=True))

@@ -1,0 +1,108 @@
+"""Every method keeps its promises on models of encoder and decoder: T5 as v1.0 has it, and gated with a head
+of its own as v1.1; `tests.methods.test_contract` has the other promises."""
+
+import json
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import cpt.adapters.export
+from cpt.models.resizing import is_tied
+from cpt.training import loop
+from tests.methods.test_contract import LEARNING, KilledError, Killer, bits
+from tests.support.making import ORDER, made
+from tests.support.seams import SEAMS, chosen
+
+pytestmark = pytest.mark.slow
+
+NO_T5 = {"growing"}  # a block that is appended, as the test's method does, has positions of its own
+METHODS = [name for name in LEARNING if name not in NO_T5]
+FORMS = {
+    "tied": ["model.config.feed_forward_proj=relu"],
+    "untied": ["model.config.feed_forward_proj=gated-gelu", "+model.config.tie_word_embeddings=false"],
+}
+DROPOUT = ["model.config.dropout_rate=0.1"]
+KINDS = [(method, form) for method in METHODS for form in FORMS]
+
+
+@pytest.fixture
+def config(small_t5):
+    """A run of a method on a form of T5, under MIGU's mask too."""
+
+    def build(method: str, form: str):
+        mask = [] if method in ("migu", *SEAMS) else ["mask=migu"]
+        return small_t5(*chosen(method), *mask, ORDER, *DROPOUT, *FORMS[form], "trainer.steps=4")
+
+    return build
+
+
+@pytest.mark.parametrize(("method", "form"), KINDS)
+def test_two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits(
+    method, form, config, start, tmp_path, monkeypatch
+):
+    """Killed once after a checkpoint in the last domain; the exported model is loaded."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start(config(method, form), whole)
+    scores = json.loads((whole / "scores.json").read_text())
+    trainer, last = loop.make_trainer, "joint" if method == "joint" else "food"
+
+    def deadly(options, *, callbacks=(), **others):
+        extra = [Killer(step=3, domain=last)] if callbacks else []
+        return trainer(options, callbacks=[*callbacks, *extra], **others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "make_trainer", deadly)
+        with pytest.raises(KilledError):
+            start(config(method, form), killed)
+    start(config(method, form), killed)
+    assert bits(killed) == bits(whole)
+    assert scores["run"]["finished"] and scores["run"]["objective"] == "span"
+    assert scores["conditions"]["scored"] == "hidden tokens, neither sentinels nor the end"
+    assert all(0 < loss < 20 for row in scores["nll"] for loss in row)
+    assert scores["nll"][-1] != scores["nll"][0]
+    monkeypatch.chdir(whole)
+    check_export(config(method, form), whole, loading=scores["loading"], tied=form == "tied")
+
+
+def check_export(cfg, folder, *, loading: str, tied: bool) -> None:
+    """The model that is loaded as the run says gives the logits of the one that was learned."""
+    run = made(cfg)
+    for domain in run.data:
+        run.module.take_shape(domain)
+    run.module.load_state_dict(torch.load(next((folder / "stages").iterdir()), weights_only=True))
+    run.module.activate(len(run.data) - 1)
+    names = {"transformers": transformers, "cpt": cpt, "peft": peft}
+    loaded, wanted = eval(loading, names).eval(), run.module.backbone(len(run.data) - 1).eval()
+    assert is_tied(loaded) == is_tied(wanted) == tied
+    text = next(iter(run.data.held_out.values()))
+    ids = torch.as_tensor(text.ids(np.arange(4)))
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**given).logits, wanted(**given).logits)
+
+
+@pytest.mark.parametrize("method", ["das", "derpp", "hat", "olora", "prompt"])
+def test_it_learns_in_16_bits(method, config, start, tmp_path):
+    """Where T5 keeps a map of each feed-forward network in 32 bits."""
+    cfg = config(method, "untied")
+    cfg.trainer.steps, cfg.trainer.probe_samples, cfg.trainer.precision = 1, 4, "bf16-true"
+    start(cfg, tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
+
+
+@pytest.mark.parametrize("method", ["das", "demix", "dga", "hat", "lora", "prompt"])
+def test_probes_and_evaluation_leave_no_trace(method, config):
+    run = made(config(method, "tied"))
+    module, options = run.module, run.plan.trainer.lightning
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    rows = []
+    for _ in range(2):
+        loop.make_trainer(options, label="").validate(module, datamodule=run.data, verbose=False)
+        rows.append([(nll.clone(), count.clone()) for nll, count in module.row()])
+    for (nll, count), (again, counted) in zip(*rows, strict=True):
+        assert torch.equal(nll, again) and torch.equal(count, counted)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
