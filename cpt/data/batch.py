@@ -15,6 +15,7 @@ class Batch(TypedDict, total=False):
 
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T], 0 at padding; only where a row is padded
+    decoder_input_ids: Tensor  # [B, L], of a model with two stacks: what the places are those of
     positions: Tensor  # [K], ascending: the scored places of the model's output, flattened row after row
     targets: Tensor  # [K]: what is to be predicted there
     rows: Tensor  # [K]: the row that each scored place is in
@@ -30,6 +31,7 @@ class Sizes:
 
     text: np.ndarray  # [B]: tokens that are not special
     all: np.ndarray  # [B]: tokens
+    answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
 
     @classmethod
     def full(cls, length: int) -> "Sizes":
@@ -44,11 +46,17 @@ class Rows:
     ids: np.ndarray  # [B, T] int64, padded
     lengths: np.ndarray  # [B]: tokens without padding
     keys: np.ndarray  # [B] uint64: what is drawn for a row is a function of its key
+    answers: np.ndarray | None = None  # [B, T] bool: tokens of the answer; None where all is raw text
 
     @property
     def present(self) -> np.ndarray:
         """Where there is no padding, [B, T]."""
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    def some(self, chosen: np.ndarray) -> "Rows":
+        """The rows at some places."""
+        answers = None if self.answers is None else self.answers[chosen]
+        return Rows(self.ids[chosen], self.lengths[chosen], self.keys[chosen], answers)
 
 
 class Collator(Protocol):

@@ -18,10 +18,13 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
+from cpt.data.packing import padding_id
+from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.tokenizers import SPECIAL
 
 AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM}
+SEQ2SEQ = ("span",)  # objectives of models with two stacks
 
 
 def objective_name(wanted: str, config: PretrainedConfig) -> str:
@@ -48,6 +51,27 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
 def objective(name: str, tokenizer: PreTrainedTokenizerBase, *, mask_rate: float | None) -> Objective:
     """The objective by name."""
     return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
+
+
+def check_answers(name: str) -> None:
+    """Raises ValueError for an objective whose models cannot answer."""
+    if name == "masked":
+        raise ValueError(
+            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
+            "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
+        )
+
+
+def answers_objective(
+    name: str, raw: Objective, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> Answers:
+    """The objective of domains of examples: their answers; `raw` is that of raw text."""
+    check_answers(name)
+    pad = padding_id(tokenizer)
+    if name in SEQ2SEQ:
+        start = getattr(config, "decoder_start_token_id", None)
+        return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
+    return CausalAnswers(raw, pad=pad)
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:

@@ -87,6 +87,8 @@ def check_model(plan: Plan) -> None:
     options = plan.model
     config = configure_new(options) if options.checkpoint is None else configure_given(options)
     objective = loading.objective_name(options.objective, config)
+    if plan.source.encoding is not None:
+        loading.check_answers(objective)
     if objective == "masked" and options.mask_rate is None:
         raise ValueError("model.mask_rate=null; allowed: above 0 and below 1, as the model is masked")
     where = options.checkpoint or "model.config"
