@@ -33,6 +33,7 @@ class Sizes:
 
     text: np.ndarray  # [B]: tokens that are not special
     all: np.ndarray  # [B]: tokens
+    answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
 
     @classmethod
     def full(cls, length: int) -> "Sizes":
@@ -47,11 +48,17 @@ class Rows:
     ids: np.ndarray  # [B, T] int64, padded
     lengths: np.ndarray  # [B]: tokens without padding
     keys: np.ndarray  # [B] uint64: what is drawn for a row is a function of its key
+    answers: np.ndarray | None = None  # [B, T] bool: tokens of the answer; None where all is raw text
 
     @property
     def present(self) -> np.ndarray:
         """Where there is no padding, [B, T]."""
         return np.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    def some(self, chosen: np.ndarray) -> "Rows":
+        """The rows at some places."""
+        answers = None if self.answers is None else self.answers[chosen]
+        return Rows(self.ids[chosen], self.lengths[chosen], self.keys[chosen], answers)
 
 
 class Collator(Protocol):

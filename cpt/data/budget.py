@@ -29,8 +29,8 @@ class Budget:
                 "and batches of 1 or more"
             )
 
-    def steps_for(self, text: Sized, *, length: int) -> int:
-        """Optimizer steps for a text whose samples are `length` tokens long."""
+    def steps_for(self, text: Sized, *, length: float) -> int:
+        """Optimizer steps for a text whose samples are `length` tokens long, on average."""
         if self.steps is not None:
             return int(self.steps)
         samples = self.epochs * len(text) if self.epochs is not None else (self.tokens or 0) / length

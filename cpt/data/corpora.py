@@ -1,7 +1,7 @@
 """The text of a run: every corpus read, and packed for the model's tokenizer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,37 +9,75 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
+from cpt.data.answered import encode_corpus
 from cpt.data.corpus import Corpus, make_corpus
+from cpt.data.encoding import Encoder
 from cpt.data.packing import Packed, pack
-from cpt.data.sources.base import GENERAL, Source
+from cpt.data.prompts import Prompt, prompts_of
+from cpt.data.sources.base import GENERAL, Encoding, Source
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """The corpora of a run by name: the domains in their order, then the general text."""
+    """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
+    the domains become rows where they are examples; None where they are text."""
 
     by_name: dict[str, Corpus]
     cache: Path
+    encoding: Encoding | None = None
 
     @classmethod
     def read(cls, source: Source, order: Sequence[str], *, cache: Path) -> "Corpora":
-        return cls({name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}, cache)
+        return cls(
+            {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)},
+            cache,
+            source.encoding,
+        )
 
     @property
     def general(self) -> Corpus:
         return self.by_name[GENERAL]
 
-    def packed(self, name: str, split: str, *, tokenizer: PreTrainedTokenizerBase, length: int) -> Packed:
-        """A split of one text in rows of `length` tokens."""
-        return pack(
-            self.by_name[name],
-            split,
-            tokenizer=tokenizer,
-            length=length,
-            name=name,
-            cache=self.cache,
-            tokenizer_digest=tokenizer_digest(tokenizer),
+    def packed(
+        self,
+        name: str,
+        split: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        seq2seq: bool = False,
+    ) -> Packed:
+        """A split of one name: text in rows of `length` tokens, or a row for each example, as a causal or a
+        `seq2seq` model takes it."""
+        corpus, known_by = self.by_name[name], tokenizer_digest(tokenizer)
+        if self.encoding is None or name == GENERAL:
+            return pack(
+                corpus,
+                split,
+                tokenizer=tokenizer,
+                length=length,
+                name=name,
+                cache=self.cache,
+                tokenizer_digest=known_by,
+            )
+        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
+        return encode_corpus(
+            corpus, split, encoder=encoder, name=name, cache=self.cache, tokenizer_digest=known_by
         )
+
+    def prompts(
+        self,
+        name: str,
+        split: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        seq2seq: bool = False,
+    ) -> Iterator[Prompt]:
+        """The examples of a domain's split as prompts, in the order of its rows."""
+        if self.encoding is None:
+            raise ValueError(f"domain {name} is raw text, which asks nothing; allowed: domains=tasks")
+        return prompts_of(self.by_name[name], split, Encoder(tokenizer, length, self.encoding, seq2seq))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -15,7 +15,8 @@ from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
-from cpt.data.sources.base import Source, stamp_of
+from cpt.data.examples import read_example
+from cpt.data.sources.base import EXAMPLES, TEXT, Source, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -60,7 +61,14 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     stamp = stamp_of(source, name)
 
     def make(partial: Path) -> None:
-        write_documents(partial, source.read(name), name=name, held_out=source.held_out)
+        write_documents(
+            partial,
+            source.read(name),
+            name=name,
+            held_out=source.held_out,
+            form=source.form(name),
+            per_class=source.class_limit,
+        )
         if stamp_of(source, name) != stamp:
             raise ValueError(f"the text of {name} changed while it was read; start again when it is complete")
 
@@ -70,22 +78,36 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
 
 def facts_anew(source: Source, name: str) -> dict[str, Any]:
     """The facts of a domain's text, every document read again and nothing written."""
-    hashes, given, sizes = count_documents(encode_documents(source.read(name)))
-    return describe_corpus(hashes, given, assign(hashes, given, name=name, held_out=source.held_out), sizes)
+    form = source.form(name)
+    counted = count_documents(encode_documents(source.read(name)), form=form)
+    splits = split_documents(
+        counted, name=name, held_out=source.held_out, form=form, per_class=source.class_limit
+    )
+    return describe_corpus(counted.hashes, counted.given, splits, counted.sizes)
 
 
 def write_documents(
-    folder: Path, documents: Iterable[tuple[str, str]], *, name: str, held_out: Mapping[str, float]
+    folder: Path,
+    documents: Iterable[tuple[str, str]],
+    *,
+    name: str,
+    held_out: Mapping[str, float],
+    form: str = TEXT,
+    per_class: int | None = None,
 ) -> None:
     """Writes documents, their splits and the facts about them into a folder."""
     with ArrowWriter(
         path=str(folder / "documents.arrow"), features=Features({"text": Value("large_string")})
     ) as writer:
-        hashes, given, sizes = count_documents(load_corpus(writer, encode_documents(documents)))
+        counted = count_documents(load_corpus(writer, encode_documents(documents)), form=form)
         writer.finalize()
-    splits = assign(hashes, given, name=name, held_out=held_out)
+    splits = split_documents(counted, name=name, held_out=held_out, form=form, per_class=per_class)
     np.save(folder / "splits.npy", splits)
-    facts = describe_corpus(hashes, given, splits, sizes)
+    facts = describe_corpus(counted.hashes, counted.given, splits, counted.sizes)
+    if contradicted := count_contradictions(counted):
+        log.warning(
+            "%s: %d questions stand there with different answers; the first of each stays", name, contradicted
+        )
     log.info("%s: %s", name, summarise_corpus(facts))
     (folder / "facts.json").write_text(json.dumps(facts))
 
@@ -107,17 +129,71 @@ def load_corpus(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> 
         yield split, raw
 
 
-def count_documents(documents: Iterable[tuple[str, bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The hash, split and bytes of each document, which is all that memory holds."""
-    hashes, given, sizes = array("Q"), array("b"), array("Q")
+@dataclass(frozen=True)
+class Counted:
+    """All that memory holds of documents, each [documents]. Text is known by itself; an example by its
+    question, so that one that stands in train and test is found whatever its answers are."""
+
+    hashes: np.ndarray  # uint64, of the document
+    known_by: np.ndarray  # uint64, of what equal documents share
+    answers: np.ndarray  # uint64, of the answer; 0 for text
+    given: np.ndarray  # int8, the split
+    sizes: np.ndarray  # bytes
+
+
+def count_documents(documents: Iterable[tuple[str, bytes]], *, form: str = TEXT) -> Counted:
+    """The hashes, split and bytes of each document."""
+    hashes, known_by, answers = array("Q"), array("Q"), array("Q")
+    given, sizes = array("b"), array("Q")
     for split, raw in documents:
-        hashes.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little"))
+        hashes.append(hash_bytes(raw))
         given.append(SPLITS.index(split))
-        sizes.append(len(raw))
-    return np.asarray(hashes, np.uint64), np.asarray(given, np.int8), np.asarray(sizes, np.int64)
+        if form == EXAMPLES:
+            example = read_example(raw.decode())
+            known_by.append(hash_bytes(example.question.encode()))
+            answers.append(hash_bytes(example.target.encode()))
+            sizes.append(example.bytes)
+        else:
+            sizes.append(len(raw))
+    found = np.asarray(hashes, np.uint64)
+    return Counted(
+        hashes=found,
+        known_by=np.asarray(known_by, np.uint64) if form == EXAMPLES else found,
+        answers=np.asarray(answers, np.uint64) if form == EXAMPLES else np.zeros_like(found),
+        given=np.asarray(given, np.int8),
+        sizes=np.asarray(sizes, np.int64),
+    )
 
 
-def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float]) -> np.ndarray:
+def hash_bytes(raw: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def count_contradictions(counted: Counted) -> int:
+    """Questions that stand there with more than one answer."""
+    pairs = np.unique(np.stack([counted.known_by, counted.answers]), axis=1)
+    return int((np.unique(pairs[0], return_counts=True)[1] > 1).sum())
+
+
+def split_documents(
+    counted: Counted, *, name: str, held_out: Mapping[str, float], form: str, per_class: int | None
+) -> np.ndarray:
+    """The split of each document, as `assign`; of training examples at most `per_class` with each answer
+    stay, those whose question has the smallest hash under the seed, the others are SPARED."""
+    hint = "" if form == EXAMPLES else " (domains.document=line or paragraph makes more of a .txt file)"
+    splits = assign(counted.known_by, counted.given, name=name, held_out=held_out, hint=hint)
+    if form == EXAMPLES and per_class is not None:
+        train = np.flatnonzero(splits == 0)
+        stream = key("per class", int(held_out["seed"]))
+        ranked = train[np.argsort(sample_keys(stream, counted.known_by[train]), kind="stable")]
+        for answer in np.unique(counted.answers[train]):
+            splits[ranked[counted.answers[ranked] == answer][per_class:]] = SPARED
+    return splits
+
+
+def assign(
+    hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float], hint: str = ""
+) -> np.ndarray:
     """The split of each document, [documents] int8, DROPPED for copies.
 
     Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
@@ -143,8 +219,7 @@ def assign(hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mappin
         found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
         raise ValueError(
             f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
-            "allowed: at least one for each, all different "
-            "(domains.document=line or paragraph makes more of a .txt file)"
+            f"allowed: at least one for each, all different{hint}"
         )
     return splits
 

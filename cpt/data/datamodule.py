@@ -107,7 +107,7 @@ class DomainSequence(LightningDataModule):
 
     def steps_by_part(self, domain: Domain) -> list[int]:
         texts = [self.train[part] for part in domain.parts]
-        return [self.budget.steps_for(text, length=text.length) for text in texts]
+        return [self.budget.steps_for(text, length=text.tokens_per_row) for text in texts]
 
     def progress(self, step: int) -> Progress:
         """Where the run is at a step of the current domain."""

@@ -1,7 +1,7 @@
 """In which order the domains are learned."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cpt.core.rules import show
 
@@ -12,26 +12,32 @@ def resolve_order(
     order: int | str | Sequence[str],
     *,
     names: Sequence[str],
-    orders: Sequence[Sequence[str]] | None,
+    orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
     seed: int,
 ) -> list[str]:
-    """The domains to learn: a named order by number, `reverse` or `random` (of order 0), or the given list.
+    """The domains to learn: a named order by number, `reverse` or `random` (of the first), or the given list.
 
     Raises ValueError for an order or a domain that does not exist; the message lists what does.
     """
-    named = [list(each) for each in orders] if orders else [sorted(names)]
+    named = number_orders(orders or [sorted(names)])
     if isinstance(order, str):
-        chosen = by_word(order, named[0], names, seed)
+        chosen = by_word(order, next(iter(named.values())), names, seed)
     elif isinstance(order, Sequence):
         chosen = [str(name) for name in order]
     else:
-        chosen = named[order] if isinstance(order, int) and 0 <= order < len(named) else None
+        chosen = named.get(order)
     if chosen is None:
-        listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in enumerate(named))
+        listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
         raise ValueError(
             f"order={show(order)} is not known; allowed: {listed}, reverse, random, or a list like [b,a,c]"
         )
     return check_order(chosen, names)
+
+
+def number_orders(orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
+    """Named orders by number: their own numbers, or those of their places."""
+    numbered = orders.items() if isinstance(orders, Mapping) else enumerate(orders)
+    return {int(number): list(each) for number, each in numbered}
 
 
 def by_word(word: str, first: list[str], names: Sequence[str], seed: int) -> list[str] | None:

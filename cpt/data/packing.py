@@ -44,6 +44,15 @@ class Packed:
         """Tokens of each row that are not special, [rows] int32."""
         return self.column("text_tokens")
 
+    @property
+    def tokens_per_row(self) -> float:
+        """What a budget of tokens counts for a row."""
+        return self.length
+
+    def answers(self, rows: np.ndarray) -> np.ndarray | None:
+        """Which tokens are the answer, [B, length] bool; None for raw text."""
+        return None
+
     @cached_property
     def row_lengths(self) -> np.ndarray:
         """Tokens of each row without padding, [rows]."""

@@ -142,8 +142,10 @@ class Subset(Dataset):
         text = self.texts[name]
         keys = sample_keys(key(self.purpose, name), rows)
         parts = np.zeros(len(rows), np.int64)
-        batch, places = assemble_batch([text], self.objective, parts, rows, keys)
-        batch["documents"] = torch.from_numpy(text.document_of(rows).ravel()[places.numpy()])
+        gathered = gather_rows([text], parts, rows, keys)
+        batch, places = self.objective.batch(gathered)
+        owners = text.document_of(rows)[:, : gathered.ids.shape[1]]
+        batch["documents"] = torch.from_numpy(owners.ravel()[places.numpy()])
         batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
         batch["column"] = torch.tensor(list(self.texts).index(name))
@@ -158,11 +160,26 @@ def assemble_batch(
     keys: np.ndarray,
 ) -> tuple[Batch, Tensor]:
     """The objective's batch of rows that may come from several texts, with the places of what it scores."""
-    ids, lengths = np.empty((len(rows), texts[0].length), np.int64), np.empty(len(rows), np.int64)
-    for part in np.unique(parts):
-        here = parts == part
-        ids[here], lengths[here] = texts[part].ids(rows[here]), texts[part].row_lengths[rows[here]]
-    return objective.batch(Rows(ids, lengths, keys))
+    return objective.batch(gather_rows(texts, parts, rows, keys))
+
+
+def gather_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> Rows:
+    """Rows that may come from several texts. With an example among them they are as wide as the longest."""
+    used = {part: parts == part for part in np.unique(parts)}
+    lengths = np.empty(len(rows), np.int64)
+    for part, here in used.items():
+        lengths[here] = texts[part].row_lengths[rows[here]]
+    marked = {part: texts[part].answers(rows[here]) for part, here in used.items()}
+    some = any(each is not None for each in marked.values())
+    width = int(lengths.max()) if some else texts[0].length
+    ids = np.full((len(rows), width), texts[0].pad, np.int64)
+    answers = np.zeros(ids.shape, bool) if some else None
+    for part, here in used.items():
+        table, own = texts[part].ids(rows[here])[:, :width], marked[part]
+        ids[here, : table.shape[1]] = table
+        if own is not None and answers is not None:
+            answers[here, : table.shape[1]] = own[:, :width]
+    return Rows(ids, lengths, keys, answers)
 
 
 class From(Sampler[int]):

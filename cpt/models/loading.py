@@ -23,12 +23,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
+from cpt.data.packing import padding_id
+from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.resizing import untie_head
 from cpt.models.span import Span
 from cpt.models.tokenizers import SPECIAL, sentinels
 
 AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
+SEQ2SEQ = ("span",)  # objectives of models with two stacks
 
 
 def objective_name(wanted: str, config: PretrainedConfig) -> str:
@@ -79,6 +82,27 @@ def objective(
         pad=tokenizer.pad_token_id,
         start=tokenizer.pad_token_id if start is None else start,
     )
+
+
+def check_answers(name: str) -> None:
+    """Raises ValueError for an objective whose models cannot answer."""
+    if name == "masked":
+        raise ValueError(
+            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
+            "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
+        )
+
+
+def answers_objective(
+    name: str, raw: Objective, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> Answers:
+    """The objective of domains of examples: their answers; `raw` is that of raw text."""
+    check_answers(name)
+    pad = padding_id(tokenizer)
+    if name in SEQ2SEQ:
+        start = getattr(config, "decoder_start_token_id", None)
+        return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
+    return CausalAnswers(raw, pad=pad)
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:

@@ -71,7 +71,9 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
     learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
 
     def packed(name: str, split: str) -> Any:
-        return corpora.packed(name, split, tokenizer=start.tokenizer, length=plan.model.length)
+        return corpora.packed(
+            name, split, tokenizer=start.tokenizer, length=plan.model.length, seq2seq=start.seq2seq
+        )
 
     return DomainSequence(
         domains,

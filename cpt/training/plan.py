@@ -64,6 +64,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     settings = plain_config(cfg)  # raises for what is missing
     objective_value({}, said.run.objective)
     check_share(said.trainer)
+    check_answered(said.model, said.source)
     order = orders.resolve_order(
         said.run.order, names=said.source.names, orders=said.source.orders, seed=said.run.seed
     )
@@ -108,6 +109,19 @@ def check_share(trainer: TrainerOptions) -> None:
     """Raises ValueError for a batch that cannot be shared out among the processes."""
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
+
+
+def check_answered(model: ModelOptions, source: Source) -> None:
+    """Raises ValueError for a model that is said to be masked and is to answer."""
+    if source.encoding is not None and model.objective == "masked":
+        raise ValueError(
+            f"model.objective=masked does not go with domains={source_name(source)}: a masked model writes no "
+            "answers; allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
+        )
+
+
+def source_name(source: Source) -> str:
+    return type(source).__name__.lower()
 
 
 def lost_rate(cfg: DictConfig) -> float | None:

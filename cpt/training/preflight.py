@@ -105,6 +105,8 @@ def check_model(plan: Plan) -> None:
     config = configure_new(options) if options.checkpoint is None else configure_given(options)
     objective = loading.objective_name(options.objective, config)
     check_corruption(options, objective)
+    if plan.source.encoding is not None:
+        loading.check_answers(objective)
     if objective == "masked" and plan.probe is not None:
         raise ValueError(
             f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "

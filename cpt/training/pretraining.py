@@ -54,6 +54,11 @@ class Base:
     length: int
     resize: bool = False
 
+    @property
+    def seq2seq(self) -> bool:
+        """Whether the model has two stacks."""
+        return self.objective_name in loading.SEQ2SEQ
+
     def model(self) -> PreTrainedModel:
         """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
         loaded = loading.load_model(self.checkpoint, self.objective_name)
@@ -63,9 +68,11 @@ class Base:
 
 
 def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config, made if it is not in the cache.
+    """The base of a model config, made if it is not in the cache. Where the domains are examples, their
+    answers alone are scored.
 
     Raises ValueError for an objective that does not fit."""
+    answers = corpora.encoding is not None
     if options.checkpoint is not None:
         config = loading.configuration(options.checkpoint)
         tokenizer = loading.load_tokenizer(options.checkpoint)
@@ -76,10 +83,10 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
                 "the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS
             )
             return replace(
-                assemble_base(options, options.checkpoint, tokenizer, config),
+                assemble_base(options, options.checkpoint, tokenizer, config, answers=answers),
                 resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
             )
-        return assemble_base(options, options.checkpoint, tokenizer, config)
+        return assemble_base(options, options.checkpoint, tokenizer, config, answers=answers)
     untrained = loading.AutoConfig.for_model(**options.config)
     objective = loading.objective_name(options.objective, untrained)
     learned = learn_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)
@@ -93,11 +100,16 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
         corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    return assemble_base(options, str(folder), tokenizer, untrained)
+    return assemble_base(options, str(folder), tokenizer, untrained, answers=answers)
 
 
 def assemble_base(
-    options: ModelOptions, checkpoint: str, tokenizer: PreTrainedTokenizerBase, config: Any
+    options: ModelOptions,
+    checkpoint: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: Any,
+    *,
+    answers: bool = False,
 ) -> Base:
     name = loading.objective_name(options.objective, config)
     objective = loading.objective(
@@ -107,6 +119,8 @@ def assemble_base(
         mean_span=options.mean_span,
         start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
     )
+    if answers:
+        objective = loading.answers_objective(name, objective, tokenizer, config)
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 

@@ -11,7 +11,7 @@ import pytest
 from cpt.data import corpus
 from cpt.data.corpora import Corpora
 from cpt.data.corpus import Corpus, in_batches
-from tests.support.data_fixtures import HELD_OUT, prose, written
+from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose, written
 
 SPLITS = ("train", "valid", "test")
 
@@ -222,7 +222,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     """Documents of 100 kB, 30 MB in all; what Arrow holds at once is counted by its own pool."""
     text = " ".join(prose(1000))[:100_000]
     documents = ((split, f"{number} {text}") for number in range(300) for split in ("train",))
-    source = SimpleNamespace(held_out=HELD_OUT, fingerprint=lambda name: 0, read=lambda name: documents)
+    source = SimpleNamespace(
+        **OF_TEXT, held_out=HELD_OUT, fingerprint=lambda name: 0, read=lambda name: documents
+    )
     usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:

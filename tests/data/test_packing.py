@@ -13,7 +13,7 @@ from cpt.data import corpus, packing
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.packing import padding_id, terminator
 from tests.support import data_fixtures as made
-from tests.support.data_fixtures import HELD_OUT, pack, prose, rows_by_hand, written
+from tests.support.data_fixtures import HELD_OUT, OF_TEXT, pack, prose, rows_by_hand, written
 
 # What stands before and after a document's own tokens.
 STYLES = {
@@ -225,7 +225,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
     fake = type("Fake", (), {**vars(fake), "__call__": lambda self, *a, **b: tokenizer(*a, **b)})()
     text = " ".join(prose(1000))[:59_000]
     documents = (("train", f"{number} {text}") for number in range(600))
-    source = SimpleNamespace(held_out=HELD_OUT, fingerprint=lambda name: 0, read=lambda name: documents)
+    source = SimpleNamespace(
+        **OF_TEXT, held_out=HELD_OUT, fingerprint=lambda name: 0, read=lambda name: documents
+    )
     read = corpus.make_corpus(source, "a", cache=tmp_path)
     usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)

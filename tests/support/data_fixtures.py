@@ -16,6 +16,7 @@ from cpt.data.packing import COLUMNS, Packed
 from cpt.models.tokenizers import train_tokenizer
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
+OF_TEXT = {"form": lambda name: "text", "class_limit": None}  # of a source that stands for a real one
 SHARED = {"orders": None, "held_out": HELD_OUT, "score_on": "test"}
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "xi", "yo", "zu"]
 
@@ -94,7 +95,7 @@ def written(
 ) -> corpus.Corpus:
     """A corpus of these documents in one split, and of one other document in each other split."""
     rest = [(other, others.format(other)) for other in corpus.SPLITS if other != split]
-    source = SimpleNamespace(held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others])
+    source = SimpleNamespace(**OF_TEXT, held_out=HELD_OUT, fingerprint=lambda name: [texts, split, others])
     source.read = lambda name: iter([*((split, text) for text in texts), *rest])
     return corpus.make_corpus(source, name, cache=folder)
 

@@ -10,6 +10,7 @@ from cpt.core.options import Options, option, prefix_errors, read_options
 from cpt.core.rules import MAPPING, Rule, is_list, is_number, is_text, is_whole, one_of, or_null, whole
 
 GENERAL = "general"
+TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
@@ -17,7 +18,22 @@ SHARE = Rule(lambda value: is_number(value) and 0 < value < 0.5, "shares above 0
 
 
 def is_domain_lists(value: Any) -> bool:
+    """Whether it is a list of orders, or orders by their numbers."""
+    if isinstance(value, Mapping):
+        return all(map(is_number, value)) and is_domain_lists(list(value.values()))
     return is_list(value, lambda each: is_list(each, is_text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding(Options):
+    """How examples become rows of tokens."""
+
+    truncate: str = option(
+        "what is cut of an example that is too long: the end or the middle of its text, or, as released code "
+        "does, the end of the whole question",
+        one_of("tail", "middle", "released"),
+    )
+    scored_turns: str = option("of a chat: which turns of the assistant are scored", one_of("all", "last"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +56,7 @@ class Source(Options, ABC):
 
     orders: Any = option(
         "named orders of the domains; null: one, by name",
-        or_null(Rule(is_domain_lists, "a list of orders like [[a,b],[b,a]]")),
+        or_null(Rule(is_domain_lists, "a list of orders like [[a,b],[b,a]], or {1: [a,b], 2: [b,a]}")),
     )
     held_out: Mapping[str, Any] = option("what is split off where files are not split", MAPPING)
     score_on: str = option("the split that the matrix is made of", one_of("valid", "test"))
@@ -48,6 +64,20 @@ class Source(Options, ABC):
     def check_together(self) -> None:
         with prefix_errors("held_out"):
             read_options(HeldOut, self.held_out, place="")
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How the documents of the domains become rows, where they are examples; None where they are text."""
+        return None
+
+    @property
+    def class_limit(self) -> int | None:
+        """Training examples of each answer, at most; None for all."""
+        return None
+
+    def form(self, name: str) -> str:
+        """What the documents of a name are: TEXT or EXAMPLES. General text is text."""
+        return TEXT if self.encoding is None or name == GENERAL else EXAMPLES
 
     @property
     @abstractmethod

@@ -81,7 +81,7 @@ def prose(text: str) -> list[str]:
     """The prose paragraphs of one docstring, each on one line and without reST markup."""
     lines = [line.rstrip() for line in cleandoc(text).splitlines()]
     running = _without_headings(_without_blocks(_without_runs(_without_fences(lines))))
-    plain = (_plain(paragraph) for paragraph in _paragraphs(running))
+    plain = (plain_text(paragraph) for paragraph in paragraphs_of(running))
     return [paragraph for paragraph in plain if _is_prose(paragraph)]
 
 
@@ -132,7 +132,7 @@ def _without_headings(lines: Iterable[str]) -> Iterator[str]:
         yield "" if left_out or heading or _UNDERLINE.match(line) else line
 
 
-def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+def paragraphs_of(lines: Iterable[str]) -> Iterator[str]:
     """Joins wrapped lines; a blank line, a list item or another indentation starts the next paragraph."""
     current: list[str] = []
     for line in lines:
@@ -160,7 +160,7 @@ def _joined(lines: Sequence[str]) -> str:
     return _ITEM.sub("", " ".join(line.strip() for line in lines), count=1)
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """The text with roles, quotes of code, emphasis, links and simple TeX reduced to their words."""
     text = _MATH.sub(lambda match: _plain_math(match[1] or match[2]), text)
     for pattern, replacement in _MARKUP:
@@ -221,7 +221,7 @@ def _topics(source: str) -> Iterator[str]:
 
 def modules(package: str) -> list[Path]:
     """The sorted source files of an installed package ("stdlib": Python's), no tests; ValueError if none."""
-    found = [path for root in _roots(package) for path in _sources(root)]
+    found = [path for root in roots_of(package) for path in _sources(root)]
     if not found:
         raise ValueError(
             f"no Python sources for package {package!r}: it must be 'stdlib' or the top-level import name of "
@@ -230,7 +230,7 @@ def modules(package: str) -> list[Path]:
     return found
 
 
-def _roots(package: str) -> list[Path]:
+def roots_of(package: str) -> list[Path]:
     if package == "stdlib":
         return [Path(sysconfig.get_paths()["stdlib"])]
     # Only a top-level name is found without importing: find_spec("a.b") imports a.
@@ -249,7 +249,7 @@ def _sources(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def _texts(path: Path) -> list[list[str]]:
+def texts_of_file(path: Path) -> list[list[str]]:
     """The docstrings of each document in a file: one document, in the language reference one per topic."""
     try:
         with tokenize.open(path) as file:
@@ -275,17 +275,17 @@ def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str
 def _by_module(found: dict[str, list[Path]]) -> Iterator[tuple[str, list[str]]]:
     seen: set[str] = set()
     for package, paths in found.items():
-        roots = _roots(package)
+        roots = roots_of(package)
         for path in tqdm(paths, desc=f"reading {package}", disable=None, leave=False):
-            for texts in _texts(path):
+            for texts in texts_of_file(path):
                 paragraphs = dict.fromkeys(paragraph for text in texts for paragraph in prose(text))
                 new = [paragraph for paragraph in paragraphs if paragraph not in seen]
                 seen.update(paragraphs)
                 if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
-                    yield _module_name(package, path, roots), new
+                    yield module_name(package, path, roots), new
 
 
-def _module_name(package: str, path: Path, roots: Sequence[Path]) -> str:
+def module_name(package: str, path: Path, roots: Sequence[Path]) -> str:
     """The name to import a file by; below `stdlib` for Python's own."""
     root = next(root for root in roots if path.is_relative_to(root))
     parts = path.relative_to(root).with_suffix("").parts if path != root else ()

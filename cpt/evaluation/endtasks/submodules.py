@@ -16,6 +16,7 @@ from cpt.core.randomness import key
 from cpt.core.rules import Rule, is_whole, whole
 from cpt.data.sources.docstrings import documents_by_module
 from cpt.data.sources.installed_docs import stamp_docs
+from cpt.data.sources.subpackages import names_in, subpackages
 from cpt.evaluation.endtasks.tasks import Example, TaskSource
 
 FORMAT = 1  # part of the cache's names: raise it when its files change
@@ -153,25 +154,6 @@ def hash_of(text: str) -> int:
     return key(text.encode(errors="replace").decode())
 
 
-def subpackages(documents: Iterable[tuple[str, list[str]]]) -> dict[str, str]:
-    """The first-level sub-package of each module; one that holds more than half of all paragraphs is divided
-    into its own, as pandas.core is."""
-    sizes, total = Counter[tuple[str, ...]](), 0
-    modules = {}
-    for module, paragraphs in documents:
-        modules[module] = parts = tuple(module.split("."))
-        sizes.update({parts[:depth]: len(paragraphs) for depth in range(2, len(parts))})
-        total += len(paragraphs)
-    return {module: ".".join(divide(parts, sizes, total)) for module, parts in modules.items()}
-
-
-def divide(parts: tuple[str, ...], sizes: Mapping[tuple[str, ...], int], total: int) -> tuple[str, ...]:
-    depth = 2
-    while depth < len(parts) and 2 * sizes[parts[:depth]] > total:
-        depth += 1
-    return parts[:depth]
-
-
 def largest_subpackages(documents: Iterable[Document], count: int) -> list[str]:
     """The labels with the most paragraphs in train or in test, whichever are fewer, sorted; none that lacks
     either."""
@@ -181,12 +163,6 @@ def largest_subpackages(documents: Iterable[Document], count: int) -> list[str]:
     ranks = {label: min(found[SPLITS["train"]], found[SPLITS["test"]]) for label, found in sizes.items()}
     ranked = sorted((label for label in ranks if ranks[label]), key=lambda label: (-ranks[label], label))
     return sorted(ranked[:count])
-
-
-def names_in(labels: Iterable[str]) -> re.Pattern[str]:
-    """What matches the names in labels, as words or as words of an identifier."""
-    names = sorted({re.escape(name) for label in labels for name in label.split(".")}, key=len, reverse=True)
-    return re.compile(rf"(?<![^\W_])(?:{'|'.join(names)})(?![^\W_])", re.IGNORECASE)
 
 
 def examples_of(

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.docstrings import documents, documents_by_module
 from cpt.data.sources.installed_docs import InstalledDocs
-from cpt.evaluation.endtasks.submodules import names_in, subpackages
+from cpt.data.sources.subpackages import names_in, subpackages
 from cpt.evaluation.endtasks.suite import EndTasks
 from cpt.evaluation.endtasks.tasks import plan_endtasks
 from tests.conftest import ROOT
