@@ -1,14 +1,17 @@
 """Answers alone are predicted: supervised tasks and instructions, beside raw text in the same batch."""
 
 from abc import abstractmethod
+from copy import copy
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
 from cpt.models.objectives import Objective
+from cpt.models.span import Span
 
 
 class Answers(Objective):
@@ -17,6 +20,26 @@ class Answers(Objective):
 
     def __init__(self, raw: Objective, *, pad: int) -> None:
         self.raw, self.pad = raw, pad
+
+    @property
+    def scores(self) -> str:  # type: ignore[override]
+        return f"answers and their ends; of raw text {self.raw.scores}"
+
+    @property
+    def scoring(self) -> "Answers":
+        scoring = copy(self)
+        scoring.raw = self.raw.scoring
+        return scoring
+
+    @property
+    def longest(self) -> int | None:
+        return self.raw.longest
+
+    def most(self, length: int) -> int:
+        return max(self.raw.most(length), length)
+
+    def restored(self, batch: Batch) -> Batch:
+        return self.raw.restored(batch)
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         return self.answers_or(self.raw.scored(sizes), sizes)
@@ -67,9 +90,34 @@ class Seq2SeqAnswers(Answers):
     """The encoder reads what is not the answer; the decoder predicts the answer. `start` is what the decoder
     is given first: its input is the answer shifted right (Raffel et al., JMLR 2020)."""
 
-    def __init__(self, raw: Objective, *, pad: int, start: int) -> None:
+    raw: Span
+
+    def __init__(self, raw: Span, *, pad: int, start: int) -> None:
         super().__init__(raw, pad=pad)
         self.start = start
+
+    def sides(self, length: int) -> tuple[int, int | None]:
+        return length, length
+
+    def uncorrupted(self, batch: Batch) -> Tensor:
+        return self.restored(batch)["input_ids"]
+
+    def restored(self, batch: Batch) -> Batch:
+        """A question is as the text has it; of raw text what the model's own objective has hidden is put
+        back."""
+        corrupted = self.raw.corrupted(batch)
+        if not corrupted.any():
+            return batch
+        both = [self.raw.restored(batch), batch]
+        width = max(each["input_ids"].shape[1] for each in both)
+        ids = [widen(each["input_ids"], width, filler=self.pad) for each in both]
+        masks = [
+            widen(each.get("attention_mask", torch.ones_like(each["input_ids"])), width, filler=0)
+            for each in both
+        ]
+        whole, mask = (torch.where(corrupted[:, None], *tables) for tables in (ids, masks))
+        rest = {name: value for name, value in batch.items() if name != "attention_mask"}
+        return {**rest, "input_ids": whole, **({} if mask.all() else {"attention_mask": mask})}
 
     def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         assert rows.answers is not None
@@ -123,6 +171,11 @@ def join_batches(
     joined["positions"], joined["rows"] = positions[order], owners[order]
     joined["targets"] = torch.cat([batch["targets"] for _, batch, _ in parts])[order]
     return joined, places[order]
+
+
+def widen(table: Tensor, width: int, *, filler: int) -> Tensor:
+    """A table [B, t] as one [B, width]."""
+    return functional.pad(table, (0, width - table.shape[1]), value=filler)
 
 
 def scatter(parts: list[tuple[np.ndarray, Tensor]], count: int, *, filler: int) -> Tensor:

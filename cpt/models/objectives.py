@@ -31,6 +31,10 @@ class Objective(ABC):
         """The longest row, in tokens; None: any."""
         return None
 
+    def most(self, length: int) -> int:
+        """The most places that are scored of a row of so many tokens."""
+        return int(self.scored(Sizes.full(length))[0])
+
     def sides(self, length: int) -> tuple[int, int | None]:
         """How many places a row of so many tokens takes of a model's input, and of a decoder's; None: there
         is no decoder."""

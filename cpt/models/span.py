@@ -126,6 +126,11 @@ class Span(Objective):
         """The sentinel at each place where one stands, counted in its row, [B, T]; anything elsewhere."""
         return self.sentinels[np.clip(firsts.cumsum(1) - 1, 0, len(self.sentinels) - 1)]
 
+    def corrupted(self, batch: Batch) -> Tensor:
+        """Which rows of a batch have holes, [B]; others are of another objective."""
+        sentinels = torch.from_numpy(self.sentinels).to(batch["decoder_input_ids"].device)
+        return torch.isin(batch["decoder_input_ids"], sentinels).any(1)
+
     def uncorrupted(self, batch: Batch) -> Tensor:
         return self.restored(batch)["input_ids"]
 

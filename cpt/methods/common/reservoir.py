@@ -12,7 +12,7 @@ from torch.nn import functional
 from cpt.core.collectives import gather_shards
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
-from cpt.data.batch import UNSCORED, Batch, Sizes, label_batch, labels_of
+from cpt.data.batch import UNSCORED, Batch, label_batch, labels_of
 from cpt.models.objectives import Objective
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -23,7 +23,7 @@ def slot_of(objective: Objective, length: int) -> dict[str, int | None]:
     """What a slot must have room for, of rows of so many tokens: ids of an input, of a decoder's input where
     there is one, scored positions."""
     source, target = objective.sides(length)
-    return {"length": source, "target": target, "scored": int(objective.scored(Sizes.full(length))[0])}
+    return {"length": source, "target": target, "scored": objective.most(length)}
 
 
 def bytes_per_sample(
