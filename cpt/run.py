@@ -62,6 +62,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.data.corpora import Corpora
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly, preflight
+        from cpt.training.answers import make_asking
         from cpt.training.callbacks import CustomCallbacks
         from cpt.training.endtasks import make_examination
         from cpt.training.identity import settle_identity
@@ -80,10 +81,10 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         module = assembly.make_method(plan, start)
     with time_phase(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
-        examined = make_examination(plan.endtasks, place, module=module, data=data, tokenizer=start.tokenizer)
-        probing = make_probing(
-            plan.probe, place, harness=ready.harness, module=module, data=data, tokenizer=start.tokenizer
-        )
+        what = {"module": module, "data": data, "tokenizer": start.tokenizer}
+        examined = make_examination(plan.endtasks, place, **what)
+        asking = make_asking(plan, place, corpora, start, module=module, data=data)
+        probing = make_probing(plan.probe, place, harness=ready.harness, **what)
     settle_identity(plan, place, corpora, start, examined)
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     if plan.run.check == "full":
@@ -95,7 +96,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
             place,
             module=module,
             data=data,
-            examinations=[each for each in (examined, probing) if each is not None],
+            examinations=[each for each in (examined, asking, probing) if each is not None],
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, place.path / "callbacks"),
@@ -144,5 +145,4 @@ def needs_nothing(scores: Scores | None, plan: Plan) -> bool:
     """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False
-    examined = plan.endtasks is None or scores.endtasks.get("digest") == plan.endtask_digest
-    return examined and (plan.probe is None or scores.probes.get("digest") == plan.probe_digest)
+    return all(getattr(scores, kind).get("digest") == known for kind, known in plan.digests.items())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
 from cpt.core.collectives import agree, wait_for_others
+from cpt.core.config import digest
 from cpt.core.preemption import Herald, Preempted, leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
+from cpt.data.corpora import tokenizer_digest
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.answers.asking import Question, rank_choices, write_answers
 from cpt.evaluation.answers.files import path_of, read_answers, save_answers
@@ -39,7 +41,12 @@ if TYPE_CHECKING:
 
     from tqdm import tqdm
 
-log = logging.getLogger(__name__)
+    from cpt.data.corpora import Corpora
+    from cpt.data.prompts import Prompt
+    from cpt.training.plan import Plan
+    from cpt.training.pretraining import Base
+
+FORMAT = 1  # counts changes of what a file of answers depends on
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,6 @@ class Asking:
     module: ContinualModule
     data: DomainSequence
     tokenizer: PreTrainedTokenizerBase
-    end: int  # the token that ends an answer
 
     @property
     def when(self) -> str:
@@ -124,8 +130,7 @@ class Asking:
         ranked = rank_choices(model, self.data.objective, questions, **size) if closed else (None, None)
         written = None
         if options.written:
-            how = {"end": self.end, "most": options.tokens}
-            written = write_answers(model, self.tokenizer, questions, **how, **size)
+            written = write_answers(model, self.tokenizer, questions, most=options.tokens, **size)
         answered = Answered(
             [each.reference for each in questions], [each.choices for each in questions], written, *ranked
         )
@@ -161,6 +166,39 @@ class Asking:
             }
             answers["intervals"] = compute_intervals(values, rows=names)
         return answers
+
+
+def make_asking(
+    plan: Plan,
+    place: RunFolder,
+    corpora: Corpora,
+    start: Base,
+    *,
+    module: ContinualModule,
+    data: DomainSequence,
+) -> Asking | None:
+    """What the tasks of a run are asked; None where its domains are no tasks."""
+    if plan.answers is None:
+        return None
+    how = {"tokenizer": start.tokenizer, "length": start.length, "seq2seq": start.seq2seq}
+    split = plan.source.score_on
+    questions = {
+        task: [
+            question_of(prompt) for prompt in islice(corpora.prompts(task, split, **how), plan.answers.most)
+        ]
+        for task in plan.order
+    }
+    settings = replace(plan.answers, when="each")  # which changes no answer
+    known_by = [FORMAT, asdict(settings), asdict(corpora.encoding), tokenizer_digest(start.tokenizer)]
+    known_by += [start.length, split]
+    digests = {task: digest([*known_by, corpora.by_name[task].facts["digest"]]) for task in plan.order}
+    return Asking(plan.answers, questions, digests, place, module, data, start.tokenizer)
+
+
+def question_of(prompt: Prompt) -> Question:
+    example = prompt.example
+    end = prompt.reference[-1]
+    return Question(example.id, prompt.ids, example.target, example.choices, tuple(prompt.choices), end)
 
 
 def count_answers(progress: tqdm, herald: Herald, count: int) -> None:

@@ -24,6 +24,7 @@ from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite, check_losses
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
+from cpt.training.answers import Asking
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, save_state
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
@@ -49,7 +50,7 @@ class Learner:
         *,
         module: ContinualModule,
         data: DomainSequence,
-        examinations: Sequence[Examination | Probing],
+        examinations: Sequence[Examination | Asking | Probing],
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
@@ -90,12 +91,12 @@ class Learner:
         log.info("going on after %s", self.scores.rows[number])
 
     def examine(self, number: int) -> None:
-        """The end tasks and the probe that are due after a stage and not measured yet."""
+        """The end tasks, the answers and the probe that are due after a stage and not measured yet."""
         for each in self.examinations:
             if each.missing(number):
                 self.carry_out(each, number)
 
-    def carry_out(self, examination: Examination | Probing, number: int) -> None:
+    def carry_out(self, examination: Examination | Asking | Probing, number: int) -> None:
         """Measures what is missing of an examination after a stage."""
         row, group = self.scores.rows[number], examination.GROUP
         if number != self.at and not self.place.stage(number).exists():
@@ -111,11 +112,11 @@ class Learner:
             self.collect(examination)
             self.save()
 
-    def collect(self, examination: Examination | Probing) -> None:
-        """Takes over what the end tasks, or the probe, have given so far."""
+    def collect(self, examination: Examination | Asking | Probing) -> None:
+        """Takes over what the end tasks, the answers or the probe have given so far."""
         results = examination.results(len(self.scores.rows))
-        digests = {"endtasks": self.plan.endtask_digest, "probes": self.plan.probe_digest}
-        setattr(self.scores, examination.KIND, results | {"digest": digests[examination.KIND]})
+        digest = self.plan.digests[examination.KIND]
+        setattr(self.scores, examination.KIND, results | {"digest": digest})
 
     def fit(self, number: int, domain: Domain) -> dict[str, int]:
         """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores

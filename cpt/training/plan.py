@@ -12,6 +12,7 @@ from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
 from cpt.data.replay import Replay
 from cpt.data.sources.base import Source
+from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.probes.options import LMEval, plan_probe
@@ -43,19 +44,22 @@ class Plan:
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
     endtasks: Planned | None
+    answers: AnswerOptions | None  # where the domains are tasks
     probe: LMEval | None
     config_digest: str  # of what decides the result
     lost_rate: float | None  # a method's own learning rate that has no effect
 
     @property
-    def endtask_digest(self) -> str:
-        """What the end tasks are known by: their options, and the sizes and times of their data."""
-        return digest([self.settings["endtask"], self.endtasks.stamp if self.endtasks else ""])
-
-    @property
-    def probe_digest(self) -> str:
-        """What the probe is known by: its options, and the sizes and times of its own tasks."""
-        return digest([self.settings["probe"], self.probe.stamp if self.probe else ""])
+    def digests(self) -> dict[str, str]:
+        """What is measured beside the losses, by its name in scores.json, and what it is known by: its
+        options, and the sizes and times of its data."""
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
+        groups = {"endtasks": "endtask", "answers": "answers", "probes": "probe"}
+        return {
+            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
+            for kind, options in measured.items()
+            if options is not None
+        }
 
 
 def make_plan(cfg: DictConfig) -> Plan:
@@ -87,6 +91,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         logger=said.logger,
         callbacks=said.callbacks,
         endtasks=plan_endtasks(settings["endtask"], said.source.names, order),
+        answers=said.answers if said.source.encoding is not None else None,
         probe=plan_probe(said.probe),
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),

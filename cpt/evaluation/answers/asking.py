@@ -21,6 +21,7 @@ class Question:
     reference: str
     choices: tuple[str, ...]  # none where any text may be right
     answers: tuple[list[int], ...]  # the ids of each choice, with the end
+    end: int  # the token that ends an answer
 
 
 @torch.no_grad()
@@ -78,14 +79,15 @@ def write_answers(
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     *,
-    end: int,
     most: int,
     batch_size: int,
     step: Callable[[int], object],
 ) -> list[str]:
-    """What the model writes to each question by greedy decoding: at most so many tokens, to the `end` token,
-    without special tokens. Prompts are padded on the left of a causal model, on the right of an encoder."""
+    """What the model writes to each question by greedy decoding: at most so many tokens, to the one that ends
+    an answer, without special tokens. Prompts are padded on the left for a causal model, on the right for an
+    encoder."""
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
+    end = questions[0].end
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     how = GenerationConfig(
         max_new_tokens=most,
