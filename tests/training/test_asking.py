@@ -1,0 +1,128 @@
+"""The tasks of a run are asked after its stages: the second matrix, whatever happens on the way."""
+
+import json
+
+import pytest
+import torch
+
+from cpt.evaluation.answers.files import path_of, read_answers
+from cpt.evaluation.answers.metrics import MEASURES
+from cpt.training import loop
+from tests.conftest import VOCABULARIES, sentences
+
+TASKS = ("food", "law")
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Two tasks, whether a made-up text is long, and general text."""
+    root = tmp_path_factory.mktemp("asked")
+    for seed, name in enumerate(TASKS):
+        (root / name).mkdir()
+        for split, count in (("train", 60), ("test", 24)):
+            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"))
+            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in made]
+            (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "general").mkdir()
+    general = sentences(VOCABULARIES["general"], count=120, seed=0)
+    (root / "general" / "all.txt").write_text("\n".join(general))
+    return root
+
+
+@pytest.fixture
+def asked(small_gpt2, tasks, start):
+    def run(folder, *overrides):
+        given = ["domains=tasks", f"domains.root={tasks}", "model.length=64"]
+        given += ["answers.tokens=4"] * ("answers=none" not in overrides)
+        start(small_gpt2(*given, *overrides), folder)
+        return json.loads((folder / "scores.json").read_text())
+
+    return run
+
+
+def bits(folder):
+    state = torch.load(next((folder / "stages").iterdir()), weights_only=True)
+    return {name: value.numpy().tobytes() for name, value in state.items()}
+
+
+def test_the_matrix_of_scores_is_of_the_files(asked, tmp_path):
+    scores = asked(tmp_path)
+    answers = scores["answers"]
+    assert list(answers["tasks"]) == list(TASKS) and scores["rows"] == ["base", *TASKS]
+    assert set(answers["metrics"]) == {"AP", "LA", "BWT", "F", "FWT"} == set(answers["intervals"])
+    for task, told in answers["tasks"].items():
+        assert told["examples"] == 24 and told["chance"] == 0.5 <= told["majority"] <= 1
+        assert list(told["measures"])[0] == "accuracy_ranked"
+        for row, name in enumerate(scores["rows"]):
+            found, _ = read_answers(path_of(tmp_path / "answers" / f"{row:03d}-{name}", task))
+            for measure, values in told["measures"].items():
+                each = MEASURES[measure].compute(found)
+                known = each[each == each]
+                assert values[row] == (pytest.approx(known.mean()) if len(known) else None)
+    page = (tmp_path / "report.md").read_text()
+    assert "Answers to each task" in page and "AP" in page
+
+
+def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, tmp_path):
+    plain = asked(tmp_path / "run", "answers=none", "keep_stages=true")
+    assert plain["answers"] == {}
+    whole = bits(tmp_path / "run")
+    later = asked(tmp_path / "run", "keep_stages=true")
+    assert later["nll"] == plain["nll"] and bits(tmp_path / "run") == whole
+    at_once = asked(tmp_path / "once", "keep_stages=true")
+    assert bits(tmp_path / "once") == whole and at_once["nll"] == plain["nll"]
+    without_time = [{k: v for k, v in each["answers"].items() if k != "seconds"} for each in (later, at_once)]
+    assert without_time[0] == without_time[1]
+
+
+def test_stages_that_are_not_due_are_missing(asked, tmp_path):
+    answers = asked(tmp_path, "answers.when=last", "answers.written=false", "answers.most=5")["answers"]
+    assert answers["metrics"] == {} == answers["intervals"]
+    for told in answers["tasks"].values():
+        assert told["examples"] == 5 and list(told["measures"]) == ["accuracy_ranked", "accuracy_ranked_mean"]
+        assert [value is None for value in told["measures"]["accuracy_ranked"]] == [False, True, False]
+
+
+def test_killed_between_two_tasks_it_goes_on(asked, tmp_path, monkeypatch):
+    from cpt.training import answers as subject
+
+    whole = asked(tmp_path / "whole")["answers"]
+    save, seen = subject.save_answers, []
+
+    def deadly(path, *args, **kwargs):
+        save(path, *args, **kwargs)
+        seen.append(path)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subject, "save_answers", deadly)
+    with pytest.raises(BaseException):  # noqa: B017, PT011  (Lightning ends the process in its own way)
+        asked(tmp_path / "run")
+    monkeypatch.undo()
+    asks, ask = [], subject.Asking.ask
+
+    def counted(self, number, task, *args, **kwargs):
+        asks.append(task)
+        ask(self, number, task, *args, **kwargs)
+
+    monkeypatch.setattr(subject.Asking, "ask", counted)
+    found = asked(tmp_path / "run")["answers"]
+    assert len(asks) == 3 and found["tasks"] == whole["tasks"] and found["metrics"] == whole["metrics"]
+
+
+def test_a_damaged_file_is_made_again(asked, tmp_path):
+    whole = asked(tmp_path, "keep_stages=true")["answers"]
+    damaged = next((tmp_path / "answers" / "001-food").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores["answers"]["digest"] = "other"
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    assert asked(tmp_path, "keep_stages=true")["answers"]["tasks"] == whole["tasks"]
+
+
+@pytest.mark.parametrize("method", ["lora method.per_domain=true", "joint", "one", "hat"])
+def test_methods_answer_with_the_part_of_a_task(method, asked, tmp_path):
+    scores = asked(tmp_path, *f"method={method}".split(), "trainer.steps=2")
+    for told in scores["answers"]["tasks"].values():
+        assert all(0 <= value <= 1 for value in told["measures"]["accuracy_ranked"])
+    assert loop.RunFolder(tmp_path).lost(full=True) == []
