@@ -126,3 +126,11 @@ def test_methods_answer_with_the_part_of_a_task(method, asked, tmp_path):
     for told in scores["answers"]["tasks"].values():
         assert all(0 <= value <= 1 for value in told["measures"]["accuracy_ranked"])
     assert loop.RunFolder(tmp_path).lost(full=True) == []
+
+
+def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(asked, tmp_path):
+    asked(tmp_path, "method=lora", "method.per_domain=true", "optim.lr=0.05")
+    rows = [tmp_path / "answers" / name for name in ("000-base", "001-food", "002-law")]
+    food, law = ([read_answers(path_of(row, task))[0] for row in rows] for task in TASKS)
+    assert food[1] == food[2] != food[0]
+    assert law[0] == law[1] != law[2]
