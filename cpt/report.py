@@ -187,6 +187,7 @@ def _build_section_blocks(section: ComparedRuns, *, domains: Sequence[str]) -> t
         tables.tabulate_differences(section),
         tables.tabulate_ranks(section),
         tables.tabulate_tasks(section),
+        tables.tabulate_probes(section),
         examples,
     ]
     return [main, *others, tabulate_compute(section), *build_pictures(section)], failed

@@ -67,6 +67,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.training.identity import settle_identity
         from cpt.training.loop import Learner, time_phase
         from cpt.training.pretraining import make_base
+        from cpt.training.probes import make_probing
         from cpt.training.verdict import confirm
 
     ready = preflight.prepare(plan, place.path)  # before hours of reading
@@ -80,6 +81,9 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     with time_phase(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
         examined = make_examination(plan.endtasks, place, module=module, data=data, tokenizer=start.tokenizer)
+        probing = make_probing(
+            plan.probe, place, harness=ready.harness, module=module, data=data, tokenizer=start.tokenizer
+        )
     settle_identity(plan, place, corpora, start, examined)
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     if plan.run.check == "full":
@@ -91,7 +95,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
             place,
             module=module,
             data=data,
-            examination=examined,
+            examinations=[each for each in (examined, probing) if each is not None],
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, place.path / "callbacks"),
@@ -140,4 +144,5 @@ def needs_nothing(scores: Scores | None, plan: Plan) -> bool:
     """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False
-    return plan.endtasks is None or scores.endtasks.get("digest") == plan.endtask_digest
+    examined = plan.endtasks is None or scores.endtasks.get("digest") == plan.endtask_digest
+    return examined and (plan.probe is None or scores.probes.get("digest") == plan.probe_digest)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from cpt.core.checksums import FILE, Checksums
 from cpt.core.files import check_archive
+from cpt.evaluation.probes.results import load_results
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
 
@@ -72,6 +73,8 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         yield from error_of(check_archive, path, instead=instead)
     for path in sorted(folder.glob("endtasks/*/*.parquet")):
         yield from error_of(read_through, path)
+    for path in sorted(folder.glob("probes/*/*.json")):
+        yield from (f"{line}; {AGAIN}" for line in error_of(load_results, path))
     yield from error_of(Identity.load, place)
     yield from error_of(measure_file, place)
 

@@ -21,6 +21,7 @@ EXECUTION = (
     "keep_stages",
     "on_nonfinite",
     "endtask",
+    "probe",
     "trainer.accelerator",
     "trainer.devices",
     "trainer.num_nodes",

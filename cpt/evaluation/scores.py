@@ -16,11 +16,18 @@ from cpt.core.schema import check_types
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.endtasks.metrics import check_endtasks
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, compute_values, intervals
+from cpt.evaluation.probes.results import check_probes
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-PHASES = ("start", "learn", "score", "endtasks")  # kinds of seconds; "start": what precedes the stages
-LATER = {"conditions", "skipped", "alone"}  # fields that files of this version may lack
+PHASES = (
+    "start",
+    "learn",
+    "score",
+    "endtasks",
+    "probes",
+)  # kinds of seconds; "start": what precedes the stages
+LATER = {"conditions", "skipped", "alone", "probes"}  # fields that files of this version may lack
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
@@ -47,6 +54,7 @@ class Scores(Layout):
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
+    probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
     conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
     needs_domain: bool = False  # whether a text's domain must be known at test time
     alone: bool = False  # whether each domain was learned from the base, so that no model has met them all
@@ -79,6 +87,7 @@ class Scores(Layout):
         self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
         check_metrics(self.metrics)
         check_endtasks(self.endtasks, rows=self.rows)
+        check_probes(self.probes, rows=self.rows)
 
     @property
     def matrix(self) -> Array:

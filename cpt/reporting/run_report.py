@@ -14,6 +14,7 @@ from cpt.reporting import figures
 from cpt.reporting.formatting import decimals, megabytes, perplexity, shorten
 from cpt.reporting.labels import label
 from cpt.reporting.page import Block, align_columns, few, write_page
+from cpt.reporting.probes import build_probe_block, format_probes
 
 FORMULAS = (
     "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
@@ -39,6 +40,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
     blocks += [
         *endtask_report.build_endtask_blocks(scores, Path(folder)),
+        build_probe_block(scores),
         endtask_report.build_compute_block(scores),
     ]
     blocks += [_show_texts(scores), _show_seconds(scores), settings]
@@ -61,6 +63,7 @@ def format_scores(scores: Scores) -> str:
     texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
     title = f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"
     parts = [title, align_columns(losses), align_columns(metrics), endtask_report.format_endtasks(scores)]
+    parts.append(format_probes(scores))
     return "\n\n".join(filter(None, parts))
 
 

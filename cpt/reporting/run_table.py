@@ -11,6 +11,7 @@ import numpy as np
 
 from cpt.evaluation.endtasks import metrics as endscores
 from cpt.evaluation.metrics import UNITS, in_units
+from cpt.evaluation.probes.results import last_value
 from cpt.evaluation.scores import COSTS, Scores
 
 if TYPE_CHECKING:
@@ -21,7 +22,14 @@ COST_UNITS = {"trained": "parameters", "seen": "tokens", "flops": "operations", 
 TIMED = ("learn", "score", "endtasks")  # what a stage takes seconds for
 COST_COLUMNS = (*(COST_NAMES.get(cost, cost) for cost in COSTS), *(f"seconds_{kind}" for kind in TIMED))
 
-SUMMARISED = ("metric", "perplexity", "text", "task", "cost")  # the kinds of which all lines have a key
+SUMMARISED = (
+    "metric",
+    "perplexity",
+    "text",
+    "task",
+    "probe",
+    "cost",
+)  # the kinds of which all lines have a key
 
 
 class Line(NamedTuple):
@@ -50,6 +58,7 @@ def run_table(scores: Scores, *kinds: str) -> pandas.DataFrame:
     - perplexity: on each text of the base, the last model, and the model right after the domain.
     - text: sizes of the test texts.
     - task: the end tasks over all tasks, and the last and own score of each, a mean over seeds.
+    - probe: each task of the harness in each row that was measured; low and high by the standard error.
     - cost: what the whole run took and, with a stage, what each of them took.
     - loss: every cell of the matrix in every unit.
     - endtask: the score of every fine-tuning.
@@ -68,9 +77,9 @@ def summarise_run(scores: Scores, kinds: Sequence[str] = SUMMARISED) -> dict[str
 
     "LC/perplexity", "LC/nats/low" and "/high": a metric in a unit, and its interval. "ppl/<text>/base", "own"
     (after the domain's own stage) and "final". "endtask/MF1", "endtask/<task>/accuracy" (final; "/sd" over
-    seeds) and "/forward". "cost/flops": the whole run's; "stage/<stage>/flops": one stage's. Seconds, bytes,
-    tokens, floating-point operations, parameters. A name between slashes is escaped, so that no two keys are
-    alike whatever domains are called.
+    seeds) and "/forward". "probe/<task>" (final), "/base" and "/after/<stage>". "cost/flops": the whole
+    run's; "stage/<stage>/flops": one stage's. Seconds, bytes, tokens, floating-point operations, parameters.
+    A name between slashes is escaped, so that no two keys are alike whatever domains are called.
     """
     lines = [line for kind in kinds for line in KINDS[kind](scores)]
     named = [(line.key + end, getattr(line, column)) for line in lines for column, end in ENDS.items()]
@@ -150,6 +159,19 @@ def list_endtasks(scores: Scores) -> Lines:
             yield Line(kind, cube[row, task, seed], "share", seed=given["seeds"][seed], **where)
 
 
+def list_probes(scores: Scores) -> Lines:
+    """A line per task and row that was measured; the interval is normal, of 1.96 standard errors."""
+    for name, task in scores.probes.get("tasks", {}).items():
+        last = last_value(task)
+        for row, (value, error) in enumerate(zip(task["values"], task["errors"], strict=True)):
+            if value is not None:
+                stage = scores.rows[row]
+                end = "" if row == last[0] else "/base" if row == 0 else f"/after/{escape_name(stage)}"
+                bounds = (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
+                where = {"stage": row, "after": stage, "on": name, "low": bounds[0], "high": bounds[1]}
+                yield Line(task["metric"], value, key=f"probe/{escape_name(name)}{end}", **where)
+
+
 def _list_parts(scores: Scores) -> Lines:
     for row, (stage, texts) in enumerate(zip(scores.rows, scores.parts, strict=False)):
         for text, weights in texts.items():
@@ -202,6 +224,7 @@ KINDS: dict[str, Callable[[Scores], Lines]] = {
     "cost": list_costs,
     "loss": list_losses,
     "endtask": list_endtasks,
+    "probe": list_probes,
     "part": _list_parts,
     "phase": _list_phases,
 }

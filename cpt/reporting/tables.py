@@ -32,7 +32,7 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
     first 10,000 lines of a table."""
     kinds = dict(list(run_table(scores).groupby("kind")))
     made = {name: make(kinds[kind], scores) for name, (kind, make) in TABLES.items() if kind in kinds}
-    for name in {"losses", "endtasks", "parts"} & made.keys():
+    for name in {"losses", "endtasks", "probes", "parts"} & made.keys():
         made[name] = made[name].sort_values("stage", ascending=False, kind="stable")
     return {name: _nullify(frame) for name, frame in made.items() if len(frame)}
 
@@ -68,6 +68,14 @@ def _tabulate_endtasks(table: DataFrame, scores: Scores) -> DataFrame:
     return lines[[*WHERE, "task", "seed", "metric", "own_metric", "value"]]
 
 
+def _tabulate_probes(table: DataFrame, scores: Scores) -> DataFrame:
+    lines = table.rename(columns={"on": "task", "name": "metric"})
+    for fact in ("chance", "shots", "limit", "version"):
+        lines[fact] = [scores.probes["tasks"][task][fact] for task in lines["task"]]
+    facts = ["metric", "value", "low", "high", "chance", "shots", "limit", "version"]
+    return lines[[*WHERE, "task", *facts]]
+
+
 def _tabulate_parts(table: DataFrame, scores: Scores) -> DataFrame:
     lines = table.rename(columns={"on": "text", "value": "weight"})
     return lines[[*WHERE, "text", "part", "weight"]]
@@ -100,6 +108,7 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame, Scores], DataFrame]]] = {
     "losses": ("loss", _tabulate_losses),
     "metrics": ("metric", _tabulate_metrics),
     "endtasks": ("endtask", _tabulate_endtasks),
+    "probes": ("probe", _tabulate_probes),
     "parts": ("part", _tabulate_parts),
     "costs": ("cost", _tabulate_costs),
     "seconds": ("phase", _tabulate_seconds),

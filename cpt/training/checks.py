@@ -19,6 +19,7 @@ from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.endtasks.tasks import check_given
+from cpt.evaluation.probes.options import LMEval
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import read_optimizer
 from cpt.training.lightning_options import PASSED, REFUSED
@@ -50,6 +51,7 @@ class Sections:
     source: Source | None
     optim: Choice | None
     schedule: Any
+    probe: LMEval | None
     trainer: TrainerOptions | None
     logger: LoggerOptions | None
     callbacks: Mapping[str, Any]
@@ -74,6 +76,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         source=make_now(read_section(cfg, "domains").choose()),
         optim=read_optimizer(read_section(cfg, "optim")),
         schedule=make_now(read_section(cfg, "schedule").choose()),
+        probe=read_section(cfg, "probe").choose(),
         trainer=read_trainer(read_section(cfg, "trainer")),
         logger=read_logger(read_section(cfg, "logger")),
         callbacks=check_entries(read_section(cfg, "callbacks").values, "callbacks"),

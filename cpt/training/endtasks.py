@@ -26,10 +26,16 @@ if TYPE_CHECKING:
 class Examination:
     """The end tasks of a run's domains, measured on copies of what the module hands on after a stage."""
 
+    GROUP, KIND = "endtask", "endtasks"  # what asks for them, and what they are in scores.json
+
     endtasks: EndTasks
     place: RunFolder
     module: ContinualModule
     data: DomainSequence
+
+    @property
+    def when(self) -> str:
+        return self.endtasks.plan.when
 
     def name(self, number: int) -> str:
         """The stage's, as the row of the matrix."""

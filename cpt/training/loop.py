@@ -30,6 +30,7 @@ from cpt.training.costs import Compute, own_names, stored_bytes, trained_paramet
 from cpt.training.endtasks import Examination
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
+from cpt.training.probes import Probing
 from cpt.training.run_folder import RunFolder
 from cpt.training.trainer import make_trainer
 from cpt.training.verdict import confirm
@@ -48,21 +49,21 @@ class Learner:
         *,
         module: ContinualModule,
         data: DomainSequence,
-        examination: Examination | None,
+        examinations: Sequence[Examination | Probing],
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
         device: torch.device,
     ) -> None:
         self.plan, self.place, self.module, self.data = plan, place, module, data
-        self.examination, self.scores, self.loggers = examination, scores, loggers
+        self.examinations, self.scores, self.loggers = examinations, scores, loggers
         self.callbacks, self.device = callbacks, device
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def learn(self) -> None:
-        """Every stage that is not committed yet, and every end task that is missing."""
+        """Every stage that is not committed yet, and every end task and probe that is missing."""
         if not self.scores.rows:
             self.commit("base")
         done = len(self.scores.rows)
@@ -89,27 +90,32 @@ class Learner:
         log.info("going on after %s", self.scores.rows[number])
 
     def examine(self, number: int) -> None:
-        """The end tasks that are due after a stage and not measured yet."""
-        if self.examination is None or not self.examination.missing(number):
-            return
-        row, when = self.scores.rows[number], self.plan.endtasks.when
+        """The end tasks and the probe that are due after a stage and not measured yet."""
+        for each in self.examinations:
+            if each.missing(number):
+                self.carry_out(each, number)
+
+    def carry_out(self, examination: Examination | Probing, number: int) -> None:
+        """Measures what is missing of an examination after a stage."""
+        row, group = self.scores.rows[number], examination.GROUP
         if number != self.at and not self.place.stage(number).exists():
             raise ValueError(
-                f"endtask.when={when} needs the weights after {row}, which were not kept; "
-                "allowed: endtask.when=last, or a new name=… (keep_stages=true keeps them for later)"
+                f"{group}.when={examination.when} needs the weights after {row}, which were not kept; "
+                f"allowed: {group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
             )
         self.scores.run["finished"] = False
         self.restore(number)
-        with time_phase(self.scores.phases["endtasks"], row):
-            self.examination.measure(number, self.device)
+        with time_phase(self.scores.phases[examination.KIND], row):
+            examination.measure(number, self.device)
         if is_first_process():
-            self.collect()
+            self.collect(examination)
             self.save()
 
-    def collect(self) -> None:
-        """Takes over what the end tasks have given so far."""
-        results = self.examination.results(len(self.scores.rows))
-        self.scores.endtasks = results | {"digest": self.plan.endtask_digest}
+    def collect(self, examination: Examination | Probing) -> None:
+        """Takes over what the end tasks, or the probe, have given so far."""
+        results = examination.results(len(self.scores.rows))
+        digests = {"endtasks": self.plan.endtask_digest, "probes": self.plan.probe_digest}
+        setattr(self.scores, examination.KIND, results | {"digest": digests[examination.KIND]})
 
     def fit(self, number: int, domain: Domain) -> dict[str, int]:
         """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
@@ -205,8 +211,8 @@ class Learner:
         rows = self.place.load_documents(len(self.scores.rows))
         sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
         self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
-        if self.examination is not None:
-            self.collect()
+        for each in self.examinations:
+            self.collect(each)
         self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
         self.scores.run["finished"] = True
         run_report.write_report(self.place.path, self.scores)

@@ -14,6 +14,7 @@ from cpt.data.replay import Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.objective import objective_value
+from cpt.evaluation.probes.options import LMEval, plan_probe
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.schedules import Schedule
 from cpt.training.checks import read_sections
@@ -42,6 +43,7 @@ class Plan:
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
     endtasks: Planned | None
+    probe: LMEval | None
     config_digest: str  # of what decides the result
     lost_rate: float | None  # a method's own learning rate that has no effect
 
@@ -49,6 +51,11 @@ class Plan:
     def endtask_digest(self) -> str:
         """What the end tasks are known by: their options, and the sizes and times of their data."""
         return digest([self.settings["endtask"], self.endtasks.stamp if self.endtasks else ""])
+
+    @property
+    def probe_digest(self) -> str:
+        """What the probe is known by: its options, and the sizes and times of its own tasks."""
+        return digest([self.settings["probe"], self.probe.stamp if self.probe else ""])
 
 
 def make_plan(cfg: DictConfig) -> Plan:
@@ -79,6 +86,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         logger=said.logger,
         callbacks=said.callbacks,
         endtasks=plan_endtasks(settings["endtask"], said.source.names, order),
+        probe=plan_probe(said.probe),
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),
     )

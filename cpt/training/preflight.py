@@ -3,13 +3,15 @@
 The method is made once on the model's skeleton, which takes no memory: units that there are not, targets that
 nothing matches, positions that do not suffice are told at once."""
 
+from __future__ import annotations
+
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import instantiate
@@ -36,6 +38,9 @@ from cpt.training.options import TrainerOptions
 from cpt.training.plan import Plan
 from cpt.training.trainer import make_trainer, quiet
 
+if TYPE_CHECKING:
+    from cpt.evaluation.probes.harness import Harness
+
 log = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
@@ -44,12 +49,13 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 @dataclass(frozen=True)
 class Ready:
     """What a plan that can be run has been made ready with: its loggers and callbacks, how many `processes`
-    work on this machine, and the device of this one."""
+    work on this machine, the device of this one, and the tasks of its probe."""
 
     loggers: list[Logger]
     callbacks: dict[str, Callback]
     processes: int
     device: torch.device
+    harness: Harness | None
 
 
 def prepare(plan: Plan, folder: Path) -> Ready:
@@ -61,7 +67,17 @@ def prepare(plan: Plan, folder: Path) -> Ready:
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
     callbacks = custom.make_callbacks(plan.callbacks, logged=logged)
     tried = try_trainer(plan.trainer, loggers, callbacks)
-    return Ready(loggers, callbacks, tried.num_devices, tried.strategy.root_device)
+    return Ready(loggers, callbacks, tried.num_devices, tried.strategy.root_device, make_harness(plan))
+
+
+def make_harness(plan: Plan) -> Harness | None:
+    """The tasks of the probe, read by the process that measures them; None where there is none."""
+    if plan.probe is None or not is_first_process():
+        return None
+    log.info("reading the tasks of the probe")
+    from cpt.evaluation.probes.harness import Harness  # 8 seconds, and a package that may not be there
+
+    return Harness(plan.probe, precision=plan.trainer.precision)
 
 
 @contextmanager
@@ -89,6 +105,11 @@ def check_model(plan: Plan) -> None:
     objective = loading.objective_name(options.objective, config)
     if objective == "masked" and options.mask_rate is None:
         raise ValueError("model.mask_rate=null; allowed: above 0 and below 1, as the model is masked")
+    if objective == "masked" and plan.probe is not None:
+        raise ValueError(
+            f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "
+            "allowed: probe=none, or a causal model like model=tiny_gpt2"
+        )
     where = options.checkpoint or "model.config"
     with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO[objective].from_config(config)

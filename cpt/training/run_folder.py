@@ -67,7 +67,13 @@ class RunFolder:
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""
         patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
-        for pattern in (".scores.json.*.tmp", "*.partial", "endtasks/*/*.partial", *patterns):
+        for pattern in (
+            ".scores.json.*.tmp",
+            "*.partial",
+            "endtasks/*/*.partial",
+            "probes/*/*.partial",
+            *patterns,
+        ):
             for left in self.path.glob(pattern):
                 discard(left)
 
@@ -151,6 +157,10 @@ class RunFolder:
     def endtasks(self, row: int, name: str) -> Path:
         """Predictions of the models fine-tuned after a stage."""
         return self.path / "endtasks" / f"{row:03d}-{name}"
+
+    def probes(self, row: int, name: str) -> Path:
+        """What a probe has measured after a stage."""
+        return self.path / "probes" / f"{row:03d}-{name}"
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

@@ -286,7 +286,7 @@ def test_the_contract_of_the_file(tmp_path):
     data = json.loads((tmp_path / "scores.json").read_text())
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
     keys += " config_digest run texts versions parts trained stored seen flops memory endtasks"
-    keys += " needs_domain loading conditions skipped alone"
+    keys += " needs_domain loading conditions skipped alone probes"
     assert set(data) == set(keys.split())
     assert data["version"] == 3
     assert data["nll"] == NLL.tolist()
@@ -436,6 +436,7 @@ def test_seconds_of_earlier_files_are_read_by_kind_and_stage(tmp_path):
         "learn": {"end tasks a": 1.0},
         "score": {"base": 2.0},
         "endtasks": {"learn b": 3.0},
+        "probes": {},
     }
     scores.save(tmp_path / "scores.json")
     assert Scores.load(tmp_path / "scores.json") == scores

@@ -18,6 +18,7 @@ from cpt.reporting import endtasks as endtask_report
 from cpt.reporting.comparison import charts
 from cpt.reporting.formatting import perplexity, shorten
 from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
+from tests.support.probing import probes
 
 NLL = [[5.12, 5.15, 5.2, 4.98], [4.65, 4.8, 5.0, 5.14], [4.89, 3.79, 4.9, 5.2], [4.95, 4.1, 4.0, 5.25]]
 DOMAINS = ["sympy", "networkx", "pandas", "general"]
@@ -443,3 +444,18 @@ def test_the_console_shows_the_end_tasks():
     expected = "end tasks (3): MF1 71.67 %, Acc 72.67 %, forward 76.67 %, forget_rate 7.50 %"
     assert lines[-1] == expected
     assert "end tasks" not in run_report.format_scores(made())
+
+
+def test_a_report_shows_the_probes_beside_chance(tmp_path):
+    scores = made()
+    scores.probes = probes({"a": [0.25, None, 0.5, 0.75], "b": [None, None, None, 0.5]})
+    scores.probes["tasks"]["b"] |= {"chance": None, "higher": False, "truncated": 12, "shots": None}
+    markdown, _ = written(tmp_path, scores)
+    head, *rows = tables(markdown)["Probes"]
+    assert head == ["after", "a (acc, 0 shots, version 1.0)", "b (acc, shots differ, version 1.0)"]
+    base, last = ["base", "0.2500 ± 0.0100", "–"], ["pandas", "0.7500 ± 0.0100", "0.5000 ± 0.0100"]
+    assert rows == [base, ["networkx", "0.5000 ± 0.0100", "–"], last, ["chance", "0.2500", "–"]]
+    assert "b: 9 examples, 12 or more requests cut from the left, lower is better." in markdown
+    told = run_report.format_scores(scores)
+    assert "probes: a (acc, 0 shots, version 1.0) 0.7500 (base 0.2500), b " in told
+    assert "Probes" not in tables(written(tmp_path, made())[0])

@@ -9,6 +9,8 @@ import pytest
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_table import COST_COLUMNS, KINDS, SUMMARISED, escape_name, run_table, summarise_run
+from cpt.reporting.tables import tabulate
+from tests.support.probing import probes
 
 NLL = [[5.0, 6.0, 4.0], [3.0, 5.5, 4.1], [3.4, 4.0, 4.3]]
 
@@ -132,7 +134,7 @@ def test_the_total_of_a_cost():
 
 
 def test_the_table_has_a_line_per_number():
-    scores = made(endtasks=endtasks())
+    scores = made(endtasks=endtasks(), probes=probes({"a": [0.5]}))
     scores.parts = [{}, {"law": {"law": 0.75, "base": 0.25}}, {}]
     table = run_table(scores)
     assert set(table["kind"]) == set(KINDS)
@@ -148,11 +150,30 @@ def test_the_table_has_a_line_per_number():
 
 
 def test_the_kinds_of_a_summary_are_those_with_keys():
-    table = run_table(made(endtasks=endtasks()))
+    table = run_table(made(endtasks=endtasks(), probes=probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, 0.2]})))
     assert set(table[table["key"].notna()]["kind"]) == set(SUMMARISED)
     assert table[table["kind"].isin(SUMMARISED)]["key"].notna().all()
     assert table["key"].dropna().is_unique
     assert set(COST_COLUMNS) < set(table[table["kind"] == "cost"]["name"])
+
+
+def test_a_probe_has_its_last_its_base_and_every_other_value():
+    scores = made(probes=probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, None, None], "d": [None] * 3}))
+    found = {key: x for key, x in summarise_run(scores).items() if key.startswith("probe/")}
+    values = {"probe/a%2Fb/base": 0.5, "probe/a%2Fb/after/law": 0.4, "probe/a%2Fb": 0.3, "probe/c": 0.5}
+    bounds = {f"{key}/low": x - 0.0196 for key, x in values.items()}
+    bounds |= {f"{key}/high": x + 0.0196 for key, x in values.items()}
+    assert found == pytest.approx(values | bounds)
+    table = tabulate(scores)["probes"]
+    assert table["task"].tolist() == ["a/b", "a/b", "a/b", "c"] and table["after"].tolist()[0] == "food"
+    assert table.iloc[0][["metric", "value", "chance", "shots", "limit"]].tolist() == [
+        "acc",
+        0.3,
+        0.25,
+        0,
+        None,
+    ]
+    assert "probes" not in tabulate(made())
 
 
 def test_every_value_is_a_finite_number():

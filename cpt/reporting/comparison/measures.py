@@ -68,6 +68,11 @@ def measure_task(name: str) -> Measure:
     return Measure(key=f"task/{name}", title=name, show=percent, higher=True)
 
 
+def measure_probe(told: str, *, higher: bool) -> Measure:
+    """The last value of a task of the harness, by its description."""
+    return Measure(key=f"probe/{told}", title=told, show=decimals, higher=higher)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """A group's numbers in one: mean, standard deviation and 95 % bootstrap interval over its runs, None

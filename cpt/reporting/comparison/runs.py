@@ -18,6 +18,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, is_unknown
 from cpt.evaluation.endtasks.metrics import MEANINGS
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
+from cpt.evaluation.probes.results import describe_task
 from cpt.evaluation.scores import Scores
 from cpt.reporting import labels
 from cpt.reporting.comparison.measures import COSTS
@@ -25,7 +26,17 @@ from cpt.reporting.comparison.restricted import restrict_scores
 from cpt.reporting.run_table import escape_name, summarise_run
 
 # What a run folder holds beside its scores.
-WITHIN = ("checkpoints", "diagnostics", "documents", "endtasks", "model", "rebuilt", "stages", "wandb")
+WITHIN = (
+    "checkpoints",
+    "diagnostics",
+    "documents",
+    "endtasks",
+    "model",
+    "probes",
+    "rebuilt",
+    "stages",
+    "wandb",
+)
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 KEYS = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
 KEYS += [f"endtask/{name}" for name in MEANINGS]
@@ -200,13 +211,17 @@ def _list_open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
 def _measure_run(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float]:
     """What the run is compared by, of these domains alone if any are named."""
     scores = restrict_scores(run.scores, names) if names else run.scores
-    numbers = summarise_run(scores, ("metric", "task", "cost"))
+    numbers = summarise_run(scores, ("metric", "task", "probe", "cost"))
     against_one = _compare_with_one(run, names, ones=ones)
     if against_one is not None and math.isfinite(against_one):
         numbers["intransigence/nats"] = against_one
     for task, metric in scores.endtasks.get("metric", {}).items():
         numbers[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
+    probes = {name: describe_task(name, task) for name, task in scores.probes.get("tasks", {}).items()}
+    for name, told in probes.items():
+        numbers[f"probe/{told}"] = numbers.get(f"probe/{escape_name(name)}", math.nan)
     tasks = [f"task/{task}" for task in scores.endtasks.get("tasks", ())]
+    tasks += [f"probe/{told}" for told in probes.values()]
     return {
         key: numbers[key] for key in (*KEYS, *tasks, *COST_KEYS) if math.isfinite(numbers.get(key, math.nan))
     }

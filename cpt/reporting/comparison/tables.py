@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cpt.evaluation.probes.results import describe_task
 from cpt.evaluation.statistics import EXACT, FLIPS
 from cpt.reporting.comparison.differences import (
     CorrectedDifference,
@@ -14,10 +15,18 @@ from cpt.reporting.comparison.differences import (
     rank_groups,
 )
 from cpt.reporting.comparison.groups import ComparedRuns, Group
-from cpt.reporting.comparison.measures import COMPARED, MEASURES, NONE, Measure, format_spread, measure_task
+from cpt.reporting.comparison.measures import (
+    COMPARED,
+    MEASURES,
+    NONE,
+    Measure,
+    format_spread,
+    measure_probe,
+    measure_task,
+)
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import Run
-from cpt.reporting.formatting import percent
+from cpt.reporting.formatting import decimals, percent
 from cpt.reporting.page import Block, few
 
 SPREAD = (
@@ -132,6 +141,29 @@ def tabulate_tasks(section: ComparedRuns) -> Block:
     cells = [[group.name, *cells_of(group, measures)] for group in having]
     line = "In %, each in the last row in which it was measured, a mean over its seeds; ± and [] over runs."
     return add_facets(Block(title="End tasks", lines=[line], head=head, cells=cells), section)
+
+
+def tabulate_probes(section: ComparedRuns) -> Block:
+    """The last value of each task of the harness; a task with other shots, limit or version is another."""
+    tasks = {
+        describe_task(name, task): task
+        for run in section.runs
+        for name, task in run.scores.probes.get("tasks", {}).items()
+    }
+    measures = [measure_probe(told, higher=task["higher"]) for told, task in tasks.items()]
+    having = [group for group in section.groups if any(group.mean(each.key) is not None for each in measures)]
+    if not having:
+        return Block()
+    chance = [
+        f"{told} {decimals(task['chance'])}" for told, task in tasks.items() if task["chance"] is not None
+    ]
+    lower = [told for told, task in tasks.items() if not task["higher"]]
+    lines = ["In the harness's own units, after the last stage that was measured; ± and [] over runs."]
+    lines += [f"Chance: {few(chance, between=', ')}."] * bool(chance)
+    lines += [f"Lower is better: {few(lower, between=', ')}."] * bool(lower)
+    cells = [[group.name, *cells_of(group, measures)] for group in having]
+    head = ["group", *(measure.title for measure in measures)]
+    return add_facets(Block(title="Probes", lines=lines, head=head, cells=cells), section)
 
 
 def _name_tasks(run: Run) -> list[str]:

@@ -13,6 +13,7 @@ from PIL import Image
 from cpt.report import main
 from cpt.reporting.page import Block
 from tests.support.comparing import DOMAINS, NLL, endtasks, made, rows_of, saved
+from tests.support.probing import probes
 
 PICTURES = (
     "Forgetting against learning",
@@ -140,6 +141,35 @@ def test_end_tasks_get_a_table(tmp_path, drawn):
     assert "| group | law (macro_f1) | food (macro_f1) | space (macro_f1) |" in text
     assert "| ncl | 25.00 | 50.00 | 75.00 |" in text
     assert "MF1 (%)" in text
+
+
+def test_probes_get_a_table_and_other_shots_are_another_column(tmp_path, drawn):
+    saved(tmp_path / "ncl-0", probes=probes({"a": [0.5, None, None, 0.25]}))
+    saved(tmp_path / "ncl-1", seed=1, probes=probes({"a": [0.5, None, None, 0.75]}))
+    saved(tmp_path / "das", method="das", probes=probes({"a": [0.5, 0.125]}, shots=5))
+    saved(
+        tmp_path / "ewc",
+        method="ewc",
+        probes=probes({"w": [9.0, 8.0]}, metric="ppl", higher=False, chance=None),
+    )
+    saved(tmp_path / "one", method="one")
+    assert main([str(tmp_path), "--export", "csv"]) == 0
+    text = (tmp_path / "comparison.md").read_text()
+    columns = [
+        "a (acc, 0 shots, version 1.0)",
+        "a (acc, 5 shots, version 1.0)",
+        "w (ppl, 0 shots, version 1.0)",
+    ]
+    head, _, *rows = text.split("## Probes")[1].split("\n\n## ")[0].strip().split("\n\n")[-1].split("\n")
+    assert all(column in head for column in columns)
+    cells = {
+        row.split(" | ")[0].strip("| "): [each.strip("| ") for each in row.split(" | ")[1:]] for row in rows
+    }
+    shown = dict(zip([each.strip() for each in head.strip("| ").split(" | ")][1:], cells["ncl"], strict=True))
+    assert shown[columns[0]].startswith("0.5000 ± 0.3536") and shown[columns[1]] == "–"
+    assert "Lower is better: w (ppl, 0 shots, version 1.0)." in text and "one" not in cells
+    assert "Chance: " in text and "a (acc, 5 shots, version 1.0) 0.2500" in text
+    assert "probe/a/base" in (tmp_path / "comparison.csv").read_text().splitlines()[0]
 
 
 def test_filters_and_options(thirty, capsys, drawn):
