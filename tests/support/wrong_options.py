@@ -134,7 +134,6 @@ AT_ONCE = {
     "probe=lm_eval probe.metrics=acc": "probe.metrics=acc; allowed: a metric for each of some tasks, {hella",
     "probe=lm_eval probe.include=5": "probe.include=5; allowed: null or a folder",
     "probe=lm_eval +probe.shot=5": "probe.shot is not known; did you mean probe.shots? allowed: probe.",
-    "probe=harness": "probe=harness is not known; allowed: lm_eval, none",
     "endtask=submodules endtask.metric=f2": "endtask.metric=f2; allowed: macro_f1, micro_f1, accuracy",
     "on_nonfinite=ignore": "on_nonfinite=ignore; allowed: stop, skip, rollback",
     "check=none": "check=none; allowed: fast, full",

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cpt.core.config import digest
 from cpt.core.errors import reason, unknown_name
 from cpt.evaluation.probes.options import LMEval
+from cpt.evaluation.probes.results import read_metrics
 from cpt.models.forward import in_mode
 
 log = logging.getLogger(__name__)
@@ -282,23 +283,3 @@ def guess(task: Task, count: int | None) -> float | None:
 def shared(values: Sequence[Any]) -> Any:
     """What all values are; None where they differ."""
     return values[0] if len(set(values)) == 1 else None
-
-
-def read_metrics(found: Mapping[str, Any], higher: Mapping[str, bool | None]) -> dict[str, dict[str, Any]]:
-    """{metric: {value, error, higher}} of a task's results, which are {"acc,none": …, "acc_stderr,none": …};
-    the filter `none` is left out of a metric's name."""
-    metrics = {}
-    for key, value in found.items():
-        metric, comma, kind = key.partition(",")
-        if comma and not metric.endswith("_stderr") and is_numeric(value):
-            error = found.get(f"{metric}_stderr,{kind}")
-            metrics[metric if kind == "none" else key] = {
-                "value": float(value),
-                "error": float(error) if is_numeric(error) and np.isfinite(error) else None,
-                "higher": higher.get(metric) is not False,
-            }
-    return metrics
-
-
-def is_numeric(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)

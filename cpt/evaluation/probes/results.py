@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +21,26 @@ FACTS |= {"chance": float | None}
 TASK = FACTS | {"metric": str, "higher": bool, "values": list[float | None], "errors": list[float | None]}
 METRIC = {"value": float | None, "error": float | None, "higher": bool}
 FILE = FACTS | {"digest": str, "harness": str, "seconds": float, "metrics": dict[str, dict[str, Any]]}
+
+
+def read_metrics(found: Mapping[str, Any], higher: Mapping[str, bool | None]) -> dict[str, dict[str, Any]]:
+    """{metric: {value, error, higher}} of a task's results, which are {"acc,none": …, "acc_stderr,none": …};
+    the filter `none` is left out of a metric's name."""
+    metrics = {}
+    for key, value in found.items():
+        metric, comma, kind = key.partition(",")
+        if comma and not metric.endswith("_stderr") and is_numeric(value):
+            error = found.get(f"{metric}_stderr,{kind}")
+            metrics[metric if kind == "none" else key] = {
+                "value": float(value),
+                "error": float(error) if is_numeric(error) and isfinite(error) else None,
+                "higher": higher.get(metric) is not False,
+            }
+    return metrics
+
+
+def is_numeric(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def path_of(folder: Path, task: str) -> Path:
