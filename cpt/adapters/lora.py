@@ -51,7 +51,12 @@ def attach_pairs(
     or a list of names or their ends. The language-model head is none of them. With `embeddings`, the input
     embedding has a pair as well; a head that is tied to it becomes a matrix of its own, which is not trained.
 
-    Raises ValueError for targets that there are not."""
+    Raises ValueError for targets that there are not, and for embeddings of a model with a decoder."""
+    if embeddings and model.config.is_encoder_decoder:
+        raise ValueError(
+            f"method.embeddings=true does not go with a {model.config.model_type}, whose encoder and decoder "
+            "look tokens up apart; allowed: false"
+        )
     maps, segments = find_targets(model, targets), find_fused(model)
     config = LoraConfig(
         r=r,

@@ -13,6 +13,7 @@ import cpt.adapters.export
 from cpt.models.resizing import is_tied
 from cpt.training import loop
 from tests.methods.test_contract import LEARNING, KilledError, Killer, bits
+from tests.support.endtask_fixtures import write_task
 from tests.support.making import ORDER, made
 from tests.support.seams import SEAMS, chosen
 
@@ -106,3 +107,45 @@ def test_probes_and_evaluation_leave_no_trace(method, config):
     for (nll, count), (again, counted) in zip(*rows, strict=True):
         assert torch.equal(nll, again) and torch.equal(count, counted)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        "method=lora method.exported=peft",
+        "method=olora method.stored=pairs",
+        "method=adapter method.per_domain=true method.placement=pfeiffer",
+        "method=hat method.form=adapter",
+        "method=demix method.experts=adapter routing@method.routing=posterior",
+        "method=kd method.distilled=hidden mask=migu mask.migu.acts_on=update",
+        "method=derpp method.matched=logits replay=general freeze.embeddings=true freeze.layers=1",
+        "method=das method.units=[heads,neurons,outputs,tokens] method.contrast_text=corrupted",
+    ],
+)
+def test_what_a_method_may_be_told(choices, small_t5, start, tmp_path, monkeypatch):
+    cfg = small_t5(*choices.split(), ORDER, *DROPOUT, *FORMS["untied"], "trainer.steps=3")
+    start(cfg, tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["run"]["finished"] and scores["nll"][-1] != scores["nll"][0]
+    monkeypatch.chdir(tmp_path)
+    check_export(cfg, tmp_path, loading=scores["loading"], tied=False)
+
+
+@pytest.mark.parametrize("choices", ["hat", "cpt_plugin", "demix", "prompt", "lora method.per_domain=true"])
+def test_what_is_known_of_a_learned_domain_stays_bit_for_bit(choices, small_t5, start, tmp_path):
+    method, *more = choices.split()
+    strong = ["optim.lr=0.05", "optim.weight_decay=0.3", "trainer.steps=3"]
+    start(small_t5(f"method={method}", *more, ORDER, *DROPOUT, *strong), tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["nll"][1][0] == scores["nll"][2][0] != scores["nll"][0][0]
+
+
+@pytest.mark.parametrize("method", ["ncl", "prompt", "hat", "adapter"])
+def test_end_tasks_are_learned_on_the_encoder(method, small_t5, start, tmp_path):
+    for domain in ("law", "food"):
+        write_task(tmp_path, domain)
+    tasks = ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
+    start(small_t5(f"method={method}", ORDER, "trainer.steps=2", *tasks), tmp_path / "run")
+    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
+    found = scores["endtasks"]["scores"]["accuracy"]
+    assert all(0 <= value <= 1 for task in found[-1] for value in task)

@@ -310,6 +310,7 @@ ON_A_DECODER = {  # of a T5
     "model.vocabulary=300": "model.vocabulary=300; allowed: 361 or more, 100 of them sentinels",
     "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
     "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
+    "method=lora method.embeddings=true": "method.embeddings=true does not go with a t5, whose encoder and d",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
     "method=das method.contrast_dropout=null": "two passes of T5ForConditionalGeneration with met",

@@ -1,5 +1,6 @@
 """What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
 
+import json
 import sys
 
 import pytest
@@ -163,3 +164,11 @@ def test_the_peak_is_that_of_what_comes():
     assert peak(torch.device("cpu")) >= low + 190_000_000
     forget_peak(torch.device("cpu"))
     assert peak(torch.device("cpu")) < low + 100_000_000
+
+
+def test_of_a_model_with_a_decoder_source_and_target_are_read(small_t5, start, tmp_path):
+    start(small_t5("order=[law]", "trainer.steps=3"), tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    # Of 16 tokens 2 are hidden in a hole: 14 + 1 + 1 tokens of source, 2 + 1 + 1 of target.
+    assert scores["seen"] == [0, 3 * 8 * (16 + 4)]
+    assert scores["flops"][1] > 6 * scores["seen"][1] * 1000

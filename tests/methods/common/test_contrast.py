@@ -5,13 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
-from cpt.data.batch import labels_of
+from cpt.core.randomness import sample_keys
+from cpt.data.batch import Rows, labels_of
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.contrast import Contrast, contrastive
 from cpt.models.dropout import dropout, rates
 from cpt.models.forward import mean_over
 from cpt.models.objectives import Causal
+from cpt.models.span import Span
 from tests.conftest import SHARED
 from tests.masks.test_importance import batch_of, needs_golden, roberta
 
@@ -225,3 +228,31 @@ def test_a_wrong_contrast_is_refused(options, message):
 
 def test_without_contrast_no_dropout_is_needed():
     assert contrast(roberta(), strength=0.0, rate=None).strength == 0
+
+
+@pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
+def test_with_a_decoder_it_is_the_encoders_states_that_are_contrasted(text):
+    """The anchor too, whatever the decoder has put out."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "vocab_size": 60}
+    model = T5ForConditionalGeneration(T5Config(**sizes))
+    span = Span(rate=0.4, mean=2, sentinels=list(range(59, 49, -1)), end=1, pad=0, start=0)
+    ids = np.random.default_rng(0).integers(2, 50, (4, 12))
+    batch, _ = span.batch(Rows(ids, np.array([12, 9, 12, 5]), sample_keys(1, np.arange(4))))
+    soft = SoftMask(model, kinds=["heads"], acts_on="update", normalise="minmax")
+    soft.set(torch.rand(len(soft.importance)))
+    made = contrast(model, text=text, objective=span)
+    terms = []
+    for hidden in (torch.zeros(4, 6, 16), torch.rand(4, 6, 16)):
+        torch.manual_seed(1)
+        terms.append(made.term(batch, hidden=hidden, soft=soft)["contrast"])
+    assert torch.equal(*terms) and terms[0] > 0
+    model.eval()
+    read = span.restored(batch) if text == "uncorrupted" else batch
+    found = made.represented(read)
+    for row in range(4):
+        kept = read["input_ids"][row][read["attention_mask"][row].bool()]
+        if text == "uncorrupted":
+            assert kept.tolist() == ids[row, : len(kept)].tolist()
+        alone = model.encoder(input_ids=kept[None]).last_hidden_state.mean(1)
+        torch.testing.assert_close(found[row : row + 1], alone)
