@@ -19,6 +19,8 @@ class Objective(ABC):
     """Makes batches and runs a model on them. `scored` counts ahead what `batch` will score, from each row's
     size alone."""
 
+    causal = False  # whether a place sees only what stands before it
+
     @abstractmethod
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         """The batch of rows, and for each scored place [K] which token of the rows it is there for: a place
@@ -102,6 +104,8 @@ class Masked(Objective):
 
 class Causal(Objective):
     """Next-token prediction: every token of a row but its first, separators included."""
+
+    causal = True
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         return sizes.all - 1

@@ -1,4 +1,4 @@
-"""Examples as rows: exactly the answer is marked, whatever the tokenizer, and what is cut is never the question."""
+"""Examples as rows: exactly the answer is marked, for any tokenizer, and the question is never cut."""
 
 import pytest
 

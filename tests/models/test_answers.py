@@ -1,4 +1,4 @@
-"""Answers alone are scored: by hand, in any split of the batch, on either side of padding, beside raw text."""
+"""Answers alone are scored: by hand, in any split of the batch, padded on either side, beside raw text."""
 
 from types import SimpleNamespace
 

@@ -17,12 +17,14 @@ CHATML = (
 )
 MARKED = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] }}</s>{% endgeneration %}{% else %}{{ m['content'] }}</s>{% endif %}{{ '\\n' }}"
+    "{% generation %}{{ m['content'] }}</s>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}</s>{% endif %}{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 FORGETFUL = (  # as templates that drop the thoughts of earlier answers
     "{% for m in messages %}<s>{{ m['role'] }}\n"
-    "{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}{% else %}{{ m['content'][3:] }}{% endif %}"
+    "{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}"
+    "{% else %}{{ m['content'][3:] }}{% endif %}"
     "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
 

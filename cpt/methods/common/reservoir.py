@@ -117,7 +117,10 @@ class Reservoir(nn.Module):
         that are not finite, as of a step that is left out, are not taken."""
         if not outputs.isfinite().all():
             return
-        self.input_ids[slot], self.labels[slot], self.lengths[slot] = ids, labels, length
+        short = self.input_ids.shape[1] - len(ids)  # a batch is no wider than its longest example
+        self.input_ids[slot] = functional.pad(ids, (0, short))
+        self.labels[slot] = functional.pad(labels, (0, short), value=UNSCORED)
+        self.lengths[slot] = length
         limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
