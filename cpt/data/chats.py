@@ -95,8 +95,9 @@ def derive_marks(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[
             if not (after.startswith(before) and text.startswith(after.rstrip())):
                 raise ValueError(
                     f"the chat template of {tokenizer.name_or_path} changes earlier turns when "
-                    f"a turn follows (turn {number + 1} of example {example.id}), so its answers cannot be told from what "
-                    "is asked; allowed: a template whose text goes on, or one with {% generation %} marks"
+                    f"a turn follows (turn {number + 1} of example {example.id}), so its answers cannot "
+                    "be told from what is asked; allowed: a template whose text goes on, or one with "
+                    "{% generation %} marks"
                 )
             places.append((len(before), len(after.rstrip())))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -10,9 +10,9 @@ USER, ASSISTANT = "user", "assistant"
 class Example:
     """What a model is asked, and what it is to answer.
 
-    `text` is the place (begin, end) in `source` of the text that the question is about: the only part that may
-    be cut. `choices` are all answers of a task with a closed set of them. A chat has `turns`, (role, content)
-    one after another, instead of a source; its target is the last turn."""
+    `text` is the place (begin, end) in `source` of the text that the question is about: the only part that
+    may be cut. `choices` are all answers of a task with a closed set of them. A chat has `turns`, (role,
+    content) one after another, instead of a source; its target is the last turn."""
 
     id: str
     source: str

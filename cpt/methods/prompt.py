@@ -27,7 +27,6 @@ from cpt.core.rules import YES_NO, one_of, whole
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.loading import positions_of
-from cpt.models.objectives import Causal
 from cpt.models.swapping import swap_weights
 
 STARTS = ("vocabulary", "previous")
@@ -51,7 +50,7 @@ class Prompt(ContinualModule):
 
     def __init__(self, options: PromptOptions, shared: Shared) -> None:
         check_tokens(options.tokens, length=shared.length, model=shared.model)
-        self.prompting = {"tokens": options.tokens, "causal": isinstance(shared.objective, Causal)}
+        self.prompting = {"tokens": options.tokens, "causal": shared.objective.causal}
         scope = attach_prompt(shared.model, **self.prompting)
         super().__init__(options, shared, scope=scope)
         [self.name] = scope.names

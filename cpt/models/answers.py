@@ -78,6 +78,8 @@ class Answers(Objective):
 class CausalAnswers(Answers):
     """A decoder reads the question and predicts each token of the answer, and its end."""
 
+    causal = True
+
     def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         assert rows.answers is not None
         following = np.full_like(rows.ids, UNSCORED)

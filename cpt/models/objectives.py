@@ -20,6 +20,7 @@ class Objective(ABC):
     size alone."""
 
     scores: str  # in words: the tokens that the matrix is of
+    causal = False  # whether a place sees only what stands before it
 
     @property
     def scoring(self) -> "Objective":
@@ -126,6 +127,7 @@ class Masked(Objective):
 class Causal(Objective):
     """Next-token prediction: every token of a row but its first, separators included."""
 
+    causal = True
     scores = "all tokens"
 
     def scored(self, sizes: Sizes) -> np.ndarray:

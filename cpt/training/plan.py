@@ -120,13 +120,9 @@ def check_answered(model: ModelOptions, source: Source) -> None:
     """Raises ValueError for a model that is said to be masked and is to answer."""
     if source.encoding is not None and model.objective == "masked":
         raise ValueError(
-            f"model.objective=masked does not go with domains={source_name(source)}: a masked model writes no "
-            "answers; allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
+            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
+            "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
         )
-
-
-def source_name(source: Source) -> str:
-    return type(source).__name__.lower()
 
 
 def lost_rate(cfg: DictConfig) -> float | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from cpt.data.examples import ASSISTANT
-from cpt.data.sources.readers import csv_rows, json_rows, lines, naming_file
+from cpt.data.sources.readers import csv_rows, json_rows, kind, lines, naming_file
 
-DEV = re.compile(r"(dev|valid|validation|val|eval)\b.*", re.IGNORECASE)
+DEV = re.compile(r"(dev|development|valid|validation|val|eval)\b.*", re.IGNORECASE)
 TEST, TRAIN = re.compile(r"test\b.*", re.IGNORECASE), re.compile(r"train\b.*", re.IGNORECASE)
 GIVEN_NAMES = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
 SPELLING = {"thlete": "athlete"}  # as one label stands in the few-shot draws of LFPT5
@@ -77,23 +77,17 @@ def find_folders(root: Path, *suffixes: str) -> dict[str, Dataset]:
     found: dict[str, Dataset] = {}
     for path in sorted(path for path in root.iterdir() if path.name[0] != "."):
         if path.is_dir():
-            files = [
-                each for each in sorted(path.rglob("*")) if "".join(each.suffixes[-2:]) in wanted(suffixes)
-            ]
             one = Dataset(path.name)
-            for file in files:
-                one.add(file, split_named(file.name))
+            for file in sorted(each for each in path.rglob("*") if kind(each) in suffixes):
+                said = [part for part in file.relative_to(path).parts if says_split(part)]
+                one.add(file, split_named(said[-1]) if said else "train")
             if one.files:
                 found[path.name] = one
-        elif "".join(path.suffixes[-2:]) in wanted(suffixes):
+        elif kind(path) in suffixes:
             name = path.name.partition(".")[0]
             one = found.setdefault(name, Dataset(name))
             one.add(path, "train")
     return found
-
-
-def wanted(suffixes: tuple[str, ...]) -> list[str]:
-    return [*suffixes, *(f"{each}.gz" for each in suffixes)]
 
 
 def find_cl_benchmark(root: Path) -> dict[str, Dataset]:
@@ -110,8 +104,8 @@ def find_cl_benchmark(root: Path) -> dict[str, Dataset]:
 
 
 def find_superni(root: Path) -> dict[str, Dataset]:
-    """{train,dev,test}.json in a folder for each task, at any depth, or a file for each task (Wang et al., EMNLP
-    2022; SAPT's sequences of it)."""
+    """{train,dev,test}.json in a folder for each task, at any depth, or a file for each task (Wang et al.,
+    EMNLP 2022; SAPT's sequences of it)."""
     found: dict[str, Dataset] = {}
     for path in sorted(root.rglob("*.json")):
         split = path.stem.lower() in ("train", "dev", "test")

@@ -118,9 +118,7 @@ class Tasks(Source):
                 "train (domains.held_out.valid)", len(unread), unread[0],
             )  # fmt: skip
         if self.general_folder is None:
-            log.info(
-                "%s has no folder of general text: it is the documentation of Python and numpy", self.root
-            )
+            log.info("%s has no folder of general text: that is the documentation of Python", self.root)
         else:
             log.info("the general text is that of %s", self.general_folder)
 
@@ -141,8 +139,8 @@ class Tasks(Source):
             if choices and record.target not in choices:
                 if self.unknown == "error":
                     raise ValueError(
-                        f"example {number} of {name}, {split}: its answer {record.target!r:.60} is none of its "
-                        f"choices; allowed: {', '.join(choices)} (domains.unknown=drop leaves such examples out)"
+                        f"example {number} of {name}, {split}: its answer {record.target!r:.60} is none "
+                        f"of the choices; allowed: {', '.join(choices)} (domains.unknown=drop leaves it out)"
                     )
                 dropped += 1
                 continue

@@ -1,0 +1,222 @@
+"""Answers alone are scored: by hand, in any split of the batch, padded on either side, beside raw text."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from cpt.data.answered import encode_corpus
+from cpt.data.batch import Rows, labels_of
+from cpt.data.corpus import make_corpus
+from cpt.data.examples import write_example
+from cpt.data.prompts import prompts_of
+from cpt.data.sampling import Stream, Subset, gather_rows
+from cpt.data.sources.base import EXAMPLES
+from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
+from cpt.models.objectives import Causal
+from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
+from tests.support.task_fixtures import encoder, some_examples
+
+OBJECTIVE = CausalAnswers(Causal(), pad=1)
+TWO_STACKS = Seq2SeqAnswers(Causal(), pad=1, start=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return opened()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    source = SimpleNamespace(
+        held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES, fingerprint=lambda name: 0
+    )
+    source.read = lambda name: (("train", write_example(each)) for each in some_examples(60))
+    return make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def answered(corpus, tokenizer, tmp_path_factory):
+    def made(split="train", **how):
+        return encode_corpus(
+            corpus,
+            split,
+            encoder=encoder(tokenizer, **how),
+            name="a",
+            cache=tmp_path_factory.mktemp("rows"),
+            tokenizer_digest="0",
+        )
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=330, **sizes)).eval()
+
+
+def rows_of(*texts, count=3):
+    """The first rows of each text together."""
+    parts = np.repeat(np.arange(len(texts)), count)
+    rows = np.tile(np.arange(count), len(texts))
+    return gather_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
+
+
+def by_hand(model, rows, row):
+    """Nats of a row's answer, token by token."""
+    ids = torch.from_numpy(rows.ids[row, : rows.lengths[row]])
+    logits = model(ids[None]).logits[0].log_softmax(-1)
+    return [-logits[at - 1, ids[at]] for at in np.flatnonzero(rows.answers[row])]
+
+
+def test_the_loss_is_that_of_a_loop_over_answer_tokens(model, answered):
+    rows = rows_of(answered(), count=5)
+    batch, places = OBJECTIVE.batch(rows)
+    wanted = [by_hand(model, rows, row) for row in range(5)]
+    torch.testing.assert_close(OBJECTIVE.nll(model, batch), torch.stack(sum(wanted, [])))
+    assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all()
+    assert rows.answers.ravel()[places].all()
+    assert batch["rows"].tolist() == np.repeat(np.arange(5), rows.answers.sum(1)).tolist()
+
+
+def test_what_is_scored_is_known_ahead(answered):
+    text = rows_by_hand(6, length=30, seed=1)
+    for made in (answered(), text):
+        batch, _ = OBJECTIVE.batch(rows_of(made, count=6))
+        counts = torch.bincount(batch["rows"], minlength=6)
+        assert OBJECTIVE.scored(made.sizes(np.arange(6))).tolist() == counts.tolist()
+    assert (OBJECTIVE.scorable(answered().sizes()) == answered().answer_tokens).all()
+
+
+def test_a_batch_is_as_wide_as_its_longest_row(answered):
+    text = answered()
+    short = np.argsort(text.row_lengths)[:3]
+    rows = gather_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
+    assert rows.ids.shape[1] == text.row_lengths[short].max() < text.length
+
+
+def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
+    text = rows_by_hand(4, length=30, last=7, seed=1)
+    mixed, alone = rows_of(answered(), text, count=4), rows_of(text, count=4)
+    assert alone.answers is None
+    batch, places = OBJECTIVE.batch(mixed)
+    own = batch["rows"] >= 4
+    raw, raw_places = Causal().batch(alone)
+    torch.testing.assert_close(OBJECTIVE.nll(model, batch)[own], Causal().nll(model, raw))
+    assert mixed.ids.ravel()[places[own]].tolist() == alone.ids.ravel()[raw_places].tolist()
+    assert batch["positions"].tolist() == sorted(batch["positions"].tolist())
+    examples, _ = OBJECTIVE.batch(rows_of(answered(), count=4))
+    torch.testing.assert_close(OBJECTIVE.nll(model, batch)[~own], OBJECTIVE.nll(model, examples))
+
+
+def test_a_batch_of_raw_text_is_that_of_its_objective_to_the_bit():
+    rows = rows_of(rows_by_hand(4, length=30, last=7, seed=1), count=4)
+    one, two = OBJECTIVE.batch(rows), Causal().batch(rows)
+    assert one[0].keys() == two[0].keys()
+    assert all(torch.equal(one[0][name], two[0][name]) for name in one[0])
+    assert torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 4), (2, 2)])
+def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, world):
+    texts = {"a": answered(), "b": rows_by_hand(7, length=30, seed=2)}
+
+    def gradient(accumulate, world):
+        total = 0
+        for rank in range(world):
+            given = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": OBJECTIVE}
+            stream = Stream(texts, accumulate=accumulate, rank=rank, world=world, **given)
+            for part in range(accumulate):
+                batch = stream[part]
+                loss = (OBJECTIVE.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)
+                total = total + torch.cat(
+                    [each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))]
+                )
+        return total
+
+    torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_padding_on_either_side_gives_the_same_answers(model, answered):
+    rows = rows_of(answered(), count=4)
+    batch, _ = OBJECTIVE.batch(rows)
+    right, _ = OBJECTIVE.outputs(model, batch)
+    width = rows.ids.shape[1]
+    assert len(set(rows.lengths)) > 1
+    for row, length in enumerate(rows.lengths):
+        ids = torch.full((1, width), 1)
+        ids[0, width - length :] = torch.from_numpy(rows.ids[row, :length])
+        mask = (torch.arange(width) >= width - length).long()[None]
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=mask, position_ids=places).logits[0]
+        asked = np.flatnonzero(rows.answers[row]) - 1 + width - length
+        torch.testing.assert_close(logits[asked], right[batch["rows"] == row], rtol=1e-4, atol=1e-5)
+
+
+def test_the_question_is_never_a_target(model, answered):
+    rows = rows_of(answered(), count=4)
+    labels = labels_of(OBJECTIVE.batch(rows)[0])
+    other = np.where(rows.answers | ~rows.present, rows.ids, 5 + rows.ids % 300)
+    other[:, 0] = rows.ids[:, 0]
+    changed, _ = OBJECTIVE.batch(Rows(other, rows.lengths, rows.keys, rows.answers))
+    assert torch.equal(labels_of(changed), labels)
+    before = OBJECTIVE.nll(model, OBJECTIVE.batch(rows)[0])
+    assert not torch.equal(OBJECTIVE.nll(model, changed), before)  # it is read
+
+
+def test_two_stacks_read_the_question_and_write_the_answer(answered):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    ids = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=330, **ids, **sizes)).eval()
+    rows = rows_of(answered(seq2seq=True), count=5)
+    batch, places = TWO_STACKS.batch(rows)
+    assert batch["decoder_input_ids"].shape[1] == rows.answers.sum(1).max()
+    given = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    logits = model(**given).logits.flatten(0, 1)[batch["positions"]]
+    mine = functional.cross_entropy(logits, batch["targets"])
+    labels = torch.full(batch["decoder_input_ids"].shape, -100)
+    for row in range(5):
+        answer = torch.from_numpy(rows.ids[row][rows.answers[row]])
+        labels[row, : len(answer)] = answer
+        source = rows.ids[row][rows.present[row] & ~rows.answers[row]]
+        assert batch["input_ids"][row, : len(source)].tolist() == source.tolist()
+        assert int(batch["attention_mask"][row].sum()) == len(source)
+    theirs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
+    torch.testing.assert_close(mine, theirs)
+    assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all()
+
+
+def test_losses_are_those_of_the_examples(model, answered):
+    text = answered("test")
+    subset = Subset(
+        {"a": text}, {"a": np.arange(len(text))}, objective=OBJECTIVE, batch_size=4, purpose="score"
+    )
+    found = np.zeros(len(text))
+    for number in range(len(subset)):
+        batch = subset[number]
+        nll = OBJECTIVE.nll(model, batch).detach().double().numpy()
+        np.add.at(found, batch["documents"].numpy(), nll)
+    rows = gather_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
+    wanted = [float(torch.stack(by_hand(model, rows, row)).detach().sum()) for row in range(len(text))]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seq2seq", [False, True])
+@pytest.mark.parametrize("length", [200, 70])
+def test_prompts_are_what_stands_before_the_answer_of_each_row(corpus, answered, tokenizer, seq2seq, length):
+    text = answered("test", seq2seq=seq2seq, length=length)
+    rows = rows_of(text, count=len(text))
+    prompts = list(prompts_of(corpus, "test", encoder(tokenizer, seq2seq=seq2seq, length=length)))
+    assert len(prompts) == len(text)
+    for row, prompt in enumerate(prompts):
+        asked = rows.present[row] & ~rows.answers[row]
+        assert prompt.ids == rows.ids[row][asked].tolist()
+        assert prompt.reference == rows.ids[row][rows.answers[row]].tolist()
+        assert prompt.choices[prompt.example.choices.index(prompt.example.target)] == prompt.reference
+        assert len({tuple(each) for each in prompt.choices}) == len(prompt.example.choices)

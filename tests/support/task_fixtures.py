@@ -1,0 +1,95 @@
+"""What the tests of tasks share: examples, chats, and tokenizers of six styles."""
+
+import random
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cpt.data.encoding import Encoder
+from cpt.data.examples import Example
+from cpt.data.sources.base import Encoding
+from tests.support.data_fixtures import bare, closed, framed, opened, prose
+
+LABELS = ("mu na", "pe ri so", "tu")
+CHATML = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}</s>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}</s>{% endif %}{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+FORGETFUL = (  # as templates that drop the thoughts of earlier answers
+    "{% for m in messages %}<s>{{ m['role'] }}\n"
+    "{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}"
+    "{% else %}{{ m['content'][3:] }}{% endif %}"
+    "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As Llama's SentencePiece: a blank before every text, shown as a mark on words."""
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    letters = sorted(set("".join(prose(50))) | set("Answer:Options\n,"))
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=letters, show_progress=False
+    )
+    made.train_from_iterator(iter(prose(50)), trainer)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def prefixed() -> PreTrainedTokenizerFast:
+    """Byte-level pieces with a blank put before the text."""
+    made = bare()
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return made
+
+
+STYLES = {
+    "bare": bare,
+    "opened": opened,
+    "closed": closed,
+    "framed": framed,
+    "metaspace": metaspace,
+    "prefixed": prefixed,
+}
+
+
+def some_examples(count: int, *, seed: int = 0, words: tuple[int, int] = (1, 12)) -> list[Example]:
+    """Questions with a text and three options."""
+    draw = random.Random(seed)
+    made = []
+    for number, text in enumerate(prose(count, seed=seed, words=words)):
+        before = f"Options: {', '.join(LABELS)}\n"
+        place = (len(before), len(before) + len(text))
+        source = f"{before}{text}\nAnswer:"
+        made.append(Example(f"e-{number}", source, draw.choice(LABELS), "TC", LABELS, place))
+    return made
+
+
+def chat(*, seed: int = 0, exchanges: int = 3, words: tuple[int, int] = (3, 6)) -> Example:
+    """A chat of so many questions with answers."""
+    texts = prose(2 * exchanges + 1, seed=seed, words=words)
+    turns = [("system", texts.pop())]
+    for at in range(exchanges):
+        turns += [("user", texts[2 * at]), ("assistant", texts[2 * at + 1])]
+    return Example(f"chat-{seed}", "", turns[-1][1], "chat", turns=tuple(turns))
+
+
+def encoder(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    length: int = 200,
+    truncate: str = "tail",
+    seq2seq: bool = False,
+    scored_turns: str = "all",
+) -> Encoder:
+    how = Encoding(truncate=truncate, scored_turns=scored_turns)
+    return Encoder(tokenizer, length, how, seq2seq)
