@@ -79,8 +79,8 @@ def test_every_choice_of_the_config_is_right(group, choice, composed):
     hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
     cfg = composed(*chosen, *hub, "model.checkpoint=somewhere")
     assert read_sections(cfg).run
-    if OmegaConf.is_missing(cfg.domains, "root"):
-        cfg.domains.root = "here"
+    for missing in OmegaConf.missing_keys(cfg):
+        OmegaConf.update(cfg, missing, "given")
     assert identity(plain_config(cfg))
 
 
