@@ -109,6 +109,7 @@ def test_probes_and_evaluation_leave_no_trace(method, config):
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "choices",
     [
@@ -149,3 +150,22 @@ def test_end_tasks_are_learned_on_the_encoder(method, small_t5, start, tmp_path)
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
     found = scores["endtasks"]["scores"]["accuracy"]
     assert all(0 <= value <= 1 for task in found[-1] for value in task)
+
+
+def test_the_matrix_is_of_hidden_tokens_alone(config, start, tmp_path):
+    """And all of the target is learned from, sentinels and ends with it."""
+    cfg = config("ncl", "tied")
+    start(cfg, tmp_path)
+    scores, run = json.loads((tmp_path / "scores.json").read_text()), made(cfg)
+    lengths = [text.row_lengths for text in run.data.held_out.values()]
+    hidden = [[max(1, round(0.15 * n)) if n > 1 else 0 for n in each.tolist()] for each in lengths]
+    assert scores["scored"] == [sum(each) for each in hidden]
+    assert scores["tokens"] == [int(each.sum()) for each in lengths]
+    loop.make_trainer(run.plan.trainer.lightning, label="").validate(run.module, datamodule=run.data)
+    assert [int(count.sum()) for _, count in run.module.row()] == scores["scored"]
+    sentinels = torch.from_numpy(run.module.objective.sentinels)
+    assert not any(torch.isin(batch["targets"], sentinels).any() for batch in run.data.val_dataloader())
+    run.learn(0)
+    for batch in [*run.probe(), *run.batches(2)]:
+        assert torch.isin(batch["targets"], sentinels).sum() == len(batch["input_ids"])
+        assert len(batch["positions"]) == batch["decoder_input_ids"].numel()

@@ -120,9 +120,14 @@ def test_every_composition_is_equally_likely(total, parts):
 
 
 def test_holes_and_texts_are_drawn_apart():
-    keys = sample_keys(3, np.arange(50))
-    both = [compose(keys, np.full(50, 12), np.full(50, 4), stream=stream) for stream in (0, 1)]
-    assert (both[0] == both[1]).all(1).mean() < 0.2
+    """Of 40 tokens 20 are hidden in 10 holes: as many parts of as many tokens on both sides."""
+    same = 0
+    for hidden in span(0.5, 2).hidden(rows([40] * 50)):
+        ends = np.flatnonzero(np.diff(np.append(hidden, False)) != 0) + 1
+        lengths = np.diff(np.concatenate([[0], ends])).reshape(10, 2)
+        assert lengths.sum(0).tolist() == [20, 20]
+        same += (lengths[:, 0] == lengths[:, 1]).all()
+    assert same < 5
 
 
 def test_the_first_token_is_never_hidden_and_the_last_always():

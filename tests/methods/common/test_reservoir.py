@@ -324,6 +324,16 @@ def test_source_and_target_come_back_with_their_lengths():
             present = one.get("attention_mask", torch.ones_like(one["input_ids"])).sum()
             assert own["attention_mask"].sum() == present
         assert torch.equal(kept.outputs_of(slots), outputs)
+    first = single(given, 0)
+    kept = Reservoir(samples=1, seed=0, **room, pad=7)
+    kept.input_ids[0], kept.decoder_input_ids[0], kept.labels[0] = 5, 5, 5  # a longer one was there
+    kept.add({**first, "domains": torch.zeros(1)}, outputs[: len(first["positions"])])
+    length, taken = int(first["attention_mask"].sum()), first["decoder_input_ids"].shape[1]
+    assert (kept.input_ids[0, first["input_ids"].shape[1] :] == 7).all() and kept.lengths.tolist() == [length]
+    assert (kept.decoder_input_ids[0, taken:] == 7).all()
+    assert torch.equal(kept.batch(torch.tensor([0]))["targets"], first["targets"])
+    kept = Reservoir(samples=8, seed=0, **room)
+    kept.add(given, outputs)
     again = Reservoir(samples=8, seed=0, **room)
     again.load_state_dict(kept.state_dict())
     assert all(torch.equal(one, other) for one, other in zip(kept.buffers(), again.buffers(), strict=True))
