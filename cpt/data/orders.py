@@ -25,7 +25,7 @@ def resolve_order(
     elif isinstance(order, Sequence):
         chosen = [str(name) for name in order]
     else:
-        chosen = named.get(order)
+        chosen = named.get(order) if isinstance(order, int) else None
     if chosen is None:
         listed = ", ".join(f"{number} ({' '.join(each)})" for number, each in named.items())
         raise ValueError(

@@ -102,14 +102,17 @@ def test_a_batch_is_as_wide_as_its_longest_row(answered):
 
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
-    mixed, alone = rows_of(answered(), text, count=4), rows_of(text, count=4)
+    parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
+    mixed = gather_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
+    alone = rows_of(text, count=4)
     assert alone.answers is None
     batch, places = OBJECTIVE.batch(mixed)
-    own = batch["rows"] >= 4
+    own = batch["rows"] % 2 == 0
     raw, raw_places = Causal().batch(alone)
     torch.testing.assert_close(OBJECTIVE.nll(model, batch)[own], Causal().nll(model, raw))
     assert mixed.ids.ravel()[places[own]].tolist() == alone.ids.ravel()[raw_places].tolist()
     assert batch["positions"].tolist() == sorted(batch["positions"].tolist())
+    assert batch["rows"].tolist() == (batch["positions"] // batch["input_ids"].shape[1]).tolist()
     examples, _ = OBJECTIVE.batch(rows_of(answered(), count=4))
     torch.testing.assert_close(OBJECTIVE.nll(model, batch)[~own], OBJECTIVE.nll(model, examples))
 
