@@ -18,6 +18,8 @@ pytestmark = pytest.mark.slow
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 DATA = "domains.root=there"  # of those that need data; nothing is read for a plan
+OF_DATA = ("das6", "das6_mini", "migu_roberta", "standard_cl", "long_sequence", "migu_t5", "migu_components")
+NEEDS = {name: [DATA] for name in OF_DATA} | {"llama_code": [DATA, "model.checkpoint=llama"]}
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_an_experiment_says_what_it_is_and_how_it_is_started(name):
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_has_a_plan_with_each_value_it_sweeps(loaded, composed, name):
-    needs = [DATA] if "das6" in name else []
+    needs = NEEDS.get(name, [])
     given = swept(loaded(f"experiment={name}", *needs))
     for key, values in ({"seed": ["0"]} | given).items():
         for value in values:
