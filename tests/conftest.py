@@ -138,7 +138,8 @@ def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) ->
     places = ["model=tiny_t5", "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
     own = [name for name in SMALL if not name.startswith(("model.config.", "model.vocabulary"))]
     sizes = [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
-    return lambda *overrides: composed(*places, "model.vocabulary=400", *own, *sizes, *overrides)
+    hidden = ["model.mask_rate=0.15", "model.mean_span=3", "model.vocabulary=400"]
+    return lambda *overrides: composed(*places, *hidden, *own, *sizes, *overrides)
 
 
 @pytest.fixture

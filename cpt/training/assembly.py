@@ -117,8 +117,8 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "tokenizer": tokenizer_digest(start.tokenizer)[:8],
             "length": start.length,
             "mask_rate": plan.model.mask_rate if start.objective_name != "causal" else None,
-            "mean_span": plan.model.mean_span if start.objective_name == "span" else None,
             "scored": objective.scores,
+            **({"mean_span": plan.model.mean_span} if start.objective_name == "span" else {}),
         },
         config_digest=plan.config_digest,
         versions={

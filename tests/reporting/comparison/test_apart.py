@@ -248,6 +248,7 @@ def test_a_run_writes_down_how_it_was_measured(start, small, tmp_path):
         "tokenizer": "",
         "length": 16,
         "mask_rate": 0.3,
+        "scored": "masked tokens",
     }
     assert len(written["tokenizer"]) == 8
     assert "unknown" not in " ".join(conditions(Scores.load(tmp_path / "a" / "scores.json")).values())
