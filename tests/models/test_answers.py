@@ -8,8 +8,9 @@ import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from cpt.core.randomness import sample_keys
 from cpt.data.answered import encode_corpus
-from cpt.data.batch import Rows, labels_of
+from cpt.data.batch import Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
 from cpt.data.examples import write_example
 from cpt.data.prompts import prompts_of
@@ -17,6 +18,7 @@ from cpt.data.sampling import Stream, Subset, gather_rows
 from cpt.data.sources.base import EXAMPLES
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
+from cpt.models.span import Span
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
 from tests.support.task_fixtures import encoder, some_examples
 
@@ -223,3 +225,57 @@ def test_prompts_are_what_stands_before_the_answer_of_each_row(corpus, answered,
         assert prompt.reference == rows.ids[row][rows.answers[row]].tolist()
         assert prompt.choices[prompt.example.choices.index(prompt.example.target)] == prompt.reference
         assert len({tuple(each) for each in prompt.choices}) == len(prompt.example.choices)
+
+
+def mixed_stacks():
+    """Examples and raw text in turn, for two stacks, with what each would be alone."""
+    draw = np.random.default_rng(0)
+    raw = Span(rate=0.3, mean=2, sentinels=list(range(329, 300, -1)), end=2, pad=1, start=1)
+    both = Seq2SeqAnswers(raw, pad=1, start=1)
+    lengths = np.array([20, 9, 14, 25, 17, 6])
+    ids = draw.integers(5, 300, (6, 25))
+    ids[np.arange(25) >= lengths[:, None]] = 1
+    answers = np.zeros(ids.shape, bool)
+    for row in (0, 2, 4):
+        answers[row, lengths[row] - 3 : lengths[row]] = True
+    return both, raw, Rows(ids, lengths, sample_keys(7, np.arange(6)), answers)
+
+
+def test_span_corruption_beside_answers_is_each_as_it_is_alone():
+    both, raw, rows = mixed_stacks()
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    tokens = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=330, **tokens, **sizes)).eval()
+    for objective, own in ((both, raw), (both.scoring, raw.scoring)):
+        batch, places = objective.batch(rows)
+        nll = objective.nll(model, batch)
+        assert (
+            rows.ids.ravel()[places[batch["rows"] % 2 == 0]]
+            == batch["targets"][batch["rows"] % 2 == 0].numpy()
+        ).all()
+        examples, example_places = objective.batch(rows.some(np.array([0, 2, 4])))
+        torch.testing.assert_close(nll[batch["rows"] % 2 == 0], objective.nll(model, examples))
+        text = rows.some(np.array([1, 3, 5]))
+        alone, alone_places = own.batch(Rows(text.ids, text.lengths, text.keys))
+        torch.testing.assert_close(nll[batch["rows"] % 2 == 1], own.nll(model, alone))
+        assert (
+            rows.ids.ravel()[places[batch["rows"] % 2 == 1]].tolist()
+            == text.ids.ravel()[alone_places].tolist()
+        )
+        counts = objective.scored(Sizes(rows.lengths, rows.lengths, rows.answers.sum(1)))
+        assert counts.tolist() == torch.bincount(batch["rows"], minlength=6).tolist()
+
+
+def test_what_is_hidden_is_put_back_and_a_question_stays():
+    both, raw, rows = mixed_stacks()
+    batch, _ = both.batch(rows)
+    whole = both.restored(batch)
+    mask = whole.get("attention_mask", torch.ones_like(whole["input_ids"]))
+    for row in range(6):
+        found = whole["input_ids"][row][mask[row].bool()].tolist()
+        kept = rows.present[row] & ~rows.answers[row]
+        assert found == rows.ids[row][kept].tolist()
+    assert torch.equal(both.uncorrupted(batch), whole["input_ids"])
+    asked, _ = both.batch(rows.some(np.array([0, 2, 4])))
+    assert both.restored(asked) is asked
