@@ -54,10 +54,11 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
 
 
-def text_of_target(ids: Tensor, pad: int | None) -> Tensor:
-    """Where a decoder's inputs [B, L] are no padding, which its first token may look like."""
-    present = ids != pad if pad is not None else torch.ones_like(ids, dtype=torch.bool)
-    return torch.cat([torch.ones_like(present[:, :1]), present[:, 1:]], dim=1)
+def text_of_target(ids: Tensor, pad: int | None) -> Tensor | None:
+    """Where a decoder's inputs [B, L] are no padding, which the first may look like; None: everywhere."""
+    absent = ids == pad if pad is not None else torch.zeros_like(ids, dtype=torch.bool)
+    absent[:, 0] = False
+    return ~absent if absent.any() else None
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:

@@ -37,7 +37,10 @@ ONLY = 0  # where the bank keeps the one prompt of all domains
 class PromptOptions(Options):
     """Options of prompt tuning."""
 
-    tokens: int = option("n, vectors behind the first token of each sample; 0: the base", whole(0))
+    tokens: int = option(
+        "n, vectors behind the first token of each sample, in front with a decoder; 0: the base",
+        whole(0),
+    )
     per_domain: bool = option("a prompt for each domain; false: one learns on through all domains", YES_NO)
     start: str = option("of a new domain's: embeddings of random tokens, or a copy", one_of(*STARTS))
     routing: Routing = option("of per_domain: which prompt scores a text: one of conf/routing")
