@@ -48,7 +48,7 @@ SMALL = [
 ]
 
 
-LEARNING = {"start", "small", "small_gpt2", "cache"}  # fixtures of tests in which a model learns
+LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -126,6 +126,7 @@ class Seq2SeqAnswers(Answers):
         source, there, _ = left_aligned(rows.ids, rows.present & ~rows.answers, filler=self.pad)
         target, wanted, places = left_aligned(rows.ids, rows.answers, filler=self.pad)
         given = np.concatenate([np.full((len(target), 1), self.start), target[:, :-1]], axis=1)
+        given[:, 1:][~wanted[:, 1:]] = self.pad  # what stands behind the last label is no text
         labels = torch.from_numpy(np.where(wanted, target, UNSCORED))
         batch = label_batch(torch.from_numpy(given), labels, torch.from_numpy(np.ones_like(wanted)))
         batch["decoder_input_ids"] = batch["input_ids"]

@@ -189,6 +189,7 @@ def test_two_stacks_read_the_question_and_write_the_answer(answered):
     for row in range(5):
         answer = torch.from_numpy(rows.ids[row][rows.answers[row]])
         labels[row, : len(answer)] = answer
+        assert (batch["decoder_input_ids"][row, len(answer) :] == 1).all()
         source = rows.ids[row][rows.present[row] & ~rows.answers[row]]
         assert batch["input_ids"][row, : len(source)].tolist() == source.tolist()
         assert int(batch["attention_mask"][row].sum()) == len(source)
