@@ -62,13 +62,11 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.data.corpora import Corpora
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly, preflight
-        from cpt.training.answers import make_asking
         from cpt.training.callbacks import CustomCallbacks
-        from cpt.training.endtasks import make_examination
+        from cpt.training.examinations import make_examinations
         from cpt.training.identity import settle_identity
         from cpt.training.loop import Learner, time_phase
         from cpt.training.pretraining import make_base
-        from cpt.training.probes import make_probing
         from cpt.training.verdict import confirm
 
     ready = preflight.prepare(plan, place.path)  # before hours of reading
@@ -81,11 +79,8 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         module = assembly.make_method(plan, start)
     with time_phase(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
-        what = {"module": module, "data": data, "tokenizer": start.tokenizer}
-        examined = make_examination(plan.endtasks, place, **what)
-        asking = make_asking(plan, place, corpora, start, module=module, data=data)
-        probing = make_probing(plan.probe, place, harness=ready.harness, **what)
-    settle_identity(plan, place, corpora, start, examined)
+        examinations = make_examinations(plan, place, ready, corpora, start, module=module, data=data)
+    settle_identity(plan, place, corpora, start, examinations)
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     if plan.run.check == "full":
         confirm(place)
@@ -96,7 +91,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
             place,
             module=module,
             data=data,
-            examinations=[each for each in (examined, asking, probing) if each is not None],
+            examinations=examinations,
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, place.path / "callbacks"),

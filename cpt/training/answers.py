@@ -67,6 +67,11 @@ class Asking:
     def when(self) -> str:
         return self.options.when
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """Nothing: what is measured of other data has another digest."""
+        return {}
+
     def name(self, number: int) -> str:
         """The stage's, as the row of the matrix."""
         return "base" if number == 0 else self.data.domains[number - 1].name

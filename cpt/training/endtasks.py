@@ -37,6 +37,11 @@ class Examination:
     def when(self) -> str:
         return self.endtasks.plan.when
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """What the data of each task are known by."""
+        return {name: task.content for name, task in self.endtasks.by_name.items()}
+
     def name(self, number: int) -> str:
         """The stage's, as the row of the matrix."""
         return "base" if number == 0 else self.data.domains[number - 1].name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -24,7 +24,7 @@ from cpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from cpt.data.corpora import Corpora
-    from cpt.training.endtasks import Examination
+    from cpt.training.examinations import Measured
     from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ def base_files(start: Base, *, given: bool) -> dict[str, Path]:
 
 
 def settle_identity(
-    plan: Plan, place: RunFolder, corpora: Corpora, start: Base, examination: Examination | None
+    plan: Plan, place: RunFolder, corpora: Corpora, start: Base, examinations: Sequence[Measured]
 ) -> None:
     """Compares what has been read and made with what the folder remembers, and remembers it.
 
@@ -217,7 +217,7 @@ def settle_identity(
     if not is_first_process():
         return
     then = Identity.load(place)
-    now = gather_identity(plan, corpora, start, examination, then or Identity(plan.order, {}))
+    now = gather_identity(plan, corpora, start, examinations, then or Identity(plan.order, {}))
     if then is not None:
         if wrong := list(list_changes(then, now)):
             raise ValueError(changed_message(place, wrong))
@@ -228,7 +228,7 @@ def settle_identity(
 
 
 def gather_identity(
-    plan: Plan, corpora: Corpora, start: Base, examination: Examination | None, then: Identity
+    plan: Plan, corpora: Corpora, start: Base, examinations: Sequence[Measured], then: Identity
 ) -> Identity:
     """What a run is made of now; what of the base looks the same is not read again."""
     from cpt.data.corpora import tokenizer_digest
@@ -241,8 +241,8 @@ def gather_identity(
         name: then.base[name] if then.base.get(name, [])[:2] == look(path) else file_identity(path)
         for name, path in base_files(start, given=plan.model.checkpoint is not None).items()
     }
-    tasks = examination.endtasks.by_name if examination else {}
-    endtasks = then.endtasks | {name: task.content for name, task in tasks.items()}
+    contents = {name: content for each in examinations for name, content in each.contents.items()}
+    endtasks = then.endtasks | contents
     return Identity(plan.order, texts, base, tokenizer_digest(start.tokenizer), endtasks)
 
 

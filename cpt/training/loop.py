@@ -24,14 +24,12 @@ from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite, check_losses
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
-from cpt.training.answers import Asking
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, save_state
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
-from cpt.training.endtasks import Examination
+from cpt.training.examinations import Measured
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
-from cpt.training.probes import Probing
 from cpt.training.run_folder import RunFolder
 from cpt.training.trainer import make_trainer
 from cpt.training.verdict import confirm
@@ -50,7 +48,7 @@ class Learner:
         *,
         module: ContinualModule,
         data: DomainSequence,
-        examinations: Sequence[Examination | Asking | Probing],
+        examinations: Sequence[Measured],
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
@@ -96,7 +94,7 @@ class Learner:
             if each.missing(number):
                 self.carry_out(each, number)
 
-    def carry_out(self, examination: Examination | Asking | Probing, number: int) -> None:
+    def carry_out(self, examination: Measured, number: int) -> None:
         """Measures what is missing of an examination after a stage."""
         row, group = self.scores.rows[number], examination.GROUP
         if number != self.at and not self.place.stage(number).exists():
@@ -112,7 +110,7 @@ class Learner:
             self.collect(examination)
             self.save()
 
-    def collect(self, examination: Examination | Asking | Probing) -> None:
+    def collect(self, examination: Measured) -> None:
         """Takes over what the end tasks, the answers or the probe have given so far."""
         results = examination.results(len(self.scores.rows))
         digest = self.plan.digests[examination.KIND]
