@@ -24,13 +24,30 @@ from cpt.training.assembly import make_method, make_sequence
 from cpt.training.plan import Plan, make_plan
 from cpt.training.pretraining import Base, make_base
 
+SHAPES = {
+    "roberta": [
+        "model=tiny_roberta",
+        "model.config.hidden_size=256",
+        "model.config.intermediate_size=1024",
+        "model.config.num_hidden_layers=4",
+    ],
+    "t5": [
+        "model=tiny_t5",
+        "model.mean_span=3",
+        "model.config.d_model=256",
+        "model.config.d_kv=64",
+        "model.config.d_ff=1024",
+        "model.config.num_layers=4",
+        "model.config.num_decoder_layers=4",
+    ],
+}
+DROPOUT = {
+    "roberta": ["model.config.hidden_dropout_prob", "model.config.attention_probs_dropout_prob"],
+    "t5": ["model.config.dropout_rate"],
+}
 ALWAYS = [
-    "model=tiny_roberta",
     "model.vocabulary=8192",
     "model.mask_rate=0.15",
-    "model.config.hidden_size=256",
-    "model.config.intermediate_size=1024",
-    "model.config.num_hidden_layers=4",
     "model.base.steps=1",
     "model.base.batch_size=8",
     "method=ncl",
@@ -73,12 +90,12 @@ class Ground:
         return optimizer, LambdaLR(optimizer, lambda step: schedule(Progress.alone(step, steps=steps)))
 
 
-def ground(cache: str, *overrides: str) -> Ground:
+def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     """Text, model and module, from the cache where they are there already."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=[*ALWAYS, f"cache_dir={cache}", *overrides])
+        cfg = compose("config", overrides=[*SHAPES[shape], *ALWAYS, f"cache_dir={cache}", *overrides])
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ground import Ground, ground
+from ground import DROPOUT, Ground, ground
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 
 from cpt.data.datamodule import Domain
 from cpt.optim.guard import Guard
-from cpt.tracking.loggers import track
+from cpt.tracking.loggers import About, track
 from cpt.training.checkpointing import Checkpoint
 from cpt.training.trainer import make_trainer
+
+INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,18 @@ class Course(Rhythm):
     length: int
     fused: bool
     equal: bool
+    shape: str = "roberta"
 
     def ground(self) -> Ground:
         dropout = 0.0 if self.equal else 0.1
         return ground(
             self.cache,
             f"model.length={self.length}",
-            f"model.config.hidden_dropout_prob={dropout}",
-            f"model.config.attention_probs_dropout_prob={dropout}",
+            *(f"{name}={dropout}" for name in DROPOUT[self.shape]),
             f"trainer.batch_size={self.batch}",
             f"trainer.steps={self.steps}",
             *(["++optim.fused=true"] if self.fused else []),
+            shape=self.shape,
         )
 
 
@@ -62,8 +65,7 @@ def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callba
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
-        about = {"group": "bench", "job": "bench", "tags": [], "config": {}}
-        with track(place.plan.logger.flags, folder, **about) as loggers:
+        with track(place.plan.logger.flags, folder, about=About("bench", "bench", [], {})) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, last, *callbacks]}
             fitting = make_trainer(options.lightning, label=domain.name, **how)
             fitting.fit(place.module, datamodule=place.data)
@@ -100,8 +102,7 @@ def bare(course: Course, beat: Beat) -> None:
 def dense(course: Course, beat: Beat) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
-    from cpt.data.batch import labels_of
-    from cpt.models.objectives import inputs_of
+    from cpt.data.batch import inputs_of, labels_of
 
     loop(
         course,
@@ -111,8 +112,15 @@ def dense(course: Course, beat: Beat) -> None:
 
 
 def hf(course: Course, beat: Beat) -> None:
-    """The Hugging Face Trainer as run_mlm uses it; its optimizer and schedule are cpt's."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    """The Hugging Face Trainer as run_mlm uses it; its optimizer and schedule are cpt's. Of T5, whose
+    corruption transformers does not make, the Seq2SeqTrainer on cpt's very batches."""
+    from transformers import (
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     class Pulse(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -121,7 +129,8 @@ def hf(course: Course, beat: Beat) -> None:
     place, losses, scored = course.ground(), [], []
     model, options = place.module.model, place.plan.trainer
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss))
-    settings = TrainingArguments(
+    seq2seq = course.shape == "t5"
+    settings = (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)(
         output_dir=tempfile.mkdtemp(),
         max_steps=place.steps,
         per_device_train_batch_size=course.batch,
@@ -133,8 +142,8 @@ def hf(course: Course, beat: Beat) -> None:
         report_to=[],
         use_cpu=True,
     )
-    rows, collator = batches(place) if course.equal else unmasked(place)
-    Trainer(
+    rows, collator = batches(place) if course.equal or seq2seq else unmasked(place)
+    (Seq2SeqTrainer if seq2seq else Trainer)(
         model=model,
         args=settings,
         train_dataset=rows,
@@ -171,7 +180,7 @@ def batches(place: Ground) -> tuple[Any, Any]:
     for batch in whole:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         batch["labels"] = labels_of(batch)
-    names = ("input_ids", "attention_mask", "labels")
+    names = [name for name in (*INPUTS, "labels") if name in whole[0]]
     rows = [{name: batch[name][row] for name in names} for batch in whole for row in range(stream.batch_size)]
     return rows, default_data_collator
 

@@ -11,7 +11,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from ground import arguments
+from ground import SHAPES, arguments
 from measuring import paired, save, spread
 from stage import Chunks, joined, played, prepare, times, undisturbed
 from subjects import SUBJECTS, Course
@@ -99,6 +99,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
     parser.add_argument("--batch", type=int, default=16, help="samples per step")
     parser.add_argument("--check-steps", type=int, default=25, help="steps of the equal-work check")
+    parser.add_argument("--shape", choices=list(SHAPES), default="roberta", help="masked, or T5 by its spans")
     parser.add_argument("--fused", action="store_true", help="fused AdamW on all sides")
     return parser.parse_args()
 
@@ -106,7 +107,9 @@ def options() -> argparse.Namespace:
 def main() -> None:
     chosen = options()
     prepare(chosen.threads)
-    shared = {name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "fused")}
+    shared = {
+        name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "fused", "shape")
+    }
     course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, equal=False)
     check = Course(**shared, rounds=1, chunk=chosen.check_steps, equal=True)
     for each in (course, check):
@@ -116,7 +119,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     results = {"options": settings, "equal_work": equal, **summary(run, course), "chunks": run["chunks"]}
     print(shown(results))
-    save("throughput", results, out=chosen.out)
+    save("throughput" if chosen.shape == "roberta" else "throughput_t5", results, out=chosen.out)
 
 
 if __name__ == "__main__":

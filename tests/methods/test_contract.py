@@ -22,6 +22,13 @@ from tests.support.seams import SEAMS, chosen
 
 METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted(SEAMS)
 LEARNING = [name for name in METHODS if name != "none"]
+# One method of each kind of state; of promises that cost many runs, the others are kept in the campaign.
+KINDS = {"none", "ncl", "joint", "das", "ewc", "derpp", "hat", "demix", "olora", "companions"}
+
+
+def of_each_kind(methods: list[str]) -> list:
+    """The methods, of which those beside KINDS are asked for by `-m campaign`."""
+    return [pytest.param(name, marks=[] if name in KINDS else pytest.mark.campaign) for name in methods]
 
 
 class KilledError(BaseException):
@@ -215,7 +222,7 @@ def test_compositions_go_on_with_the_same_bits(choices, killing, small, start, t
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("method", LEARNING)
+@pytest.mark.parametrize("method", of_each_kind(LEARNING))
 def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
     few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
     start(small(*chosen(method), "mask=migu", ORDER, *DROPOUT, *few), tmp_path)
@@ -223,7 +230,7 @@ def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
     assert scores["run"]["finished"] and all(0 < loss < 20 for row in scores["nll"] for loss in row)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", of_each_kind(METHODS))
 @pytest.mark.parametrize(
     "moment", ["save_documents", "tidy"], ids=["before each commit", "after each commit"]
 )

@@ -12,7 +12,7 @@ import transformers
 import cpt.adapters.export
 from cpt.models.resizing import is_tied
 from cpt.training import loop
-from tests.methods.test_contract import LEARNING, KilledError, Killer, bits
+from tests.methods.test_contract import KINDS, LEARNING, KilledError, Killer, bits
 from tests.support.endtask_fixtures import write_task
 from tests.support.making import ORDER, made
 from tests.support.seams import SEAMS, chosen
@@ -26,7 +26,12 @@ FORMS = {
     "untied": ["model.config.feed_forward_proj=gated-gelu", "+model.config.tie_word_embeddings=false"],
 }
 DROPOUT = ["model.config.dropout_rate=0.1"]
-KINDS = [(method, form) for method in METHODS for form in FORMS]
+# A head of its own is the harder form: the other is kept in the campaign but for a method of each kind.
+ON_FORMS = [
+    pytest.param(method, form, marks=[] if form == "untied" or method in KINDS else pytest.mark.campaign)
+    for method in METHODS
+    for form in FORMS
+]
 
 
 @pytest.fixture
@@ -40,7 +45,7 @@ def config(small_t5):
     return build
 
 
-@pytest.mark.parametrize(("method", "form"), KINDS)
+@pytest.mark.parametrize(("method", "form"), ON_FORMS)
 def test_two_domains_are_learned_and_a_killed_run_ends_with_the_same_bits(
     method, form, config, start, tmp_path, monkeypatch
 ):
