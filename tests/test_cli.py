@@ -69,6 +69,7 @@ def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch)
     assert by_path.stdout == by_name.stdout and "seed: 3" in by_name.stdout and "name: run" in by_name.stdout
 
 
+@pytest.mark.slow
 def test_the_help_names_the_program_and_every_group(tmp_path):
     ended = ran("--help", cwd=tmp_path)
     assert ended.returncode == 0 and ended.stdout.startswith("cpt is powered by Hydra.")

@@ -113,6 +113,7 @@ def test_choices_that_are_named_exist(path):
     assert {(group, name) for group, name in wanted if not (CONF / group / f"{name}.yaml").exists()} == set()
 
 
+@pytest.mark.slow
 @each_document
 def test_options_that_are_named_exist(path):
     found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
@@ -120,6 +121,7 @@ def test_options_that_are_named_exist(path):
     assert {key for key in found - options() if not key.startswith(open_to)} == set()
 
 
+@pytest.mark.slow
 @each_document
 def test_runs_that_are_shown_are_hydras_and_set_what_there_is(path):
     shown = [word for given in commands(path, "python run.py") for word in given if "=" in word]

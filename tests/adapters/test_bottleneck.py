@@ -15,6 +15,8 @@ from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.models.units import sublayers
 from tests.models.test_units import FAMILIES, build, hooks, inputs_of, logits
 
+pytestmark = pytest.mark.slow
+
 HOULSBY = {"placement": "houlsby", "reduction": 4, "activation": "gelu"}
 PFEIFFER = HOULSBY | {"placement": "pfeiffer"}
 PLUGINS = {"attention": 0.667, "ffn": 1.0, "output_relu": False}

@@ -20,6 +20,8 @@ import cpt.adapters.export
 from cpt.adapters.bank import Scope
 from cpt.adapters.export import export_parts, load
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[1, 7, 8, 9, 2], [1, 5, 6, 2, 0]])
 BIAS = "lm_head.scale.bias"
 DENSE = "roberta.encoder.layer.0.output.dense.weight"

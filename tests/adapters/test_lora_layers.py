@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from cpt.adapters import lora
 from cpt.models.units import projections
 
+pytestmark = pytest.mark.slow
+
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 SIZES = {
     "hidden_size": 16,

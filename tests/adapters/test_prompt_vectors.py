@@ -14,6 +14,8 @@ from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
 from tests.support.running import batch_of, encoded, outputs_at, token_nll
 
+pytestmark = pytest.mark.slow
+
 N, B, T = 5, 3, 7
 CAUSAL = [name for name, family in FAMILIES.items() if "CausalLM" in family.auto.__name__]
 MASKED = [name for name, family in FAMILIES.items() if "MaskedLM" in family.auto.__name__]

@@ -42,11 +42,13 @@ def test_the_groups_are_those_of_the_house():
     } <= set(GROUPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "model"])
 def test_every_model_names_itself(choice, composed):
     assert composed(f"model={choice}").model.name == choice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["method", "replay", "domains"])
 def test_every_choice_is_called_as_its_file(group, composed):
     names = [name for each, name in CHOICES if each == group]
@@ -208,6 +210,7 @@ def test_bad_input_on_the_command_line(arguments, told, tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_traceback_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     ended = command("order=9", folder=tmp_path)
@@ -215,6 +218,7 @@ def test_a_traceback_on_request(tmp_path, monkeypatch):
     assert "Traceback" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_wrong_config_is_found_without_torch(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ['run.py', 'order=9']; import runpy\n"

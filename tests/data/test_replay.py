@@ -30,6 +30,8 @@ from tests.conftest import ROOT, SMALL
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 from tests.support.processes import ended, started
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"a": 23, "b": 7, "c": 40, "now": 31, "general": 9}
 BATCH = 8
 

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from cpt.models.gating import gate_units
 from cpt.models.units import KINDS, Units, blocks, factors, find_units, projections
 
+pytestmark = pytest.mark.slow
+
 B, T, V = 3, 7, 60
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,

@@ -20,6 +20,8 @@ from cpt.reporting.formatting import perplexity, shorten
 from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
 from tests.support.probing import probes
 
+pytestmark = pytest.mark.slow
+
 NLL = [[5.12, 5.15, 5.2, 4.98], [4.65, 4.8, 5.0, 5.14], [4.89, 3.79, 4.9, 5.2], [4.95, 4.1, 4.0, 5.25]]
 DOMAINS = ["sympy", "networkx", "pandas", "general"]
 

@@ -23,6 +23,8 @@ from cpt.sweeps.jobs import PreemptedJob
 from cpt.sweeps.optuna_sweeper import OptunaSweeper
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 optuna = pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
 CONFIG = """

@@ -71,6 +71,7 @@ def test_what_may_be_said(given, composed):
     assert make_plan(composed(*overrides(given))).order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_of_the_config_is_right(group, choice, composed):
     chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(

@@ -271,6 +271,7 @@ def test_a_column_that_is_not_there_is_told(source, tmp_path):
         make_corpus(made, "sst-2", cache=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MINI.is_dir(), reason="needs the small standard benchmark")
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_the_standard_benchmark_is_read_in_its_orders(composed, tmp_path, order):
@@ -292,6 +293,7 @@ def test_the_long_sequence_has_fifteen_tasks_in_each_order(composed):
     assert all(len(order) == 15 == len(set(order)) for order in orders.values())
 
 
+@pytest.mark.slow
 def test_without_a_folder_there_are_tasks_of_what_is_installed(composed, monkeypatch):
     monkeypatch.setitem(PACKAGES, "networkx", ("networkx",))
     plan = make_plan(composed("model=tiny_gpt2", "domains=tasks"))

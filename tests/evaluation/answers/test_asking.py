@@ -9,6 +9,8 @@ from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
 from tests.support.data_fixtures import framed
 
+pytestmark = pytest.mark.slow
+
 END, PAD = 2, 1
 CHOICES = ("one", "two", "three")
 ANSWERS = ([11, END], [12, 13, END], [14, 15, 16, END])

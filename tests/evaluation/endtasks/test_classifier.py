@@ -14,6 +14,8 @@ from cpt.evaluation.endtasks.encoding import FineTuning, encode, has_types, long
 from cpt.evaluation.endtasks.tasks import Example, Settings
 from tests.support.endtask_fixtures import model, rows, tokenizer
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CLASSES = ["bad", "good"]
 SETTINGS = Settings(

@@ -8,6 +8,8 @@ from cpt.evaluation.endtasks import suite
 from cpt.evaluation.endtasks.suite import EndTasks, path, share_measurements
 from tests.support.endtask_fixtures import QUICK, model, options, tokenizer, write_task
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ALL = ["law", "food"]
 

@@ -16,6 +16,8 @@ from cpt.reporting import drawing, figures
 from cpt.reporting.comparison import charts
 from cpt.reporting.drawing import description
 
+pytestmark = pytest.mark.slow
+
 
 def made(*, count=3, method="ncl", rows=None, nll=None, parts=None, seed=0):
     """Scores over so many domains and general text: the base at 4 nats, a learned domain at 3, then 3.1."""
