@@ -2,7 +2,7 @@
 `python benchmarks/options.py`.
 
 The options are those of tests/support/wrong_options.py; those on the model need torch, Lightning and
-transformers."""
+transformers, and are of the tests' small model."""
 
 import subprocess
 import sys
@@ -30,8 +30,8 @@ def seconds(given: str, folder: str) -> float:
 def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, table in (("at_once", AT_ONCE), ("on_the_model", ON_THE_MODEL)):
-            took = {given: seconds(given, folder) for given in table}
+        for name, table, size in (("at_once", AT_ONCE, []), ("on_the_model", ON_THE_MODEL, SMALL)):
+            took = {given: seconds(given, folder, size=size) for given in table}
             slowest = max(took, key=took.get)
             figures = {"count": len(took), "median": median(took.values()), "most": took[slowest]}
             found[name] = figures | {"slowest": slowest}
