@@ -13,13 +13,14 @@ from statistics import median
 from measuring import ROOT, save
 
 sys.path.insert(0, str(ROOT))
+from tests.conftest import SMALL  # noqa: E402
 from tests.support.wrong_options import AT_ONCE, ON_THE_MODEL  # noqa: E402
 
 
-def seconds(given: str, folder: str) -> float:
+def seconds(given: str, folder: str, *, size: list[str]) -> float:
     """Until a start with these overrides has ended, in one line."""
     overrides = [given] if "{" in given else [each.replace("=(", "='('") for each in given.split()]
-    command = [sys.executable, str(ROOT / "run.py"), *overrides]
+    command = [sys.executable, str(ROOT / "run.py"), *size, *overrides]
     began = time.perf_counter()
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     took = time.perf_counter() - began
