@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -11,11 +12,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
 from cpt.core.collectives import agree, wait_for_others
 from cpt.core.config import digest
+from cpt.core.places import CONF
 from cpt.core.preemption import Herald, Preempted, leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from cpt.training.plan import Plan
     from cpt.training.pretraining import Base
 
+log = logging.getLogger(__name__)
 FORMAT = 1  # counts changes of what a file of answers depends on
 
 
@@ -184,6 +188,7 @@ def make_asking(
 ) -> Asking | None:
     """What the tasks of a run are asked; None where its domains are no tasks."""
     if plan.answers is None:
+        tell_unasked(plan)
         return None
     how = {"tokenizer": start.tokenizer, "length": start.length, "seq2seq": start.seq2seq}
     split = plan.source.score_on
@@ -198,6 +203,16 @@ def make_asking(
     known_by += [start.length, split]
     digests = {task: digest([*known_by, corpora.by_name[task].facts["digest"]]) for task in plan.order}
     return Asking(plan.answers, questions, digests, place, module, data, start.tokenizer)
+
+
+def tell_unasked(plan: Plan) -> None:
+    """Says of options for answers that domains of raw text are asked nothing."""
+    given, usual = plan.settings["answers"], OmegaConf.load(CONF / "answers" / "default.yaml")
+    if given["name"] == usual["name"] and given != usual and is_first_process():
+        changed = [f"answers.{name}={value}" for name, value in given.items() if value != usual[name]]
+        log.info(
+            "%s without effect: domains=%s are raw text", ", ".join(changed), plan.settings["domains"]["name"]
+        )
 
 
 def question_of(prompt: Prompt) -> Question:

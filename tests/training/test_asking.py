@@ -134,3 +134,11 @@ def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(aske
     food, law = ([read_answers(path_of(row, task))[0] for row in rows] for task in TASKS)
     assert food[1] == food[2] != food[0]
     assert law[0] == law[1] != law[2]
+
+
+@pytest.mark.parametrize(("given", "told"), [([], 0), (["answers.tokens=3"], 1), (["answers=none"], 0)])
+def test_options_of_answers_without_tasks_are_told(given, told, small, start, tmp_path, caplog):
+    caplog.set_level("INFO")
+    start(small("order=[law]", "trainer.steps=1", *given), tmp_path)
+    lines = [line for line in caplog.messages if "without effect: domains=texts are raw text" in line]
+    assert len(lines) == told and all(line.startswith("answers.tokens=3") for line in lines)
