@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,14 @@ from cpt.data.corpora import tokenizer_digest
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.answers.asking import Question, rank_choices, write_answers
 from cpt.evaluation.answers.files import path_of, read_answers, save_answers
-from cpt.evaluation.answers.metrics import MEASURES, Answered
+from cpt.evaluation.answers.metrics import Answered
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.answers.results import (
+    Told,
     compute_intervals,
     compute_metrics,
-    head_of,
     matrix_of,
+    tell_answers,
     tell_task,
 )
 from cpt.methods.base import ContinualModule
@@ -66,6 +67,7 @@ class Asking:
     module: ContinualModule
     data: DomainSequence
     tokenizer: PreTrainedTokenizerBase
+    known: dict[tuple[int, str], Told] = field(default_factory=dict)  # of the files that have been read
 
     @property
     def when(self) -> str:
@@ -152,29 +154,30 @@ class Asking:
         )
 
     def results(self, rows: int) -> dict[str, Any]:
-        """The `answers` of scores.json, from the files of so many rows."""
-        found = {task: [self.read(row, task) for row in range(rows)] for task in self.questions}
+        """The `answers` of scores.json, from the files of so many rows; intervals after the last stage."""
+        found = {task: [self.told(row, task) for row in range(rows)] for task in self.questions}
         there = {task: cells for task, cells in found.items() if any(cells)}
-        told = {
-            task: tell_task([cell[0] if cell else None for cell in cells]) for task, cells in there.items()
-        }
-        answers = {
+        answers: dict[str, Any] = {
             "when": self.when,
-            "seconds": sum(cell[1] for cells in there.values() for cell in cells if cell),
-            "tasks": told,
+            "seconds": sum(cell.seconds for cells in there.values() for cell in cells if cell),
+            "tasks": {task: tell_task(cells) for task, cells in there.items()},
             "metrics": {},
             "intervals": {},
         }
         names = ["base", *(domain.name for domain in self.data.domains)][:rows]
-        if told and all(cell is not None for cells in there.values() for cell in cells):
-            measured = compute_metrics(matrix_of(answers), rows=names, tasks=list(told))
+        if there and all(cell is not None for cells in there.values() for cell in cells):
+            measured = compute_metrics(matrix_of(answers), rows=names, tasks=list(there))
             answers["metrics"] = {name: float(value) for name, value in measured.items()}
-            values = {
-                task: [MEASURES[head_of(told[task])].compute(cell[0]) for cell in cells]
-                for task, cells in there.items()
-            }
-            answers["intervals"] = compute_intervals(values, rows=names)
+            if rows == len(self.data) + 1:
+                values = {task: [cell.head for cell in cells] for task, cells in there.items()}
+                answers["intervals"] = compute_intervals(values, rows=names)
         return answers
+
+    def told(self, row: int, task: str) -> Told | None:
+        """What the answers of a row come to; each file is read once."""
+        if (row, task) not in self.known and (read := self.read(row, task)) is not None:
+            self.known[row, task] = tell_answers(read[0], seconds=read[1])
+        return self.known.get((row, task))
 
 
 def make_asking(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,20 +29,41 @@ FIELDS = {"when": str, "seconds": float, "tasks": dict[str, dict[str, Any]], "me
 FIELDS |= {"intervals": dict[str, list[float]]}
 
 
-def tell_task(rows: Sequence[Answered | None]) -> dict[str, Any]:
-    """A task of `answers`, from what was answered in each row; None for a row in which it was not asked."""
+@dataclass(frozen=True)
+class Told:
+    """What the answers to a task come to: small, as a run of N tasks has N (N + 1) of them."""
+
+    examples: int
+    chance: float | None
+    majority: float | None
+    means: Mapping[str, float | None]  # of every measure; the task is known by the first
+    head: np.ndarray  # [examples]: that one, by example
+    seconds: float
+
+
+def tell_answers(answered: Answered, *, seconds: float = 0.0) -> Told:
+    """What answers come to."""
     from cpt.evaluation.answers.metrics import MEASURES, chance, majority, measures_of
 
+    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered)}
+    return Told(
+        len(answered.references),
+        chance(answered.choices),
+        majority(answered.references, answered.choices),
+        {name: mean_of(each) for name, each in values.items()},
+        next(iter(values.values())).astype(np.float32),
+        seconds,
+    )
+
+
+def tell_task(rows: Sequence[Told | None]) -> dict[str, Any]:
+    """A task of `answers`, from what each row's answers come to; None for a row in which it was not asked."""
     there = next(row for row in rows if row is not None)
-    values = {
-        name: [None if row is None else mean_of(MEASURES[name].compute(row)) for row in rows]
-        for name in measures_of(there)
-    }
     return {
-        "examples": len(there.references),
-        "chance": chance(there.choices),
-        "majority": majority(there.references, there.choices),
-        "measures": values,
+        "examples": there.examples,
+        "chance": there.chance,
+        "majority": there.majority,
+        "measures": {name: [row and row.means[name] for row in rows] for name in there.means},
     }
 
 

@@ -19,6 +19,7 @@ from cpt.evaluation.answers.results import (
     check_answers,
     compute_intervals,
     compute_metrics,
+    tell_answers,
     tell_task,
 )
 
@@ -65,7 +66,7 @@ def test_each_measure_by_hand():
 def test_a_model_that_forgot_the_form_is_told_from_one_that_forgot_the_task():
     """Written rightly in another language, all is invalid; ranked, nothing is lost."""
     given = answered(written=["Welt", "Sport", "Welt", "Sport"], ranked=answered().references)
-    told = tell_task([given])["measures"]
+    told = tell_task([tell_answers(given)])["measures"]
     assert told["exact_match"] == [0] and told["invalid"] == [1]
     assert told["accuracy_valid"] == [None] and told["accuracy_ranked"] == [1]
 
@@ -161,7 +162,7 @@ def test_intervals_are_of_examples_and_paired_between_rows():
 
 
 def test_wrong_answers_in_a_file_are_told():
-    task = tell_task([answered(), None])
+    task = tell_task([tell_answers(answered()), None])
     fine = {"when": "last", "seconds": 1.0, "tasks": {"a": task}, "metrics": {}, "intervals": {}}
     check_answers(fine, rows=["base", "a"])
     check_answers({}, rows=[])
