@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
-from cpt.core.collectives import agree, wait_for_others
+from cpt.core.collectives import wait_for_others
 from cpt.core.config import digest
 from cpt.core.places import CONF
 from cpt.core.preemption import Herald, Preempted, leave_together
@@ -38,6 +38,7 @@ from cpt.evaluation.answers.results import (
 )
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
+from cpt.training.after_stages import AfterStages
 from cpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ FORMAT = 1  # counts changes of what a file of answers depends on
 
 
 @dataclass(frozen=True)
-class Asking:
+class Asking(AfterStages):
     """The tasks of a run, asked of what the module hands on after a stage. Processes share the tasks out."""
 
     GROUP, KIND = "answers", "answers"  # what asks for them, and what they are in scores.json
@@ -69,34 +70,16 @@ class Asking:
     tokenizer: PreTrainedTokenizerBase
     known: dict[tuple[int, str], Told] = field(default_factory=dict)  # of the files that have been read
 
-    @property
-    def when(self) -> str:
-        return self.options.when
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """Nothing: what is measured of other data has another digest."""
-        return {}
-
-    def name(self, number: int) -> str:
-        """The stage's, as the row of the matrix."""
-        return "base" if number == 0 else self.data.domains[number - 1].name
-
     def folder(self, number: int) -> Path:
         return self.place.answers(number, self.name(number))
 
     def due(self, number: int) -> list[str]:
-        """The tasks that are asked after so many stages and not in the run folder yet."""
         if not self.options.is_due(number, stages=len(self.data)):
             return []
         return [name for name in self.questions if self.read(number, name) is None]
 
     def read(self, number: int, task: str) -> tuple[Answered, float] | None:
         return read_answers(path_of(self.folder(number), task), digest=self.digests[task])
-
-    def missing(self, number: int) -> bool:
-        """Whether something is not in the run folder yet; all processes get the same answer."""
-        return bool(agree(len(self.due(number))))
 
     def measure(self, number: int, device: torch.device) -> None:
         """Asks what is missing after a stage, whose weights the module has; each process its share."""

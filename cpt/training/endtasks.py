@@ -15,6 +15,7 @@ from cpt.core.preemption import Preempted, leave_together
 from cpt.core.processes import rank_and_world
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualModule
+from cpt.training.after_stages import AfterStages
 from cpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Examination:
+class Examination(AfterStages):
     """The end tasks of a run's domains, measured on copies of what the module hands on after a stage."""
 
     GROUP, KIND = "endtask", "endtasks"  # what asks for them, and what they are in scores.json
@@ -41,10 +42,6 @@ class Examination:
     def contents(self) -> dict[str, str]:
         """What the data of each task are known by."""
         return {name: task.content for name, task in self.endtasks.by_name.items()}
-
-    def name(self, number: int) -> str:
-        """The stage's, as the row of the matrix."""
-        return "base" if number == 0 else self.data.domains[number - 1].name
 
     def due(self, number: int) -> list[str]:
         """The tasks that are asked for after so many stages."""

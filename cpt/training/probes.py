@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
-from cpt.core.collectives import agree
 from cpt.core.preemption import Herald, Preempted, leave_together
 from cpt.core.progress import progress_bar
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.probes.options import LMEval
 from cpt.evaluation.probes.results import path_of, pick_metric, read_results, save_results, tell_task
 from cpt.methods.base import ContinualModule
+from cpt.training.after_stages import AfterStages
 from cpt.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Probing:
+class Probing(AfterStages):
     """The probe of a run, measured on what the module hands on after a stage. The first process has the
     harness and works; the others wait."""
 
@@ -43,34 +43,16 @@ class Probing:
     data: DomainSequence
     tokenizer: PreTrainedTokenizerBase
 
-    @property
-    def when(self) -> str:
-        return self.options.when
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """Nothing: what is measured of other data has another digest."""
-        return {}
-
-    def name(self, number: int) -> str:
-        """The stage's, as the row of the matrix."""
-        return "base" if number == 0 else self.data.domains[number - 1].name
-
     def folder(self, number: int) -> Path:
         return self.place.probes(number, self.name(number))
 
     def due(self, number: int) -> list[str]:
-        """The tasks that are asked for after so many stages and not in the run folder yet."""
         if self.harness is None or not self.options.is_due(number, stages=len(self.data)):
             return []
         return [name for name in self.harness.columns if self.read(number, name) is None]
 
     def read(self, number: int, task: str) -> dict[str, Any] | None:
         return read_results(path_of(self.folder(number), task), digest=self.harness.digest(task))
-
-    def missing(self, number: int) -> bool:
-        """Whether something is not in the run folder yet; all processes get the first one's answer."""
-        return bool(agree(len(self.due(number))))
 
     def backbone(self, number: int) -> PreTrainedModel:
         """The model after a stage, whose weights the module has: that of the last domain learned."""

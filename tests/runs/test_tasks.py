@@ -5,25 +5,14 @@ import math
 
 import pytest
 
-from tests.conftest import VOCABULARIES, sentences
+from tests.support.task_fixtures import write_tasks
 
 TASKS = ("law", "food")
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Two tasks and general text: which word a made-up text has."""
-    root = tmp_path_factory.mktemp("tasks")
-    for seed, name in enumerate(TASKS):
-        for split, count in (("train", 80), ("test", 20)):
-            (root / name).mkdir(exist_ok=True)
-            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"))
-            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in made]
-            (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (root / "general").mkdir()
-    general = sentences(VOCABULARIES["general"], count=120, seed=0)
-    (root / "general" / "all.txt").write_text("\n".join(general))
-    return root
+    return write_tasks(tmp_path_factory.mktemp("tasks"), TASKS, train=80, test=20)
 
 
 @pytest.fixture

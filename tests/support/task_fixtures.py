@@ -1,6 +1,9 @@
 """What the tests of tasks share: examples, chats, and tokenizers of six styles."""
 
+import json
 import random
+from collections.abc import Sequence
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -8,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from cpt.data.encoding import Encoder
 from cpt.data.examples import Example
 from cpt.data.sources.base import Encoding
+from tests.conftest import VOCABULARIES, sentences
 from tests.support.data_fixtures import bare, closed, framed, opened, prose
 
 LABELS = ("mu na", "pe ri so", "tu")
@@ -93,3 +97,17 @@ def encoder(
 ) -> Encoder:
     how = Encoding(truncate=truncate, scored_turns=scored_turns)
     return Encoder(tokenizer, length, how, seq2seq)
+
+
+def write_tasks(root: Path, names: Sequence[str], *, train: int, test: int) -> Path:
+    """Tasks, whether a made-up text is long, and general text; gives the folder."""
+    for seed, name in enumerate(names):
+        (root / name).mkdir()
+        for split, count in (("train", train), ("test", test)):
+            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"))
+            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in made]
+            (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "general").mkdir()
+    general = sentences(VOCABULARIES["general"], count=120, seed=0)
+    (root / "general" / "all.txt").write_text("\n".join(general))
+    return root

@@ -8,25 +8,14 @@ import torch
 from cpt.evaluation.answers.files import path_of, read_answers
 from cpt.evaluation.answers.metrics import MEASURES
 from cpt.training import loop
-from tests.conftest import VOCABULARIES, sentences
+from tests.support.task_fixtures import write_tasks
 
 TASKS = ("food", "law")
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Two tasks, whether a made-up text is long, and general text."""
-    root = tmp_path_factory.mktemp("asked")
-    for seed, name in enumerate(TASKS):
-        (root / name).mkdir()
-        for split, count in (("train", 60), ("test", 24)):
-            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"))
-            rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in made]
-            (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (root / "general").mkdir()
-    general = sentences(VOCABULARIES["general"], count=120, seed=0)
-    (root / "general" / "all.txt").write_text("\n".join(general))
-    return root
+    return write_tasks(tmp_path_factory.mktemp("asked"), TASKS, train=60, test=24)
 
 
 @pytest.fixture
