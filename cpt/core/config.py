@@ -34,7 +34,7 @@ EXECUTION = (
 )
 
 # Options that came later, and the value with which a run is what it was without them: such folders go on.
-NEUTRAL = {"callbacks": {}, "model.resize": False, "model.mean_span": None, "optim.carry": False}
+NEUTRAL = {"callbacks": {}, "model.resize": False, "model.mean_span": None, "optim.carry": "none"}
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 
@@ -73,6 +73,8 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def canonical(key: str, value: Any) -> Any:
     """A value as it is compared: 1e3 is 1000, and a class of cpt is known by its name, wherever it stands."""
+    if key == "optim.carry" and isinstance(value, bool):  # as it was once said
+        return "moments" if value else "none"
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -10,6 +10,7 @@ INTERVALS: dict[str, Callable[[float], bool]] = {
     "0 or more": lambda value: 0 <= value < math.inf,
     "above 0": lambda value: 0 < value < math.inf,
     "above 0 and below 1": lambda value: 0 < value < 1,
+    "above 0, at most 1": lambda value: 0 < value <= 1,
     "0 to 1": lambda value: 0 <= value <= 1,
     "0 or more and below 1": lambda value: 0 <= value < 1,
 }

@@ -112,7 +112,8 @@ class DomainSequence(LightningDataModule):
     def progress(self, step: int) -> Progress:
         """Where the run is at a step of the current domain."""
         steps, place = [self.steps(domain) for domain in self.domains], self.domains.index(self.domain)
-        return Progress(step, steps[place], place, len(steps), sum(steps[:place]) + step, sum(steps))
+        before = sum(steps[:place])
+        return Progress(step, steps[place], place, len(steps), before + step, sum(steps), steps[0])
 
     def past(self, domain: Domain) -> list[str]:
         """The texts that were learned before a domain, each once."""

@@ -29,7 +29,9 @@ PHASES = (
     "answers",
     "probes",
 )  # kinds of seconds; "start": what precedes the stages
-LATER = {"conditions", "skipped", "alone", "probes", "answers"}  # fields that files of this version may lack
+LATER = {  # fields that files of this version may lack
+    *("conditions", "skipped", "alone", "probes", "answers", "rates")
+}
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
@@ -55,6 +57,7 @@ class Scores(Layout):
     flops: list[int] = field(default_factory=list)  # [row], floating-point operations of the stage
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
+    rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
     probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
@@ -80,7 +83,7 @@ class Scores(Layout):
             raise ValueError(f"tokens, bytes, scored are {sizes} numbers, bytes > 0; columns {self.domains}")
         if self.matrix.shape != (len(self.rows), len(self.domains)):
             raise ValueError(f"nll is {self.matrix.shape}, needed is {(len(self.rows), len(self.domains))}")
-        for name in ("parts", *COSTS):
+        for name in ("parts", "rates", *COSTS):
             if (given := len(getattr(self, name))) not in (0, len(self.rows)):
                 raise ValueError(
                     f"{name} has {given} entries, needed is none or one for each row {self.rows}"
@@ -120,6 +123,7 @@ class Scores(Layout):
         *,
         nll: Sequence[float],
         parts: Mapping[str, Mapping[str, float]] | None = None,
+        rates: Sequence[float] = (),
         **costs: int,
     ) -> None:
         """Adds the row of the model after a stage ("base" first) and measures anew, without intervals; what
@@ -129,6 +133,7 @@ class Scores(Layout):
         self.rows.append(row)
         self.nll.append([float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
+        self.rates += [[]] * (len(self.rows) - 1 - len(self.rates)) + [list(rates)]
         for name in COSTS:
             noted = getattr(self, name)
             noted += [0] * (len(self.rows) - 1 - len(noted))  # of rows that an earlier version added

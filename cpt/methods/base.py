@@ -29,6 +29,7 @@ from cpt.methods.staged import Staged
 from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
+from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Progress
@@ -70,6 +71,7 @@ class ContinualModule(Staged):
         self.beside = nn.ModuleDict()  # the companions by name
         self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
         self.carried: CarriedState | None = None
+        self.trunk: Snapshot | None = None  # where a domain's decay is a branch
         self.bank: Bank | None = None
         self.router: Router | None = None
         self.guard = Guard()

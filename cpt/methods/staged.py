@@ -70,6 +70,7 @@ class Staged(LightningModule):
         for mask in self.masks:
             mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
+            self.begin_from_trunk()
             self.seeded("before")
             self.before_domain(self.trainer.datamodule.probe())
             self.zero_grad()
@@ -87,6 +88,30 @@ class Staged(LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         self.seeded(batch_idx)
+        if batch_idx == self.branch_step * self.trainer.accumulate_grad_batches:
+            self.keep_trunk()
+
+    @property
+    def branch_step(self) -> int:
+        """The step of the domain before which the next one goes on: all have been made, or those before a
+        decay that is a branch."""
+        steps = self.trainer.datamodule.steps(self.domain)
+        return steps if self.trunk is None else self.schedule.branch_step(steps)
+
+    def begin_from_trunk(self) -> None:
+        """Puts back the weights before a branch; the optimizer has its state by now. A stage that is resumed
+        has both from its checkpoint."""
+        if self.trunk is not None:
+            self.trunk.restore(self.model)
+        if self.carried is not None:
+            self.carried.clear()
+
+    def keep_trunk(self) -> None:
+        """Keeps what the next domain goes on from: the optimizer's state, and weights before a branch."""
+        if self.trunk is not None:
+            self.trunk.take(self.model)
+        if self.carried is not None:
+            self.carried.take(self.trainer.optimizers[0], self.named_parameters())
 
     def seeded(self, moment: int | str) -> None:
         """Makes what is drawn from now on a function of seed, domain, moment and process."""
@@ -158,8 +183,8 @@ class Staged(LightningModule):
             self.seeded("after")
             self.after_domain(self.trainer.datamodule.probe())
             self.zero_grad()
-        if self.carried is not None:
-            self.carried.take(self.trainer.optimizers[0], self.named_parameters())
+        if self.branch_step == self.trainer.max_steps:
+            self.keep_trunk()
         self.to(home)
 
     def on_validation_start(self) -> None:

@@ -28,7 +28,7 @@ class CarriedState(NamedTensors):
                     self.update({f"{name}:{key}": value.cpu()})
                 elif value is not None:
                     kind = type(optimizer).__name__
-                    raise ValueError(f"optim.carry=true: {kind} keeps {key}={value}; allowed: false")
+                    raise ValueError(f"optim.carry: {kind} keeps {key}={value}; allowed: none")
 
     def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Hands the state on to a new optimizer, and tells which parameters are new or gone."""
@@ -45,7 +45,6 @@ class CarriedState(NamedTensors):
             tell_names(new, "new and begin without a state of the optimizer")
             tell_names(list(carried), "gone")
         optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
-        self.clear()
 
     def by_name(self) -> dict[str, dict[str, Tensor]]:
         """The state of each parameter."""

@@ -5,14 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Choice, Options, option, prefix_errors
-from cpt.core.rules import YES_NO, Rule, is_list, is_number, number
+from cpt.core.rules import Rule, is_list, is_number, number
 from cpt.core.sections import GIVEN, Section
 
 BETAS = Rule(
     lambda value: is_list(value, lambda beta: is_number(beta) and 0 <= beta < 1) and len(value) == 2,
     "two numbers, 0 or more and below 1",
 )
-CARRY = "each domain goes on with the state (moments, counts of steps) of the one before"
+CARRY = (
+    "what each domain goes on with of the one before: none, moments (and counts of steps), all (the "
+    "schedule's place too: it sees one domain)"
+)
+CARRIES = Rule(
+    lambda value: isinstance(value, bool) or value in ("none", "moments", "all"), "none, moments, all"
+)
 RULES = {  # of arguments that optimizers of torch have in common
     "lr": number("0 or more"),
     "weight_decay": number("0 or more"),
@@ -30,7 +36,7 @@ class AdamWOptions(Options):
     betas: Any = option("of the moments", BETAS)
     eps: float = option("added to the root of the second moment", RULES["eps"])
     weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
-    carry: bool = option(CARRY, YES_NO, default=False)
+    carry: Any = option(CARRY, CARRIES, default="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,7 @@ class SGDOptions(Options):
     lr: float = option("peak learning rate", RULES["lr"])
     momentum: float = option("share of the step before", RULES["momentum"])
     weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
-    carry: bool = option(CARRY, YES_NO, default=False)
+    carry: Any = option(CARRY, CARRIES, default="none")
 
 
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
@@ -64,8 +70,13 @@ def read_optimizer(given: Section) -> Choice | None:
         return Choice(target, without_carry(Choice(target, options).arguments) | further)
     with prefix_errors(given.place):
         check_optimizer_arguments(given.values)
-        YES_NO.check("carry", given.values.get("carry", False))
+        CARRIES.check("carry", given.values.get("carry", "none"))
     return given.only(name for name in given.values if name != "carry").choose()
+
+
+def carried(given: bool | str) -> str:
+    """What goes on from domain to domain: none, moments or all. Folders of before say false and true."""
+    return ("moments" if given else "none") if isinstance(given, bool) else given
 
 
 def without_carry(arguments: Mapping[str, Any]) -> dict[str, Any]:

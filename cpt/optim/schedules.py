@@ -1,4 +1,5 @@
-"""Learning-rate policies: factors of the peak rate, by where a run is. These start again with each domain."""
+"""Learning-rate schedules: factors of the peak rate, by where a run is. Those here start again with each
+domain; cpt.optim.policies has those that do not."""
 
 import math
 from abc import abstractmethod
@@ -11,7 +12,8 @@ from cpt.core.rules import number
 @dataclass(frozen=True)
 class Progress:
     """Where a run is, all counted from 0: at step `step` of the `steps` of a domain, which is number `domain`
-    of `domains`, and at step `total_step` of the `total_steps` of all domains."""
+    of `domains`, and at step `total_step` of the `total_steps` of all domains, of which the first has
+    `first`."""
 
     step: int
     steps: int
@@ -19,11 +21,22 @@ class Progress:
     domains: int
     total_step: int
     total_steps: int
+    first: int
 
     @classmethod
     def alone(cls, step: int, *, steps: int) -> "Progress":
         """Where there is one domain only."""
-        return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps)
+        return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
+
+    @property
+    def joined(self) -> "Progress":
+        """The same place where all domains are one."""
+        return Progress.alone(self.total_step, steps=self.total_steps)
+
+
+def half_cosine(place: float, *, low: float, high: float = 1.0) -> float:
+    """From `high` at place 0 down to `low` at place 1, and no further."""
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, place)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,16 @@ class Schedule(Options):
     @abstractmethod
     def __call__(self, progress: Progress) -> float:
         """The factor at a place of the run."""
+
+    @property
+    def branches(self) -> bool:
+        """Whether a domain ends in a decay that is a branch: it is scored and exported, and the next domain
+        goes on with the weights before it."""
+        return False
+
+    def branch_step(self, steps: int) -> int:
+        """The first step of that decay, of so many of a domain; all of them where there is none."""
+        return steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +81,7 @@ class Cosine(Schedule):
         rise = self.warmup * progress.steps
         if progress.step < rise:
             return (progress.step + 1) / (rise + 1)
-        decayed = min(1.0, (progress.step - rise) / max(1.0, progress.steps - rise))
-        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * decayed))
+        return half_cosine((progress.step - rise) / max(1.0, progress.steps - rise), low=self.final)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         build_probe_block(scores),
         endtask_report.build_compute_block(scores),
     ]
-    blocks += [_show_texts(scores), _show_seconds(scores), settings]
+    blocks += [_show_rates(scores), _show_texts(scores), _show_seconds(scores), settings]
     return write_page(
         blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report"
     )
@@ -151,6 +151,17 @@ def _in_units(metric: Mapping) -> list[str]:
         interval = f" [{', '.join(map(show, bounds[unit]))}]" if unit in bounds else ""
         cells.append(show(metric[unit]) + interval)
     return cells
+
+
+def _show_rates(scores: Scores) -> Block:
+    """The learning rates that the stages were learned with; nothing of a run that noted none."""
+    noted = [(row, rates) for row, rates in zip(scores.rows, scores.rates, strict=False) if rates]
+    return Block(
+        title="Learning rate",
+        head=["stage", "first step", "highest", "last step"],
+        cells=[[row, *(f"{rate:.3g}" for rate in rates)] for row, rates in noted],
+        folded=f"of {len(noted)} stages",
+    )
 
 
 def _show_texts(scores: Scores) -> Block:

@@ -17,6 +17,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.objectives import Objective
+from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
@@ -31,8 +32,10 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     module = plan.method.make(make_shared(plan, start.model(), start.objective))
     module.beside.update(module.companions())
-    if plan.carry:
+    if plan.carry != "none":
         module.carried = CarriedState()
+    if getattr(plan.schedule, "branches", False):
+        module.trunk = Snapshot(module.model, persistent=True)
     return module
 
 
@@ -46,7 +49,7 @@ def make_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Sha
         replay=plan.replay,
         freeze=plan.freeze,
         optimizer=partial(plan.optim.load(), **plan.optim.arguments),
-        schedule=plan.schedule,
+        schedule=(lambda at: plan.schedule(at.joined)) if plan.carry == "all" else plan.schedule,
         seed=plan.run.seed,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from cpt.training.costs import Compute, own_names, stored_bytes, trained_paramet
 from cpt.training.examinations import Measured
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
+from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
 from cpt.training.trainer import make_trainer
 from cpt.training.verdict import confirm
@@ -116,9 +118,9 @@ class Learner:
         digest = self.plan.digests[examination.KIND]
         setattr(self.scores, examination.KIND, results | {"digest": digest})
 
-    def fit(self, number: int, domain: Domain) -> dict[str, int]:
-        """Learns one domain, from its checkpoint if it has one; gives the costs of the stage, as the scores
-        take them."""
+    def fit(self, number: int, domain: Domain) -> dict[str, Any]:
+        """Learns one domain, from its checkpoint if it has one; gives the costs and rates of the stage, as
+        the scores take them."""
         checkpoint = self.place.checkpoint(number, domain.name)
         if checkpoint.exists():
             check_archive(
@@ -128,10 +130,10 @@ class Learner:
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()
-        compute, guard = Compute(), Guard(policy=self.plan.run.on_nonfinite)
+        compute, rates, guard = Compute(), Rates(), Guard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
-        callbacks = [compute, guard, *self.callbacks.entering(number), saving]
+        callbacks = [compute, rates, guard, *self.callbacks.entering(number), saving]
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
@@ -139,7 +141,8 @@ class Learner:
         if is_first_process():
             save_state(state, self.place.stage(number))
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
-        return kept | compute.costs(fitting) | {"skipped": len(guard.left_out)}
+        left_out = {"skipped": len(guard.left_out)}
+        return kept | compute.costs(fitting) | left_out | {"rates": rates.noted}
 
     def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
         """The trainer that has learned a domain to its end, however often it was rolled back."""
@@ -160,7 +163,7 @@ class Learner:
             except RollbackError:
                 self.module.train()
 
-    def commit(self, row: str, **costs: int) -> None:
+    def commit(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
         with time_phase(self.scores.phases["score"], row):
             make_trainer(self.plan.trainer.lightning, label=f"scoring after {row}").validate(

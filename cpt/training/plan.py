@@ -17,6 +17,7 @@ from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.probes.options import LMEval, plan_probe
 from cpt.models.options import Freeze, ModelOptions
+from cpt.optim.options import carried
 from cpt.optim.schedules import Schedule
 from cpt.training.checks import read_sections
 from cpt.training.options import LoggerOptions, RunOptions, TrainerOptions
@@ -38,7 +39,7 @@ class Plan:
     order: list[str]
     budget: Budget
     optim: Choice
-    carry: bool  # whether the optimizer's state goes on from domain to domain
+    carry: str  # what of the optimizer goes on from domain to domain: none, moments, all
     schedule: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
@@ -69,6 +70,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     objective_value({}, said.run.objective)
     check_share(said.trainer)
     check_answered(said.model, said.source)
+    check_schedule(said.schedule, carried(settings["optim"].get("carry", "none")))
     order = orders.resolve_order(
         said.run.order, names=said.source.names, orders=said.source.orders, seed=said.run.seed
     )
@@ -85,7 +87,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         order=order,
         budget=budget_of(said.trainer),
         optim=said.optim,
-        carry=bool(settings["optim"].get("carry")),
+        carry=carried(settings["optim"].get("carry", "none")),
         schedule=said.schedule,
         trainer=said.trainer,
         logger=said.logger,
@@ -122,6 +124,15 @@ def check_answered(model: ModelOptions, source: Source) -> None:
         raise ValueError(
             "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
             "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
+        )
+
+
+def check_schedule(schedule: Schedule, carry: str) -> None:
+    """Raises ValueError where a schedule and what the optimizer carries on contradict each other."""
+    if carry == "all" and getattr(schedule, "branches", False):
+        raise ValueError(
+            f"optim.carry=all makes one domain of all for schedule={type(schedule).__name__}, whose decay is "
+            "a branch of each; allowed: optim.carry=moments, or a decay that is none"
         )
 
 

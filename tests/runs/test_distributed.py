@@ -229,7 +229,7 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
 def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora, cache, tmp_path):
     """A projected gradient, a grown block and a peer are the same in both, and as in one process; the memory
     of A-GEM alone is each process's own."""
-    options = [*chosen(method), "optim.carry=true"]
+    options = [*chosen(method), "optim.carry=moments"]
     assert run(tmp_path, tmp_path / "out", *DDP, *options, corpora=corpora, cache=cache) == 0, (
         tmp_path / "out" / "log"
     ).read_text()

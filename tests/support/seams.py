@@ -23,7 +23,8 @@ SEAMS: dict[str, list[str]] = {
     "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
     "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
     "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
-    "across": ["method=ncl", "optim.carry=true", "schedule._target_=tests.support.seams.Across"],
+    "branched": ["method=ncl", "optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
+    "across": ["method=ncl", "optim.carry=moments", "schedule._target_=tests.support.seams.Across"],
 }
 
 

@@ -1,0 +1,213 @@
+"""Learning-rate policies across domains: what the rate of a domain has to do with those before it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpt.core.options import option
+from cpt.core.rules import YES_NO, Rule, is_list, is_number, number, one_of
+from cpt.optim.schedules import Progress, Schedule, half_cosine
+
+PEAKS = Rule(
+    lambda value: (
+        value is None or (is_list(value, lambda peak: is_number(peak) and 0 <= peak <= 1) and bool(value))
+    ),
+    "null, or a list of shares of the peak rate, each 0 to 1",
+)
+FINAL = number("0 to 1")
+ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewarm(Schedule):
+    """Warm-up and half a cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014;
+    Ibrahim et al., TMLR 2024, arXiv 2403.08763)."""
+
+    final: float = option("the factor at the end of a domain, of its peak", FINAL)
+    peaks: Sequence[float] | None = option(
+        "the peak of each domain, a share of the rate; the last is that of all that follow; null: 1", PEAKS
+    )
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.steps
+        peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
+        if progress.step < rise:
+            return peak * (progress.step + 1) / (rise + 1)
+        place = (progress.step - rise) / max(1.0, progress.steps - rise)
+        return peak * half_cosine(place, low=self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Once(Schedule):
+    """One warm-up and one half cosine over all domains together: what a union of them would be learned with.
+    Here the warm-up is a share of all steps. One more domain changes every rate."""
+
+    final: float = option("the factor at the end of the last domain", FINAL)
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.total_steps
+        if progress.total_step < rise:
+            return (progress.total_step + 1) / (rise + 1)
+        return half_cosine(
+            (progress.total_step - rise) / max(1.0, progress.total_steps - rise), low=self.final
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decayed(Schedule):
+    """Warm-up and half a cosine in the first domain; the rate stays where that ends."""
+
+    final: float = option("the factor from the end of the first domain on", number("above 0, at most 1"))
+
+    def __call__(self, progress: Progress) -> float:
+        if progress.domain:
+            return self.final
+        rise = self.warmup * progress.steps
+        if progress.step < rise:
+            return (progress.step + 1) / (rise + 1)
+        return half_cosine((progress.step - rise) / max(1.0, progress.steps - rise), low=self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infinite(Schedule):
+    """Warm-up, a cool-down to a constant that all later domains keep, and where it is asked for a decay to
+    `final` at the end (Ibrahim et al., TMLR 2024, section 4.2). It does not know how many domains follow,
+    but for that decay: more can be added.
+
+    Cool-down, x from 0 to 1: constant + (1 - constant) f(x), f = (1 + cos(pi x)) / 2 or
+    1 - h(x) / h(1) with h(x) = 1 / sqrt(1 + 10 x) - 1. Decay: constant * (final / constant)^x."""
+
+    cooldown: float = option("share of the first domain's steps in which it cools down", number("0 to 1"))
+    constant: float = option("the factor of all later domains", number("above 0, at most 1"))
+    form: str = option("of the cool-down", one_of("cosine", "inverse_square_root"))
+    anneal: float = option("share of a domain's steps, its last, in which the rate decays", number("0 to 1"))
+    annealed: str = option(
+        "where it decays: at the end of the last domain, or of each: the next then goes on with the weights "
+        "before it",
+        one_of("last", "each"),
+    )
+    final: float = option("the factor at the end of that decay", number("above 0, at most 1"))
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.warmup + self.cooldown + self.anneal > 1:
+            raise ValueError(
+                f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g} are more "
+                "than a domain; allowed: 1 in all"
+            )
+
+    @property
+    def branches(self) -> bool:
+        return self.annealed == "each" and self.anneal > 0
+
+    def branch_step(self, steps: int) -> int:
+        return min(steps, math.floor(steps * (1 - self.anneal)) + 1)
+
+    def __call__(self, progress: Progress) -> float:
+        start = progress.steps * (1 - self.anneal)
+        is_annealed = self.annealed == "each" or progress.domain == progress.domains - 1
+        if is_annealed and progress.step > start:
+            place = min(1.0, (progress.step - start) / (progress.steps - start))
+            return self.constant * (self.final / self.constant) ** place
+        return self.settle(progress)
+
+    def settle(self, progress: Progress) -> float:
+        """The factor of warm-up, cool-down and what follows."""
+        rise, fall = self.warmup * progress.first, self.cooldown * progress.first
+        if progress.total_step < rise:
+            return (progress.total_step + 1) / (rise + 1)
+        if progress.total_step >= rise + fall:
+            return self.constant
+        place = (progress.total_step - rise) / fall
+        if self.form == "cosine":
+            return half_cosine(place, low=self.constant)
+        fallen = (1 / math.sqrt(1 + ALPHA * place) - 1) / (1 / math.sqrt(1 + ALPHA) - 1)
+        return self.constant + (1 - self.constant) * (1 - fallen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; the form 1 - sqrt: Hägele et al.,
+    NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch: it is scored and exported,
+    and the next domain goes on with the weights before it, at the peak; else each warms up anew."""
+
+    decay: float = option("share of a domain's steps, its last, in which the rate decays", number("0 to 1"))
+    form: str = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x", one_of("root", "linear"))
+    final: float = option("the factor at a domain's end", FINAL)
+    branched: bool = option("the next domain goes on with the weights before the decay", YES_NO)
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.warmup + self.decay > 1:
+            raise ValueError(
+                f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain; allowed: 1 in all"
+            )
+
+    @property
+    def branches(self) -> bool:
+        return self.branched and self.decay > 0
+
+    def branch_step(self, steps: int) -> int:
+        return min(steps, math.floor(steps * (1 - self.decay)) + 1)
+
+    def __call__(self, progress: Progress) -> float:
+        rise, start = self.warmup * progress.steps, progress.steps * (1 - self.decay)
+        warms = progress.domain == 0 or not self.branched
+        if warms and progress.step < rise:
+            return (progress.step + 1) / (rise + 1)
+        if progress.step <= start:
+            return 1.0
+        place = min(1.0, (progress.step - start) / (progress.steps - start))
+        left = 1 - (math.sqrt(place) if self.form == "root" else place)
+        return self.final + (1 - self.final) * left
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReciprocalRoot(Schedule):
+    """(1 - final) sqrt(w / s) + final after w steps of warm-up, and a last linear decay to `final` (TiC-LM,
+    Li et al., ACL 2025, arXiv 2504.02107). s counts within a domain, or on across all of them."""
+
+    cooldown: float = option("share of a domain's steps, its last, in which the rate falls to final", FINAL)
+    final: float = option("the factor at a domain's end", FINAL)
+    across: bool = option("steps count on across domains; there is one warm-up then", YES_NO)
+
+    def check_together(self) -> None:
+        super().check_together()
+        if not self.warmup:
+            raise ValueError("warmup=0: the rate falls by sqrt(warmup / steps); allowed: above 0, at most 1")
+
+    def __call__(self, progress: Progress) -> float:
+        start = progress.steps * (1 - self.cooldown)
+        if progress.step <= start:
+            return self.fall(progress.step, progress)
+        place = min(1.0, (progress.step - start) / (progress.steps - start))
+        return self.final + (self.fall(start, progress) - self.final) * (1 - place)
+
+    def fall(self, step: float, progress: Progress) -> float:
+        """The factor at a step of the domain, before the last decay."""
+        before = progress.total_step - progress.step
+        rise = max(1.0, self.warmup * (progress.first if self.across else progress.steps))
+        at = step + 1 + (before if self.across else 0)
+        if at < rise:
+            return at / rise
+        return (1 - self.final) * math.sqrt(rise / at) + self.final
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoregressive(Schedule):
+    """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
+    2025): domain i, of n steps after b, begins at the height that one cosine over b + n steps, with i + 1
+    warm-ups of w steps before it, has at step b + w."""
+
+    final: float = option("the factor at a domain's end", FINAL)
+
+    def __call__(self, progress: Progress) -> float:
+        rise, before = self.warmup * progress.steps, progress.total_step - progress.step
+        risen = rise * (progress.domain + 1)
+        place = (before + rise - risen) / max(1.0, before + progress.steps - risen)
+        peak = half_cosine(place, low=self.final)
+        if progress.step < rise:
+            return peak * (progress.step + 1) / (rise + 1)
+        return half_cosine(
+            (progress.step - rise) / max(1.0, progress.steps - rise), low=self.final, high=peak
+        )
