@@ -106,7 +106,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
 def resume_scores(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
     """What a run folder has of the scores, with the seconds that this start has taken so far."""
     scores = place.scores() or empty
-    place.check_documents(scores.domains, len(scores.rows))
+    place.check_documents([scores.measured(row) for row in range(len(scores.rows))])
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     return scores
@@ -140,4 +140,5 @@ def needs_nothing(scores: Scores | None, plan: Plan) -> bool:
     """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False
-    return all(getattr(scores, kind).get("digest") == known for kind, known in plan.digests.items())
+    known = scores.policy == plan.evaluation.policy
+    return known and all(getattr(scores, kind).get("digest") == known for kind, known in plan.digests.items())

@@ -71,7 +71,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         yield from error_of(check_archive, path, instead="delete it to learn that domain again")
     for path in sorted(folder.glob("stages/*.pt")):
         yield from error_of(check_archive, path, instead=instead)
-    for path in sorted(folder.glob("endtasks/*/*.parquet")):
+    for path in sorted([*folder.glob("endtasks/*/*.parquet"), *folder.glob("answers/*/*.parquet")]):
         yield from error_of(read_through, path)
     for path in sorted(folder.glob("probes/*/*.json")):
         yield from (f"{line}; {AGAIN}" for line in error_of(load_results, path))
@@ -83,13 +83,13 @@ def measure_file(place: RunFolder) -> None:
     """Raises ValueError for damaged scores, documents and, of a finished run, model and report."""
     scores = place.scores()
     if scores is not None:
-        place.check_documents(scores.domains, len(scores.rows))
+        place.check_documents([scores.measured(row) for row in range(len(scores.rows))])
     if scores is not None and scores.run["finished"] and (lost := place.lost(full=True)):
         raise ValueError(f"{place.path}: {'; '.join(lost)}; {AGAIN}")
 
 
 def read_through(path: Path) -> None:
-    """Raises ValueError for predictions of an end task that are damaged."""
+    """Raises ValueError for predictions of an end task, or answers, that are damaged."""
     try:
         pq.read_table(path, page_checksum_verification=True)
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -23,6 +23,8 @@ EXECUTION = (
     "endtask",
     "probe",
     "answers",
+    "eval.rows",  # a finished run may be given more of the matrix
+    "eval.columns",
     "trainer.accelerator",
     "trainer.devices",
     "trainer.num_nodes",
@@ -35,6 +37,7 @@ EXECUTION = (
 
 # Options that came later, and the value with which a run is what it was without them: such folders go on.
 NEUTRAL = {"callbacks": {}, "model.resize": False, "model.mean_span": None, "optim.carry": "none"}
+NEUTRAL |= {"eval.tokens": None}
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 

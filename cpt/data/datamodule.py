@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cpt.core.preemption import ignore_signals, leave_together
 from cpt.core.randomness import key, shuffle
-from cpt.data.batch import Batch, Collator
+from cpt.data.batch import Batch, Collator, Sizes
 from cpt.data.budget import Budget
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool, Replay
@@ -60,6 +60,7 @@ class DomainSequence(LightningDataModule):
 
     trainer: Trainer  # Lightning's, while it fits or validates
     domain: Domain = Domain("", -1, ())  # before the first is entered
+    asked: Sequence[str] | None = None  # the held-out texts that are scored; None: all
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class DomainSequence(LightningDataModule):
         eval_batch_size: int,
         probe_samples: int,
         workers: int,
+        eval_tokens: int | None = None,
     ) -> None:
         super().__init__()
         sizes = {"accumulate_grad_batches": accumulate, "eval_batch_size": eval_batch_size}
@@ -84,7 +86,7 @@ class DomainSequence(LightningDataModule):
         self.domains, self.train, self.held_out = tuple(domains), train, held_out
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
-        self.replay = replay
+        self.replay, self.eval_tokens = replay, eval_tokens
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
         self.places = {
@@ -143,10 +145,29 @@ class DomainSequence(LightningDataModule):
         return self.loader(stream, From(self.trainer.global_step * self.accumulate, len(stream)))
 
     def val_dataloader(self) -> DataLoader:
-        """All held-out texts, the same masked positions for every model; each process has its share of the
-        batches."""
-        rows = {name: np.arange(len(text)) for name, text in self.held_out.items()}
+        """The held-out texts that are asked for, the same masked positions for every model; each process has
+        its share of the batches."""
+        rows = {name: self.scored_rows(name) for name in self.scored_texts}
         return self.shared_out(self.held_out, rows, purpose="score")
+
+    @property
+    def scored_texts(self) -> list[str]:
+        """The held-out texts that are scored now, in their order."""
+        return [name for name in self.held_out if self.asked is None or name in self.asked]
+
+    def scored_rows(self, name: str) -> np.ndarray:
+        """The rows of a held-out text that stand for it: all, or so many of a fixed permutation that their
+        tokens come to `eval_tokens`, so that more of them contain fewer. Ascending."""
+        text = self.held_out[name]
+        if self.eval_tokens is None:
+            return np.arange(len(text))
+        drawn = shuffle(np.arange(len(text)), len(text), stream=key("scored rows", name))
+        before = np.cumsum(text.row_lengths[drawn]) - text.row_lengths[drawn]
+        return np.sort(drawn[before < self.eval_tokens])
+
+    def scored_sizes(self, name: str) -> Sizes:
+        """What is known of the rows that are scored of a held-out text."""
+        return self.held_out[name].sizes(self.scored_rows(name))
 
     def probe(self) -> OnDevice:
         """A fixed random subset of the current domain's training text, with fixed masks; the process's share

@@ -130,6 +130,7 @@ class Subset(Dataset):
         self.blocks = [
             (name, rows[name][at : at + batch_size])
             for name in texts
+            if name in rows
             for at in range(0, len(rows[name]), batch_size)
         ]
 

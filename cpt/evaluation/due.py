@@ -14,6 +14,12 @@ def is_when(value: Any) -> bool:
     return value in ("last", "each") or (isinstance(value, str) and EVERY.fullmatch(value) is not None)
 
 
+def is_due(when: str, number: int, *, stages: int) -> bool:
+    """Whether last, each or every:K means this number of the stages; 0, the base, and the last always."""
+    every = EVERY.fullmatch(when)
+    return number in (0, stages) or when == "each" or bool(every and number % int(every[1]) == 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Due(Options):
     """What is measured on the base, and after some of the stages."""
@@ -24,5 +30,4 @@ class Due(Options):
 
     def is_due(self, number: int, *, stages: int) -> bool:
         """Whether it is measured after so many of the stages; 0: on the base."""
-        every = EVERY.fullmatch(self.when)
-        return number in (0, stages) or self.when == "each" or bool(every and number % int(every[1]) == 0)
+        return is_due(self.when, number, stages=stages)

@@ -1,4 +1,7 @@
-"""Every metric as a pure function of a run's matrix of losses, and their intervals.
+"""Every metric as a mean of terms of a run's matrix of losses, and their intervals.
+
+The functions below give the terms, [..., K], whose mean their docstrings say. A cell that was not measured is
+nan; so are the terms that need it, and the mean is over those that are left.
 
 L[i][j] is the mean negative log-likelihood (nats per scored token) on test text j after i stages; L[0] is the
 base model. Domains are numbered 1..N in the order of learning, so that L[j][j] is the model that has just
@@ -28,23 +31,23 @@ BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
 def zero_shot(nll: Array, *, domains: int) -> Array:
     """Loss of the base model: `mean_j L[0][j]`."""
-    return nll[..., 0, :domains].mean(-1)
+    return nll[..., 0, :domains]
 
 
 def just_learned(nll: Array, *, domains: int) -> Array:
     """Loss on each domain just after it was learned: `mean_{j<=n} L[j][j]`."""
-    return _diagonal(nll).mean(-1)
+    return _diagonal(nll)
 
 
 def last(nll: Array, *, domains: int) -> Array:
     """Loss of the last model on all domains: `mean_j L[n][j]`."""
-    return nll[..., -1, :domains].mean(-1)
+    return nll[..., -1, :domains]
 
 
 def forgetting(nll: Array, *, domains: int) -> Array:
     """Forgetting since each domain was learned, > 0 is bad: `mean_{j<n} (L[n][j] - L[j][j])`."""
     earlier = nll.shape[-2] - 2
-    return (nll[..., -1, :earlier] - _diagonal(nll)[..., :earlier]).mean(-1)
+    return nll[..., -1, :earlier] - _diagonal(nll)[..., :earlier]
 
 
 def forgetting_from_best(nll: Array, *, domains: int) -> Array:
@@ -53,13 +56,13 @@ def forgetting_from_best(nll: Array, *, domains: int) -> Array:
     i: every learned row but the last, also those before j was learned; not the base (Chaudhry: l in 1..k-1).
     """
     earlier = nll.shape[-2] - 2
-    return (nll[..., -1, :earlier] - nll[..., 1:-1, :earlier].min(-2)).mean(-1)
+    return nll[..., -1, :earlier] - np.fmin.reduce(nll[..., 1:-1, :earlier], axis=-2)
 
 
 def backward_zero_shot(nll: Array, *, domains: int) -> Array:
     """Backward transfer relative to zero-shot, > 0 is good: `mean_{j<n} (L[0][j] - L[n][j])`."""
     earlier = nll.shape[-2] - 2
-    return (nll[..., 0, :earlier] - nll[..., -1, :earlier]).mean(-1)
+    return nll[..., 0, :earlier] - nll[..., -1, :earlier]
 
 
 def backward_gem(nll: Array, *, domains: int) -> Array:
@@ -68,23 +71,25 @@ def backward_gem(nll: Array, *, domains: int) -> Array:
 
 
 def forward_zero_shot(nll: Array, *, domains: int) -> Array:
-    """Forward transfer, > 0 is good: `mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])`."""
+    """Forward transfer, > 0 is good: `mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])`.
+
+    The terms are [..., i, j], nan where j is not ahead of i."""
     stages = min(nll.shape[-2], domains)
     ahead = np.arange(domains) >= np.arange(1, stages)[:, None]  # [i, j]: domain j comes after stage i
     gained = nll[..., :1, :domains] - nll[..., 1:stages, :domains]
-    gained[..., ~ahead] = 0
-    return (gained.sum(-1) / ahead.sum(-1)).mean(-1)
+    gained[..., ~ahead] = np.nan
+    return gained
 
 
 def forward_gem(nll: Array, *, domains: int) -> Array:
     """Forward transfer just before learning, > 0 is good: `mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])`."""
     ahead = np.arange(1, min(nll.shape[-2], domains))  # GEM takes random weights where we take the base model
-    return (nll[..., 0, ahead] - nll[..., ahead, ahead]).mean(-1)
+    return nll[..., 0, ahead] - nll[..., ahead, ahead]
 
 
 def general_drift(nll: Array, *, domains: int) -> Array:
     """What the run has cost on general text, > 0 is bad: `L[n][g] - L[0][g]`."""
-    return nll[..., -1, domains] - nll[..., 0, domains]
+    return nll[..., -1, domains:] - nll[..., 0, domains:]
 
 
 def intransigence(diagonal: Array, *, one: Array) -> Array:
@@ -98,7 +103,7 @@ def _diagonal(nll: Array) -> Array:
 
 
 class Metric(NamedTuple):
-    """A function of the matrix, and the least that has to be there for its terms to exist."""
+    """A function of the matrix that gives terms, and the least that has to be there for them to exist."""
 
     compute: Callable[..., Array]
     stages: int = 0
@@ -106,6 +111,7 @@ class Metric(NamedTuple):
     rows: int = 1
     general: bool = False
     level: bool = False  # a loss, not a difference of losses
+    nested: bool = False  # a mean over stages of means over domains
 
 
 METRICS: Mapping[str, Metric] = {
@@ -116,7 +122,7 @@ METRICS: Mapping[str, Metric] = {
     "FG_max": Metric(forgetting_from_best, stages=2),
     "BWT_zs": Metric(backward_zero_shot, stages=2),
     "BWT_gem": Metric(backward_gem, stages=2),
-    "FWT_zs": Metric(forward_zero_shot, stages=1, domains=2),
+    "FWT_zs": Metric(forward_zero_shot, stages=1, domains=2, nested=True),
     "FWT_gem": Metric(forward_gem, stages=1, domains=2),
     "general_drift": Metric(general_drift, rows=2, general=True),
 }
@@ -143,20 +149,42 @@ class Layout:
         return self.rows[1:] if set(self.rows[1:]) <= set(self.domains) - {GENERAL} else []
 
 
-def metrics(nll: Array, *, layout: Layout, higher: bool = False) -> dict[str, Array]:
-    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]. With
-    `higher` it is of scores, not of losses: a level is then their mean, and a gain is still a gain."""
+def terms(nll: Array, *, layout: Layout) -> dict[str, Array]:
+    """The terms of every metric that has any; nll is [..., row, column] as in the layout."""
     by_stage = dict.fromkeys([*layout.learned, *layout.domains])  # the general text stays last
     in_order = list(by_stage) == layout.domains  # as in a run; then nothing is copied
     aligned = nll if in_order else nll[..., [layout.domains.index(name) for name in by_stage]]
     domains = len(set(layout.domains) - {GENERAL})
     have = (len(layout.learned), domains, len(layout.rows), GENERAL in layout.domains)
     there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[1:5]))}
+    return {name: metric.compute(aligned, domains=domains) for name, metric in there.items()}
+
+
+def metrics(nll: Array, *, layout: Layout, higher: bool = False) -> dict[str, Array]:
+    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]. With
+    `higher` it is of scores, not of losses: a level is then their mean, and a gain is still a gain."""
     found = {
-        name: metric.compute(-aligned if higher else aligned, domains=domains)
-        for name, metric in there.items()
+        name: average(each, ~np.isnan(each), nested=METRICS[name].nested)
+        for name, each in terms(-nll if higher else nll, layout=layout).items()
     }
-    return {name: -value if higher and there[name].level else value for name, value in found.items()}
+    return {name: -value if higher and METRICS[name].level else value for name, value in found.items()}
+
+
+@np.errstate(invalid="ignore")
+def average(values: Array, there: Array, *, nested: bool = False) -> Array:
+    """The mean of the terms that are there, [..., K] or nested [..., i, j]; nan where none is."""
+    if not nested and there.all():
+        return values.mean(-1)
+    counts = there.sum(-1)
+    means = np.where(there, values, 0).sum(-1) / counts
+    return average(means, counts > 0) if nested else means
+
+
+def count_terms(nll: Array, *, layout: Layout) -> dict[str, tuple[int, int]]:
+    """How many terms of each metric were measured, and how many there are, of one matrix [row, column]."""
+    seen = {name: (~np.isnan(each)).sum() for name, each in terms(nll, layout=layout).items()}
+    whole = {name: (~np.isnan(each)).sum() for name, each in terms(np.zeros_like(nll), layout=layout).items()}
+    return {name: (int(count), int(whole[name])) for name, count in seen.items()}
 
 
 @np.errstate(over="ignore")
@@ -169,8 +197,12 @@ def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
 @np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
 def compute_values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
     """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
-    units = {unit: metrics(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
-    return {name: {unit: units[unit][name] for unit in UNITS} for name in units["nats"]}
+    units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
+    there = {name: ~np.isnan(each) for name, each in units["nats"].items()}  # not in another: it may overflow
+    return {
+        name: {unit: average(units[unit][name], seen, nested=METRICS[name].nested) for unit in UNITS}
+        for name, seen in there.items()
+    }
 
 
 def intervals(
@@ -178,7 +210,8 @@ def intervals(
 ) -> dict[str, dict[str, list[float]]]:
     """95 % percentile bootstrap over documents (Efron 1979): {metric: {unit: [low, high]}}.
 
-    Per column, nll_sums is [row, document] (nats), counts [document] (scored tokens). Documents are redrawn
+    Per column, nll_sums is [row, document] (nats; nan in a row that was not measured), counts [document]
+    (scored tokens). Documents are redrawn
     within their column, alike for every row: differences are paired. Tokens per byte is taken as known.
     """
     samples = _samples(nll_sums, counts=counts, layout=layout)
@@ -229,4 +262,4 @@ def _resample(sums: Array, count: Array, *, generator: np.random.Generator, size
     documents = count.size
     drawn = generator.integers(documents, size=(size, documents)) + np.arange(size)[:, None] * documents
     weight = np.bincount(drawn.ravel(), minlength=size * documents).reshape(size, documents).astype(float)
-    return (weight @ sums.T) / (weight @ count)[:, None]
+    return (weight @ sums.T) / (weight @ count)[:, None]  # a row of nan gives nan

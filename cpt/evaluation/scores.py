@@ -16,7 +16,17 @@ from cpt.core.schema import check_types
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.answers.results import check_answers
 from cpt.evaluation.endtasks.metrics import check_endtasks
-from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, compute_values, intervals
+from cpt.evaluation.metrics import (
+    METRICS,
+    UNITS,
+    Array,
+    Arrays,
+    Layout,
+    compute_values,
+    count_terms,
+    intervals,
+)
+from cpt.evaluation.policy import FULL
 from cpt.evaluation.probes.results import check_probes
 
 VERSION = 3
@@ -30,13 +40,13 @@ PHASES = (
     "probes",
 )  # kinds of seconds; "start": what precedes the stages
 LATER = {  # fields that files of this version may lack
-    *("conditions", "skipped", "alone", "probes", "answers", "rates")
+    *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy")
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
-METRIC = {"interval": dict[str, list[float | None]], **dict.fromkeys(UNITS, float | None)}
+METRIC = {"interval": dict[str, list[float | None]], "terms": list[int], **dict.fromkeys(UNITS, float | None)}
 
 
 @dataclass(kw_only=True)
@@ -48,7 +58,9 @@ class Scores(Layout):
     texts: dict[str, dict[str, Any]]  # per column, digest, documents, ...
     config_digest: str
     versions: dict[str, str]
-    nll: list[list[float | None]] = field(default_factory=list)  # [row][column], nats per scored token
+    # [row][column], nats per scored token; None: not measured
+    nll: list[list[float | None]] = field(default_factory=list)
+    policy: dict[str, str] = field(default_factory=FULL.copy)  # which cells a finished run was to have
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     parts: list[dict[str, dict[str, float]]] = field(default_factory=list)  # [row]{text: {part: weight}}
     trained: list[int] = field(default_factory=list)  # [row], parameters that the stage trained
@@ -98,8 +110,9 @@ class Scores(Layout):
 
     @property
     def matrix(self) -> Array:
-        """The losses as [row, column]; nan where one was not finite."""
-        return np.array(self.nll or np.empty((0, len(self.domains))), dtype=float)
+        """The losses as [row, column]; nan where one was not measured, infinite where it was not finite."""
+        rows = [[np.nan if x is None else np.inf if np.isnan(x) else x for x in row] for row in self.nll]
+        return np.array(rows or np.empty((0, len(self.domains))), dtype=float)
 
     @property
     def diagonal(self) -> dict[str, float]:
@@ -121,7 +134,7 @@ class Scores(Layout):
         self,
         row: str,
         *,
-        nll: Sequence[float],
+        nll: Sequence[float | None],
         parts: Mapping[str, Mapping[str, float]] | None = None,
         rates: Sequence[float] = (),
         **costs: int,
@@ -131,7 +144,7 @@ class Scores(Layout):
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
-        self.nll.append([float(x) for x in nll])
+        self.nll.append([None if x is None else float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
         self.rates += [[]] * (len(self.rows) - 1 - len(self.rates)) + [list(rates)]
         for name in COSTS:
@@ -142,10 +155,23 @@ class Scores(Layout):
             raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join(COSTS)}")
         self.measure()
 
+    def fill(self, row: int, nll: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]) -> None:
+        """Adds cells that were missing in a row, by text, and measures anew, without intervals."""
+        for text, value in nll.items():
+            self.nll[row][self.domains.index(text)] = float(value)
+        self.parts[row] |= {text: dict(weights) for text, weights in parts.items() if weights}
+        self.measure()
+
+    def measured(self, row: int) -> list[str]:
+        """The texts that were scored in a row."""
+        return [text for text, value in zip(self.domains, self.nll[row], strict=True) if value is not None]
+
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
         measured = compute_values(self.matrix, layout=self)
         self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
+        for name, (seen, whole) in count_terms(self.matrix, layout=self).items():
+            self.metrics[name] |= {"terms": [seen, whole]} if seen < whole else {}
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
                 self.metrics[name]["interval"] = interval
@@ -211,7 +237,7 @@ def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
     for name, metric in metrics.items():
         if name not in METRICS:
             raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
-        check_types({"interval": {}} | metric, METRIC, of=f"metrics.{name}")
+        check_types({"interval": {}, "terms": []} | metric, METRIC, of=f"metrics.{name}")
         for unit, bounds in metric.get("interval", {}).items():
             if unit not in UNITS or len(bounds) != 2:
                 raise ValueError(

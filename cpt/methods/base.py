@@ -77,7 +77,7 @@ class ContinualModule(Staged):
         self.guard = Guard()
         self.pending: list[Before] = []
         self.shaped: list[Domain] = []  # the stages whose shape the model has
-        self.evaluation: list[DocumentNLL] = []
+        self.evaluation: dict[str, DocumentNLL] = {}
         self.watch()
 
     def watch(self) -> None:

@@ -190,20 +190,22 @@ class Staged(LightningModule):
     def on_validation_start(self) -> None:
         if self.router is not None:
             self.router.begin()
-        texts = self.trainer.datamodule.held_out.values()
-        self.evaluation = [DocumentNLL(text.documents).to(self.device) for text in texts]
+        data = self.trainer.datamodule
+        self.evaluation = {
+            name: DocumentNLL(data.held_out[name].documents).to(self.device) for name in data.scored_texts
+        }
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        column = int(batch["column"])
-        name = list(self.trainer.datamodule.held_out)[column]
+        name = list(self.trainer.datamodule.held_out)[int(batch["column"])]
         places = self.trainer.datamodule.places
         nll, count = self.nll(batch, places.get(name, -1))
-        self.evaluation[column].update(nll, count, batch["documents"])
+        self.evaluation[name].update(nll, count, batch["documents"])
 
-    def row(self) -> list[tuple[Tensor, Tensor]]:
-        """The evaluation just made: for each held-out text nats and scored tokens, each [documents]."""
+    def row(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The evaluation just made: of each text that was scored nats and scored tokens, each [documents]."""
         # torchmetrics makes a number of a tensor with one entry.
-        return [tuple(each.view(-1) for each in metric.compute()) for metric in self.evaluation]
+        computed = {name: metric.compute() for name, metric in self.evaluation.items()}
+        return {name: (nll.view(-1), count.view(-1)) for name, (nll, count) in computed.items()}
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:

@@ -134,6 +134,8 @@ def _annotate(axes: Axes, *, scores: Scores, strong: float) -> None:
     change = scores.matrix - scores.matrix[:1]
     for (row, column), value in np.ndenumerate(perplexities(scores)):
         colour = "white" if abs(change[row, column]) > strong else "black"
+        if np.isnan(value):  # not measured
+            continue
         axes.text(column, row, perplexity(value), ha="center", va="center", fontsize=9, color=colour)
 
 
@@ -148,9 +150,9 @@ def _each(axes: Axes, losses: np.ndarray, *, names: Sequence[str]) -> dict[str, 
 
 
 def _crowd(axes: Axes, losses: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
-    """Thin grey lines and their median."""
+    """Thin grey lines and, where all are measured, their median."""
     axes.plot(losses.T, color="0.6", linewidth=0.4, alpha=0.5, marker=_dot(losses))
-    middle = np.nanmedian(np.where(np.isnan(losses), np.inf, losses), axis=0)
+    middle = np.median(losses, axis=0)
     axes.plot(middle, color=SERIES[0], linewidth=2.5, zorder=4, marker=_dot(losses))
     return {f"median of {len(losses)}": (middle, SERIES[0])}
 

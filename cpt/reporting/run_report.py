@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan
 from pathlib import Path
 
 from cpt.evaluation.conditions import conditions
@@ -20,6 +21,10 @@ from cpt.reporting.probes import build_probe_block, format_probes
 FORMULAS = (
     "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
     "A metric in a unit is that of the matrix in this unit. In brackets: 95 % bootstrap over documents."
+)
+MISSING = (
+    "Not every cell of the matrix was measured (eval.rows, eval.columns). A metric is the mean of the terms "
+    "that were: in brackets how many, of how many."
 )
 
 
@@ -61,7 +66,8 @@ def format_scores(scores: Scores) -> str:
     ]
     losses = Block(head=["after", *names], cells=[matrix[row] for row in rows])
     shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
-    metrics = Block(head=["", *UNITS], cells=[[name, *_in_units(scores.metrics[name])] for name in shown])
+    cells = [[name + _count_terms(scores.metrics[name]), *_in_units(scores.metrics[name])] for name in shown]
+    metrics = Block(head=["", *UNITS], cells=cells)
     texts = f"perplexity on {len(columns)} of {len(scores.domains)} test texts:"
     title = f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}"
     parts = [title, align_columns(losses), align_columns(metrics), endtask_report.format_endtasks(scores)]
@@ -77,7 +83,10 @@ def _pick_ends(size: int) -> list[int]:
 def _format_matrix(scores: Scores) -> list[list[str]]:
     """The name and the perplexities of each row."""
     losses = figures.perplexities(scores).tolist()
-    return [[row, *map(perplexity, values)] for row, values in zip(scores.rows, losses, strict=True)]
+    return [
+        [row, *("–" if isnan(value) else perplexity(value) for value in values)]
+        for row, values in zip(scores.rows, losses, strict=True)
+    ]
 
 
 def _show_run(scores: Scores) -> Block:
@@ -139,9 +148,16 @@ def _mixture(weights: Mapping[str, float]) -> str:
 def _show_metrics(scores: Scores) -> Block:
     head = ["metric", "meaning", "formula", "nats", "perplexity", "bits per byte"]
     cells = [
-        [m, *describe_metric(METRICS[m].compute), *_in_units(units)] for m, units in scores.metrics.items()
+        [m + _count_terms(units), *describe_metric(METRICS[m].compute), *_in_units(units)]
+        for m, units in scores.metrics.items()
     ]
-    return Block(title="Metrics", lines=[FORMULAS], head=head, cells=cells, words=3)
+    missing = [MISSING] if any("terms" in units for units in scores.metrics.values()) else []
+    return Block(title="Metrics", lines=[FORMULAS, *missing], head=head, cells=cells, words=3)
+
+
+def _count_terms(metric: Mapping) -> str:
+    """How many terms a metric has seen of how many, where some are missing."""
+    return " ({:,} of {:,})".format(*metric["terms"]) if "terms" in metric else ""
 
 
 def _in_units(metric: Mapping) -> list[str]:

@@ -131,8 +131,8 @@ def stage_row(scores: Scores, row: int) -> dict[str, float]:
     losses = [line for line in list_losses(scores, [row]) if line.unit == "perplexity"]
     so_far = [line.value for line in losses if line.on in scores.rows[1 : row + 1]]
     costs = [line for line in list_costs(scores) if line.stage is not None and line.stage <= row]
-    points = {f"ppl/{escape_name(line.on)}": line.value for line in losses}
-    points |= {"stages/learned": float(np.mean(so_far))} if so_far else {}
+    points = {f"ppl/{escape_name(line.on)}": line.value for line in losses if not np.isnan(line.value)}
+    points |= {"stages/learned": float(np.mean(so_far))} if so_far and not np.isnan(so_far).any() else {}
     for name in CURVES:
         taken = [line.value for line in costs if line.name == name]
         if name in CUMULATED:

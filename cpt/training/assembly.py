@@ -90,6 +90,7 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
         eval_batch_size=options.eval_batch_size,
         probe_samples=options.probe_samples,
         workers=options.workers,
+        eval_tokens=plan.evaluation.tokens,
     )
 
 
@@ -101,7 +102,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
         domains=list(data.held_out),
         tokens=[int(objective.scorable(each).sum()) for each in sizes],
         bytes=[text.bytes for text in held_out],
-        scored=[int(objective.scored(each).sum()) for each in sizes],
+        scored=[int(objective.scored(data.scored_sizes(name)).sum()) for name in data.held_out],
         run={
             "name": str(plan.run.name),
             "method": plan.names["method"],

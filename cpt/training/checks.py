@@ -20,6 +20,7 @@ from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import check_given
+from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.probes.options import LMEval
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import read_optimizer
@@ -45,6 +46,7 @@ class Sections:
 
     run: RunOptions | None
     freeze: Freeze | None
+    evaluation: EvalOptions | None
     model: ModelOptions | None
     method: Choice | None
     masks: Mapping[str, Choice | None]
@@ -69,6 +71,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     return Sections(
         run=read_section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=read_section(cfg, "freeze").read(Freeze),
+        evaluation=read_section(cfg, "eval").read(EvalOptions),
         model=read_section(cfg, "model").read(ModelOptions),
         method=read_section(cfg, "method").choose(),
         masks={

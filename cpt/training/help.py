@@ -14,6 +14,7 @@ from cpt.core.places import CONF
 from cpt.core.rules import show
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.endtasks.tasks import Protocol, Settings
+from cpt.evaluation.policy import EvalOptions
 from cpt.models.options import BaseOptions, Freeze, ModelOptions
 from cpt.optim.options import KNOWN
 from cpt.training.options import LoggerOptions, RunOptions, TrainerOptions
@@ -23,6 +24,7 @@ FLAG = "--options"
 FIXED: dict[str, tuple[type[Options], ...]] = {
     "": (RunOptions,),
     "freeze": (Freeze,),
+    "eval": (EvalOptions,),
     "model": (ModelOptions,),
     "model.base": (BaseOptions,),
     "domains.held_out": (HeldOut,),

@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
-from cpt.adapters.bank import BASE
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
@@ -22,7 +20,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.optim.guard import Guard, RollbackError, check_finite, check_losses
+from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.callbacks import CustomCallbacks
@@ -33,11 +31,12 @@ from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
+from cpt.training.scoring import Cells, Scorer
 from cpt.training.trainer import make_trainer
 from cpt.training.verdict import confirm
 
 log = logging.getLogger(__name__)
-HEAVIEST = 20  # parts that a text's row names, of more
+SHOWN = 6  # texts at both ends of those that a line names
 
 
 class Learner:
@@ -59,6 +58,9 @@ class Learner:
         self.plan, self.place, self.module, self.data = plan, place, module, data
         self.examinations, self.scores, self.loggers = examinations, scores, loggers
         self.callbacks, self.device = callbacks, device
+        self.scorer = Scorer(
+            plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=place
+        )
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
@@ -69,6 +71,7 @@ class Learner:
             self.commit("base")
         done = len(self.scores.rows)
         for number in range(done):
+            self.fill(number)
             self.examine(number)
         self.restore(done - 1)
         for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
@@ -165,38 +168,42 @@ class Learner:
 
     def commit(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
-        with time_phase(self.scores.phases["score"], row):
-            make_trainer(self.plan.trainer.lightning, label=f"scoring after {row}").validate(
-                self.module, datamodule=self.data, verbose=False
-            )
-            losses = dict(zip(self.data.held_out, self.module.row(), strict=True))
-        leave_together(f"before {row} was committed")
-        confirm(self.place)
-        means = [(nll.sum() / count.sum()).item() for nll, count in losses.values()]
-        check_losses(dict(zip(losses, means, strict=True)), row)
-        self.scores.append(row, nll=means, parts=self.parts(), **costs)
-        perplexity = dict(zip(self.scores.domains, np.exp(self.scores.matrix[-1]).tolist(), strict=True))
-        shown = ", ".join(f"{name} {value:.1f}" for name, value in perplexity.items())
-        log.info("after %s, perplexity: %s", row, shown)
+        number = len(self.scores.rows)
+        cells = self.score(row, self.scorer.wanted(number))
+        means = cells.means
+        nll = [means.get(text) for text in self.scores.domains]
+        self.scores.append(row, nll=nll, parts=cells.parts, **costs)
+        tell_row(row, means)
         looked_at = {name: array(values) for name, values in self.module.diagnostics().items()}
         log_stage(self.loggers, self.scores, distributions=looked_at)
         if is_first_process():
-            number = len(self.scores.rows) - 1
-            arrays = {name: np.stack([nll.cpu(), count.cpu()]) for name, (nll, count) in losses.items()}
-            self.place.save_documents(number, arrays)
+            self.place.save_documents(number, cells.documents)
             self.place.save_diagnostics(number, looked_at)
             self.save()
             self.place.tidy(number, keep=self.plan.run.keep_stages)
 
-    def parts(self) -> dict[str, dict[str, float]]:
-        """The parts of the model that scored each text, by name: the heaviest of them."""
-        places = self.data.places
-        names = {place: name for name, place in places.items()} | {BASE: "base"}
-        used = {text: self.module.used(places.get(text, BASE)) for text in self.scores.domains}
-        return {
-            text: {names[part]: round(each[part], 4) for part in nlargest(HEAVIEST, each, key=each.get)}
-            for text, each in used.items()
-        }
+    def fill(self, number: int) -> None:
+        """Measures what a row lacks of what is asked for now, where the weights of its stage are there."""
+        missing = self.scorer.missing(number)
+        if not missing or (number != self.at and not self.place.stage(number).exists()):
+            return
+        self.scores.run["finished"] = False
+        self.restore(number)
+        row = self.scores.rows[number]
+        cells = self.score(row, missing)
+        self.scores.fill(number, cells.means, cells.parts)
+        log.info("after %s, %d more texts are scored", row, len(missing))
+        if is_first_process():
+            (before,) = self.place.load_documents([number])
+            self.place.save_documents(number, before | cells.documents)
+            self.save()
+
+    def score(self, row: str, texts: Sequence[str]) -> Cells:
+        with time_phase(self.scores.phases["score"], row):
+            cells = self.scorer.score(row, texts)
+        leave_together(f"before {row} was committed")
+        confirm(self.place)
+        return cells
 
     def save(self) -> None:
         self.scores.seconds = sum(sum(stages.values()) for stages in self.scores.phases.values())
@@ -210,9 +217,11 @@ class Learner:
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
         check_signals("before the report was written")
-        rows = self.place.load_documents(len(self.scores.rows))
-        sums = [np.stack([row[name][0] for row in rows]) for name in self.scores.domains]
-        self.scores.measure(nll_sums=sums, counts=[rows[0][name][1] for name in self.scores.domains])
+        sums, counts = gather_documents(self.place.load_documents(range(len(self.scores.rows))), self.scores)
+        self.scores.measure(nll_sums=sums, counts=counts)
+        self.scores.policy = self.plan.evaluation.policy
+        if told := self.scorer.tell_missing():
+            log.info(told)
         for each in self.examinations:
             self.collect(each)
         self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
@@ -221,6 +230,27 @@ class Learner:
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
+
+
+def tell_row(row: str, means: Mapping[str, float]) -> None:
+    """A line with the perplexities of a row; of many texts the first and last."""
+    shown = [f"{name} {value:.1f}" for name, value in zip(means, np.exp([*means.values()]), strict=True)]
+    few = shown if len(shown) <= 2 * SHOWN else [*shown[:SHOWN], "…", *shown[-SHOWN:]]
+    log.info("after %s, perplexity: %s", row, ", ".join(few))
+
+
+def gather_documents(
+    rows: Sequence[Mapping[str, np.ndarray]], scores: Scores
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """By column, nats of each row and document, nan in a row without it, and scored tokens by document."""
+    sums, counts = [], []
+    for column, name in enumerate(scores.domains):
+        count = next(row[name][1] for row in rows if name in row)
+        blank = np.full(len(count), np.nan)
+        there = [losses[column] is not None for losses in scores.nll]
+        sums.append(np.stack([row[name][0] if own else blank for row, own in zip(rows, there, strict=True)]))
+        counts.append(count)
+    return sums, counts
 
 
 def array(values: torch.Tensor) -> np.ndarray:

@@ -15,6 +15,7 @@ from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.objective import objective_value
+from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.probes.options import LMEval, plan_probe
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried
@@ -32,6 +33,7 @@ class Plan:
     run: RunOptions
     model: ModelOptions
     freeze: Freeze
+    evaluation: EvalOptions
     method: Choice
     masks: tuple[Choice, ...]
     replay: Replay
@@ -80,6 +82,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         run=said.run,
         model=said.model,
         freeze=said.freeze,
+        evaluation=said.evaluation,
         method=said.method,
         masks=tuple(said.masks.values()),
         replay=said.replay,

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,14 @@ class RunFolder:
             log.warning("%s is not what belongs there; it is now %s.old", path, path.name)
             os.replace(path, path.with_name(f"{path.name}.old"))
 
-    def check_documents(self, names: Sequence[str], rows: int) -> None:
-        """Raises ValueError if the losses by document of a row that counts are gone or damaged."""
-        for path in map(self.documents, range(rows)):
+    def check_documents(self, rows: Sequence[Collection[str]]) -> None:
+        """Raises ValueError if the losses by document of a row that counts are gone or damaged, or are not of
+        the texts that it was scored on."""
+        for path, names in zip(map(self.documents, range(len(rows))), rows, strict=True):
             instead = f"bring it back from a copy, or delete {self.path} to learn again"
             check_archive(path, instead=instead)
             with np.load(path) as file:
-                if set(file.files) != set(names):
+                if not set(names) <= set(file.files):
                     raise ValueError(f"{path} is of other texts ({', '.join(file.files)}); {instead}")
 
     def forget_checkpoints(self) -> None:
@@ -182,9 +183,9 @@ class RunFolder:
             with replacing(path) as partial, partial.open("wb") as file:
                 np.savez(file, **values)
 
-    def load_documents(self, rows: int) -> list[dict[str, np.ndarray]]:
+    def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
         loaded = []
-        for row in range(rows):
+        for row in rows:
             with np.load(self.documents(row)) as file:
                 loaded.append(dict(file))
         return loaded

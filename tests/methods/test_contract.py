@@ -267,9 +267,9 @@ def test_probes_and_evaluation_leave_no_trace(method, module):
     modes = [each.training for each in made.modules()]
     hooks = sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in made.modules())
     trainer.validate(made, datamodule=data, verbose=False)
-    first = [(nll.clone(), count.clone()) for nll, count in made.row()]
+    first = [(nll.clone(), count.clone()) for nll, count in made.row().values()]
     loop.make_trainer(options, label="").validate(made, datamodule=data, verbose=False)
-    for (nll, count), (again, counted) in zip(first, made.row(), strict=True):
+    for (nll, count), (again, counted) in zip(first, made.row().values(), strict=True):
         assert torch.equal(nll, again) and torch.equal(count, counted)
     after = made.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
