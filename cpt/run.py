@@ -18,6 +18,7 @@ from cpt.core.processes import is_first_process
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
+from cpt.training.growth import adopt
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
 from cpt.training.run_folder import RunFolder
@@ -37,6 +38,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     with place.unless_refused():
         plan = make_plan(cfg)
         plan.source.check(plan.order)
+        adopt(place, plan)
         place.claim(plan.settings)
         with place.locked():
             place.clean()
@@ -106,6 +108,8 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
 def resume_scores(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
     """What a run folder has of the scores, with the seconds that this start has taken so far."""
     scores = place.scores() or empty
+    if scores.run["order"] != empty.run["order"]:  # the run has grown
+        scores = empty.take_over(scores)
     place.check_documents([scores.measured(row) for row in range(len(scores.rows))])
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
@@ -140,5 +144,5 @@ def needs_nothing(scores: Scores | None, plan: Plan) -> bool:
     """Whether nothing is left to learn or to measure."""
     if scores is None or not scores.run["finished"]:
         return False
-    known = scores.policy == plan.evaluation.policy
+    known = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
     return known and all(getattr(scores, kind).get("digest") == known for kind, known in plan.digests.items())

@@ -117,6 +117,23 @@ def composed_once(choices: tuple[str, ...]) -> DictConfig:
 
 
 @pytest.fixture
+def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes the next trainers die as a callback says."""
+    from cpt.training import loop  # not at the start of every test
+
+    trainer = loop.make_trainer
+
+    def by(killer: Any) -> None:
+        def deadly(options: Any, *, callbacks: Any = (), **others: Any) -> Any:
+            extra = [killer] if callbacks and killer else []
+            return trainer(options, callbacks=[*callbacks, *extra], **others)
+
+        monkeypatch.setattr(loop, "make_trainer", deadly)
+
+    return by
+
+
+@pytest.fixture
 def small(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
     """The config of a run that takes a second: the small texts, a small model, a few steps."""
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]

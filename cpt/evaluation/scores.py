@@ -40,7 +40,7 @@ PHASES = (
     "probes",
 )  # kinds of seconds; "start": what precedes the stages
 LATER = {  # fields that files of this version may lack
-    *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy")
+    *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown")
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
@@ -70,6 +70,7 @@ class Scores(Layout):
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
+    grown: list[int] = field(default_factory=list)  # stages that had been learned when domains were added
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
     probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
@@ -154,6 +155,15 @@ class Scores(Layout):
         if costs:
             raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join(COSTS)}")
         self.measure()
+
+    def take_over(self, earlier: Scores) -> Scores:
+        """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
+        for name in ("rows", "parts", "rates", "phases", "endtasks", "answers", "probes", *COSTS):
+            setattr(self, name, getattr(earlier, name))
+        cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
+        self.nll = [[row.get(text) for text in self.domains] for row in cells]
+        self.grown = [*earlier.grown, len(self.rows) - 1]
+        return self
 
     def fill(self, row: int, nll: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]) -> None:
         """Adds cells that were missing in a row, by text, and measures anew, without intervals."""

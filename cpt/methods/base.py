@@ -58,6 +58,7 @@ class ContinualModule(Staged):
     domain calls `keep_parts`: what is kept, scored and handed on is then the part that belongs to a domain.
     """
 
+    needs_all = False  # whether all domains must be known before the first is learned
     alone = False  # whether each domain is learned from the base, so that its model stands for it alone
 
     options: Options

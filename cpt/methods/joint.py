@@ -13,5 +13,7 @@ from cpt.methods.base import ContinualModule
 class Joint(ContinualModule):
     """One stage with the text of all domains."""
 
+    needs_all = True
+
     def stages(self, order: Sequence[str]) -> list[Domain]:
         return [Domain("joint", 0, tuple(order))]

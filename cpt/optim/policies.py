@@ -44,6 +44,10 @@ class Once(Schedule):
 
     final: float = option("the factor at the end of the last domain", FINAL)
 
+    @property
+    def needs_end(self) -> bool:
+        return True
+
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.total_steps
         if progress.total_step < rise:
@@ -95,6 +99,10 @@ class Infinite(Schedule):
                 f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g} are more "
                 "than a domain; allowed: 1 in all"
             )
+
+    @property
+    def needs_end(self) -> bool:
+        return self.annealed == "last" and self.anneal > 0
 
     @property
     def branches(self) -> bool:

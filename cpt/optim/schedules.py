@@ -55,6 +55,11 @@ class Schedule(Options):
         goes on with the weights before it."""
         return False
 
+    @property
+    def needs_end(self) -> bool:
+        """Whether rates depend on how many domains follow."""
+        return False
+
     def branch_step(self, steps: int) -> int:
         """The first step of that decay, of so many of a domain; all of them where there is none."""
         return steps

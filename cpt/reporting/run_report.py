@@ -96,6 +96,7 @@ def _show_run(scores: Scores) -> Block:
         ["model", f"{run['model']} ({run['objective']})"],
         ["perplexity", described_conditions(conditions(scores))],
         ["order", few(run["order"])],
+        *([["domains were added after", _name_stages(scores)]] if scores.grown else []),
         ["seed", str(run["seed"])],
         ["state", f"{scores.state}; {scores.seconds:,.1f} seconds"],
         ["trained", f"{max(scores.trained, default=0):,} parameters"],
@@ -106,6 +107,10 @@ def _show_run(scores: Scores) -> Block:
         ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
     ]
     return Block(head=["run", run["name"]], cells=cells, words=2)
+
+
+def _name_stages(scores: Scores) -> str:
+    return few([scores.rows[number] for number in scores.grown])
 
 
 def _stored(scores: Scores) -> str:

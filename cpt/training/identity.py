@@ -18,7 +18,8 @@ from cpt.core.checksums import checksum
 from cpt.core.files import replace
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
-from cpt.data.sources.base import stamp_of
+from cpt.data.sources.base import GENERAL, stamp_of
+from cpt.training.growth import is_beginning, say_why_not
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
 
@@ -90,6 +91,14 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
     return given is None or not any(others(then.base, checkpoint_files(given)))
 
 
+def has_same_texts(place: RunFolder, plan: Plan) -> bool:
+    """Whether sizes and times say that what a folder has learned, and its base, are what a plan has."""
+    then = Identity.load(place)
+    if then is None or any(name not in (*plan.order, GENERAL) for name in then.texts):
+        return False
+    return not any(stamps_differ(then, plan)) and not any(changed_checkpoint(then, plan))
+
+
 def changed_message(place: RunFolder, wrong: list[str]) -> str:
     told = "; ".join(wrong[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
     return (
@@ -101,6 +110,13 @@ def changed_message(place: RunFolder, wrong: list[str]) -> str:
 def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
     """Raises ValueError where other domains, or another order of them, would be learned."""
     if then.order == plan.order:
+        return
+    if is_beginning(then.order, plan.order):
+        if why := say_why_not(plan):
+            raise ValueError(
+                f"{place.path} has learned {join_names(then.order)}, and nothing can follow: {why}; "
+                "another name=… learns all from the beginning"
+            )
         return
     new = [name for name in plan.order if name not in then.order]
     gone = [name for name in then.order if name not in plan.order]
@@ -225,6 +241,7 @@ def settle_identity(
             if then.endtasks.get(task, now.endtasks[task]) != now.endtasks[task]:
                 log.info("end task %s: its data changed; it is measured again", task)
     now.save(place)
+    place.renew(plan.settings)
 
 
 def gather_identity(
@@ -243,6 +260,8 @@ def gather_identity(
     }
     contents = {name: content for each in examinations for name, content in each.contents.items()}
     endtasks = then.endtasks | contents
+    if is_beginning(then.order, plan.order):
+        log.info("%s are added to %s", ", ".join(plan.order[len(then.order) :]), ", ".join(then.order))
     return Identity(plan.order, texts, base, tokenizer_digest(start.tokenizer), endtasks)
 
 

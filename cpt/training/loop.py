@@ -103,6 +103,9 @@ class Learner:
         """Measures what is missing of an examination after a stage."""
         row, group = self.scores.rows[number], examination.GROUP
         if number != self.at and not self.place.stage(number).exists():
+            if number <= max(self.scores.grown, default=0):
+                log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
+                return
             raise ValueError(
                 f"{group}.when={examination.when} needs the weights after {row}, which were not kept; "
                 f"allowed: {group}.when=last, or a new name=… (keep_stages=true keeps them for later)"

@@ -51,6 +51,11 @@ class RunFolder:
                 "take these values back, choose another name=…, or delete the folder"
             )
 
+    def renew(self, settings: Mapping[str, Any]) -> None:
+        """Remembers the config as it is now, where the order has grown."""
+        if OmegaConf.load(self.config).get("order") != settings["order"]:
+            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
+
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether the folder remembers this config."""
         return self.config.exists() and not self.changes(settings)

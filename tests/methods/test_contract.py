@@ -10,13 +10,13 @@ import peft
 import pytest
 import torch
 import transformers
-from lightning.pytorch.callbacks import Callback
 
 import cpt.adapters.export
 from cpt.methods.base import ContinualModule
 from cpt.training import loop
 from tests.conftest import ROOT
 from tests.support import making
+from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, ORDER
 from tests.support.seams import SEAMS, chosen
 
@@ -29,22 +29,6 @@ KINDS = {"none", "ncl", "joint", "das", "ewc", "derpp", "hat", "demix", "olora",
 def of_each_kind(methods: list[str]) -> list:
     """The methods, of which those beside KINDS are asked for by `-m campaign`."""
     return [pytest.param(name, marks=[] if name in KINDS else pytest.mark.campaign) for name in methods]
-
-
-class KilledError(BaseException):
-    """Stands for SIGKILL within this process: nothing of ours catches it."""
-
-
-class Killer(Callback):
-    """Dies when a stage has made so many steps, or when its fit has ended."""
-
-    def __init__(self, *, step: int, domain: str | None = None) -> None:
-        self.step, self.domain = step, domain
-
-    def on_train_batch_end(self, trainer, *args):
-        here = trainer.datamodule.domain.name
-        if trainer.global_step == self.step and self.domain in (None, here):
-            raise KilledError
 
 
 def bits(folder: Path) -> str:
@@ -73,21 +57,6 @@ def uninterrupted(whole, small, start, tmp_path_factory):
         return whole[method]
 
     return run
-
-
-@pytest.fixture
-def killing(monkeypatch):
-    """Makes the next trainers die as a callback says."""
-    trainer = loop.make_trainer
-
-    def by(killer: Callback | None) -> None:
-        def deadly(options, *, callbacks=(), **others):
-            extra = [killer] if callbacks and killer else []
-            return trainer(options, callbacks=[*callbacks, *extra], **others)
-
-        monkeypatch.setattr(loop, "make_trainer", deadly)
-
-    return by
 
 
 @pytest.fixture

@@ -1,0 +1,119 @@
+"""Domains that are added to a run that has ended."""
+
+import logging
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from cpt.evaluation.scores import Scores
+from tests.methods.test_contract import METHODS
+from tests.support.killing import KilledError, Killer
+from tests.support.seams import chosen
+
+THREE, TWO = "order=[law,food,space]", "order=[law,food]"
+FEW = ["ncl", "ewc", "derpp", "inclora", "demix", "hat", "branched"]  # one of each kind
+GROWING = [
+    *FEW,
+    *(pytest.param(name, marks=pytest.mark.campaign) for name in METHODS if name not in ("joint", *FEW)),
+]
+
+
+def scores_of(folder) -> Scores:
+    return Scores.load(folder / "scores.json")
+
+
+def bits(folder) -> dict[str, torch.Tensor]:
+    return torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+
+
+def assert_same(grown, whole) -> None:
+    one, other = bits(grown), bits(whole)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("method", GROWING)
+def test_two_and_then_one_more_are_three_at_once(method, start, small, tmp_path):
+    options = [*chosen(method), "keep_stages=true"]
+    start(small(TWO, *options), tmp_path / "grown")
+    start(small(THREE, *options), tmp_path / "grown")
+    start(small(THREE, *options), tmp_path / "whole")
+    assert_same(tmp_path / "grown", tmp_path / "whole")
+    grown, whole = scores_of(tmp_path / "grown"), scores_of(tmp_path / "whole")
+    assert grown.nll == whole.nll and grown.metrics == whole.metrics and grown.domains == whole.domains
+    assert grown.rows == whole.rows and grown.grown == [2] and grown.run["finished"]
+    assert grown.parts == whole.parts and grown.rates == whole.rates and grown.seen == whole.seen
+    report = (tmp_path / "grown" / "report.md").read_text()
+    assert "| domains were added after | food |" in report
+
+
+def test_what_was_learned_is_not_learned_again_and_missing_cells_stay_missing(start, small, tmp_path, caplog):
+    start(small(TWO), tmp_path)
+    before = scores_of(tmp_path)
+    with caplog.at_level(logging.INFO):
+        start(small(THREE), tmp_path)
+    after = scores_of(tmp_path)
+    assert "space are added to law, food" in caplog.text
+    assert "1 cells of the matrix are missing, in the rows law" in caplog.text
+    assert after.phases["learn"]["law"] == before.phases["learn"]["law"]
+    assert np.isnan(after.matrix[1, 2]) and np.isnan(after.matrix).sum() == 1
+    assert after.metrics["FWT_zs"]["terms"] == [2, 3]
+    assert "order:\n- law\n- food\n- space" in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp_path, caplog):
+    start(small("order=[law]"), tmp_path / "one")
+    start(small(TWO), tmp_path / "two")
+    start(small(TWO, "seed=1"), tmp_path / "other")
+    old = (tmp_path / "two" / "scores.json").read_bytes()
+    with caplog.at_level(logging.INFO):
+        start(small(THREE), tmp_path / "three")
+    assert f"what {tmp_path / 'two'} has learned (law, food) is gone on with, in a copy" in caplog.text
+    start(small(THREE), tmp_path / "elsewhere" / "three")
+    assert_same(tmp_path / "three", tmp_path / "elsewhere" / "three")
+    assert scores_of(tmp_path / "three").grown == [1, 2]
+    assert scores_of(tmp_path / "elsewhere" / "three").grown == []
+    assert (tmp_path / "two" / "scores.json").read_bytes() == old
+    start(small(TWO), tmp_path / "two")  # whole as it was
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["method=joint"], "method=joint needs all domains before the first is learned"),
+        (["schedule=once"], "schedule=Once has rates that depend on how many domains follow"),
+        (["optim.carry=all"], "optim.carry=all lets the rate decay over all domains"),
+    ],
+)
+def test_what_needs_all_domains_beforehand_says_so(options, why, start, small, tmp_path, caplog):
+    start(small(TWO, *options), tmp_path / "two")
+    with pytest.raises(ValueError, match=f"nothing can follow: {why}; another name="):
+        start(small(THREE, *options), tmp_path / "two")
+    with caplog.at_level(logging.INFO):
+        start(small(THREE, *options), tmp_path / "three")
+    assert f"nothing of {tmp_path / 'two'} is gone on with: {why}" in caplog.text
+    assert scores_of(tmp_path / "three").grown == []
+
+
+def test_other_texts_are_not_gone_on_with(start, small, corpora, tmp_path):
+    texts = tmp_path / "texts"
+    shutil.copytree(corpora, texts)
+    root = f"domains.root={texts}"
+    start(small(TWO, root), tmp_path / "two")
+    with (texts / "law" / "all.txt").open("a") as file:
+        file.write("one more line of law\n")
+    start(small(THREE, root), tmp_path / "three")
+    assert scores_of(tmp_path / "three").grown == []
+
+
+def test_a_run_that_is_not_finished_grows_in_its_own_folder_alone(start, small, killing, tmp_path):
+    killing(Killer(step=3, domain="food"))
+    with pytest.raises(KilledError):
+        start(small(TWO), tmp_path / "two")
+    killing(None)
+    start(small(THREE), tmp_path / "three")
+    assert scores_of(tmp_path / "three").grown == []
+    start(small(THREE), tmp_path / "two")
+    assert_same(tmp_path / "two", tmp_path / "three")
