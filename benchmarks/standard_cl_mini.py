@@ -1,0 +1,108 @@
+"""The methods on four supervised tasks, text to text: `python benchmarks/standard_cl_mini.py --root FOLDER`
+makes their part of docs/results.md.
+
+FOLDER holds {agnews,amazon,dbpedia,yahoo}/{train,test}.jsonl with `text` and `label`, and general/ with text
+to pre-train the base on. What is finished below --runs is not run again: a killed start goes on with the same
+command."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import claims
+import study
+from bag_of_words import classify
+from hydra import compose, initialize_config_dir
+
+from cpt.core.places import CONF
+from cpt.data.corpora import Corpora
+from cpt.data.examples import Example, read_example
+from cpt.evaluation.answers.results import matrix_of
+from cpt.reporting.comparison import tables
+from cpt.reporting.comparison.groups import ComparedRuns, sections
+from cpt.reporting.comparison.runs import Run
+from cpt.reporting.page import Block, markdown
+from cpt.training.plan import make_plan
+
+EVERY = ["order=1,2,3", "seed=0,1,2"]
+SWEEPS = (
+    ["method=ncl,joint,migu,replay,lora,olora,inclora,ewc,derpp,kd"],
+    ["method=olora,lora", "mask=migu"],
+)
+
+
+def main() -> None:
+    options = study.read_arguments("standard_cl_mini", str(__doc__))
+    if not options.report_only:
+        study.run_sweeps(options, "standard_cl_mini", [[*EVERY, *sweep] for sweep in SWEEPS])
+    runs = study.find_finished(options.runs)
+    study.write_results(options, runs, name="standard_cl", raw="standard_cl.jsonl")
+    (section,) = sections(runs, by_order=False, baseline="ncl")
+    study.write_section("standard_cl_mini", parts(section, options.root))
+
+
+def parts(section: ComparedRuns, root: Path | None) -> Iterator[str]:
+    yield describe_runs(section)
+    cells = claims.rows(section, claims.ON_TASKS)
+    claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
+    levels = tabulate_levels(section, root)
+    for block in (
+        claimed,
+        tables.tabulate_main(section, domains=()),
+        tables.tabulate_differences(section),
+        levels,
+    ):
+        yield markdown(block, picture="")
+
+
+def describe_runs(section: ComparedRuns) -> str:
+    """What was run, from the runs themselves."""
+    first = section.runs[0].scores
+    examples = {task: facts["examples"] for task, facts in first.answers["tasks"].items()}
+    asked = ", ".join(f"{task} {count}" for task, count in examples.items())
+    told = f"{len(section.runs)} runs of {len(section.groups)} groups; examples asked: {asked}. Orders:"
+    return f"{told}\n\n{study.list_orders(section.runs)}"
+
+
+def tabulate_levels(section: ComparedRuns, root: Path | None) -> Block:
+    """Each task's chance, majority and bag of words, beside what the methods reach."""
+    first = section.runs[0].scores.answers["tasks"]
+    groups = {group.name: group.runs for group in section.groups if group.name in ("ncl", "joint")}
+    bags = {} if root is None else {task: learn_bag(root, task) for task in first}
+    cells = []
+    for task, facts in first.items():
+        levels = [facts["chance"], facts["majority"], bags.get(task)]
+        own = mean_of(groups["ncl"], task, own=True)
+        last = [mean_of(runs, task, own=False) for runs in groups.values()]
+        cells.append(
+            [task, *("–" if level is None else f"{100 * level:.1f}" for level in (*levels, own, *last))]
+        )
+    head = ["task", "chance", "majority", "bag of words", "ncl, just learned"]
+    head += [f"{name}, at the end" for name in groups]
+    return Block(title="Each task, ranked accuracy in %", head=head, cells=cells)
+
+
+def mean_of(runs: Sequence[Run], task: str, *, own: bool) -> float:
+    """The mean over runs of a task's score in its own row or in the last."""
+    found = []
+    for run in runs:
+        column = list(run.scores.answers["tasks"]).index(task)
+        row = run.scores.rows.index(task) if own else -1
+        found.append(matrix_of(run.scores.answers)[row, column])
+    return float(sum(found) / len(found))
+
+
+def learn_bag(root: Path, task: str) -> float:
+    """The accuracy of a bag of words on the examples that a run of the study learns and is asked."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", ["experiment=standard_cl_mini", f"domains.root={root}", "method=ncl"])
+    plan = make_plan(cfg)
+    corpus = Corpora.read(plan.source, [task], cache=Path(plan.run.cache_dir)).by_name[task]
+
+    def read(split: str) -> list[Example]:
+        return [read_example(document) for document in corpus.documents(split)["text"]]
+
+    return classify(read("train"), read(plan.source.score_on))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What the studies of docs/results.md share: sweeps that go on where they were killed, finished runs, pages.
+
+A study is an experiment of conf/, learned by several methods; what is finished is not run again."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from measuring import ROOT
+
+from cpt import report
+from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
+
+RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
+PRIVATE = ("loading", "versions")  # of scores.json: not a result, or with a path in it
+
+
+def read_arguments(name: str, about: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--root", type=Path, help="the data; see above")
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / name, help="the run folders")
+    parser.add_argument("--jobs", type=int, help="runs at once (default: a fair share of the machine)")
+    parser.add_argument("--report-only", action="store_true", help="no runs, only the pages")
+    options = parser.parse_args()
+    if options.root is None and not options.report_only:
+        parser.error("--root is needed, or --report-only")
+    return options
+
+
+def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Sequence[str]]) -> None:
+    """Every sweep, also after one with a job that failed; exits if one did."""
+    failed = 0
+    for sweep in sweeps:
+        given = [f"name={options.runs.name}", f"domains.root={options.root}"]
+        jobs = [f"hydra.launcher.jobs={options.jobs}"] * (options.jobs is not None)
+        line = [sys.executable, "run.py", "-m", f"experiment={experiment}", *given, *jobs, *sweep]
+        failed += subprocess.run(line, cwd=ROOT, check=False).returncode != 0
+    if failed:
+        sys.exit(f"{failed} sweeps have jobs that failed; the same command tries them again")
+
+
+def find_finished(folder: Path) -> list[Run]:
+    scores, _ = find_runs([folder])
+    runs = [Run(folder=path, scores=each) for path, each in scores.items() if each.run["finished"]]
+    return measure_runs(runs, domains=())
+
+
+def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str, raw: str) -> None:
+    """The comparison's page with its pictures, and the scores of every run, a line each."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    report.main([str(options.runs), "--out", str(RESULTS), "--name", name])
+    lines = [json.dumps(keep_scores(run)) for run in sorted(runs, key=lambda run: run.folder.name)]
+    (RESULTS / raw).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def keep_scores(run: Run) -> Mapping:
+    data = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in data.items() if key not in PRIVATE}
+
+
+def write_section(program: str, parts: Iterable[str]) -> None:
+    """Makes what stands between a study's marks in docs/results.md anew; the prose around them stays."""
+    begin, end = f"<!-- made by benchmarks/{program}.py -->", f"<!-- end of what {program} made -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    after = rest.split(end)[1]
+    PAGE.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
+
+
+def list_orders(runs: Sequence[Run]) -> str:
+    """The orders of the runs, a line each."""
+    orders = {tuple(run.scores.run["order"]) for run in runs}
+    return "\n".join(f"* {' → '.join(order)}" for order in sorted(orders, reverse=True))
