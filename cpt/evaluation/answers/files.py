@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from cpt.core.files import replacing
 from cpt.core.schema import check_types
 from cpt.evaluation.answers.metrics import Answered
+from cpt.evaluation.examples import read_columns
 
 log = logging.getLogger(__name__)
 KEY = b"cpt"
@@ -41,17 +42,27 @@ def read_answers(path: Path, *, digest: str | None = None) -> tuple[Answered, fl
     """What was answered with the settings and data that the digest stands for, and the seconds that it took;
     None where there is no such file, or a damaged one."""
     try:
-        table = pq.read_table(path, page_checksum_verification=True, columns=list(COLUMNS))
-        about = json.loads((table.schema.metadata or {}).get(KEY, b"{}"))
-        check_types(about, ABOUT)
+        _, answered, about = load_answers(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        log.info("%s is damaged (%s) and is made again", path, " ".join(str(error).split()))
+    except ValueError as error:
+        log.info("%s, which are made again", error)
         return None
     if digest is not None and about["digest"] != digest:
         return None
+    return answered, about["seconds"]
+
+
+def load_answers(path: Path) -> tuple[list[str], Answered, dict[str, Any]]:
+    """The examples' ids, what was answered, and what the file says of it. Raises FileNotFoundError where
+    there is no file, ValueError where it is damaged."""
+    table = read_columns(path, COLUMNS, what="answers")
+    try:
+        about = json.loads((table.schema.metadata or {}).get(KEY, b"{}"))
+        check_types(about, ABOUT)
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged answers ({error})") from None
     columns = {name: table.column(name).to_pylist() for name in COLUMNS}
     given = {name: None if None in columns[name] else columns[name] for name in COLUMNS[2:]}
     choices = [tuple(each) for each in about["choices"]]
-    return Answered(columns["reference"], choices, **given), about["seconds"]
+    return columns["id"], Answered(columns["reference"], choices, **given), about

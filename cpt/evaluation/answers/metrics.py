@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torchmetrics.functional.text import edit_distance
-from torchmetrics.functional.text.rouge import rouge_score
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -63,6 +61,8 @@ def accuracy_ranked_mean(answered: Answered) -> np.ndarray:
 
 def rouge_l(answered: Answered) -> np.ndarray:
     """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics, [examples]."""
+    from torchmetrics.functional.text.rouge import rouge_score  # which reads in torch
+
     pairs = zip(answered.written, answered.references, strict=True)
     found = [rouge_score([one], [other], rouge_keys="rougeL")["rougeL_fmeasure"] for one, other in pairs]
     return np.array(found, float)
@@ -70,6 +70,8 @@ def rouge_l(answered: Answered) -> np.ndarray:
 
 def edit_similarity(answered: Answered) -> np.ndarray:
     """1 - edits / characters of the longer text (Levenshtein 1966), by torchmetrics, [examples]."""
+    from torchmetrics.functional.text import edit_distance
+
     written, references = list(answered.written), list(answered.references)
     longer = [max(len(one), len(other), 1) for one, other in zip(written, references, strict=True)]
     edits = edit_distance(written, references, reduction="none").numpy()
@@ -99,6 +101,7 @@ MEASURES: Mapping[str, Measure] = {
     "edit_similarity": Measure(edit_similarity, ("written",)),
 }
 CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
+RANKED = ("accuracy_ranked", "accuracy_ranked_mean")
 OPEN = ("rouge_l", "exact_match", "edit_similarity")
 
 

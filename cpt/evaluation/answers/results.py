@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cpt.core.schema import check_types
+from cpt.evaluation.answers.metrics import MEASURES, Answered, chance, majority, measures_of
 from cpt.evaluation.metrics import Layout, bootstrap, metrics
-
-if TYPE_CHECKING:
-    from cpt.evaluation.answers.metrics import Answered
 
 # What the papers call a metric of the matrix of scores, and what it is called of a matrix of losses.
 NAMES = {"AP": "LC", "LA": "CPT", "BWT": "BWT_gem", "F": "FG_max", "FWT": "FWT_gem"}
@@ -43,8 +41,6 @@ class Told:
 
 def tell_answers(answered: Answered, *, seconds: float = 0.0) -> Told:
     """What answers come to."""
-    from cpt.evaluation.answers.metrics import MEASURES, chance, majority, measures_of
-
     values = {name: MEASURES[name].compute(answered) for name in measures_of(answered)}
     return Told(
         len(answered.references),
