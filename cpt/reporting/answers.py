@@ -36,6 +36,8 @@ NAMES = {
     "accuracy_ranked_mean": "likeliest choice by its mean token",
     "rouge_l": "ROUGE-L",
     "edit_similarity": "edit similarity",
+    "sari": "SARI",
+    "first_character": "first character of what is written",
 }
 
 

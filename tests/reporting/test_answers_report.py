@@ -6,7 +6,8 @@ import numpy as np
 from PIL import Image
 
 from cpt.evaluation.answers.files import path_of
-from cpt.reporting.answers import build_answer_blocks, build_answer_moves, format_answers
+from cpt.evaluation.answers.metrics import MEASURES
+from cpt.reporting.answers import NAMES, build_answer_blocks, build_answer_moves, format_answers
 from cpt.reporting.drawing import description
 from cpt.reporting.run_report import write_report
 from tests.reporting.test_run_table import ANSWERS, made
@@ -73,6 +74,10 @@ def test_what_became_of_the_examples_is_a_table(tmp_path):
     assert len(lines) == 1 and "000-base/law.parquet: damaged answers" in lines[0]
     write_report(tmp_path, scores)
     assert "damaged answers" in (tmp_path / "report.md").read_text()
+
+
+def test_every_measure_has_a_name():
+    assert set(NAMES) == set(MEASURES)
 
 
 def test_files_that_are_not_there_are_a_line():

@@ -131,3 +131,30 @@ def test_options_of_answers_without_tasks_are_told(given, told, small, start, tm
     start(small("order=[law]", "trainer.steps=1", *given), tmp_path)
     lines = [line for line in caplog.messages if "without effect: domains=texts are raw text" in line]
     assert len(lines) == told and all(line.startswith("answers.tokens=3") for line in lines)
+
+
+def test_a_task_is_known_by_what_is_asked_for(asked, tmp_path, caplog):
+    caplog.set_level("INFO")
+    given = ["domains.choices=none", "answers.when=last", "order=[food]", "trainer.steps=1"]
+    tasks = asked(tmp_path, *given)["answers"]["tasks"]
+    assert list(tasks["food"]["measures"])[0] == "rouge_l"
+    path = path_of(tmp_path / "answers" / "001-food", "food")
+    before, written = path.stat().st_mtime_ns, tasks["food"]["measures"]["edit_similarity"]
+    wanted = [*given, "answers.measures={food: edit_similarity, law: sari}"]
+    tasks = asked(tmp_path, *wanted)["answers"]["tasks"]
+    assert list(tasks["food"]["measures"])[0] == "edit_similarity"
+    assert tasks["food"]["measures"]["edit_similarity"] == written
+    assert path.stat().st_mtime_ns == before, "what is there is not asked again"
+    assert "answers.measures of law: without effect, the order has no such task" in caplog.text
+    answers = asked(tmp_path, *given, "answers.measures={food: sari}")["answers"]
+    assert path.stat().st_mtime_ns != before, "the sources have to be kept"
+    found, _ = read_answers(path)
+    assert found.sources and all(" " in text and "\n" not in text for text in found.sources)
+    expected = MEASURES["sari"].compute(found).mean()
+    assert answers["metrics"]["AP"] == pytest.approx(expected) and 0 < expected < 1
+    assert "SARI" in (tmp_path / "report.md").read_text()
+
+
+def test_a_measure_of_choices_where_there_are_none(asked, tmp_path):
+    with pytest.raises(ValueError, match=r"answers.measures.law=accuracy_ranked is of choices, and its answ"):
+        asked(tmp_path, "domains.choices=none", "answers.measures={law: accuracy_ranked}", "trainer.steps=1")

@@ -39,9 +39,9 @@ class Told:
     seconds: float
 
 
-def tell_answers(answered: Answered, *, seconds: float = 0.0) -> Told:
-    """What answers come to."""
-    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered)}
+def tell_answers(answered: Answered, *, seconds: float = 0.0, known_by: str | None = None) -> Told:
+    """What answers come to; `known_by` is the measure that is asked for."""
+    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered, known_by)}
     return Told(
         len(answered.references),
         chance(answered.choices),
