@@ -56,6 +56,7 @@ def kept(
     *,
     rows: Sequence[str],
     ids: Sequence[str] | None = None,
+    known_by: str | None = None,
 ) -> dict[str, Any]:
     """Writes the files of a run's answers, by task and row, and gives the `answers` of its scores.json."""
     for task, each in given.items():
@@ -63,5 +64,8 @@ def kept(
             names = ids or [f"{task}-{number}" for number in range(len(answered.references))]
             path = path_of(folder / "answers" / f"{row:03d}-{rows[row]}", task)
             save_answers(path, names, answered, digest="d", seconds=1.0)
-    tasks = {task: tell_task([tell_answers(row) for row in each]) for task, each in given.items()}
+    tasks = {
+        task: tell_task([tell_answers(row, known_by=known_by) for row in each])
+        for task, each in given.items()
+    }
     return collected(tasks, rows=rows)

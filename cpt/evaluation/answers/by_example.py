@@ -58,7 +58,7 @@ def mark_answers(path: Path, measure: str) -> Marked:
     except ValueError as error:
         raise ValueError(f"{error}; {AGAIN}") from None
     if missing := [name for name in MEASURES[measure].needs if getattr(answered, name) is None]:
-        raise ValueError(f"{path} has no column {missing[0]}, which {measure} is of; {AGAIN}")
+        raise ValueError(f"{path} has no column of the {missing[0]}, which {measure} is of; {AGAIN}")
     return Marked(np.array(ids), np.array(answered.references), MEASURES[measure].compute(answered))
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cpt.evaluation.answers.by_example import Marked, Moved, answers_in, follow_answers, join_examples
+from cpt.evaluation.answers.metrics import Answered
 from tests.support.answering import kept, opened, ranked
 
 ROWS = ["base", "law", "food"]
@@ -36,6 +37,18 @@ def test_of_a_graded_measure_examples_fall_and_rise(tmp_path):
     assert [found["law", "law"][name] for name in ("examples", "forgotten", "gained")] == [3, 1, 1]
     assert [found["law", "base"][name] for name in ("forgotten", "gained")] == [1, 1]
     assert "forgotten_adjusted" not in found["law", "law"], "a guess is among choices"
+
+
+def test_what_a_task_is_known_by_needs_its_sources_in_the_file(tmp_path):
+    sources, references = ["a b c", "x y z"], ["a b", "x y"]
+    rows = (sources, references, ["a b", "x y z"])
+    given = [Answered(references, [()] * 2, written, None, None, sources) for written in rows]
+    answers = kept(tmp_path, {"law": given}, rows=ROWS, known_by="sari")
+    counts = moved(tmp_path, answers)["law", "law"]
+    assert (counts["before"], counts["forgotten"], counts["gained"]) == (1, 1, 0)
+    kept(tmp_path, {"law": [opened(written, references) for written in rows]}, rows=ROWS)
+    (error,) = follow_answers(tmp_path, ROWS, answers)
+    assert "has no column of the sources, which sari is of" in str(error)
 
 
 def test_a_file_that_is_gone_or_damaged_is_told_and_the_rest_goes_on(tmp_path):
