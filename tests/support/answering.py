@@ -64,8 +64,6 @@ def kept(
             names = ids or [f"{task}-{number}" for number in range(len(answered.references))]
             path = path_of(folder / "answers" / f"{row:03d}-{rows[row]}", task)
             save_answers(path, names, answered, digest="d", seconds=1.0)
-    tasks = {
-        task: tell_task([tell_answers(row, known_by=known_by) for row in each])
-        for task, each in given.items()
-    }
+    told = {task: [tell_answers(row, known_by=known_by) for row in each] for task, each in given.items()}
+    tasks = {task: tell_task(each) for task, each in told.items()}
     return collected(tasks, rows=rows)

@@ -22,7 +22,7 @@ def test_values_of_other_programs(count, expected):
 def test_by_hand():
     """I = a b, O = a c c, R = a c. Single words: c is added, rightly; a kept, rightly; b deleted, rightly.
     Pairs: O adds ac and cc, R wants ac, F = 2/3; none is kept or to be kept; ab is deleted, rightly.
-    Triples: O adds acc and R nothing, precision 0, recall 0 / 0 = 1, F = 0. Of four words there is nothing."""
+    Triples: O adds acc and R nothing, precision 0, recall 0 / 0 = 1, F = 0. There are none of four words."""
     expected = ((1 + 1 + 1) + (2 / 3 + 1 + 1) + (0 + 1 + 1) + (1 + 1 + 1)) / 12
     assert sari("a b", "a c c", ["a c"]) == pytest.approx(expected)
 
