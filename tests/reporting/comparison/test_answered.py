@@ -9,8 +9,9 @@ from scipy.stats import binomtest
 from cpt.evaluation.answers.by_example import answers_in
 from cpt.report import main
 from cpt.reporting.comparison.answered import on_answers
+from cpt.reporting.comparison.runs import measure_runs
 from cpt.reporting.comparison.tables import tabulate_answers
-from tests.support.answering import kept, opened, ranked
+from tests.support.answering import answers, kept, opened, ranked
 from tests.support.comparing import DOMAINS, run, saved, section
 from tests.support.probing import probes
 
@@ -21,8 +22,8 @@ NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
 
 def asked(folder, last, *, ids=None, **given):
     """A run whose last model answers so; the others do not count."""
-    answers = kept(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS, ids=ids)
-    return run(folder, answers=answers, **given)
+    told = kept(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS, ids=ids)
+    return run(folder, answers=told, **given)
 
 
 def both(tmp_path, **tasks):
@@ -122,6 +123,17 @@ def test_tasks_known_by_different_measures_are_not_compared(tmp_path):
     assert [block.cells for block in blocks] == [[]] and blocks[0].lines == found.notes
 
 
+def test_of_some_domains_the_metrics_are_of_these_tasks(tmp_path):
+    """Of law and food alone, both are forgotten since their own rows."""
+    values = {"law": [0.2, 0.9, 0.8, 0.5], "food": [0.3, 0.3, 0.7, 0.6], "space": [0.1, 0.1, 0.1, 0.9]}
+    (only,) = measure_runs([run(answers=answers(values, rows=ROWS))], domains=["law", "food"])
+    found = {key: value for key, value in only.values.items() if key.startswith("answers/")}
+    assert found == pytest.approx({"answers/AP": 0.55, "answers/LA": 0.8, "answers/BWT": -0.25})
+    (last,) = measure_runs([run(answers=answers(values, rows=ROWS))], domains=["space"])
+    found = {key: value for key, value in last.values.items() if key.startswith("answers/")}
+    assert found == pytest.approx({"answers/AP": 0.9, "answers/LA": 0.9}), "the last cannot be forgotten"
+
+
 def test_page_and_json_have_them(tmp_path, capsys):
     for method, right in (("ncl", NCL), ("das", DAS)):
         folder = tmp_path / method
@@ -137,7 +149,7 @@ def test_page_and_json_have_them(tmp_path, capsys):
     assert "| law | das | ncl | accuracy of the likeliest choice | 60 |" in each and "| space" not in each
     assert "| das | ncl | 1 | 0.2500 | 1 | 1 |" in text.split("## Probes: differences from ncl")[1]
     (told,) = json.loads((tmp_path / "comparison.json").read_text())["sections"]
-    answers = told["differences_on_answers"]["das"]
-    assert answers["n"] == 120 and list(answers["tasks"]) == ["law", "food"]
-    assert answers["tasks"]["law"]["measure"] == "accuracy_ranked"
+    found = told["differences_on_answers"]["das"]
+    assert found["n"] == 120 and list(found["tasks"]) == ["law", "food"]
+    assert found["tasks"]["law"]["measure"] == "accuracy_ranked"
     assert told["differences"]["probe/a (acc, 0 shots, version 1.0)"]["das"]["mean"] == 0.25
