@@ -10,12 +10,12 @@ from functools import lru_cache
 import numpy as np
 
 from cpt.evaluation.answers.by_example import Marked, answers_in, join_examples, mark_answers, rows_asked
-from cpt.evaluation.answers.results import head_of
 from cpt.evaluation.examples import Array
 from cpt.evaluation.statistics import Difference, compare_differences, mcnemar
 from cpt.reporting.comparison.differences import CorrectedDifference, correct_holm
 from cpt.reporting.comparison.groups import ComparedRuns, Group
-from cpt.reporting.comparison.runs import Pair, Run
+from cpt.reporting.comparison.notes import list_measures
+from cpt.reporting.comparison.runs import Pair, Run, tasks_of
 from cpt.reporting.page import few
 
 
@@ -98,8 +98,14 @@ class Reader:
 def on_answers(section: ComparedRuns) -> AnswersCompared:
     """Each group minus its baseline over the examples that both were asked; the files of one task are read
     after those of another, and of them the differences kept."""
-    measures, notes = agree_measures(section)
+    known_by = list_measures(section)
     reader, found = Reader(), defaultdict(dict)
+    measures = {task: names[0] for task, names in known_by.items() if len(names) == 1}
+    notes = [
+        f"{task} is left out, as {' and '.join(known_by[task])} are different measures."
+        for task in known_by
+        if task not in measures
+    ]
     compared = [group for group in section.groups if group.name in section.baselines]
     runs = dict.fromkeys(
         run for group in compared for each in (group, section.baselines[group.name]) for run in each.runs
@@ -131,26 +137,6 @@ def tell_left_out(name: str, tasks: Sequence[Paired]) -> list[str]:
     fewer = [each.left_out for each in tasks if each.left_out]
     told = f"{name}: left out are {sum(fewer):,} examples of {len(fewer)} task{'s' * (len(fewer) > 1)}"
     return [f"{told}, which not all runs of it and of its baseline were asked."] * bool(fewer)
-
-
-def agree_measures(section: ComparedRuns) -> tuple[dict[str, str], list[str]]:
-    """What each task is known by, and a line for each of which the runs say different things."""
-    said: dict[str, dict[str, None]] = defaultdict(dict)
-    for run in section.runs:
-        for task, told in tasks_of(run).items():
-            said[task][head_of(told)] = None
-    notes = [
-        f"{task} is known by {' in some runs, by '.join(sorted(names))} in others: no matter of comparison."
-        for task, names in said.items()
-        if len(names) > 1
-    ]
-    return {task: next(iter(names)) for task, names in said.items() if len(names) == 1}, notes
-
-
-def tasks_of(run: Run) -> Mapping[str, Mapping]:
-    """The tasks that a run was asked, of its domains alone if the comparison names some."""
-    tasks = run.scores.answers.get("tasks", {})
-    return {task: told for task, told in tasks.items() if not run.domains or task in run.domains}
 
 
 def pair_groups(group: Group, baseline: Group, marked: Mapping[Run, Marked], measure: str) -> Paired | None:

@@ -9,6 +9,7 @@ from scipy.stats import binomtest
 from cpt.evaluation.answers.by_example import answers_in
 from cpt.report import main
 from cpt.reporting.comparison.answered import on_answers
+from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import measure_runs
 from cpt.reporting.comparison.tables import tabulate_answers
 from tests.support.answering import answers, kept, opened, ranked
@@ -116,9 +117,10 @@ def test_tasks_known_by_different_measures_are_not_compared(tmp_path):
     compared = both(tmp_path, law=[ranked(NCL[0]), opened(["a"] * 60, ["a"] * 60)])
     found = on_answers(compared)
     assert found.whole == {} and found.failed == []
-    assert found.notes == [
-        "law is known by accuracy_ranked in some runs, by rouge_l in others: no matter of comparison."
-    ]
+    assert found.notes == ["law is left out, as accuracy_ranked and rouge_l are different measures."]
+    assert "AP and what goes with it compare different measures: law (accuracy_ranked, rouge_l)." in notes(
+        compared
+    )
     blocks, _ = tabulate_answers(compared)
     assert [block.cells for block in blocks] == [[]] and blocks[0].lines == found.notes
 
