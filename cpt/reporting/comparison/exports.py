@@ -38,6 +38,8 @@ IN_TABLE = (
     "CPT/nats",
     "FG/nats",
     "general_drift/nats",
+    "answers/AP",
+    "answers/F",
     "endtask/MF1",
     "endtask/forget_rate",
 )

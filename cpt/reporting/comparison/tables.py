@@ -76,7 +76,7 @@ def cells_of(group: Group, measures: Sequence[Measure], *, bounds: bool = True) 
 
 def tabulate_console(section: ComparedRuns) -> Block:
     """The main table without intervals and rarer measures, for a console."""
-    shown = ("LC (perplexity)", "CPT", "FG", "general drift", "MF1 (%)", "forget rate (%)")
+    shown = ("LC (perplexity)", "CPT", "FG", "general drift", "AP (%)", "F (%)", "MF1 (%)", "forget rate (%)")
     measures = [measure for measure in list_present(section, MEASURES) if measure.title in shown]
     cells = [
         [group.name, str(len(group.runs)), *cells_of(group, measures, bounds=False)]
@@ -229,7 +229,7 @@ def tabulate_answers(section: ComparedRuns) -> tuple[list[Block], list[str]]:
         head=("task", "group", "baseline", "measure", *tail),
         cells=each,
         words=4,
-        folded=f"{len(found.by_task)} tasks of {len(whole)} groups",
+        folded=f"{len(found.by_task)} tasks, {len(whole)} groups and their baselines",
     )
     if not whole:
         return [first], list(found.failed)

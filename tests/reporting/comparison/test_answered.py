@@ -143,7 +143,8 @@ def test_page_and_json_have_them(tmp_path, capsys):
         value = 0.5 + 0.25 * (method == "das")
         saved(folder / "run", method=method, answers=given, probes=probes({"a": [0.5, None, None, value]}))
         (folder / "kept" / "answers").rename(folder / "run" / "answers")
-    assert main([str(tmp_path), "--domains", "law,food", "--export", "json"]) == 0
+    assert main([str(tmp_path), "--domains", "law,food", "--export", "json,latex"]) == 0
+    assert "AP (%)" in capsys.readouterr().out and r"AP (\%)" in (tmp_path / "comparison.tex").read_text()
     text = (tmp_path / "comparison.md").read_text()
     table = text.split("## Answers, over examples")[1].split("\n\n## ")[0]
     assert "| das | ncl | 2 | 120 |" in table
