@@ -180,17 +180,21 @@ def _number(bodies: Sequence[Sequence[Block]]) -> list[Block]:
 
 
 def _build_section_blocks(section: ComparedRuns, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
-    """The blocks of a section, and a line for each file of predictions that cannot be read."""
+    """The blocks of a section, and a line for each file of predictions or answers that cannot be
+    read."""
     examples, failed = tables.tabulate_examples(section)
+    answers, unread = tables.tabulate_answers(section)
     main = tables.tabulate_main(section, domains=domains)
     others = [
         tables.tabulate_differences(section),
         tables.tabulate_ranks(section),
         tables.tabulate_tasks(section),
         tables.tabulate_probes(section),
+        tables.tabulate_probe_differences(section),
         examples,
+        *answers,
     ]
-    return [main, *others, tabulate_compute(section), *build_pictures(section)], failed
+    return [main, *others, tabulate_compute(section), *build_pictures(section)], [*failed, *unread]
 
 
 def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list[Block]:

@@ -71,7 +71,9 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         yield from error_of(check_archive, path, instead="delete it to learn that domain again")
     for path in sorted(folder.glob("stages/*.pt")):
         yield from error_of(check_archive, path, instead=instead)
-    for path in sorted([*folder.glob("endtasks/*/*.parquet"), *folder.glob("answers/*/*.parquet")]):
+    for path in sorted(
+        each for kind in ("endtasks", "answers") for each in folder.glob(f"{kind}/*/*.parquet")
+    ):
         yield from error_of(read_through, path)
     for path in sorted(folder.glob("probes/*/*.json")):
         yield from (f"{line}; {AGAIN}" for line in error_of(load_results, path))
@@ -89,7 +91,7 @@ def measure_file(place: RunFolder) -> None:
 
 
 def read_through(path: Path) -> None:
-    """Raises ValueError for predictions of an end task, or answers, that are damaged."""
+    """Raises ValueError for predictions or answers that are damaged."""
     try:
         pq.read_table(path, page_checksum_verification=True)
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -30,6 +30,14 @@ class Example:
         return self.source
 
     @property
+    def asked_about(self) -> str:
+        """The text that the question is about; the whole question where there is none, of a chat its last."""
+        if self.turns:
+            return next((text for role, text in reversed(self.turns[:-1]) if role == USER), "")
+        begin, end = self.text
+        return self.source[begin:end] or self.source
+
+    @property
     def bytes(self) -> int:
         """Of everything that is read, UTF-8."""
         return len("".join((self.source, self.target, *(text for _, text in self.turns[:-1]))).encode())

@@ -7,7 +7,7 @@ pairs the smallest p-value is 2^(1-n), 0.25 with three seeds, and a bootstrap of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ Array = np.ndarray
 EXACT = 12  # up to so many pairs every one of the 2^n signs is tried
 FLIPS = 10_000  # random signs where there are more pairs
 REPLICATES = 2000
+AT_ONCE = 2**22  # numbers that are drawn together
 LEVELS = (2.5, 97.5)  # percentiles: a 95 % interval
 
 
@@ -95,7 +96,13 @@ def compare_examples(
     or easy for all of them. Examples are redrawn within their task (interval), or swapped between the two
     (p: Fisher's test with random signs). ValueError if there are other numbers of examples.
     """
-    strata = [_count_levels(difference) for difference in _by_task(_pair_arrays(one, other)).values()]
+    return compare_differences(_by_task(_pair_arrays(one, other)).values(), seed=seed)
+
+
+def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
+    """The same of differences by example, [example] for each task: one task after another, of which no more
+    is held than how often each value occurs."""
+    strata = [_count_levels(difference) for difference in tasks if len(difference)]
     if not strata:
         return NOTHING
     generator = np.random.default_rng(seed)
@@ -104,6 +111,12 @@ def compare_examples(
     mean = float(np.mean([level @ count / count.sum() for level, count in strata]))
     low, high = np.percentile(drawn, LEVELS).tolist()
     return Difference(mean, low, high, _drawn_p(flipped, mean), int(sum(count.sum() for _, count in strata)))
+
+
+def mcnemar(higher: int, lower: int) -> float:
+    """Two-sided p-value of McNemar's exact test (McNemar 1947): of the examples that are right in one of two
+    models alone, each is as likely to be the one's as the other's."""
+    return float(stats.binomtest(higher, higher + lower).pvalue) if higher + lower else 1.0
 
 
 def _drop_unknown(values: Sequence[float | None]) -> Array:
@@ -166,10 +179,24 @@ def _count_levels(difference: Array) -> tuple[Array, Array]:
 def _redraw(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
     """Means of redrawn examples, [replicate]."""
     size = counts.sum()
-    return generator.multinomial(size, counts / size, size=REPLICATES) @ levels / size
+    return _in_parts(
+        lambda part: generator.multinomial(size, counts / size, size=part) @ levels / size,
+        REPLICATES,
+        len(counts),
+    )
 
 
 def _flip_signs(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
     """Means of examples with random signs, [flip]: of m alike, a binomial number keeps its sign."""
-    kept = generator.binomial(counts, 0.5, size=(FLIPS, len(counts)))
-    return (2 * kept - counts) @ levels / counts.sum()
+
+    def draw(part: int) -> Array:
+        kept = generator.binomial(counts, 0.5, size=(part, len(counts)))
+        return (2 * kept - counts) @ levels / counts.sum()
+
+    return _in_parts(draw, FLIPS, len(counts))
+
+
+def _in_parts(draw: Callable[[int], Array], count: int, width: int) -> Array:
+    """So many draws of `width` numbers each, of which few are held at a time."""
+    part = max(1, AT_ONCE // width)
+    return np.concatenate([draw(min(part, count - begin)) for begin in range(0, count, part)])

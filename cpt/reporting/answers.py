@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cpt.evaluation.answers.by_example import BASE, Moved, follow_answers
 from cpt.evaluation.answers.results import MEANINGS, head_of, matrix_of
 from cpt.evaluation.scores import Scores
-from cpt.reporting.drawing import draw_scores
+from cpt.reporting.drawing import FEW, draw_scores
+from cpt.reporting.endtasks import format_moved
 from cpt.reporting.formatting import percent
 from cpt.reporting.page import Block, few
 
@@ -17,6 +20,14 @@ FORMULAS = (
     "a[i][j]: score on the held-out examples of task j after i stages, without any further learning; all in "
     "%, higher is better but for what is invalid. [95 % bootstrap over the examples of each task]."
 )
+MOVED = (
+    "From a task's own stage, and from the base, to the last model, each task in the measure that it is "
+    "known by: 1→0 were right and no longer are, 0→1 the reverse; of a graded measure: fell, rose. Beyond "
+    "chance: max(0, share - (1 - a) (1 - b) / (C - 1)) for the accuracies a, b and C choices, as if each "
+    "example were known or guessed (arXiv 2510.17776)."
+)
+MOVED_HEAD = ("task", "since", "examples", "score then", "score now")
+MOVED_HEAD += ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance", "stayed")
 NAMES = {
     "accuracy_ranked": "accuracy of the likeliest choice",
     "exact_match": "exact match of what is written",
@@ -25,6 +36,8 @@ NAMES = {
     "accuracy_ranked_mean": "likeliest choice by its mean token",
     "rouge_l": "ROUGE-L",
     "edit_similarity": "edit similarity",
+    "sari": "SARI",
+    "first_character": "first character of what is written",
 }
 
 
@@ -85,6 +98,47 @@ def _show_last(scores: Scores, tasks: Mapping[str, Any]) -> Block:
         cells=cells,
         folded=f"{len(there)} measures of {len(tasks)} tasks",
     )
+
+
+def build_answer_moves(scores: Scores, folder: Path) -> Block:
+    """What became of each example, of the files that a run has kept; of those that are gone or damaged a
+    line."""
+    if not scores.answers.get("tasks"):
+        return Block()
+    found = list(follow_answers(folder, scores.rows, scores.answers))
+    moves = [each for each in found if isinstance(each, Moved)]
+    gone = [str(each) for each in found if isinstance(each, FileNotFoundError)]
+    lines = [MOVED, *_sum_moves(moves)] if moves else []
+    if gone:
+        lines.append(f"Files of answers that are not there: {len(gone)}, like {gone[0]}.")
+    lines += [str(each) for each in found if isinstance(each, ValueError)]
+    return Block(
+        title="Answers: what became of the examples",
+        lines=lines,
+        head=MOVED_HEAD,
+        cells=[_show_moved(each) for each in moves],
+        words=2,
+        folded=f"{len(moves)} comparisons" if len(moves) > 2 * FEW else "",
+    )
+
+
+def _sum_moves(moves: Sequence[Moved]) -> list[str]:
+    """A line for the base and one for the tasks' own stages."""
+    lines = []
+    for since, told in (("the base", True), ("each task's own stage", False)):
+        chosen = [each.counts for each in moves if (each.since == BASE) is told]
+        total, fell, rose = (
+            sum(each[name] for each in chosen) for name in ("examples", "forgotten", "gained")
+        )
+        counts = f"{fell:,} of {total:,} examples 1→0, {rose:,} 0→1, {total - fell - rose:,} stayed"
+        lines += [f"Since {since}, {len(chosen)} task{'s' * (len(chosen) > 1)}: {counts}."] * bool(chosen)
+    return lines
+
+
+def _show_moved(moved: Moved) -> list[str]:
+    counts = moved.counts
+    stayed = counts["examples"] - counts["forgotten"] - counts["gained"]
+    return [moved.task, moved.since, *format_moved(counts), f"{stayed:,}"]
 
 
 def format_answers(scores: Scores) -> str:

@@ -135,12 +135,13 @@ def _transitions(scores: Scores, folder: Path) -> Block:
         moved = endscores.transitions_of(folder, scores.rows, scores.endtasks)
     except ValueError as error:
         return Block(title="End tasks: what became of the predictions", lines=[str(error)])
-    cells = [[task, *_moved(counts)] for task, counts in moved.items()]
+    cells = [[task, *format_moved(counts)] for task, counts in moved.items()]
     lines = [MOVED] if cells else []
     return Block(title="End tasks: what became of the predictions", lines=lines, head=MOVED_HEAD, cells=cells)
 
 
-def _moved(counts: Mapping[str, float]) -> list[str]:
+def format_moved(counts: Mapping[str, float]) -> list[str]:
+    """What became of examples: their number, the scores, and the counts and shares of MOVED_HEAD."""
     shown = [f"{counts['examples']:,}", percent(counts["before"]), percent(counts["after"])]
     for name in ("forgotten", "gained"):
         adjusted = counts.get(f"{name}_adjusted")

@@ -12,7 +12,7 @@ from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures
-from cpt.reporting.answers import build_answer_blocks, format_answers
+from cpt.reporting.answers import build_answer_blocks, build_answer_moves, format_answers
 from cpt.reporting.formatting import decimals, megabytes, perplexity, shorten
 from cpt.reporting.labels import label
 from cpt.reporting.page import Block, align_columns, few, write_page
@@ -44,7 +44,8 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
-    blocks[1:1] = build_answer_blocks(scores)  # where there are tasks, people look at these first
+    moves = build_answer_moves(scores, Path(folder))
+    blocks[1:1] = [*build_answer_blocks(scores), moves]  # where there are tasks, people look at these first
     blocks += [
         *endtask_report.build_endtask_blocks(scores, Path(folder)),
         build_probe_block(scores),

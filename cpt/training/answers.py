@@ -25,9 +25,9 @@ from cpt.core.progress import progress_bar
 from cpt.data.corpora import tokenizer_digest
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.answers.asking import Question, rank_choices, write_answers
-from cpt.evaluation.answers.files import path_of, read_answers, save_answers
-from cpt.evaluation.answers.metrics import Answered
-from cpt.evaluation.answers.options import AnswerOptions
+from cpt.evaluation.answers.files import SOURCE, path_of, read_answers, save_answers
+from cpt.evaluation.answers.metrics import MEASURES, RANKED, Answered
+from cpt.evaluation.answers.options import KNOWN_BY, AnswerOptions
 from cpt.evaluation.answers.results import (
     Told,
     compute_intervals,
@@ -126,7 +126,11 @@ class Asking(AfterStages):
         if options.written:
             written = write_answers(model, self.tokenizer, questions, most=options.tokens, **size)
         answered = Answered(
-            [each.reference for each in questions], [each.choices for each in questions], written, *ranked
+            [each.reference for each in questions],
+            [each.choices for each in questions],
+            written,
+            *ranked,
+            [each.text for each in questions] if needs_sources(options, task) else None,
         )
         save_answers(
             path_of(self.folder(number), task),
@@ -159,7 +163,8 @@ class Asking(AfterStages):
     def told(self, row: int, task: str) -> Told | None:
         """What the answers of a row come to; each file is read once."""
         if (row, task) not in self.known and (read := self.read(row, task)) is not None:
-            self.known[row, task] = tell_answers(read[0], seconds=read[1])
+            known_by = self.options.known_by.get(task)
+            self.known[row, task] = tell_answers(read[0], seconds=read[1], known_by=known_by)
         return self.known.get((row, task))
 
 
@@ -184,11 +189,33 @@ def make_asking(
         ]
         for task in plan.order
     }
-    settings = replace(plan.answers, when="each")  # which changes no answer
-    known_by = [FORMAT, asdict(settings), asdict(corpora.encoding), tokenizer_digest(start.tokenizer)]
+    check_measures(plan.answers, questions)
+    settings = asdict(replace(plan.answers, when="each"))  # which changes no answer
+    del settings["measures"]  # nor do these, but that a file may have to hold the sources
+    known_by = [FORMAT, settings, asdict(corpora.encoding), tokenizer_digest(start.tokenizer)]
     known_by += [start.length, split]
-    digests = {task: digest([*known_by, corpora.by_name[task].facts["digest"]]) for task in plan.order}
+    held = {task: [SOURCE] * needs_sources(plan.answers, task) for task in plan.order}
+    digests = {
+        task: digest([*known_by, corpora.by_name[task].facts["digest"], *held[task]]) for task in plan.order
+    }
     return Asking(plan.answers, questions, digests, place, module, data, start.tokenizer)
+
+
+def needs_sources(options: AnswerOptions, task: str) -> bool:
+    """Whether what a task is known by is of the texts that were asked about."""
+    return "sources" in MEASURES[options.known_by[task]].needs if task in options.known_by else False
+
+
+def check_measures(options: AnswerOptions, questions: Mapping[str, Sequence[Question]]) -> None:
+    """Raises ValueError for a measure of choices where a task has none; tells of tasks that there are not."""
+    if (absent := [task for task in options.known_by if task not in questions]) and is_first_process():
+        log.info("answers.measures of %s: without effect, the order has no such task", ", ".join(absent))
+    for task, measure in options.known_by.items():
+        if measure in RANKED and not all(each.choices for each in questions.get(task, ())):
+            raise ValueError(
+                f"answers.measures.{task}={measure} is of choices, and its answers are open; allowed: "
+                + ", ".join(name for name in KNOWN_BY if name not in RANKED)
+            )
 
 
 def tell_unasked(plan: Plan) -> None:
@@ -204,7 +231,10 @@ def tell_unasked(plan: Plan) -> None:
 def question_of(prompt: Prompt) -> Question:
     example = prompt.example
     end = prompt.reference[-1]
-    return Question(example.id, prompt.ids, example.target, example.choices, tuple(prompt.choices), end)
+    choices = tuple(prompt.choices)
+    return Question(
+        example.id, prompt.ids, example.target, example.choices, choices, end, example.asked_about
+    )
 
 
 def count_answers(progress: tqdm, herald: Herald, count: int) -> None:

@@ -73,6 +73,9 @@ def make_plan(cfg: DictConfig) -> Plan:
     check_share(said.trainer)
     check_answered(said.model, said.source)
     check_schedule(said.schedule, carried(settings["optim"].get("carry", "none")))
+    answers = said.answers if said.source.encoding is not None else None
+    if answers is not None:
+        answers.check_tasks(said.source.names)
     order = orders.resolve_order(
         said.run.order, names=said.source.names, orders=said.source.orders, seed=said.run.seed
     )
@@ -96,7 +99,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         logger=said.logger,
         callbacks=said.callbacks,
         endtasks=plan_endtasks(settings["endtask"], said.source.names, order),
-        answers=said.answers if said.source.encoding is not None else None,
+        answers=answers,
         probe=plan_probe(said.probe),
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),

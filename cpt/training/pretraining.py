@@ -72,35 +72,40 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
     answers alone are scored.
 
     Raises ValueError for an objective that does not fit."""
-    answers = corpora.encoding is not None
+    new = describe_base(options, corpora)
     if options.checkpoint is not None:
-        config = loading.configuration(options.checkpoint)
-        tokenizer = loading.load_tokenizer(options.checkpoint)
-        name = loading.objective_name(options.objective, config)
-        if name == "span" and not tokenizers.sentinels(tokenizer):
-            tokenizers.add_sentinels(tokenizer)
-            log.info(
-                "the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS
-            )
-            return replace(
-                assemble_base(options, options.checkpoint, tokenizer, config, answers=answers),
-                resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
-            )
-        return assemble_base(options, options.checkpoint, tokenizer, config, answers=answers)
-    untrained = loading.AutoConfig.for_model(**options.config)
-    objective = loading.objective_name(options.objective, untrained)
-    learned = learn_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)
-    tokenizer = loading.load_tokenizer(learned)
-    new = assemble_base(options, "", tokenizer, untrained)
+        return new
     decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
-    decides |= {"mean_span": options.mean_span} if objective == "span" else {}
+    decides |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
     settings = decides | {"base": asdict(options.base)}
-    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(tokenizer), settings]
+    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = make_once(
         corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    return assemble_base(options, str(folder), tokenizer, untrained, answers=answers)
+    untrained, answers = loading.AutoConfig.for_model(**options.config), corpora.encoding is not None
+    return assemble_base(options, str(folder), new.tokenizer, untrained, answers=answers)
+
+
+def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
+    """The base of a model config as far as its tokenizer and options tell, without weights: whole of a
+    checkpoint; of a new model what it is pre-trained as, on text."""
+    if options.checkpoint is None:
+        untrained = loading.AutoConfig.for_model(**options.config)
+        name = loading.objective_name(options.objective, untrained)
+        learned = learn_tokenizer(corpora.general, options.vocabulary, objective=name, cache=corpora.cache)
+        return assemble_base(options, "", loading.load_tokenizer(learned), untrained)
+    config = loading.configuration(options.checkpoint)
+    tokenizer = loading.load_tokenizer(options.checkpoint)
+    name, answers = loading.objective_name(options.objective, config), corpora.encoding is not None
+    if name == "span" and not tokenizers.sentinels(tokenizer):
+        tokenizers.add_sentinels(tokenizer)
+        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS)
+        return replace(
+            assemble_base(options, options.checkpoint, tokenizer, config, answers=answers),
+            resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
+        )
+    return assemble_base(options, options.checkpoint, tokenizer, config, answers=answers)
 
 
 def assemble_base(

@@ -1,9 +1,14 @@
-"""Answers to tasks as a run has them in its scores."""
+"""Answers to tasks as a run has them in its scores, and as it keeps them in files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from cpt.evaluation.answers.results import compute_metrics, matrix_of
+from cpt.evaluation.answers.files import path_of, save_answers
+from cpt.evaluation.answers.metrics import Answered
+from cpt.evaluation.answers.results import compute_metrics, matrix_of, tell_answers, tell_task
+
+CHOICES = ("yes", "no")
 
 
 def answers(values: dict[str, Sequence[float]], *, rows: Sequence[str]) -> dict[str, Any]:
@@ -17,9 +22,48 @@ def answers(values: dict[str, Sequence[float]], *, rows: Sequence[str]) -> dict[
         }
         for name, each in values.items()
     }
-    made = {"when": "each", "seconds": 2.5, "tasks": tasks, "intervals": {"AP": [0.1, 0.9]}}
-    found = compute_metrics(matrix_of(made), rows=rows, tasks=list(values))
+    return collected(tasks, rows=rows) | {"intervals": {"AP": [0.1, 0.9]}}
+
+
+def collected(tasks: Mapping[str, Any], *, rows: Sequence[str]) -> dict[str, Any]:
+    """The `answers` of scores.json of its tasks."""
+    made = {"when": "each", "seconds": 2.5, "tasks": dict(tasks), "intervals": {}}
+    found = compute_metrics(matrix_of(made), rows=rows, tasks=list(tasks))
     return made | {
         "metrics": {name: float(value) for name, value in found.items()},
         "digest": "d",
     }
+
+
+def ranked(right: Sequence[bool]) -> Answered:
+    """Answers to questions of two choices, right where it is said."""
+    references = [CHOICES[number % 2] for number in range(len(right))]
+    chosen = [
+        name if each else CHOICES[1 - CHOICES.index(name)]
+        for name, each in zip(references, right, strict=True)
+    ]
+    return Answered(references, [CHOICES] * len(right), None, chosen, chosen)
+
+
+def opened(written: Sequence[str], references: Sequence[str]) -> Answered:
+    """Answers to questions without choices."""
+    return Answered(references, [()] * len(references), written, None, None)
+
+
+def kept(
+    folder: Path,
+    given: Mapping[str, Sequence[Answered]],
+    *,
+    rows: Sequence[str],
+    ids: Sequence[str] | None = None,
+    known_by: str | None = None,
+) -> dict[str, Any]:
+    """Writes the files of a run's answers, by task and row, and gives the `answers` of its scores.json."""
+    for task, each in given.items():
+        for row, answered in enumerate(each):
+            names = ids or [f"{task}-{number}" for number in range(len(answered.references))]
+            path = path_of(folder / "answers" / f"{row:03d}-{rows[row]}", task)
+            save_answers(path, names, answered, digest="d", seconds=1.0)
+    told = {task: [tell_answers(row, known_by=known_by) for row in each] for task, each in given.items()}
+    tasks = {task: tell_task(each) for task, each in told.items()}
+    return collected(tasks, rows=rows)

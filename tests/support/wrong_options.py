@@ -121,6 +121,12 @@ AT_ONCE = {
     "endtask=submodules endtask.when=never": "endtask.when=never; allowed: last, each, diagonal",
     "endtask=submodules endtask.seeds=[1,1]": "endtask.seeds=[1,1]; allowed: a list of different whole numbe",
     "endtask=submodules endtask.lr=0": "endtask.lr=0; allowed: above 0",
+    "domains=tasks answers.measures={a:sarri}": "answers.measures.a=sarri is not known; did you mean sari?",
+    "domains=tasks answers.measures={a:invalid}": "answers.measures.a=invalid is not known; allowed: ",
+    "domains=tasks answers.measures={a:sari} answers.written=false": "answers.measures.a=sari is of what a "
+    "model writes, and written=false; allowed: accuracy_ranked, accuracy_ranked_mean",
+    "domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari}": "answers.measures.nosuch is not known;",
+    "domains=tasks answers.measures=sari": "answers.measures=sari; allowed: null or a measure for each",
     "probe=lm_eval probe.tasks=[]": "probe.tasks=[]; allowed: one or more names, each once",
     "probe=lm_eval probe.tasks=[a,a]": "probe.tasks=[a,a]; allowed: one or more names, each once",
     "probe=lm_eval probe.tasks=a": "probe.tasks=a; allowed: one or more names, each once",

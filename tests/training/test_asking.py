@@ -1,6 +1,7 @@
 """The tasks of a run are asked after its stages: the second matrix, whatever happens on the way."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from cpt.evaluation.answers.files import path_of, read_answers
 from cpt.evaluation.answers.metrics import MEASURES
 from cpt.training import loop
+from cpt.training.plan import make_plan
 from tests.support.task_fixtures import write_tasks
 
 TASKS = ("food", "law")
@@ -131,3 +133,45 @@ def test_options_of_answers_without_tasks_are_told(given, told, small, start, tm
     start(small("order=[law]", "trainer.steps=1", *given), tmp_path)
     lines = [line for line in caplog.messages if "without effect: domains=texts are raw text" in line]
     assert len(lines) == told and all(line.startswith("answers.tokens=3") for line in lines)
+
+
+def test_a_task_is_known_by_what_is_asked_for(asked, tmp_path, caplog):
+    caplog.set_level("INFO")
+    given = ["domains.choices=none", "answers.when=last", "order=[food]", "trainer.steps=1"]
+    tasks = asked(tmp_path, *given)["answers"]["tasks"]
+    assert list(tasks["food"]["measures"])[0] == "rouge_l"
+    path = path_of(tmp_path / "answers" / "001-food", "food")
+    before, written = path.stat().st_mtime_ns, tasks["food"]["measures"]["edit_similarity"]
+    wanted = [*given, "answers.measures={food: edit_similarity, law: sari}"]
+    tasks = asked(tmp_path, *wanted)["answers"]["tasks"]
+    assert list(tasks["food"]["measures"])[0] == "edit_similarity"
+    assert tasks["food"]["measures"]["edit_similarity"] == written
+    assert path.stat().st_mtime_ns == before, "what is there is not asked again"
+    assert "answers.measures of law: without effect, the order has no such task" in caplog.text
+    answers = asked(tmp_path, *given, "answers.measures={food: sari}")["answers"]
+    assert path.stat().st_mtime_ns != before, "the sources have to be kept"
+    found, _ = read_answers(path)
+    assert found.sources and all(" " in text and "\n" not in text for text in found.sources)
+    expected = MEASURES["sari"].compute(found).mean()
+    assert answers["metrics"]["AP"] == pytest.approx(expected) and 0 < expected < 1
+    assert "SARI" in (tmp_path / "report.md").read_text()
+
+
+def test_a_measure_of_choices_where_there_are_none(asked, tmp_path):
+    with pytest.raises(ValueError, match=r"answers.measures.law=accuracy_ranked is of choices, and its answ"):
+        asked(tmp_path, "domains.choices=none", "answers.measures={law: accuracy_ranked}", "trainer.steps=1")
+
+
+def test_the_tasks_of_trace_are_known_by_its_measures(small_gpt2, tmp_path):
+    names = ["C-STANCE", "FOMC", "MeetingBank", "Py150", "ScienceQA", "NumGLUE-cm", "NumGLUE-ds", "20Minuten"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            rows = [{"prompt": f"Question {number}", "answer": f"A{number}"} for number in range(3)]
+            (tmp_path / name / f"{split}.json").write_text(json.dumps(rows))
+    given = ["domains=tasks", f"domains.root={tmp_path}", "domains.format=trace", "answers=trace"]
+    known_by = make_plan(small_gpt2(*given)).answers.known_by
+    assert set(known_by) == set(names) and known_by["20Minuten"] == "sari"
+    shutil.rmtree(tmp_path / "FOMC")
+    with pytest.raises(ValueError, match=r"answers.measures.FOMC is not known; allowed: 20Minuten, C-STANCE"):
+        make_plan(small_gpt2(*given))

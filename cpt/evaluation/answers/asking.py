@@ -22,6 +22,7 @@ class Question:
     choices: tuple[str, ...]  # none where any text may be right
     answers: tuple[list[int], ...]  # the ids of each choice, with the end
     end: int  # the token that ends an answer
+    text: str = ""  # what is asked about
 
 
 @torch.no_grad()

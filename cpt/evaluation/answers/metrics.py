@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from torchmetrics.functional.text import edit_distance
-from torchmetrics.functional.text.rouge import rouge_score
+
+from cpt.evaluation.answers.sari import sari
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -26,6 +26,7 @@ class Answered:
     written: Sequence[str] | None  # by greedy decoding; None where that was not asked for
     ranked: Sequence[str] | None  # the choice of the largest likelihood; None where there are no choices
     ranked_mean: Sequence[str] | None  # the same by the mean over the choice's tokens
+    sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
 
 
 def normalise(text: str) -> str:
@@ -63,6 +64,8 @@ def accuracy_ranked_mean(answered: Answered) -> np.ndarray:
 
 def rouge_l(answered: Answered) -> np.ndarray:
     """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics, [examples]."""
+    from torchmetrics.functional.text.rouge import rouge_score  # which reads in torch
+
     pairs = zip(answered.written, answered.references, strict=True)
     found = [rouge_score([one], [other], rouge_keys="rougeL")["rougeL_fmeasure"] for one, other in pairs]
     return np.array(found, float)
@@ -70,10 +73,25 @@ def rouge_l(answered: Answered) -> np.ndarray:
 
 def edit_similarity(answered: Answered) -> np.ndarray:
     """1 - edits / characters of the longer text (Levenshtein 1966), by torchmetrics, [examples]."""
+    from torchmetrics.functional.text import edit_distance
+
     written, references = list(answered.written), list(answered.references)
     longer = [max(len(one), len(other), 1) for one, other in zip(written, references, strict=True)]
     edits = edit_distance(written, references, reduction="none").numpy()
     return 1 - edits / np.array(longer)
+
+
+def first_character(answered: Answered) -> np.ndarray:
+    """1 where what was written begins as the reference does, [examples]: the rule of TRACE (Wang et al. 2023)
+    for answers that give a letter and then reasons."""
+    pairs = zip(answered.written, answered.references, strict=True)
+    return np.array([one.lstrip()[:1] == other.lstrip()[:1] for one, other in pairs], float)
+
+
+def simplification(answered: Answered) -> np.ndarray:
+    """SARI of what was written, with the reference as the only one, [examples]."""
+    triples = zip(answered.sources, answered.written, answered.references, strict=True)
+    return np.array([sari(source, one, [other]) for source, one, other in triples], float)
 
 
 def equal(one: Sequence[str], other: Sequence[str]) -> np.ndarray:
@@ -97,16 +115,24 @@ MEASURES: Mapping[str, Measure] = {
     "accuracy_ranked_mean": Measure(accuracy_ranked_mean, ("ranked_mean",)),
     "rouge_l": Measure(rouge_l, ("written",)),
     "edit_similarity": Measure(edit_similarity, ("written",)),
+    "sari": Measure(simplification, ("written", "sources")),
+    "first_character": Measure(first_character, ("written",)),
 }
 CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
+RANKED = ("accuracy_ranked", "accuracy_ranked_mean")
 OPEN = ("rouge_l", "exact_match", "edit_similarity")
 
 
-def measures_of(answered: Answered) -> list[str]:
-    """The measures that a task has: of choices, or of free text; the first is the one that it is known by."""
-    wanted = CLOSED if answered.ranked is not None else OPEN
+def measures_of(answered: Answered, known_by: str | None = None) -> list[str]:
+    """The measures that a task has: of choices, or of free text; the first is the one that it is known by,
+    which may be asked for. Raises ValueError for one that there are no answers for."""
+    usual = CLOSED if answered.ranked is not None else OPEN
     there = {name for name in vars(answered) if getattr(answered, name) is not None}
-    return [name for name in wanted if there >= set(MEASURES[name].needs)]
+    wanted = dict.fromkeys([known_by, *usual] if known_by else usual)
+    found = [name for name in wanted if there >= set(MEASURES[name].needs)]
+    if known_by and known_by not in found:
+        raise ValueError(f"{known_by} is of answers that there are not; allowed: {', '.join(found)}")
+    return found
 
 
 def chance(choices: Sequence[Sequence[str]]) -> float | None:

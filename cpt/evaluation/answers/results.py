@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from cpt.core.schema import check_types
+from cpt.evaluation.answers.metrics import MEASURES, Answered, chance, majority, measures_of
 from cpt.evaluation.metrics import Layout, bootstrap, metrics
-
-if TYPE_CHECKING:
-    from cpt.evaluation.answers.metrics import Answered
 
 # What the papers call a metric of the matrix of scores, and what it is called of a matrix of losses.
 NAMES = {"AP": "LC", "LA": "CPT", "BWT": "BWT_gem", "F": "FG_max", "FWT": "FWT_gem"}
@@ -41,11 +39,9 @@ class Told:
     seconds: float
 
 
-def tell_answers(answered: Answered, *, seconds: float = 0.0) -> Told:
-    """What answers come to."""
-    from cpt.evaluation.answers.metrics import MEASURES, chance, majority, measures_of
-
-    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered)}
+def tell_answers(answered: Answered, *, seconds: float = 0.0, known_by: str | None = None) -> Told:
+    """What answers come to; `known_by` is the measure that is asked for."""
+    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered, known_by)}
     return Told(
         len(answered.references),
         chance(answered.choices),

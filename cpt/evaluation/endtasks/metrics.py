@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpt.core.schema import check_types
+from cpt.evaluation.examples import AGAIN, count_transitions, read_columns
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray, Table
@@ -141,24 +142,9 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
 
 
 def transitions(label: Array, before: Array, after: Array, *, classes: int | None = None) -> dict[str, float]:
-    """What became of each prediction, [example] each: forgotten (1 to 0) and gained (0 to 1).
-
-    Counts and shares of all examples; with the number of classes C also the shares beyond chance, as in the
-    code that Harmon et al. 2025 (arXiv 2510.17776) released: `max(0, share - (1 - a) (1 - b) / (C - 1))`, a
-    and b the accuracies. It assumes that an example is either known or guessed, uniformly over the classes
-    and independently each time. Then the guessed share is `C (1 - a) / (C - 1)`, right by luck before is
-    `(1 - a) / (C - 1)`, wrong after is `1 - b`. Two fine-tunings guess alike, so this subtracts too much
-    rather than too little.
-    """
+    """What became of each prediction, [example] each: see count_transitions."""
     right, still = (np.asarray(given) == np.asarray(label) for given in (before, after))
-    counts = {"forgotten": int((right & ~still).sum()), "gained": int((~right & still).sum())}
-    found = {"examples": len(right), "before": float(right.mean()), "after": float(still.mean()), **counts}
-    shares = {name: count / len(right) for name, count in counts.items()}
-    found |= {f"{name}_share": share for name, share in shares.items()}
-    if classes is not None and classes > 1:
-        luck = (1 - found["before"]) * (1 - found["after"]) / (classes - 1)
-        found |= {f"{name}_adjusted": max(0.0, share - luck) for name, share in shares.items()}
-    return found
+    return count_transitions(right, still, classes=classes)
 
 
 def transitions_of(
@@ -203,17 +189,12 @@ def predictions(path: Path) -> dict[str, Array] | None:
 
 
 def _read_columns(path: Path, columns: Sequence[str]) -> Table | None:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
     try:
-        with ParquetFile(path, page_checksum_verification=True) as file:
-            return file.read(columns=list(columns)).select(columns)
+        return read_columns(path, columns, what="predictions")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, ArrowException) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{path}: damaged predictions ({said}); delete it and give the run again") from None
+    except ValueError as error:
+        raise ValueError(f"{error}; {AGAIN}") from None
 
 
 def _equal(label: ChunkedArray, prediction: ChunkedArray) -> Array:

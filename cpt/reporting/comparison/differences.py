@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from cpt.evaluation.endtasks.metrics import Array, correct
+from cpt.evaluation.probes.results import describe_task
 from cpt.evaluation.statistics import Difference, compare_examples, compare_pairs, rank_rows
 from cpt.reporting.comparison.groups import ComparedRuns, Group
-from cpt.reporting.comparison.measures import COMPARED, Measure
+from cpt.reporting.comparison.measures import COMPARED, Measure, measure_probe
 from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.runs import Run
 
@@ -33,6 +35,19 @@ def list_present(section: ComparedRuns, measures: Sequence[Measure]) -> list[Mea
         for measure in measures
         if any(group.mean(measure.key) is not None for group in section.groups)
     ]
+
+
+def probed_tasks(section: ComparedRuns) -> dict[str, Mapping[str, Any]]:
+    """The tasks of the harness by their descriptions."""
+    return {
+        describe_task(name, task): task
+        for run in section.runs
+        for name, task in run.scores.probes.get("tasks", {}).items()
+    }
+
+
+def measures_of_probes(section: ComparedRuns) -> list[Measure]:
+    return [measure_probe(told, higher=task["higher"]) for told, task in probed_tasks(section).items()]
 
 
 @lru_cache(maxsize=256)  # tables and exports ask for the same ones

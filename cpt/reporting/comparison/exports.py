@@ -15,10 +15,12 @@ import pandas
 from cpt.core.files import replacing
 from cpt.evaluation.conditions import describe_conditions
 from cpt.evaluation.scores import RUN_KEYS
+from cpt.reporting.comparison.answered import Line, on_answers
 from cpt.reporting.comparison.differences import (
     CorrectedDifference,
     contrasts,
     list_present,
+    measures_of_probes,
     on_examples,
     rank_groups,
 )
@@ -36,6 +38,8 @@ IN_TABLE = (
     "CPT/nats",
     "FG/nats",
     "general_drift/nats",
+    "answers/AP",
+    "answers/F",
     "endtask/MF1",
     "endtask/forget_rate",
 )
@@ -159,7 +163,7 @@ def format_json(sections: Sequence[ComparedRuns], *, top: Path, beside: Fault) -
 def _describe_data(section: ComparedRuns, *, top: Path) -> dict[str, Any]:
     differing = {
         each.key: {name: _describe_difference(given) for name, given in contrasts(section, each).items()}
-        for each in list_present(section, COMPARED)
+        for each in list_present(section, [*COMPARED, *measures_of_probes(section)])
     }
     examples, _ = on_examples(section)
     return {
@@ -171,6 +175,7 @@ def _describe_data(section: ComparedRuns, *, top: Path) -> dict[str, Any]:
         "baselines": {name: group.name for name, group in section.baselines.items()},
         "differences": {key: found for key, found in differing.items() if found},
         "differences_on_examples": {name: _describe_difference(given) for name, given in examples.items()},
+        "differences_on_answers": _describe_answers(section),
         "ranks": {key: found for key, found in rank_groups(section).items() if found},
         "runs": [
             {**_facts(run, top=top), "group": group.name, "values": run.values}
@@ -178,6 +183,27 @@ def _describe_data(section: ComparedRuns, *, top: Path) -> dict[str, Any]:
             for run in group.runs
         ],
     }
+
+
+def _describe_answers(section: ComparedRuns) -> dict[str, Any]:
+    """By group: over all tasks, and of each task with what it is known by."""
+    found = on_answers(section)
+    return {
+        name: {
+            **_describe_line(whole),
+            "tasks": {
+                task: {"measure": lines[name].measures[0], **_describe_line(lines[name])}
+                for task, lines in found.by_task.items()
+                if name in lines
+            },
+        }
+        for name, whole in found.whole.items()
+    }
+
+
+def _describe_line(line: Line) -> dict[str, Any]:
+    counts = {name: getattr(line, name) for name in ("both", "group", "baseline")}
+    return {**_describe_difference(line.difference), **counts}
 
 
 def _describe_group(group: Group) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+from cpt.evaluation.answers.results import head_of
 from cpt.evaluation.conditions import describe_conditions
 from cpt.reporting.comparison.groups import ComparedRuns, Group, differing, order_names
+from cpt.reporting.comparison.runs import tasks_of
 from cpt.reporting.page import few
 
 ASSUMED = (
@@ -32,8 +35,27 @@ def is_ranked(group: Group, key: str) -> bool:
 
 def notes(section: ComparedRuns) -> list[str]:
     """What the names stand for, and what keeps groups from being compared."""
-    kinds = (_conditions, _orders, _alone, _copies, _settings, _baselines)
+    kinds = (_conditions, _orders, _alone, _copies, _settings, _measures, _baselines)
     return [line for kind in kinds for line in kind(section)]
+
+
+def list_measures(section: ComparedRuns) -> dict[str, list[str]]:
+    """What each task is known by; of a comparison by it, one measure."""
+    said: dict[str, set[str]] = defaultdict(set)
+    for run in section.runs:
+        for task, told in tasks_of(run).items():
+            said[task].add(head_of(told))
+    return {task: sorted(names) for task, names in said.items()}
+
+
+def _measures(section: ComparedRuns) -> list[str]:
+    """Tasks that runs know by different measures."""
+    several = [
+        f"{task} ({', '.join(names)})" for task, names in list_measures(section).items() if len(names) > 1
+    ]
+    return [f"AP and what goes with it compare different measures: {few(several, between=', ')}."] * bool(
+        several
+    )
 
 
 def _conditions(section: ComparedRuns) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.answers.results import compute_metrics, matrix_of
 from cpt.evaluation.metrics import Layout, compute_values
 from cpt.evaluation.scores import Scores
 
@@ -16,8 +17,13 @@ Metrics = dict[str, dict[str, float]]
 
 
 def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
-    """With the metrics and end tasks of these domains alone."""
-    return replace(scores, metrics=metrics_on(scores, names), endtasks=tasks_on(scores.endtasks, names))
+    """With the metrics, end tasks and answers of these domains alone."""
+    return replace(
+        scores,
+        metrics=metrics_on(scores, names),
+        endtasks=tasks_on(scores.endtasks, names),
+        answers=answers_on(scores, names),
+    )
 
 
 def metrics_on(scores: Scores, names: Collection[str]) -> Metrics:
@@ -47,6 +53,28 @@ def _taken(scores: Scores, *, rows: list[str], columns: list[str], metrics: list
     matrix = scores.matrix[np.ix_([scores.rows.index(row) for row in rows], places)]
     there = compute_values(matrix, layout=layout)
     return {name: {unit: float(x) for unit, x in there[name].items()} for name in metrics if name in there}
+
+
+def answers_on(scores: Scores, names: Collection[str]) -> dict[str, Any]:
+    """Answers to the tasks of these domains only, with AP, LA and BWT over them: a task is forgotten since
+    its own row, the last of the whole order cannot be. F and FWT are left out: their terms lie in the rows
+    of others."""
+    answers = scores.answers
+    tasks = {name: told for name, told in answers.get("tasks", {}).items() if name in names}
+    if not tasks:
+        return {}
+    there, matrix = list(answers["tasks"]), matrix_of(answers)
+    learned = [name for name in scores.learned if name in tasks]
+    ended = [*learned, *(name for name in scores.learned[-1:] if name not in learned and name in there)]
+    wanted = {"AP": (scores.rows, list(tasks)), "LA": (["base", *learned], learned)}
+    wanted["BWT"] = (["base", *ended], ended)
+    metrics = {}
+    for metric, (rows, columns) in wanted.items():
+        if metric in answers["metrics"] and columns:
+            part = matrix[np.ix_(list(map(scores.rows.index, rows)), list(map(there.index, columns)))]
+            found = compute_metrics(part, rows=rows, tasks=columns)
+            metrics |= {metric: float(found[metric])} if metric in found else {}
+    return {**answers, "tasks": tasks, "metrics": metrics, "intervals": {}}
 
 
 def tasks_on(endtasks: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

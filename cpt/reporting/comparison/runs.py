@@ -142,6 +142,12 @@ def _walk(top: Path, name: str) -> Iterator[Path]:
             yield Path(folder)
 
 
+def tasks_of(run: Run) -> Mapping[str, Mapping[str, Any]]:
+    """The tasks that a run was asked, of its domains alone if the comparison names some."""
+    tasks = run.scores.answers.get("tasks", {})
+    return {task: told for task, told in tasks.items() if not run.domains or task in run.domains}
+
+
 def parse_filters(words: Sequence[str]) -> dict[str, str]:
     """`KEY=VALUE[,VALUE…]` by key; ValueError for another form or key."""
     pairs = [word.partition("=") for word in words]

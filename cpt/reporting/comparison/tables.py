@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cpt.evaluation.probes.results import describe_task
 from cpt.evaluation.statistics import EXACT, FLIPS
+from cpt.reporting.answers import NAMES as MEASURE_NAMES
+from cpt.reporting.comparison.answered import Line, on_answers
 from cpt.reporting.comparison.differences import (
     CorrectedDifference,
     contrasts,
     list_present,
+    measures_of_probes,
     on_examples,
+    probed_tasks,
     rank_groups,
 )
 from cpt.reporting.comparison.groups import ComparedRuns, Group
@@ -21,7 +24,6 @@ from cpt.reporting.comparison.measures import (
     NONE,
     Measure,
     format_spread,
-    measure_probe,
     measure_task,
 )
 from cpt.reporting.comparison.notes import notes
@@ -35,6 +37,14 @@ SPREAD = (
 )
 LEAST = "p: two-sided sign-flip test over the pairs; of n pairs it is never below 2^(1-n), nor below 1/10001"
 HOLM = "Holm: p corrected for the number of groups in its column (Holm 1979)"
+ON_ANSWERS = (
+    "Group minus baseline, in percentage points of what each task is known by; tasks weigh alike. Only "
+    "examples that both were asked, joined by their ids; answers are means over the orders and seeds that "
+    "both have. Examples are redrawn within their task (interval) or swapped between the two (p); of one "
+    "task and one pair of runs, right or wrong, p is McNemar's exact test. The interval and p are for other "
+    "examples, not for other runs. Both, only group, only baseline: answers that are right there, of each "
+    "pair of runs; of a graded measure: as good, better in the group, better in the baseline."
+)
 NAMES = ("group", "method", "model", "orders", "runs")
 
 
@@ -66,7 +76,7 @@ def cells_of(group: Group, measures: Sequence[Measure], *, bounds: bool = True) 
 
 def tabulate_console(section: ComparedRuns) -> Block:
     """The main table without intervals and rarer measures, for a console."""
-    shown = ("LC (perplexity)", "CPT", "FG", "general drift", "MF1 (%)", "forget rate (%)")
+    shown = ("LC (perplexity)", "CPT", "FG", "general drift", "AP (%)", "F (%)", "MF1 (%)", "forget rate (%)")
     measures = [measure for measure in list_present(section, MEASURES) if measure.title in shown]
     cells = [
         [group.name, str(len(group.runs)), *cells_of(group, measures, bounds=False)]
@@ -77,7 +87,18 @@ def tabulate_console(section: ComparedRuns) -> Block:
 
 def tabulate_differences(section: ComparedRuns) -> Block:
     """A row per group that has a baseline: mean difference, interval, p-value and Holm's."""
-    measures = list_present(section, COMPARED)
+    title = f"Differences from {section.baseline}"
+    return _tabulate_differences(section, list_present(section, COMPARED), title=title)
+
+
+def tabulate_probe_differences(section: ComparedRuns) -> Block:
+    """The same of the tasks of the harness."""
+    measures = [each for each in measures_of_probes(section) if contrasts(section, each)]
+    title = f"Probes: differences from {section.baseline}"
+    return _tabulate_differences(section, measures, title=title) if measures else Block()
+
+
+def _tabulate_differences(section: ComparedRuns, measures: Sequence[Measure], *, title: str) -> Block:
     columns = {measure: contrasts(section, measure) for measure in measures}
     head, cells = ["group", "baseline", "pairs"], []
     for measure in measures:
@@ -96,7 +117,6 @@ def tabulate_differences(section: ComparedRuns) -> Block:
         "Group minus baseline, over the pairs (order, seed) that both have; [95 % bootstrap interval].",
         f"{LEAST}{smallest}. {HOLM}.",
     ]
-    title = f"Differences from {section.baseline}"
     return add_facets(Block(title=title, lines=lines, head=head, cells=cells, words=2), section)
 
 
@@ -145,12 +165,7 @@ def tabulate_tasks(section: ComparedRuns) -> Block:
 
 def tabulate_probes(section: ComparedRuns) -> Block:
     """The last value of each task of the harness; a task with other shots, limit or version is another."""
-    tasks = {
-        describe_task(name, task): task
-        for run in section.runs
-        for name, task in run.scores.probes.get("tasks", {}).items()
-    }
-    measures = [measure_probe(told, higher=task["higher"]) for told, task in tasks.items()]
+    tasks, measures = probed_tasks(section), measures_of_probes(section)
     having = [group for group in section.groups if any(group.mean(each.key) is not None for each in measures)]
     if not having:
         return Block()
@@ -186,3 +201,44 @@ def tabulate_examples(section: ComparedRuns) -> tuple[Block, list[str]]:
     head = ["group", "baseline", "examples", "Δ accuracy (points)", "p", "Holm"]
     block = Block(title="End tasks, over test examples", lines=lines, head=head, cells=cells, words=2)
     return (add_facets(block, section) if cells else Block()), failed
+
+
+def tabulate_answers(section: ComparedRuns) -> tuple[list[Block], list[str]]:
+    """Differences in what the tasks are known by, paired by example, over all tasks and of each; and what
+    could not be read."""
+    found = on_answers(section)
+    whole = [
+        [name, section.baselines[name].name, str(len(line.measures)), *format_line(line)]
+        for name, line in found.whole.items()
+    ]
+    each = [
+        [task, name, section.baselines[name].name, MEASURE_NAMES[line.measures[0]], *format_line(line)]
+        for task, lines in found.by_task.items()
+        for name, line in lines.items()
+    ]
+    tail = ("examples", "Δ (points)", "p", "Holm", "both", "only group", "only baseline")
+    first = Block(
+        title="Answers, over examples",
+        lines=[*([ON_ANSWERS] if whole else []), *found.notes],
+        head=("group", "baseline", "tasks", *tail),
+        cells=whole,
+        words=2,
+    )
+    rest = Block(
+        title="Answers to each task, over examples",
+        head=("task", "group", "baseline", "measure", *tail),
+        cells=each,
+        words=4,
+        folded=f"{len(found.by_task)} tasks, {len(whole)} groups and their baselines",
+    )
+    if not whole:
+        return [first], list(found.failed)
+    rest = replace(rest, filtered=True, facets=section.facets(row[1] for row in each))
+    return [add_facets(first, section), rest], list(found.failed)
+
+
+def format_line(line: Line) -> list[str]:
+    """Examples, difference with interval and p-values, and in how many answers the two agree or differ."""
+    counts = [f"{count:,}" for count in (line.both, line.group, line.baseline)]
+    difference = format_difference(line.difference, Measure(key="", title="", show=percent))
+    return [f"{line.difference.difference.n:,}", *difference, *counts]

@@ -13,6 +13,7 @@ from cpt.evaluation.answers.metrics import (
     measures_of,
     normalise,
 )
+from cpt.evaluation.answers.options import KNOWN_BY
 from cpt.evaluation.answers.results import (
     MEANINGS,
     NAMES,
@@ -105,6 +106,28 @@ def test_a_task_has_the_measures_that_there_is_something_for():
     assert measures_of(answered(written=None)) == ["accuracy_ranked", "accuracy_ranked_mean"]
     free = answered(choices=[()] * 4, ranked=None, ranked_mean=None)
     assert measures_of(free) == ["rouge_l", "exact_match", "edit_similarity"]
+
+
+def test_a_task_is_known_by_what_is_asked_for():
+    free = answered(choices=[()] * 4, ranked=None, ranked_mean=None, sources=["a"] * 4)
+    assert measures_of(free, "sari") == ["sari", "rouge_l", "exact_match", "edit_similarity"]
+    assert measures_of(free, "edit_similarity")[0] == "edit_similarity"
+    assert measures_of(answered(), "exact_match")[:2] == ["exact_match", "accuracy_ranked"]
+    told = tell_answers(answered(), known_by="exact_match")
+    assert told.head.tolist() == [1, 0, 0, 1] and list(told.means)[0] == "exact_match"
+    with pytest.raises(ValueError, match="sari is of answers that there are not; allowed: rouge_l"):
+        measures_of(answered(ranked=None, ranked_mean=None), "sari")
+
+
+def test_what_may_be_asked_for_are_measures_by_example():
+    """In which higher is better and every example counts."""
+    assert set(KNOWN_BY) == {name for name, each in MEASURES.items() if each.higher} - {"accuracy_valid"}
+    assert all(("written" in MEASURES[name].needs) is of for name, of in KNOWN_BY.items())
+
+
+def test_the_first_character_is_that_of_a_letter_before_its_reasons():
+    given = answered(written=["A. as", " B", "C", ""], references=["A since", "B", "D", "A"])
+    assert values("first_character", given) == [1, 1, 0, 0]
 
 
 def test_chance_and_majority():
