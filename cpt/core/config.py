@@ -34,7 +34,13 @@ EXECUTION = (
 )
 
 # Options that came later, and the value with which a run is what it was without them: such folders go on.
-NEUTRAL = {"callbacks": {}, "model.resize": False, "model.mean_span": None, "optim.carry": False}
+NEUTRAL = {
+    "callbacks": {},
+    "model.resize": False,
+    "model.mean_span": None,
+    "optim.carry": False,
+    "domains.packing": "none",
+}
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 

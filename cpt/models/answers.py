@@ -76,9 +76,14 @@ class Answers(Objective):
 
 
 class CausalAnswers(Answers):
-    """A decoder reads the question and predicts each token of the answer, and its end."""
+    """A decoder reads the question and predicts each token of the answer, and its end. With `isolated`, the
+    samples of a batch that is learned from share rows."""
 
     causal = True
+
+    def __init__(self, raw: Objective, *, pad: int, isolated: bool = False) -> None:
+        super().__init__(raw, pad=pad)
+        self.isolated = isolated
 
     def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         assert rows.answers is not None

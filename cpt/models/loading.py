@@ -84,25 +84,36 @@ def objective(
     )
 
 
-def check_answers(name: str) -> None:
-    """Raises ValueError for an objective whose models cannot answer."""
+def check_answers(name: str, *, isolated: bool) -> None:
+    """Raises ValueError for an objective whose models cannot answer, or not with samples that share rows."""
     if name == "masked":
         raise ValueError(
             "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
             "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
         )
+    if name in SEQ2SEQ and isolated:
+        raise ValueError(
+            "domains.packing=isolated does not go with a model of two stacks; allowed: "
+            "domains.packing=none, or a causal model, like model=tiny_gpt2"
+        )
 
 
 def answers_objective(
-    name: str, raw: Objective, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+    name: str,
+    raw: Objective,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+    *,
+    isolated: bool = False,
 ) -> Answers:
-    """The objective of domains of examples: their answers; `raw` is that of raw text."""
-    check_answers(name)
+    """The objective of domains of examples: their answers; `raw` is that of raw text. With `isolated`,
+    samples share rows."""
+    check_answers(name, isolated=isolated)
     pad = padding_id(tokenizer)
     if name in SEQ2SEQ:
         start = getattr(config, "decoder_start_token_id", None)
         return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
-    return CausalAnswers(raw, pad=pad)
+    return CausalAnswers(raw, pad=pad, isolated=isolated)
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:

@@ -24,6 +24,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
+from cpt.models.isolation import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.models.resizing import entries, fit_rows
@@ -64,6 +65,8 @@ class Base:
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         loading.check_length(self.length, loaded, self.objective)
+        if self.objective.isolated:
+            try_isolation(loaded)
         return loaded
 
 
@@ -72,7 +75,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
     answers alone are scored.
 
     Raises ValueError for an objective that does not fit."""
-    answers = corpora.encoding is not None
+    how = {"answers": corpora.encoding is not None, "isolated": corpora.isolated}
     if options.checkpoint is not None:
         config = loading.configuration(options.checkpoint)
         tokenizer = loading.load_tokenizer(options.checkpoint)
@@ -83,10 +86,10 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
                 "the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS
             )
             return replace(
-                assemble_base(options, options.checkpoint, tokenizer, config, answers=answers),
+                assemble_base(options, options.checkpoint, tokenizer, config, **how),
                 resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
             )
-        return assemble_base(options, options.checkpoint, tokenizer, config, answers=answers)
+        return assemble_base(options, options.checkpoint, tokenizer, config, **how)
     untrained = loading.AutoConfig.for_model(**options.config)
     objective = loading.objective_name(options.objective, untrained)
     learned = learn_tokenizer(corpora.general, options.vocabulary, objective=objective, cache=corpora.cache)
@@ -100,7 +103,7 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
         corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    return assemble_base(options, str(folder), tokenizer, untrained, answers=answers)
+    return assemble_base(options, str(folder), tokenizer, untrained, **how)
 
 
 def assemble_base(
@@ -110,6 +113,7 @@ def assemble_base(
     config: Any,
     *,
     answers: bool = False,
+    isolated: bool = False,
 ) -> Base:
     name = loading.objective_name(options.objective, config)
     objective = loading.objective(
@@ -120,7 +124,7 @@ def assemble_base(
         start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
     )
     if answers:
-        objective = loading.answers_objective(name, objective, tokenizer, config)
+        objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 
