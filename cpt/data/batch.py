@@ -23,7 +23,7 @@ class Batch(TypedDict, total=False):
     rows: Tensor  # [K]: the row that each scored place is in
     domains: Tensor  # [B]: the place in the order of the domain that a row's text is of, -1 for general text
     weight: Tensor  # a scalar: what the loss of each scored place is multiplied by
-    layout: Tensor  # [R, T]: where samples share rows, the place in input_ids that stands at each of theirs
+    layout: Tensor  # [R, W]: where samples share rows, the place in input_ids that stands at each of theirs
     column: Tensor  # a scalar, in evaluation: which held-out text it is
     documents: Tensor  # [K], in evaluation: the document that each target is of
 

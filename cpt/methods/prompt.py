@@ -53,7 +53,7 @@ class Prompt(ContinualModule):
 
     def __init__(self, options: PromptOptions, shared: Shared) -> None:
         check_tokens(options.tokens, length=shared.length, model=shared.model)
-        if shared.objective.isolated:
+        if shared.objective.sharing is not None:
             raise ValueError(
                 "domains.packing=isolated does not go with method=prompt, whose vectors stand behind the "
                 "first token of a row; allowed: domains.packing=none"

@@ -13,12 +13,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from cpt.data.batch import Batch, inputs_of
-from cpt.data.layout import lay_out
+from cpt.data.layout import Sharing
 from cpt.models.forward import at, hidden_states, in_mode
 
 LENGTHS = (7, 6, 5, 4, 3, 2, 1)  # of the samples that a model is tried on
 APART = 1e-4  # of the largest hidden state: what rounding may make of a sample in another row
-PRESENT = WeakTensorKeyDictionary()  # where text stands, by the input_ids [R, T] of shared rows
+PRESENT = WeakTensorKeyDictionary()  # where text stands, by the input_ids [R, W] of shared rows
 
 
 def shared_inputs(batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -27,7 +27,7 @@ def shared_inputs(batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
     layout = batch.get("layout")
     if layout is None:
         return inputs_of(batch), None
-    width, columns = layout.shape[1], torch.arange(layout.shape[1], device=layout.device)
+    length, columns = batch["input_ids"].shape[1], torch.arange(layout.shape[1], device=layout.device)
     present = batch["attention_mask"].flatten()[layout].bool()
     filled = present.sum(1, keepdim=True)
     ids = batch["input_ids"].flatten()[layout]
@@ -35,11 +35,11 @@ def shared_inputs(batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
     ordinals = torch.arange(layout.numel(), device=layout.device)
     places = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), ordinals)
     # The rest of a row is a sample of its own, of padding.
-    return {"input_ids": ids, "position_ids": torch.where(present, layout % width, columns - filled)}, places
+    return {"input_ids": ids, "position_ids": torch.where(present, layout % length, columns - filled)}, places
 
 
 def by_sample(hidden: Tensor, places: Tensor, batch: Batch) -> Tensor:
-    """Hidden states [B, T, D] of the samples from those [R, T, D] of the rows they share; at padding those of
+    """Hidden states [B, T, D] of the samples from those [R, W, D] of the rows they share; at padding those of
     any token."""
     return at(hidden, places).unflatten(0, batch["input_ids"].shape)
 
@@ -68,7 +68,7 @@ def try_isolation(model: PreTrainedModel) -> None:
     ids = (37 * torch.arange(1, samples * width + 1) % entries).view(samples, width).to(device)
     present = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
     batch: Batch = {"input_ids": ids, "attention_mask": present.long().to(device)}
-    inputs, places = shared_inputs(lay_out(batch))
+    inputs, places = shared_inputs(Sharing(even=1).lay_out(batch))
     assert places is not None
     with in_mode(model, training=False):
         alone = hidden_states(model, inputs_of(batch))[present]

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
+from cpt.data.layout import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal, Masked, Objective
@@ -113,7 +114,14 @@ def answers_objective(
     if name in SEQ2SEQ:
         start = getattr(config, "decoder_start_token_id", None)
         return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
-    return CausalAnswers(raw, pad=pad, isolated=isolated)
+    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None)
+
+
+def sharing_of(config: PretrainedConfig) -> Sharing:
+    """How samples share rows for a model: of D features, whose attention to T tokens takes 4 T D operations
+    at a place, and whose linear maps take 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
+    text = config.get_text_config()
+    return Sharing(6 * text.hidden_size, getattr(text, "max_position_embeddings", None))
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
 from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
-from cpt.data.layout import lay_out
+from cpt.data.layout import Sharing
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 from cpt.models.isolation import by_sample, shared_inputs
 
@@ -23,7 +23,7 @@ class Objective(ABC):
 
     scores: str  # in words: the tokens that the matrix is of
     causal = False  # whether a place sees only what stands before it
-    isolated = False  # whether the samples of a batch that is learned from share rows, apart from each other
+    sharing: Sharing | None = None  # of rows, by the samples of a batch that is learned from; None: none
 
     @property
     def scoring(self) -> "Objective":
@@ -68,7 +68,7 @@ class Objective(ABC):
     def lay_out(self, batch: Batch) -> Batch:
         """The batch with a layout, where its samples are to share rows; else as it is. What of it there is to
         see stays: only the model is run on other rows."""
-        return lay_out(batch) if self.isolated else batch
+        return batch if self.sharing is None else self.sharing.lay_out(batch)
 
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of

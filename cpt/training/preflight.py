@@ -120,7 +120,7 @@ def check_model(plan: Plan) -> None:
     stand_in = stand_for(options, objective, vocabulary=config.get_text_config().vocab_size)
     if plan.source.isolated:
         check_isolation(model)
-        stand_in = CausalAnswers(stand_in, pad=0, isolated=True)
+        stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
     loading.check_length(options.length, model, stand_in)
     frozen_parameters(model, plan.freeze)
     if options.resize or (objective == "span" and options.checkpoint and not sentinels_of(options)):

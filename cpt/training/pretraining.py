@@ -65,7 +65,7 @@ class Base:
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         loading.check_length(self.length, loaded, self.objective)
-        if self.objective.isolated:
+        if self.objective.sharing is not None:
             try_isolation(loaded)
         return loaded
 

@@ -7,14 +7,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.core.randomness import sample_keys
 from cpt.data.batch import Rows, inputs_of
-from cpt.data.layout import lay_out, share_rows
+from cpt.data.layout import Sharing, share_rows
 from cpt.models.answers import CausalAnswers
 from cpt.models.forward import mean_over
 from cpt.models.isolation import check_isolation, shared_inputs, text_of, try_isolation
 from cpt.models.objectives import Causal
 
 PADDED = CausalAnswers(Causal(), pad=1)
-SHARED = CausalAnswers(Causal(), pad=1, isolated=True)
+SHARED = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1))
+WIDE = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=10_000))  # in few rows, of several samples' length
 LENGTHS = np.array([9, 30, 12, 21, 1, 5, 18, 25, 7, 3])
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
 NEW = {
@@ -74,10 +75,11 @@ def test_rows_are_shared_without_overlap_and_nearly_full(seed):
     assert len(taken) <= 11 / 9 * np.ceil(lengths.sum() / width) + 1
 
 
-def test_samples_stand_in_the_rows_whole_and_positions_begin_anew():
-    batch = batch_of(SHARED)
+@pytest.mark.parametrize(("objective", "rows"), [(SHARED, 5), (WIDE, 2)])
+def test_samples_stand_in_the_rows_whole_and_positions_begin_anew(objective, rows):
+    batch = batch_of(objective)
     inputs, places = shared_inputs(batch)
-    assert len(inputs["input_ids"]) == 5 < len(LENGTHS) and set(inputs) == {"input_ids", "position_ids"}
+    assert len(inputs["input_ids"]) == rows and set(inputs) == {"input_ids", "position_ids"}
     mask = batch["attention_mask"].bool()
     assert torch.equal(inputs["input_ids"].flatten()[places.view_as(mask)[mask]], batch["input_ids"][mask])
     begins = places.view_as(mask)[:, 0]
@@ -98,19 +100,38 @@ def test_a_batch_keeps_all_that_it_was():
 
 
 def test_what_would_not_save_a_row_has_none_to_share():
-    assert "layout" not in batch_of(SHARED, lengths=np.array([16, 9, 9, 9]))
+    bounded = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1, limit=16))
+    assert "layout" not in batch_of(bounded, lengths=np.array([16, 9, 9, 9]))
+    assert "layout" in batch_of(bounded, lengths=np.array([16, 9, 7, 9]))
     assert "layout" not in batch_of(SHARED, lengths=np.array([16, 16]))
 
 
+@pytest.mark.parametrize("even", [1, 30, 1000])
+@pytest.mark.parametrize("limit", [None, 10, 40, 60])
+def test_rows_are_those_that_cost_least(even, limit):
+    """Of all widths that are tried; none is longer than the model has positions."""
+    sharing = Sharing(even, limit)
+    *_, count, width = sharing.cheapest(LENGTHS, 30)
+    assert width <= max(30, limit or 4 * 30)
+    for times in (1, 1.25, 1.5, 2, 3, 4):
+        tried = int(30 * times)
+        if tried <= max(30, limit or tried):
+            rows, begins = share_rows(LENGTHS, tried)
+            used = int((begins + LENGTHS).max())
+            assert sharing.cost(count, width) <= sharing.cost(int(rows.max()) + 1, used)
+    assert sharing.cost(count, width) < sharing.cost(len(LENGTHS), 30)
+
+
+@pytest.mark.parametrize("objective", [SHARED, WIDE])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_no_bit_of_a_sample_depends_on_another(kind, kernel):
+def test_no_bit_of_a_sample_depends_on_another(kind, kernel, objective):
     """Every logit and hidden state, whichever of the others is changed."""
-    model, one = model_of(kind, kernel).eval(), batch_of(SHARED)
+    model, one = model_of(kind, kernel).eval(), batch_of(objective)
     with torch.no_grad():
-        logits, hidden = SHARED.outputs(model, one)
+        logits, hidden = objective.outputs(model, one)
         for changed in range(len(LENGTHS)):
-            again, anew = SHARED.outputs(model, batch_of(SHARED, changed=changed))
+            again, anew = objective.outputs(model, batch_of(objective, changed=changed))
             other = one["rows"] != changed
             assert torch.equal(logits[other], again[other])
             assert not torch.equal(logits[~other], again[~other]) or not (~other).any()
@@ -119,12 +140,13 @@ def test_no_bit_of_a_sample_depends_on_another(kind, kernel):
             assert torch.equal(hidden[present], anew[present])
 
 
+@pytest.mark.parametrize("sharing", [SHARED, WIDE])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_losses_and_gradients_are_those_of_the_padded_batch(kind, kernel):
+def test_losses_and_gradients_are_those_of_the_padded_batch(kind, kernel, sharing):
     model = model_of(kind, kernel)
     found = []
-    for objective in (PADDED, SHARED):
+    for objective in (PADDED, sharing):
         batch = batch_of(objective)
         nll = objective.nll(model, batch)
         grads = torch.autograd.grad(nll.sum() * batch["weight"], list(model.parameters()))
@@ -156,8 +178,11 @@ def test_rows_that_are_drawn_from_a_memory_share_rows_too():
     wide = {"input_ids": torch.full((3, 16), 1), "attention_mask": torch.zeros(3, 16, dtype=torch.long)}
     for row, length in enumerate((5, 6, 4)):
         wide["attention_mask"][row, :length] = 1
-    assert lay_out(wide)["layout"].shape == (1, 16)
-    assert lay_out({name: value[:1] for name, value in wide.items()}).keys() == wide.keys()
+    assert Sharing(even=1000).lay_out(wide)["layout"].shape == (1, 15)
+    assert Sharing(even=1000, limit=16).lay_out(wide)["layout"].shape == (1, 15)
+    assert Sharing(even=1000, limit=9).lay_out(wide)["layout"].shape == (2, 9)
+    alone = Sharing(even=1).lay_out({name: value[:1] for name, value in wide.items()})
+    assert alone["layout"].tolist() == [list(range(5))]
 
 
 MANY = {name: value for name, value in NEW.items() if name != "num_key_value_heads"}
