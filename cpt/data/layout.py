@@ -59,10 +59,8 @@ class Sharing:
         """The row and the beginning of each sample [B], how many rows, and how wide; None where padding the
         samples to so many tokens costs no more."""
         best, least, longest = None, self.cost(len(lengths), padded), int(lengths.max())
-        for times in WIDER:
-            width = int(times * longest)
-            if width > max(longest, self.limit or width):
-                break
+        widths = (int(times * longest) for times in WIDER)
+        for width in sorted({min(width, max(longest, self.limit or width)) for width in widths}):
             rows, begins = share_rows(lengths, width)
             count, used = int(rows.max()) + 1, int((begins + lengths).max())
             if self.cost(count, used) < least:
