@@ -18,12 +18,12 @@ from stage import prepare
 from torch.nn.utils import clip_grad_norm_
 
 PACKINGS = ("none", "isolated")
-MIXTURES = {"alone": [], "with a quarter of text": ["replay=general", "replay.general=0.25"]}
+MIXTURES = {"examples": [], "with a quarter of text": ["replay=general", "replay.general=0.25"]}
 
 
 @dataclass
 class Subject:
-    """What learns the batches of one task in order, its samples in rows as `packing` says."""
+    """What learns the batches of its tasks in order."""
 
     made: Ground
 
@@ -80,12 +80,12 @@ def summary(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def make_subjects(chosen: argparse.Namespace, task: str, extra: Sequence[str]) -> dict[str, Subject]:
+def make_subjects(chosen: argparse.Namespace, extra: Sequence[str]) -> dict[str, Subject]:
     root = [] if chosen.root is None else [f"domains.root={chosen.root}", "domains.format=jsonl"]
     options = [
-        *("domains=tasks", *root, "domains/template=o_lora", f"order=[{task}]", "model.mask_rate=null"),
-        *(f"model.length={chosen.length}", f"trainer.batch_size={chosen.batch}", "model.vocabulary=4096"),
-        *extra,
+        *("domains=tasks", *root, f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
+        *("method=joint", f"model.length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
+        *("model.mask_rate=null", *extra),
     ]
     return {
         packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}", shape="gpt2"))
@@ -96,9 +96,10 @@ def make_subjects(chosen: argparse.Namespace, task: str, extra: Sequence[str]) -
 def options() -> argparse.Namespace:
     parser = arguments("Training tokens/s of examples that share rows over padded ones.")
     parser.add_argument("--root", help="folder of tasks as jsonl; default: those of installed packages")
-    parser.add_argument("--tasks", nargs="+", default=["sympy"], help="which of them, each for itself")
+    parser.add_argument("--tasks", nargs="+", default=["sympy"], help="those of them that make the batches")
+    parser.add_argument("--template", default="o_lora", help="of the questions: one of conf/domains/template")
     parser.add_argument("--steps", type=int, default=20, help="steps of each that are timed")
-    parser.add_argument("--length", type=int, default=256, help="tokens of an example at most")
+    parser.add_argument("--length", type=int, default=256, help="tokens of an example, at most")
     parser.add_argument("--batch", type=int, default=32, help="examples per step")
     return parser.parse_args()
 
@@ -108,16 +109,14 @@ def main() -> None:
     prepare(chosen.threads)
     torch.set_num_threads(chosen.threads)
     results: dict[str, Any] = {}
-    for task in chosen.tasks:
-        for mixture, extra in MIXTURES.items():
-            subjects = make_subjects(chosen, task, extra)
-            wait_until_quiet(chosen.patience)
-            steps = play(subjects, chosen.steps)
-            results[f"{task}, {mixture}"] = found = summary(steps)
-            found["steps"] = steps
-            print(f"{task}, {mixture}", {name: each for name, each in found.items() if name != "steps"})
+    for name, extra in MIXTURES.items():
+        subjects = make_subjects(chosen, extra)
+        wait_until_quiet(chosen.patience)
+        steps = play(subjects, chosen.steps)
+        results[name] = summary(steps) | {"steps": steps}
+        print(name, {key: value for key, value in results[name].items() if key != "steps"})
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out", "root")}
-    save("packing", {"options": settings, "tasks": results}, out=chosen.out)
+    save("packing", {"options": settings, "mixtures": results}, out=chosen.out)
 
 
 if __name__ == "__main__":
