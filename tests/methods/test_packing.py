@@ -163,3 +163,21 @@ def test_a_model_that_mixes_the_samples_of_a_row_is_refused(config):
     with pytest.raises(ValueError, match="does not go with a opt, which mixes the samples of a row; allowed"):
         made(config("ncl", ISOLATED, *opt))
     assert made(config("ncl", *opt)).module.model.config.model_type == "opt"
+
+
+def test_what_der_draws_shares_rows_as_well(config):
+    """Its memory has slots as long as a sample may be; the model reads no more than it must."""
+    seen = []
+    for overrides in ([], [ISOLATED]):
+        run = made(config("derpp", *overrides))
+        run.learn(0)
+        shapes = []
+        hook = run.module.model.register_forward_pre_hook(
+            lambda module, args, kwargs, shapes=shapes: shapes.append(kwargs["input_ids"].numel()),
+            with_kwargs=True,
+        )
+        run.module.replayed(4)
+        hook.remove()
+        seen.append(shapes)
+    assert seen[0] == [8 * 64]
+    assert len(seen[1]) == 1 and seen[1][0] < 0.9 * 8 * 64
