@@ -40,6 +40,12 @@ SHAPES = {
         "model.config.num_layers=4",
         "model.config.num_decoder_layers=4",
     ],
+    "gpt2": [
+        "model=tiny_gpt2",
+        "model.config.n_embd=256",
+        "model.config.n_layer=4",
+        "model.config.n_head=4",
+    ],
 }
 DROPOUT = {
     "roberta": ["model.config.hidden_dropout_prob", "model.config.attention_probs_dropout_prob"],

@@ -64,11 +64,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def sentences(words: str, *, count: int, seed: int) -> list[str]:
-    """Different made-up documents over a few words."""
+def sentences(words: str, *, count: int, seed: int, size: tuple[int, int] = (8, 30)) -> list[str]:
+    """Different made-up documents over a few words, of so many words each."""
     draw = random.Random(seed)
     return [
-        " ".join(draw.choices(words.split(), k=draw.randint(8, 30))) + f" {number}."
+        " ".join(draw.choices(words.split(), k=draw.randint(*size))) + f" {number}."
         for number in range(count)
     ]
 

@@ -36,8 +36,14 @@ EXECUTION = (
 )
 
 # Options that came later, and the value with which a run is what it was without them: such folders go on.
-NEUTRAL = {"callbacks": {}, "model.resize": False, "model.mean_span": None, "optim.carry": "none"}
-NEUTRAL |= {"eval.tokens": None}
+NEUTRAL = {
+    "callbacks": {},
+    "model.resize": False,
+    "model.mean_span": None,
+    "optim.carry": "none",
+    "domains.packing": "none",
+    "eval.tokens": None,
+}
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 

@@ -23,6 +23,7 @@ class Batch(TypedDict, total=False):
     rows: Tensor  # [K]: the row that each scored place is in
     domains: Tensor  # [B]: the place in the order of the domain that a row's text is of, -1 for general text
     weight: Tensor  # a scalar: what the loss of each scored place is multiplied by
+    layout: Tensor  # [R, W]: where samples share rows, the place in input_ids that stands at each of theirs
     column: Tensor  # a scalar, in evaluation: which held-out text it is
     documents: Tensor  # [K], in evaluation: the document that each target is of
 
@@ -74,6 +75,9 @@ class Collator(Protocol):
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         """Scored places per row, [B], of rows of such sizes."""
+
+    def lay_out(self, batch: Batch) -> Batch:
+        """The batch with a layout, where its samples are to share rows; else as it is."""
 
 
 def label_batch(

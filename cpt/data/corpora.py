@@ -20,11 +20,13 @@ from cpt.data.sources.base import GENERAL, Encoding, Source
 @dataclass(frozen=True)
 class Corpora:
     """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
-    the domains become rows where they are examples; None where they are text."""
+    the domains become rows where they are examples; None where they are text. With `isolated`, the samples
+    of a batch share rows."""
 
     by_name: dict[str, Corpus]
     cache: Path
     encoding: Encoding | None = None
+    isolated: bool = False
 
     @classmethod
     def read(cls, source: Source, order: Sequence[str], *, cache: Path) -> "Corpora":
@@ -32,6 +34,7 @@ class Corpora:
             {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)},
             cache,
             source.encoding,
+            source.isolated,
         )
 
     @property

@@ -60,7 +60,7 @@ class Stream(Dataset):
         batch, _ = assemble_batch(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
         batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
-        return batch
+        return self.objective.lay_out(batch)
 
     def new(self, steps: int) -> int:
         """How many positions of the stream so many steps take."""

@@ -33,6 +33,7 @@ from cpt.core.randomness import key
 from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
+from cpt.models.isolation import text_of
 from cpt.models.stacks import SOURCE, TARGET, tokens_of
 from cpt.models.units import Projection, projections
 
@@ -166,7 +167,7 @@ class MagnitudeMask(GradientMask):
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """The whole model begins a forward pass: of the training loss, or one that does not count."""
         self.inside = self.recording and self.options.importance == "output" and torch.is_grad_enabled()
-        self.present = {SOURCE: kwargs.get("attention_mask")}
+        self.present = {SOURCE: text_of(kwargs)}
         if self.inside and "decoder_input_ids" in kwargs:
             self.present[TARGET] = text_of_target(kwargs["decoder_input_ids"], module.config.pad_token_id)
 

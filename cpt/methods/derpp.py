@@ -106,7 +106,7 @@ class DERPP(ContinualModule):
         if not len(matching):
             return torch.zeros(2, device=self.device).unbind()
         stored = self.memory.outputs_of(matching).float()
-        both = self.memory.batch(torch.cat([matching, replaying]))
+        both = self.objective.lay_out(self.memory.batch(torch.cat([matching, replaying])))
         before, after = both["positions"].tensor_split([len(stored)])
         replayed = both | {"positions": after, "targets": both["targets"][len(stored) :]}
         if self.options.matched == "hidden":  # the head is not needed where hidden states are matched

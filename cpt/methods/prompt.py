@@ -53,6 +53,11 @@ class Prompt(ContinualModule):
 
     def __init__(self, options: PromptOptions, shared: Shared) -> None:
         check_tokens(options.tokens, length=shared.length, model=shared.model)
+        if shared.objective.sharing is not None:
+            raise ValueError(
+                "domains.packing=isolated does not go with method=prompt, whose vectors stand behind the "
+                "first token of a row; allowed: domains.packing=none"
+            )
         self.prompting = {"tokens": options.tokens, "causal": shared.objective.causal}
         scope = attach_prompt(shared.model, **self.prompting)
         super().__init__(options, shared, scope=scope)

@@ -10,6 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
+from cpt.data.layout import Sharing
 from cpt.models.objectives import Objective
 from cpt.models.span import Span
 
@@ -76,9 +77,14 @@ class Answers(Objective):
 
 
 class CausalAnswers(Answers):
-    """A decoder reads the question and predicts each token of the answer, and its end."""
+    """A decoder reads the question and predicts each token of the answer, and its end. The samples of a
+    batch that is learned from may share rows."""
 
     causal = True
+
+    def __init__(self, raw: Objective, *, pad: int, sharing: Sharing | None = None) -> None:
+        super().__init__(raw, pad=pad)
+        self.sharing = sharing
 
     def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         assert rows.answers is not None

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
+from cpt.data.layout import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal, Masked, Objective
@@ -84,25 +85,43 @@ def objective(
     )
 
 
-def check_answers(name: str) -> None:
-    """Raises ValueError for an objective whose models cannot answer."""
+def check_answers(name: str, *, isolated: bool) -> None:
+    """Raises ValueError for an objective whose models cannot answer, or not with samples that share rows."""
     if name == "masked":
         raise ValueError(
             "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
             "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
         )
+    if name in SEQ2SEQ and isolated:
+        raise ValueError(
+            "domains.packing=isolated does not go with a model of two stacks; allowed: "
+            "domains.packing=none, or a causal model, like model=tiny_gpt2"
+        )
 
 
 def answers_objective(
-    name: str, raw: Objective, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+    name: str,
+    raw: Objective,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+    *,
+    isolated: bool = False,
 ) -> Answers:
-    """The objective of domains of examples: their answers; `raw` is that of raw text."""
-    check_answers(name)
+    """The objective of domains of examples: their answers; `raw` is that of raw text. With `isolated`,
+    samples share rows."""
+    check_answers(name, isolated=isolated)
     pad = padding_id(tokenizer)
     if name in SEQ2SEQ:
         start = getattr(config, "decoder_start_token_id", None)
         return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
-    return CausalAnswers(raw, pad=pad)
+    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None)
+
+
+def sharing_of(config: PretrainedConfig) -> Sharing:
+    """How samples share rows for a model: of D features, whose attention to T tokens takes 4 T D operations
+    at a place, and whose linear maps take 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
+    text = config.get_text_config()
+    return Sharing(6 * text.hidden_size, getattr(text, "max_position_embeddings", None))
 
 
 def configuration(checkpoint: str) -> PretrainedConfig:

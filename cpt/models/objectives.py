@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
-from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, inputs_of, label_batch
+from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
+from cpt.data.layout import Sharing
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
+from cpt.models.isolation import by_sample, shared_inputs
 
 
 class Objective(ABC):
@@ -21,6 +23,7 @@ class Objective(ABC):
 
     scores: str  # in words: the tokens that the matrix is of
     causal = False  # whether a place sees only what stands before it
+    sharing: Sharing | None = None  # of rows, by the samples of a batch that is learned from; None: none
 
     @property
     def scoring(self) -> "Objective":
@@ -62,15 +65,26 @@ class Objective(ABC):
         """The batch with uncorrupted ids as its input."""
         return {**batch, "input_ids": self.uncorrupted(batch)}
 
+    def lay_out(self, batch: Batch) -> Batch:
+        """The batch with a layout, where its samples are to share rows; else as it is. What of it there is to
+        see stays: only the model is run on other rows."""
+        return batch if self.sharing is None else self.sharing.lay_out(batch)
+
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
         them: of a decoder, where there is one."""
-        return logits_and_hidden(model, inputs_of(batch), positions=batch["positions"])
+        inputs, places = shared_inputs(batch)
+        if places is None:
+            return logits_and_hidden(model, inputs, positions=batch["positions"])
+        logits, hidden = logits_and_hidden(model, inputs, positions=places[batch["positions"]])
+        return logits, by_sample(hidden, places, batch)
 
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """The last hidden states [B, T, D] of what a batch's model reads; neither a head nor a decoder is
         computed."""
-        return hidden_states(model, inputs_of(batch))
+        inputs, places = shared_inputs(batch)
+        hidden = hidden_states(model, inputs)
+        return hidden if places is None else by_sample(hidden, places, batch)
 
     def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Negative log-likelihood (nats) of the targets, [K]."""

@@ -29,6 +29,7 @@ PACKAGES = ("torch", "lightning", "transformers", "datasets")
 def make_method(plan: Plan, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
     tell_rate(plan)
+    tell_packing(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     module = plan.method.make(make_shared(plan, start.model(), start.objective))
     module.beside.update(module.companions())
@@ -63,6 +64,18 @@ def tell_rate(plan: Plan) -> None:
             plan.optim.arguments["lr"],
             plan.lost_rate,
             plan.names["method"],
+        )
+
+
+def tell_packing(plan: Plan) -> None:
+    """Tells, in a line, where no samples meet that could share rows."""
+    batch_size, parts = plan.budget.batch_size, plan.trainer.accumulate_grad_batches
+    if plan.source.isolated and batch_size == parts:
+        log.info(
+            "domains.packing=isolated without effect: the samples of trainer.batch_size=%d come one by one "
+            "(trainer.accumulate_grad_batches=%d)",
+            batch_size,
+            parts,
         )
 
 

@@ -28,7 +28,9 @@ from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.signatures import check_arguments
 from cpt.models import loading, tokenizers
+from cpt.models.answers import CausalAnswers
 from cpt.models.freezing import frozen_parameters
+from cpt.models.isolation import check_isolation
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.options import BYTES, ModelOptions
 from cpt.models.resizing import check_head, check_rows
@@ -106,7 +108,7 @@ def check_model(plan: Plan) -> None:
     objective = loading.objective_name(options.objective, config)
     check_corruption(options, objective)
     if plan.source.encoding is not None:
-        loading.check_answers(objective)
+        loading.check_answers(objective, isolated=plan.source.isolated)
     if objective == "masked" and plan.probe is not None:
         raise ValueError(
             f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "
@@ -116,6 +118,9 @@ def check_model(plan: Plan) -> None:
     with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO[objective].from_config(config)
     stand_in = stand_for(options, objective, vocabulary=config.get_text_config().vocab_size)
+    if plan.source.isolated:
+        check_isolation(model)
+        stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
     loading.check_length(options.length, model, stand_in)
     frozen_parameters(model, plan.freeze)
     if options.resize or (objective == "span" and options.checkpoint and not sentinels_of(options)):

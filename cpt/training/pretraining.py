@@ -24,6 +24,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
+from cpt.models.isolation import try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.models.resizing import entries, fit_rows
@@ -64,6 +65,8 @@ class Base:
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         loading.check_length(self.length, loaded, self.objective)
+        if self.objective.sharing is not None:
+            try_isolation(loaded)
         return loaded
 
 
@@ -83,8 +86,8 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
         corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    untrained, answers = loading.AutoConfig.for_model(**options.config), corpora.encoding is not None
-    return assemble_base(options, str(folder), new.tokenizer, untrained, answers=answers)
+    untrained = loading.AutoConfig.for_model(**options.config)
+    return assemble_base(options, str(folder), new.tokenizer, untrained, **answering(corpora))
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
@@ -97,15 +100,20 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         return assemble_base(options, "", loading.load_tokenizer(learned), untrained)
     config = loading.configuration(options.checkpoint)
     tokenizer = loading.load_tokenizer(options.checkpoint)
-    name, answers = loading.objective_name(options.objective, config), corpora.encoding is not None
+    name, how = loading.objective_name(options.objective, config), answering(corpora)
     if name == "span" and not tokenizers.sentinels(tokenizer):
         tokenizers.add_sentinels(tokenizer)
         log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS)
         return replace(
-            assemble_base(options, options.checkpoint, tokenizer, config, answers=answers),
+            assemble_base(options, options.checkpoint, tokenizer, config, **how),
             resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
         )
-    return assemble_base(options, options.checkpoint, tokenizer, config, answers=answers)
+    return assemble_base(options, options.checkpoint, tokenizer, config, **how)
+
+
+def answering(corpora: Corpora) -> dict[str, bool]:
+    """Whether answers are learned, and whether their samples share rows."""
+    return {"answers": corpora.encoding is not None, "isolated": corpora.isolated}
 
 
 def assemble_base(
@@ -115,6 +123,7 @@ def assemble_base(
     config: Any,
     *,
     answers: bool = False,
+    isolated: bool = False,
 ) -> Base:
     name = loading.objective_name(options.objective, config)
     objective = loading.objective(
@@ -125,7 +134,7 @@ def assemble_base(
         start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
     )
     if answers:
-        objective = loading.answers_objective(name, objective, tokenizer, config)
+        objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 

@@ -113,6 +113,14 @@ def test_what_carries_a_run_out_does_not_identify_it(composed):
     ]
 
 
+def test_a_folder_of_tasks_from_before_they_could_share_rows_is_gone_on_with(composed):
+    now, shared = composed("domains=tasks"), composed("domains=tasks", "domains.packing=isolated")
+    before = composed("domains=tasks")
+    before.domains = {key: value for key, value in now.domains.items() if key != "packing"}
+    assert identity(before) == identity(now)
+    assert list_differences(identity(now), identity(shared)) == ["domains.packing: (absent) -> isolated"]
+
+
 def test_a_folder_from_before_an_option_was_there_is_gone_on_with(composed):
     now = composed()
     before = OmegaConf.create({key: value for key, value in now.items() if key != "callbacks"})

@@ -99,12 +99,14 @@ def encoder(
     return Encoder(tokenizer, length, how, seq2seq)
 
 
-def write_tasks(root: Path, names: Sequence[str], *, train: int, test: int) -> Path:
+def write_tasks(
+    root: Path, names: Sequence[str], *, train: int, test: int, size: tuple[int, int] = (8, 30)
+) -> Path:
     """Tasks, whether a made-up text is long, and general text; gives the folder."""
     for seed, name in enumerate(names):
         (root / name).mkdir()
         for split, count in (("train", train), ("test", test)):
-            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"))
+            made = sentences(VOCABULARIES[name], count=count, seed=10 * seed + (split == "test"), size=size)
             rows = [{"text": text, "label": "long" if len(text) > 110 else "short"} for text in made]
             (root / name / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (root / "general").mkdir()

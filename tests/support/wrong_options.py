@@ -117,6 +117,10 @@ AT_ONCE = {
     "domains=texts domains.root=nowhere": "domains.root=nowhere: there is no folder nowhere",
     "domains=texts domains.root=5": "domains.root=5; allowed: a folder",
     "domains=texts domains.root=. domains.document=page": "domains.document=page; allowed: file, paragraph, ",
+    "+domains.packing=isolated domains=texts domains.root=.": "domains.packing=isolated is for domains of ex",
+    "+domains.packing=isolated": "domains.packing=isolated is for domains of examples, and rows of raw text",
+    "domains=tasks domains.packing=concat": "domains.packing=concat; allowed: none, isolated",
+    "domains=tasks domains.packing=true": "domains.packing=true; allowed: none, isolated",
     "domains=hub": "domains.catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'",
     "endtask=submodules endtask.when=never": "endtask.when=never; allowed: last, each, diagonal",
     "endtask=submodules endtask.seeds=[1,1]": "endtask.seeds=[1,1]; allowed: a list of different whole numbe",
@@ -304,9 +308,19 @@ ON_THE_MODEL = {
     "method=das method.contrast_dropout=null": "two passes of ModernBertForMaskedLM with method.contrast_dro",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
+    "domains=tasks domains.root=null domains.packing=isolated": "model.objective=masked does not go",
+}
+
+PACKED = "domains=tasks domains.root=null domains.packing=isolated"
+NOT_SHARED = "domains.packing=isolated does not go with a"
+ON_A_CAUSAL = {  # of a GPT-2
+    f"{PACKED} method=prompt": "domains.packing=isolated does not go with method=prompt, whose vectors",
+    f"{PACKED} model.config.model_type=bloom": f"{NOT_SHARED} bloom, which takes no positions; allowed: ",
+    f"{PACKED} model.config.model_type=mamba": f"{NOT_SHARED} mamba, which carries a state from token ",
 }
 
 ON_A_DECODER = {  # of a T5
+    PACKED: "domains.packing=isolated does not go with a model of two stacks; allowed: domains.packing=none",
     "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",
     "model.objective=causal": "model.objective=causal does not go with a t5 model; allowed: span",
     "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model learns by span",

@@ -15,7 +15,7 @@ from cpt.models.resizing import is_tied
 from cpt.models.tokenizers import sentinels, train_tokenizer
 from cpt.training.plan import make_plan
 from cpt.training.preflight import prepare
-from tests.support.wrong_options import ON_A_DECODER, ON_THE_MODEL
+from tests.support.wrong_options import ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
@@ -40,6 +40,13 @@ def test_what_only_the_libraries_know_is_told_before_any_text_is_read(given, sma
     with pytest.raises(ValueError) as raised:
         unread(small(*overrides(given)))
     assert reason(raised.value).startswith(ON_THE_MODEL[given])
+
+
+@pytest.mark.parametrize("given", ON_A_CAUSAL)
+def test_what_a_causal_model_cannot_do_is_told_before_any_text_is_read(given, small_gpt2, unread):
+    with pytest.raises(ValueError) as raised:
+        unread(small_gpt2(*given.split()))
+    assert reason(raised.value).startswith(ON_A_CAUSAL[given])
 
 
 @pytest.mark.parametrize("given", ON_A_DECODER)

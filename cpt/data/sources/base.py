@@ -11,6 +11,7 @@ from cpt.core.rules import MAPPING, Rule, is_list, is_number, is_text, is_whole,
 
 GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
+NONE, ISOLATED = "none", "isolated"  # how the samples of a batch may share rows
 FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
@@ -60,10 +61,19 @@ class Source(Options, ABC):
     )
     held_out: Mapping[str, Any] = option("what is split off where files are not split", MAPPING)
     score_on: str = option("the split that the matrix is made of", one_of("valid", "test"))
+    packing: str = option(
+        "of examples: a row for each, or rows that several share, isolated from each other",
+        one_of(NONE, ISOLATED),
+        default=NONE,
+    )
 
     def check_together(self) -> None:
         with prefix_errors("held_out"):
             read_options(HeldOut, self.held_out, place="")
+        if self.isolated and self.form("") == TEXT:
+            raise ValueError(
+                "packing=isolated is for domains of examples, and rows of raw text are full; allowed: none"
+            )
 
     @property
     def encoding(self) -> Encoding | None:
@@ -78,6 +88,11 @@ class Source(Options, ABC):
     def form(self, name: str) -> str:
         """What the documents of a name are: TEXT or EXAMPLES. General text is text."""
         return TEXT if self.encoding is None or name == GENERAL else EXAMPLES
+
+    @property
+    def isolated(self) -> bool:
+        """Whether samples share rows."""
+        return self.packing == ISOLATED
 
     @property
     @abstractmethod

@@ -1,0 +1,84 @@
+"""A causal model run on samples that share rows, as if each had a row of its own.
+
+transformers keeps the samples of a row apart by positions that begin anew (`position_ids` without an
+`attention_mask`): eager attention and torch's own get a mask of blocks, windows and all, FlexAttention its
+own."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+
+from cpt.data.batch import Batch, inputs_of
+from cpt.data.layout import Sharing
+from cpt.models.forward import at, hidden_states, in_mode
+
+LENGTHS = (7, 6, 5, 4, 3, 2, 1)  # of the samples that a model is tried on
+APART = 1e-4  # of the largest hidden state: what rounding may make of a sample in another row
+PRESENT = WeakTensorKeyDictionary()  # where text stands, by the input_ids [R, W] of shared rows
+
+
+def shared_inputs(batch: Batch) -> tuple[dict[str, Tensor], Tensor | None]:
+    """What a model takes of a batch, and for each place [B * T] of its samples where it stands in the
+    flattened input; None where every sample has its own row. The place of padding says nothing."""
+    layout = batch.get("layout")
+    if layout is None:
+        return inputs_of(batch), None
+    length, columns = batch["input_ids"].shape[1], torch.arange(layout.shape[1], device=layout.device)
+    present = batch["attention_mask"].flatten()[layout].bool()
+    filled = present.sum(1, keepdim=True)
+    ids = batch["input_ids"].flatten()[layout]
+    PRESENT[ids] = present
+    ordinals = torch.arange(layout.numel(), device=layout.device)
+    places = torch.zeros_like(batch["input_ids"]).flatten().scatter(0, layout.flatten(), ordinals)
+    # The rest of a row is a sample of its own, of padding.
+    return {"input_ids": ids, "position_ids": torch.where(present, layout % length, columns - filled)}, places
+
+
+def by_sample(hidden: Tensor, places: Tensor, batch: Batch) -> Tensor:
+    """Hidden states [B, T, D] of the samples from those [R, W, D] of the rows they share; at padding those of
+    any token."""
+    return at(hidden, places).unflatten(0, batch["input_ids"].shape)
+
+
+def text_of(inputs: dict[str, Any]) -> Tensor | None:
+    """Where text stands in what a model is called with, [B, T]; None where it stands everywhere."""
+    ids = inputs.get("input_ids")
+    return PRESENT.get(ids, inputs.get("attention_mask")) if isinstance(ids, Tensor) else None
+
+
+def check_isolation(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that, as far as its class tells, cannot keep samples of a row apart."""
+    if model._is_stateful:
+        refuse(model, "carries a state from token to token")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        refuse(model, "takes no positions")
+
+
+@torch.no_grad()
+def try_isolation(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model that does not give a sample in a shared row the hidden states that it has
+    in a row of its own: a few samples are read both ways."""
+    check_isolation(model)
+    samples, width = len(LENGTHS), max(LENGTHS)
+    entries, device = model.get_input_embeddings().weight.shape[0], model.device
+    ids = (37 * torch.arange(1, samples * width + 1) % entries).view(samples, width).to(device)
+    present = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    batch: Batch = {"input_ids": ids, "attention_mask": present.long().to(device)}
+    inputs, places = shared_inputs(Sharing(even=1).lay_out(batch))
+    assert places is not None
+    with in_mode(model, training=False):
+        alone = hidden_states(model, inputs_of(batch))[present]
+        shared = by_sample(hidden_states(model, inputs), places, batch)[present]
+    if not (alone - shared).abs().max() <= APART * alone.abs().max():
+        refuse(model, "mixes the samples of a row")
+
+
+def refuse(model: PreTrainedModel, why: str) -> None:
+    raise ValueError(
+        f"domains.packing=isolated does not go with a {model.config.model_type}, which {why}; "
+        "allowed: domains.packing=none"
+    )
