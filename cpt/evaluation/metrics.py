@@ -182,7 +182,8 @@ def average(values: Array, there: Array, *, nested: bool = False) -> Array:
 
 def count_terms(nll: Array, *, layout: Layout) -> dict[str, tuple[int, int]]:
     """How many terms of each metric were measured, and how many there are, of one matrix [row, column]."""
-    seen = {name: (~np.isnan(each)).sum() for name, each in terms(nll, layout=layout).items()}
+    there = np.where(np.isnan(nll), np.nan, 0.0)
+    seen = {name: (~np.isnan(each)).sum() for name, each in terms(there, layout=layout).items()}
     whole = {name: (~np.isnan(each)).sum() for name, each in terms(np.zeros_like(nll), layout=layout).items()}
     return {name: (int(count), int(whole[name])) for name, count in seen.items()}
 

@@ -111,7 +111,12 @@ class Scores(Layout):
 
     @property
     def matrix(self) -> Array:
-        """The losses as [row, column]; nan where one was not measured, infinite where it was not finite."""
+        """The losses as [row, column]; nan where one was not measured, or was not finite."""
+        return np.array(self.nll or np.empty((0, len(self.domains))), dtype=float)
+
+    @property
+    def cells(self) -> Array:
+        """The same with infinity for what was measured and was no number: no mean may leave it out."""
         rows = [[np.nan if x is None else np.inf if np.isnan(x) else x for x in row] for row in self.nll]
         return np.array(rows or np.empty((0, len(self.domains))), dtype=float)
 
@@ -178,9 +183,9 @@ class Scores(Layout):
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
-        measured = compute_values(self.matrix, layout=self)
+        measured = compute_values(self.cells, layout=self)
         self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
-        for name, (seen, whole) in count_terms(self.matrix, layout=self).items():
+        for name, (seen, whole) in count_terms(self.cells, layout=self).items():
             self.metrics[name] |= {"terms": [seen, whole]} if seen < whole else {}
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():

@@ -59,7 +59,7 @@ def test_every_choice_is_called_as_its_file(group, composed):
 def test_every_schedule_instantiates_and_warms_up(choice, composed):
     policy = read_sections(composed(f"schedule={choice}")).schedule
     factors = [policy(Progress.alone(step, steps=100)) for step in range(100)]
-    assert 0 < factors[0] < factors[5] < max(factors) <= 1
+    assert 0 < factors[0] < factors[5] <= max(factors) <= 1
     assert min(factors) >= 0
 
 
