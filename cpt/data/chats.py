@@ -39,11 +39,14 @@ def encode_chat(
     return ids, marks, whole - len(ids)
 
 
-def prompt_of_chat(example: Example, tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[int]:
-    """The ids that the last answer of a chat is written behind."""
+def split_chat(
+    example: Example, tokenizer: PreTrainedTokenizerBase, *, length: int
+) -> tuple[list[int], list[int]]:
+    """The ids that the last answer of a chat is written behind, and its own, with what ends it."""
     every = Encoding(truncate="tail", scored_turns="last")
     ids, marks, _ = encode_chat(example, tokenizer, length=length, encoding=every)
-    return ids[: marks.index(True)]
+    begin = marks.index(True)
+    return ids[:begin], ids[begin:]
 
 
 def shorten(example: Example, *, over: int, tokenizer: PreTrainedTokenizerBase) -> Example | None:

@@ -22,7 +22,6 @@ from cpt.core.places import CONF
 from cpt.core.preemption import Herald, Preempted, leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
-from cpt.data.corpora import tokenizer_digest
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.answers.asking import Question, rank_choices, write_answers
 from cpt.evaluation.answers.files import path_of, read_answers, save_answers
@@ -185,7 +184,7 @@ def make_asking(
         for task in plan.order
     }
     settings = replace(plan.answers, when="each")  # which changes no answer
-    known_by = [FORMAT, asdict(settings), asdict(corpora.encoding), tokenizer_digest(start.tokenizer)]
+    known_by = [FORMAT, asdict(settings), asdict(corpora.encoding), corpora.tokenizer_digest(start.tokenizer)]
     known_by += [start.length, split]
     digests = {task: digest([*known_by, corpora.by_name[task].facts["digest"]]) for task in plan.order}
     return Asking(plan.answers, questions, digests, place, module, data, start.tokenizer)

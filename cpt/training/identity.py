@@ -231,8 +231,6 @@ def gather_identity(
     plan: Plan, corpora: Corpora, start: Base, examinations: Sequence[Measured], then: Identity
 ) -> Identity:
     """What a run is made of now; what of the base looks the same is not read again."""
-    from cpt.data.corpora import tokenizer_digest
-
     texts = {
         name: {"stamp": each.folder.name, **{fact: each.facts[fact] for fact in FACTS}}
         for name, each in corpora.by_name.items()
@@ -243,7 +241,7 @@ def gather_identity(
     }
     contents = {name: content for each in examinations for name, content in each.contents.items()}
     endtasks = then.endtasks | contents
-    return Identity(plan.order, texts, base, tokenizer_digest(start.tokenizer), endtasks)
+    return Identity(plan.order, texts, base, corpora.tokenizer_digest(start.tokenizer), endtasks)
 
 
 def list_changes(then: Identity, now: Identity) -> Iterator[str]:
