@@ -200,11 +200,22 @@ def make_asking(
         ]
         for task in plan.order
     }
+    if not plan.answers.written:
+        questions = leave_open_out(questions)
+    if not questions:
+        return None
     settings = replace(plan.answers, when="each")  # which changes no answer
     known_by = [FORMAT, asdict(settings), asdict(corpora.encoding), corpora.tokenizer_digest(start.tokenizer)]
     known_by += [start.length, split]
-    digests = {task: digest([*known_by, corpora.by_name[task].facts["digest"]]) for task in plan.order}
+    digests = {task: digest([*known_by, corpora.by_name[task].facts["digest"]]) for task in questions}
     return Asking(plan.answers, questions, digests, place, module, data, start.tokenizer)
+
+
+def leave_open_out(questions: Mapping[str, Sequence[Question]]) -> dict[str, Sequence[Question]]:
+    """The tasks that are asked where nothing is written; those without choices are told."""
+    if is_first_process() and (left := [task for task, each in questions.items() if not is_closed(each)]):
+        log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
+    return {task: each for task, each in questions.items() if is_closed(each)}
 
 
 def tell_unasked(plan: Plan) -> None:

@@ -53,7 +53,7 @@ def write_chats(root: Path, names: Sequence[str], *, train: int, test: int, exch
     return root
 
 
-def write_checkpoint(folder: Path, *, template: str = TEMPLATE) -> Path:
+def write_checkpoint(folder: Path, *, template: str | None = TEMPLATE) -> Path:
     """A decoder of 40 thousand parameters with a chat template, as `save_pretrained` leaves it."""
     texts = [text for words in VOCABULARIES.values() for text in sentences(words, count=60, seed=1)]
     tokenizer = train_tokenizer(iter(texts), vocabulary=400, objective="causal")
