@@ -57,7 +57,8 @@ class Pulse(Callback):
 
 
 def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = ()) -> None:
-    """Learns a domain as `python run.py` does, with its bar, checkpoint callback, guard and curves."""
+    """Learns a domain as `python run.py` does, with its bar, checkpoint callback, guard and curves. The
+    checkpoint of the last step is written when `callbacks` have heard of it, as others write none."""
     options, guard = place.plan.trainer, Guard()
     place.data.enter(domain)
     place.module.enter(domain)
@@ -66,7 +67,7 @@ def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callba
         folder = Path(name)
         last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
         with track(place.plan.logger.flags, folder, about=About("bench", "bench", [], {})) as loggers:
-            how = {"loggers": loggers, "steps": steps, "callbacks": [guard, last, *callbacks]}
+            how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
             fitting = make_trainer(options.lightning, label=domain.name, **how)
             fitting.fit(place.module, datamodule=place.data)
 

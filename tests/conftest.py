@@ -48,6 +48,14 @@ SMALL = [
 ]
 
 
+SMALL_GPT2 = ["model=tiny_gpt2", *(each for each in SMALL if not each.startswith("model.config."))]
+SMALL_GPT2 += ["model.config.n_embd=32", "model.config.n_head=2"]
+SMALL_T5 = ["model=tiny_t5", "model.mask_rate=0.15", "model.mean_span=3"]
+SMALL_T5 += [each for each in SMALL if not each.startswith(("model.config.", "model.vocabulary"))]
+SMALL_T5 += [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
+SMALL_T5 += ["model.vocabulary=400"]
+
+
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
 
 
@@ -143,20 +151,15 @@ def small(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Ca
 @pytest.fixture
 def small_gpt2(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
     """The same with a causal model."""
-    places = ["model=tiny_gpt2", "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    own = [name for name in SMALL if not name.startswith("model.config.")]
-    sizes = ["model.config.n_embd=32", "model.config.n_head=2"]
-    return lambda *overrides: composed(*places, *own, *sizes, *overrides)
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+    return lambda *overrides: composed(*places, *SMALL_GPT2, *overrides)
 
 
 @pytest.fixture
 def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) -> Callable[..., DictConfig]:
     """The same with a model of encoder and decoder."""
-    places = ["model=tiny_t5", "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
-    own = [name for name in SMALL if not name.startswith(("model.config.", "model.vocabulary"))]
-    sizes = [f"model.config.{size}" for size in ("d_model=32", "d_kv=16", "d_ff=48", "num_heads=2")]
-    hidden = ["model.mask_rate=0.15", "model.mean_span=3", "model.vocabulary=400"]
-    return lambda *overrides: composed(*places, *hidden, *own, *sizes, *overrides)
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+    return lambda *overrides: composed(*places, *SMALL_T5, *overrides)
 
 
 @pytest.fixture

@@ -14,13 +14,20 @@ from hydra.errors import (
     OverrideParseException,
     SearchPathException,
 )
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    ConfigTypeError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 from yaml import YAMLError
 
 from cpt.core.processes import is_one_of_several
 
 MOST = 24  # names that a message lists
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
+MERGED = re.compile(r"Cannot merge DictConfig with")
 CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
 
 
@@ -40,6 +47,11 @@ def reason(error: BaseException) -> str:
             return f"{twice[1]} has a choice already; allowed: {twice[1]}={twice[2]}, without +"
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
+    match error:
+        case MissingMandatoryValue(full_key=str(key)):
+            return f"{key} is missing; needed: {key}=…"
+        case ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
+            return f"{key} has keys with values and is given something else; allowed: {key}.NAME=…"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__
 

@@ -6,9 +6,10 @@ with each answer: what comes in between is the answer, if the one rendering begi
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from cpt.data.examples import ASSISTANT, Example
+from cpt.data.examples import ASSISTANT, USER, Example
 from cpt.data.sources.base import Encoding
 
 Turns = Sequence[tuple[str, str]]
@@ -39,11 +40,14 @@ def encode_chat(
     return ids, marks, whole - len(ids)
 
 
-def prompt_of_chat(example: Example, tokenizer: PreTrainedTokenizerBase, *, length: int) -> list[int]:
-    """The ids that the last answer of a chat is written behind."""
+def split_chat(
+    example: Example, tokenizer: PreTrainedTokenizerBase, *, length: int
+) -> tuple[list[int], list[int]]:
+    """The ids that the last answer of a chat is written behind, and its own, with what ends it."""
     every = Encoding(truncate="tail", scored_turns="last")
     ids, marks, _ = encode_chat(example, tokenizer, length=length, encoding=every)
-    return ids[: marks.index(True)]
+    begin = marks.index(True)
+    return ids[:begin], ids[begin:]
 
 
 def shorten(example: Example, *, over: int, tokenizer: PreTrainedTokenizerBase) -> Example | None:
@@ -74,15 +78,26 @@ def render_marked(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple
             f"example {example.id} is a chat; "
             "allowed: the tokenizer of an instruction-tuned model, or examples with a question and an answer"
         )
+    try:
+        ids, marks = apply_template(example, tokenizer)
+    except TemplateError as error:
+        raise ValueError(
+            f"example {example.id}: the chat template of {tokenizer.name_or_path} does not take its turns "
+            f"({', '.join(role for role, _ in example.turns)}): {error}; allowed: roles that it knows"
+        ) from error
+    return end_chat(ids, marks, tokenizer)
+
+
+def apply_template(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    """Ids and marks by the template's own marks, or derived."""
+    template = tokenizer.chat_template
     if f"{{% {GENERATION} %}}" in str(template).replace("{%-", "{%").replace("-%}", "%}"):
         messages = [{"role": role, "content": content} for role, content in example.turns]
         given = tokenizer.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, marks = list(given["input_ids"]), [bool(mark) for mark in given["assistant_masks"]]
-    else:
-        ids, marks = derive_marks(example, tokenizer)
-    return end_chat(ids, marks, tokenizer)
+        return list(given["input_ids"]), [bool(mark) for mark in given["assistant_masks"]]
+    return derive_marks(example, tokenizer)
 
 
 def derive_marks(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
@@ -106,6 +121,12 @@ def derive_marks(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[
         for first, last in encoded["offset_mapping"]
     ]
     return list(encoded["input_ids"]), marks
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a tokenizer that cannot render a question with its answer."""
+    turns = ((USER, "a question"), (ASSISTANT, "its answer"))
+    render_marked(Example("a question and its answer", "", "its answer", "chat", turns=turns), tokenizer)
 
 
 def render(turns: Turns, tokenizer: PreTrainedTokenizerBase, *, asked: bool = False) -> str:

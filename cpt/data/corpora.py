@@ -52,7 +52,7 @@ class Corpora:
     ) -> Packed:
         """A split of one name: text in rows of `length` tokens, or a row for each example, as a causal or a
         `seq2seq` model takes it."""
-        corpus, known_by = self.by_name[name], tokenizer_digest(tokenizer)
+        corpus = self.by_name[name]
         if self.encoding is None or name == GENERAL:
             return pack(
                 corpus,
@@ -61,12 +61,22 @@ class Corpora:
                 length=length,
                 name=name,
                 cache=self.cache,
-                tokenizer_digest=known_by,
+                tokenizer_digest=tokenizer_digest(tokenizer),
             )
-        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
         return encode_corpus(
-            corpus, split, encoder=encoder, name=name, cache=self.cache, tokenizer_digest=known_by
+            corpus,
+            split,
+            encoder=Encoder(tokenizer, length, self.encoding, seq2seq),
+            name=name,
+            cache=self.cache,
+            tokenizer_digest=self.tokenizer_digest(tokenizer),
         )
+
+    def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """A hash of what decides the rows of the domains: what the tokenizer gives, and where they may be
+        chats its template."""
+        known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
+        return known_by if self.encoding is None or not template else digest([known_by, template])
 
     def prompts(
         self,

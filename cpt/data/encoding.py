@@ -9,7 +9,7 @@ from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
-from cpt.data.chats import encode_chat, prompt_of_chat
+from cpt.data.chats import encode_chat, split_chat
 from cpt.data.examples import Example
 from cpt.data.packing import terminator
 from cpt.data.sources.base import Encoding
@@ -61,16 +61,24 @@ class Encoder:
         """The ids that an answer is written behind: what stands before the answer in the example's row,
         whichever of its choices that is."""
         if example.turns:
-            self.refuse_chat(example)
-            return prompt_of_chat(example, self.tokenizer, length=self.length)
+            return self.split_turns(example)[0]
         question = self.ids_of([example.source])[0]
         return self.fit(example, question, self.answers(example, [example.target])[0])[0]
 
+    def reference(self, example: Example) -> list[int]:
+        """The ids of the right answer, as they stand in the example's row, with what ends them."""
+        if example.turns:
+            return self.split_turns(example)[1]
+        return self.answers(example, [example.target])[0]
+
+    def split_turns(self, example: Example) -> tuple[list[int], list[int]]:
+        self.refuse_chat(example)
+        return split_chat(example, self.tokenizer, length=self.length)
+
     def answers(self, example: Example, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of texts as answers to an example, each with the end of the sequence."""
-        source = "" if example.turns else example.source
-        question = self.ids_of([source])[0]
-        wholes = self.together([(source, text) for text in texts])
+        """The ids of texts as answers to an example that is no chat, each with the end of the sequence."""
+        question = self.ids_of([example.source])[0]
+        wholes = self.together([(example.source, text) for text in texts])
         return [self.answer_of(text, question, whole) for text, whole in zip(texts, wholes, strict=True)]
 
     def together(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from cpt.data.examples import Example
 class Prompt:
     """An example as a model is asked it. For a causal model an answer's ids follow the prompt's; for one with
     two stacks the prompt is the encoder's, and an answer's ids are what the decoder is to write. Every answer
-    ends in the end of the sequence."""
+    ends in the end of the sequence, in a chat in what its template ends a turn with."""
 
     example: Example
     ids: list[int]
@@ -25,5 +25,5 @@ def prompts_of(corpus: Corpus, split: str, encoder: Encoder) -> Iterator[Prompt]
     """The prompts of a split, in the order of the corpus: number i is row i and document i of the packed
     text, and its ids are those before the answer of that row."""
     for example in examples_of(corpus, split):
-        *choices, reference = encoder.answers(example, [*example.choices, example.target])
-        yield Prompt(example, encoder.prompt(example), choices, reference)
+        choices = encoder.answers(example, example.choices) if example.choices else []
+        yield Prompt(example, encoder.prompt(example), choices, encoder.reference(example))

@@ -13,8 +13,8 @@ from cpt.evaluation.answers.results import MEANINGS, head_of, matrix_of
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import FEW, draw_scores
 from cpt.reporting.endtasks import format_moved
-from cpt.reporting.formatting import percent
-from cpt.reporting.page import Block, few
+from cpt.reporting.formatting import percent, pick_ends, shorten
+from cpt.reporting.page import Block, align_columns, few
 
 FORMULAS = (
     "a[i][j]: score on the held-out examples of task j after i stages, without any further learning; all in "
@@ -52,9 +52,7 @@ def build_answer_blocks(scores: Scores) -> list[Block]:
 def _show_matrix(scores: Scores, tasks: Mapping[str, Any]) -> Block:
     """Each task in the measure that it is known by, what a guess and the most frequent answer reach."""
     matrix = matrix_of(scores.answers)
-    rows = [row for row in range(len(matrix)) if np.isfinite(matrix[row]).any()]
-    cells = [[scores.rows[row], *map(_percent, matrix[row])] for row in rows]
-    levels = [[name, *(_percent(task[name]) for task in tasks.values())] for name in ("chance", "majority")]
+    rows = _asked(matrix)
     measures = [f"{name} {NAMES[head_of(task)]}" for name, task in tasks.items()]
     same = len({head_of(task) for task in tasks.values()}) == 1
     told = NAMES[head_of(next(iter(tasks.values())))] if same else few(measures, between=", ")
@@ -63,8 +61,23 @@ def _show_matrix(scores: Scores, tasks: Mapping[str, Any]) -> Block:
         lines=["Framed: a task's own stage. Dark: better."],
         picture=_draw(scores, matrix, rows, list(tasks)),
         head=["after", *tasks],
-        cells=[*cells, *(level for level in levels if set(level[1:]) != {"–"})],
+        cells=[*_cells(scores, matrix, rows), *_levels(tasks)],
     )
+
+
+def _asked(matrix: np.ndarray) -> list[int]:
+    """The rows in which a task was asked."""
+    return [row for row in range(len(matrix)) if np.isfinite(matrix[row]).any()]
+
+
+def _cells(scores: Scores, matrix: np.ndarray, rows: Sequence[int]) -> list[list[str]]:
+    return [[scores.rows[row], *map(_percent, matrix[row])] for row in rows]
+
+
+def _levels(tasks: Mapping[str, Any]) -> list[list[str]]:
+    """What a guess and the most frequent answer reach, where there are choices."""
+    levels = [[name, *(_percent(task[name]) for task in tasks.values())] for name in ("chance", "majority")]
+    return [level for level in levels if set(level[1:]) != {"–"}]
 
 
 def _draw(scores: Scores, matrix: np.ndarray, rows: Sequence[int], tasks: Sequence[str]) -> bytes:
@@ -142,10 +155,23 @@ def _show_moved(moved: Moved) -> list[str]:
 
 
 def format_answers(scores: Scores) -> str:
-    """The headline numbers for a console; "" where there are none."""
-    found = scores.answers.get("metrics", {})
+    """The matrix of scores and the headline numbers for a console, of many tasks the first and last; "" where
+    there are none."""
+    tasks, found = scores.answers.get("tasks", {}), scores.answers.get("metrics", {})
+    if not tasks:
+        return ""
+    matrix = matrix_of(scores.answers)
+    asked = _asked(matrix)
+    rows = [asked[place] for place in pick_ends(len(asked))]
+    columns = pick_ends(len(tasks))
+    names = [shorten(list(tasks)[column], width=min(24, 86 // len(columns) - 2)) for column in columns]
+    cells = [
+        [shorten(row[0], width=12), *(row[1:][column] for column in columns)]
+        for row in [*_cells(scores, matrix, rows), *_levels(tasks)]
+    ]
     told = ", ".join(f"{name} {percent(value)} %" for name, value in found.items())
-    return f"answers to {len(scores.answers['tasks'])} tasks: {told}" if told else ""
+    title = f"answers to {len(tasks)} tasks, in %{': ' * bool(told)}{told}"
+    return f"{title}\n\n{align_columns(Block(head=['after', *names], cells=cells))}"
 
 
 def _last(values: Sequence[float | None]) -> str:

@@ -19,6 +19,11 @@ def shorten(name: str, *, width: int) -> str:
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
 
 
+def pick_ends(size: int) -> list[int]:
+    """The places of the first and last few; all if they are few."""
+    return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
+
+
 def perplexity(value: float | None) -> str:
     """A perplexity, or a difference of two, in as many digits as one reads."""
     if value is None or np.isnan(value):

@@ -13,7 +13,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures
 from cpt.reporting.answers import build_answer_blocks, build_answer_moves, format_answers
-from cpt.reporting.formatting import decimals, megabytes, perplexity, shorten
+from cpt.reporting.formatting import decimals, megabytes, perplexity, pick_ends, shorten
 from cpt.reporting.labels import label
 from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.probes import build_probe_block, format_probes
@@ -59,7 +59,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 
 def format_scores(scores: Scores) -> str:
     """For a console of 100 characters: perplexities and headlines; of many domains the first and last."""
-    columns, rows = _pick_ends(len(scores.domains)), _pick_ends(len(scores.rows))
+    columns, rows = pick_ends(len(scores.domains)), pick_ends(len(scores.rows))
     names = [shorten(scores.domains[column], width=min(24, 86 // len(columns) - 2)) for column in columns]
     matrix = [
         [shorten(row[0], width=12), *(row[1:][column] for column in columns)]
@@ -74,11 +74,6 @@ def format_scores(scores: Scores) -> str:
     parts = [title, align_columns(losses), align_columns(metrics), endtask_report.format_endtasks(scores)]
     parts += [format_answers(scores), format_probes(scores)]
     return "\n\n".join(filter(None, parts))
-
-
-def _pick_ends(size: int) -> list[int]:
-    """The places of the first and last few; all if they are few."""
-    return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
 
 
 def _format_matrix(scores: Scores) -> list[list[str]]:

@@ -1,4 +1,6 @@
-"""When the tasks of a run are asked, and on which weights."""
+"""When the tasks of a run are asked, and on which weights.
+
+Processes share the questions of each task out; the first writes the file, once it has the answers of all."""
 
 from __future__ import annotations
 
@@ -16,15 +18,14 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
-from cpt.core.collectives import wait_for_others
+from cpt.core.collectives import gather_objects, wait_for_others
 from cpt.core.config import digest
 from cpt.core.places import CONF
 from cpt.core.preemption import Herald, Preempted, leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
-from cpt.data.corpora import tokenizer_digest
 from cpt.data.datamodule import DomainSequence
-from cpt.evaluation.answers.asking import Question, rank_choices, write_answers
+from cpt.evaluation.answers.asking import Question, rank_choices, score_choices, write_answers
 from cpt.evaluation.answers.files import SOURCE, path_of, read_answers, save_answers
 from cpt.evaluation.answers.metrics import MEASURES, RANKED, Answered
 from cpt.evaluation.answers.options import KNOWN_BY, AnswerOptions
@@ -57,7 +58,7 @@ FORMAT = 1  # counts changes of what a file of answers depends on
 
 @dataclass(frozen=True)
 class Asking(AfterStages):
-    """The tasks of a run, asked of what the module hands on after a stage. Processes share the tasks out."""
+    """The tasks of a run, asked of what the module hands on after a stage."""
 
     GROUP, KIND = "answers", "answers"  # what asks for them, and what they are in scores.json
 
@@ -82,18 +83,12 @@ class Asking(AfterStages):
         return read_answers(path_of(self.folder(number), task), digest=self.digests[task])
 
     def measure(self, number: int, device: torch.device) -> None:
-        """Asks what is missing after a stage, whose weights the module has; each process its share."""
-        rank, world = rank_and_world()
-        mine = self.due(number)[rank::world]
-        wait_for_others()  # nobody works before all have asked: all share out the same tasks
-        with suppress(Preempted):  # the other processes are waited for
-            self.work(number, mine, device)
-        leave_together(f"in the answers after {self.name(number)}")
-
-    def work(self, number: int, tasks: Sequence[str], device: torch.device) -> None:
-        """Asks tasks on `device`, each of which leaves its file; the model is then where it was."""
+        """Asks what is missing after a stage, whose weights the module has, on `device`; the model is then
+        where it was."""
+        tasks = self.due(number)
+        wait_for_others()  # nobody works before all have asked: all work on the same tasks
         herald, label = Herald(), f"answers after {self.name(number)}"
-        total = sum(self.count(task) for task in tasks)
+        total = sum(self.count(task) for task in tasks) // rank_and_world()[1]  # of the first process
         with progress_bar(label, total=total, hidden=not is_first_process(), unit="answer") as progress:
             for task in tasks:
                 progress.set_postfix_str(task, refresh=False)
@@ -117,27 +112,45 @@ class Asking(AfterStages):
         return self.module.backbone(self.data.places[task] if task in learned else BASE)
 
     def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
-        """Asks a task and writes its file."""
-        questions, options, began = self.questions[task], self.options, time.perf_counter()
-        size = {"batch_size": options.batch_size, "step": step}
-        closed = all(each.choices for each in questions)
-        ranked = rank_choices(model, self.data.objective, questions, **size) if closed else (None, None)
-        written = None
-        if options.written:
-            written = write_answers(model, self.tokenizer, questions, most=options.tokens, **size)
+        """Asks a task, each process its share, and writes its file."""
+        questions, began = self.questions[task], time.perf_counter()
+        shares: list[tuple[dict, dict]] = []
+        with suppress(Preempted):  # the other processes are waited for
+            shares.append(self.answer_share(questions, model, step=step))
+        leave_together(f"in the answers after {self.name(number)}")
+        shares = gather_objects(shares[0])
+        sums = {at: value for ranked, _ in shares for at, value in ranked.items()}
+        texts = {at: text for _, written in shares for at, text in written.items()}
         answered = Answered(
             [each.reference for each in questions],
             [each.choices for each in questions],
-            written,
-            *ranked,
-            [each.text for each in questions] if needs_sources(options, task) else None,
+            [texts[at] for at in range(len(questions))] if self.options.written else None,
+            *(rank_choices(questions, sums) if is_closed(questions) else (None, None)),
+            [each.text for each in questions] if needs_sources(self.options, task) else None,
         )
+        if is_first_process():
+            self.save(number, task, answered, seconds=round(time.perf_counter() - began, 3))
+        wait_for_others()  # the file is there for all
+
+    def answer_share(
+        self, questions: Sequence[Question], model: PreTrainedModel, *, step: Callable[[int], object]
+    ) -> tuple[dict, dict]:
+        """What this process has to answer: the sums of its choices, and what is written to its questions."""
+        how = {"batch_size": self.options.batch_size, "step": step, "share": rank_and_world()}
+        ranked, written = {}, {}
+        if is_closed(questions):
+            ranked = dict(score_choices(model, self.data.objective, questions, **how))
+        if self.options.written:
+            written = write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
+        return ranked, written
+
+    def save(self, number: int, task: str, answered: Answered, *, seconds: float) -> None:
         save_answers(
             path_of(self.folder(number), task),
-            [each.id for each in questions],
+            [each.id for each in self.questions[task]],
             answered,
             digest=self.digests[task],
-            seconds=round(time.perf_counter() - began, 3),
+            seconds=seconds,
         )
 
     def results(self, rows: int) -> dict[str, Any]:
@@ -190,13 +203,17 @@ def make_asking(
         for task in plan.order
     }
     check_measures(plan.answers, questions)
+    if not plan.answers.written:
+        questions = leave_open_out(questions)
+    if not questions:
+        return None
     settings = asdict(replace(plan.answers, when="each"))  # which changes no answer
     del settings["measures"]  # nor do these, but that a file may have to hold the sources
-    known_by = [FORMAT, settings, asdict(corpora.encoding), tokenizer_digest(start.tokenizer)]
+    known_by = [FORMAT, settings, asdict(corpora.encoding), corpora.tokenizer_digest(start.tokenizer)]
     known_by += [start.length, split]
-    held = {task: [SOURCE] * needs_sources(plan.answers, task) for task in plan.order}
+    held = {task: [SOURCE] * needs_sources(plan.answers, task) for task in questions}
     digests = {
-        task: digest([*known_by, corpora.by_name[task].facts["digest"], *held[task]]) for task in plan.order
+        task: digest([*known_by, corpora.by_name[task].facts["digest"], *held[task]]) for task in questions
     }
     return Asking(plan.answers, questions, digests, place, module, data, start.tokenizer)
 
@@ -218,6 +235,13 @@ def check_measures(options: AnswerOptions, questions: Mapping[str, Sequence[Ques
             )
 
 
+def leave_open_out(questions: Mapping[str, Sequence[Question]]) -> dict[str, Sequence[Question]]:
+    """The tasks that are asked where nothing is written; those without choices are told."""
+    if is_first_process() and (left := [task for task, each in questions.items() if not is_closed(each)]):
+        log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
+    return {task: each for task, each in questions.items() if is_closed(each)}
+
+
 def tell_unasked(plan: Plan) -> None:
     """Says of options for answers that domains of raw text are asked nothing."""
     given, usual = plan.settings["answers"], OmegaConf.load(CONF / "answers" / "default.yaml")
@@ -226,6 +250,11 @@ def tell_unasked(plan: Plan) -> None:
         log.info(
             "%s without effect: domains=%s are raw text", ", ".join(changed), plan.settings["domains"]["name"]
         )
+
+
+def is_closed(questions: Sequence[Question]) -> bool:
+    """Whether every question has choices."""
+    return all(each.choices for each in questions)
 
 
 def question_of(prompt: Prompt) -> Question:

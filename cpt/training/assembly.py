@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import cpt
 from cpt.core.randomness import key
-from cpt.data.corpora import Corpora, tokenizer_digest
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
@@ -131,7 +131,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
         texts={name: dict(corpora.by_name[name].facts) for name in data.held_out},
         conditions={
             "score_on": plan.source.score_on,
-            "tokenizer": tokenizer_digest(start.tokenizer)[:8],
+            "tokenizer": corpora.tokenizer_digest(start.tokenizer)[:8],
             "length": start.length,
             "mask_rate": plan.model.mask_rate if start.objective_name != "causal" else None,
             "scored": objective.scores,

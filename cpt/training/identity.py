@@ -248,8 +248,6 @@ def gather_identity(
     plan: Plan, corpora: Corpora, start: Base, examinations: Sequence[Measured], then: Identity
 ) -> Identity:
     """What a run is made of now; what of the base looks the same is not read again."""
-    from cpt.data.corpora import tokenizer_digest
-
     texts = {
         name: {"stamp": each.folder.name, **{fact: each.facts[fact] for fact in FACTS}}
         for name, each in corpora.by_name.items()
@@ -262,7 +260,7 @@ def gather_identity(
     endtasks = then.endtasks | contents
     if is_beginning(then.order, plan.order):
         log.info("%s are added to %s", ", ".join(plan.order[len(then.order) :]), ", ".join(then.order))
-    return Identity(plan.order, texts, base, tokenizer_digest(start.tokenizer), endtasks)
+    return Identity(plan.order, texts, base, corpora.tokenizer_digest(start.tokenizer), endtasks)
 
 
 def list_changes(then: Identity, now: Identity) -> Iterator[str]:

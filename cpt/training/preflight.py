@@ -27,6 +27,7 @@ from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.signatures import check_arguments
+from cpt.data.chats import check_template
 from cpt.models import loading, tokenizers
 from cpt.models.answers import CausalAnswers
 from cpt.models.freezing import frozen_parameters
@@ -109,6 +110,8 @@ def check_model(plan: Plan) -> None:
     check_corruption(options, objective)
     if plan.source.encoding is not None:
         loading.check_answers(objective, isolated=plan.source.isolated)
+    if plan.source.chats:
+        check_chats(options, objective)
     if objective == "masked" and plan.probe is not None:
         raise ValueError(
             f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "
@@ -126,6 +129,24 @@ def check_model(plan: Plan) -> None:
     if options.resize or (objective == "span" and options.checkpoint and not sentinels_of(options)):
         check_head(model)
     check_method(plan, model, stand_in)
+
+
+def check_chats(options: ModelOptions, objective: str) -> None:
+    """Raises ValueError for a model that takes no chats: one with two stacks, one without a template."""
+    if objective in loading.SEQ2SEQ:
+        raise ValueError(
+            f"model={options.name} does not go with chats, as it has two stacks; allowed: a causal model, or "
+            "examples with a question and an answer (domains.format=…)"
+        )
+    tokenizer = loading.load_tokenizer(options.checkpoint) if options.checkpoint else None
+    if tokenizer is None or not tokenizer.chat_template:
+        which = "a tokenizer that is learned here" if tokenizer is None else f"that of {options.checkpoint}"
+        raise ValueError(
+            f"model={options.name} does not go with chats: {which} has no chat template; allowed: "
+            "model=checkpoint of an instruction-tuned model, or examples with a question and an answer "
+            "(domains.format=…)"
+        )
+    check_template(tokenizer)
 
 
 def check_corruption(options: ModelOptions, objective: str) -> None:

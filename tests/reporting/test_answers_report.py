@@ -54,7 +54,16 @@ def test_the_page_has_it_before_the_losses(tmp_path):
     assert page.index("Answers to each task") < page.index("Perplexity on each test text")
     with Image.open(tmp_path / "report-2.png") as picture:
         assert picture.size[0] > 300
-    assert "AP 70.00 %" in format_answers(scores)
+    shown = format_answers(scores).splitlines()
+    assert "AP 70.00 %" in shown[0]
+    assert [line.split() for line in shown[2:]] == [
+        ["after", "law", "food"],
+        ["base", "20.00", "30.00"],
+        ["law", "90.00", "40.00"],
+        ["food", "60.00", "80.00"],
+        ["chance", "25.00", "25.00"],
+        ["majority", "30.00", "30.00"],
+    ]
 
 
 def test_what_became_of_the_examples_is_a_table(tmp_path):

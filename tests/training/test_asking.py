@@ -127,6 +127,13 @@ def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(aske
     assert law[0] == law[1] != law[2]
 
 
+def test_open_answers_that_are_not_written_are_not_asked_and_told(asked, tmp_path, caplog):
+    caplog.set_level("INFO")
+    scores = asked(tmp_path, "domains.choices=none", "answers.written=false", "trainer.steps=1")
+    assert scores["answers"] == {} and scores["run"]["finished"]
+    assert "answers.written=false: food, law, whose answers are open, is not asked" in caplog.messages
+
+
 @pytest.mark.parametrize(("given", "told"), [([], 0), (["answers.tokens=3"], 1), (["answers=none"], 0)])
 def test_options_of_answers_without_tasks_are_told(given, told, small, start, tmp_path, caplog):
     caplog.set_level("INFO")

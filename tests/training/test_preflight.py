@@ -15,8 +15,12 @@ from cpt.models.resizing import is_tied
 from cpt.models.tokenizers import sentinels, train_tokenizer
 from cpt.training.plan import make_plan
 from cpt.training.preflight import prepare
+from tests.support.chat_fixtures import write_chats, write_checkpoint
 from tests.support.wrong_options import ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL
 
+FORGETTING = (
+    "{% for m in messages %}{{ loop.revindex }}{{ m['content'] }}</s>{% endfor %}"  # what follows counts
+)
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
@@ -54,6 +58,47 @@ def test_what_a_model_with_a_decoder_cannot_do_is_told_before_any_text_is_read(g
     with pytest.raises(ValueError) as raised:
         unread(small_t5(*given.split()))
     assert reason(raised.value).startswith(ON_A_DECODER[given])
+
+
+@pytest.fixture
+def chats(tmp_path):
+    return [
+        "domains=instructions",
+        f"domains.root={write_chats(tmp_path / 'chats', ['law'], train=9, test=3)}",
+    ]
+
+
+STRICT = "{{ raise_exception('I take no chats') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            None,
+            "model=checkpoint does not go with chats: that of .* has no chat template; allowed: model=che",
+        ),
+        (STRICT, "does not take its turns .user, assistant.: I take no chats; allowed: roles that it knows"),
+        (
+            FORGETTING,
+            r"changes earlier turns when a turn follows .turn 2 of example a question and its answer",
+        ),
+    ],
+    ids=["none", "strict", "forgetting"],
+)
+def test_a_template_that_takes_no_chats_is_told_before_any_text_is_read(
+    template, told, chats, composed, unread, tmp_path
+):
+    folder = write_checkpoint(tmp_path / "decoder", template=template)
+    with pytest.raises(ValueError, match=told):
+        unread(composed(*chats, "model=checkpoint", f"model.checkpoint={folder}", "logger=none"))
+
+
+def test_a_model_that_takes_no_chats_is_told_before_any_text_is_read(chats, small_t5, small_gpt2, unread):
+    with pytest.raises(ValueError, match="^model=tiny_t5 does not go with chats, as it has two stacks; all"):
+        unread(small_t5(*chats))
+    with pytest.raises(ValueError, match="^model=tiny_gpt2 does not go with chats: a tokenizer that is lear"):
+        unread(small_gpt2(*chats))
 
 
 @pytest.fixture(scope="module")

@@ -81,6 +81,11 @@ class Source(Options, ABC):
         return None
 
     @property
+    def chats(self) -> bool:
+        """Whether the documents of the domains are chats."""
+        return False
+
+    @property
     def class_limit(self) -> int | None:
         """Training examples of each answer, at most; None for all."""
         return None

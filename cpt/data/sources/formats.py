@@ -149,13 +149,27 @@ def read_superni(path: Path, columns: Columns) -> Iterator[Record]:
 
 def objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The one object of a file that is written over many lines."""
-    try:
-        whole = json.loads("".join(lines(path)))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
+    whole = read_whole(path)
     if not isinstance(whole, Mapping) or "Instances" not in whole:
         raise ValueError(f"{path} has no Instances; allowed: an object with Definition and Instances")
     yield str(path), whole
+
+
+def read_labels(path: Path) -> tuple[str, ...]:
+    """The labels that a file lists."""
+    labels = read_whole(path)
+    if not isinstance(labels, list) or not labels:
+        raise ValueError(f"{path} has {labels!r:.60}; needed: a list of labels")
+    return tuple(map(str, labels))
+
+
+def read_whole(path: Path) -> Any:
+    """The one value of a file that is written over many lines."""
+    with naming_file(path):
+        try:
+            return json.loads("".join(lines(path)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
 
 
 def first(value: Any) -> str:
@@ -191,7 +205,7 @@ def read_messages(path: Path, columns: Columns) -> Iterator[Record]:
             isinstance(turn, Mapping) and {"role", "content"} <= set(turn) for turn in turns
         ):
             raise ValueError(f"{where} has no messages; allowed: {{messages: [{{role, content}}, …]}}")
-        pairs = [(str(turn["role"]), str(turn["content"])) for turn in turns]
+        pairs = [(str(turn["role"]), text_in(turn, "content", where)) for turn in turns]
         while pairs and pairs[-1][0] != ASSISTANT:
             pairs.pop()
         if not pairs:

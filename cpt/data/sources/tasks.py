@@ -1,6 +1,5 @@
 """Domains that are supervised tasks: examples, text to text."""
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from cpt.core.rules import MAPPING, TEXT, Rule, is_text, is_whole, one_of, or_nu
 from cpt.data.examples import Example, write_example
 from cpt.data.sources import package_tasks
 from cpt.data.sources.base import GENERAL, Encoding, Source
-from cpt.data.sources.formats import FORMATS, Dataset, Record, find_datasets
+from cpt.data.sources.formats import FORMATS, Dataset, Record, find_datasets, read_labels
 from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import documents_of, files_of, naming_file, split_of, stamps, unit_of
 from cpt.data.sources.templates import Template
@@ -87,6 +86,10 @@ class Tasks(Source):
         return Encoding(truncate=self.truncate, scored_turns=self.scored_turns)
 
     @property
+    def chats(self) -> bool:
+        return self.root is not None and FORMATS[self.format].chats
+
+    @property
     def class_limit(self) -> int | None:
         return None if self.per_class == "all" else int(self.per_class)
 
@@ -109,7 +112,7 @@ class Tasks(Source):
         for name in order:
             one = self.datasets[name]
             instructed = "instruction" in FORMATS[self.format].fields
-            if not FORMATS[self.format].chats:
+            if not self.chats:
                 task = self.shape.task_of(name, one.task)
                 self.shape.check_task(task, instructed=instructed, dataset=name)
         if unread := [path for name in order for path in self.datasets[name].unread]:
@@ -156,18 +159,21 @@ class Tasks(Source):
             return
         numbers: Counter[str] = Counter()
         for split, path in self.datasets[name].files:
+            before = numbers[split]
             with naming_file(path):
                 for record in FORMATS[self.format].read(path, self.columns):
                     yield split, numbers[split], record
                     numbers[split] += 1
+            if numbers[split] == before:
+                raise ValueError(f"{path} is empty; needed: a row or more, or no such file")
 
     def choices_of(self, name: str) -> tuple[str, ...]:
         """The answers that there are; none where they are open."""
-        if self.choices == "none" or (self.root is not None and FORMATS[self.format].chats):
+        if self.choices == "none" or self.chats:
             return ()
         labels = None if self.root is None else self.datasets[name].labels
         if labels is not None:
-            return tuple(map(str, json.loads(labels.read_text(encoding="utf-8"))))
+            return read_labels(labels)
         answers: Counter[str] = Counter()
         for split, _, record in self.records(name):
             answers[record.target] += split == "train"

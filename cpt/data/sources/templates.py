@@ -104,10 +104,16 @@ class Template(Options):
 
 
 def fields_of(text: str) -> list[str]:
-    """The names of the fields in a text; ValueError where its braces do not match."""
+    """The names of the fields in a text; ValueError where its braces do not match, and for a field that is
+    more than a name."""
     try:
-        return [name for _, name, _, _ in Formatter().parse(text) if name is not None]
+        found = [(name, style, how) for _, name, style, how in Formatter().parse(text) if name is not None]
     except ValueError as error:
         raise ValueError(
             f"template {text!r} cannot be read: {error}; allowed: {{names}} in braces"
         ) from error
+    if styled := [name for name, style, how in found if style or how]:
+        raise ValueError(
+            f"template {text!r} says how {{{styled[0]}}} is written; allowed: {{names}} in braces, no more"
+        )
+    return [name for name, _, _ in found]

@@ -1,6 +1,10 @@
-"""A model asked the questions of a task: which of the choices it finds likeliest, and what it writes."""
+"""A model asked the questions of a task: which of the choices it finds likeliest, and what it writes.
 
-from collections.abc import Callable, Iterator, Sequence
+The batches are a function of the questions; several processes share them out, each those of its `share`: rank
+r of w has batches r, r + w, … So what is answered does not change with the number of processes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,29 +29,40 @@ class Question:
     text: str = ""  # what is asked about
 
 
+Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the numbers of question and choice
+ALL = (0, 1)  # the share of one process alone
+
+
 @torch.no_grad()
-def rank_choices(
+def score_choices(
     model: PreTrainedModel,
     objective: Objective,
     questions: Sequence[Question],
     *,
     batch_size: int,
     step: Callable[[int], object],
-) -> tuple[list[str], list[str]]:
-    """For each question the choice of the largest sum_t log p(choice_t, end | question), and that of the
-    largest mean over t; of equal ones the first. `step` is told of questions done."""
+    share: tuple[int, int] = ALL,
+) -> Sums:
+    """-sum_t log p(choice_t, end | question) of each choice of a share of the questions. `step` is told of
+    choices done."""
     pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.answers))]
     sums: dict[tuple[int, int], float] = {}
     lengths = {
         (number, place): len(questions[number].prompt) + len(questions[number].answers[place])
         for number, place in pairs
     }
-    for chosen in in_batches(sorted(pairs, key=lengths.__getitem__), batch_size):
+    for chosen in shared_out(in_batches(sorted(pairs, key=lengths.__getitem__), batch_size), share):
         rows = [(questions[number].prompt, questions[number].answers[place]) for number, place in chosen]
         batch, _ = objective.batch(rows_of(rows))
         found = sum_by_row(objective.nll(model, to_device(batch, model.device)), batch["rows"], len(rows))
         sums |= dict(zip(chosen, found.tolist(), strict=True))
         step(len(chosen))
+    return sums
+
+
+def rank_choices(questions: Sequence[Question], sums: Sums) -> tuple[list[str], list[str]]:
+    """For each question the choice of the largest sum_t log p(choice_t, end | question), and that of the
+    largest mean over t; of equal ones the first."""
     best, best_mean = [], []
     for number, each in enumerate(questions):
         nll = np.array([sums[number, place] for place in range(len(each.answers))])
@@ -83,10 +98,11 @@ def write_answers(
     most: int,
     batch_size: int,
     step: Callable[[int], object],
-) -> list[str]:
-    """What the model writes to each question by greedy decoding: at most so many tokens, to the one that ends
-    an answer, without special tokens. Prompts are padded on the left for a causal model, on the right for an
-    encoder."""
+    share: tuple[int, int] = ALL,
+) -> dict[int, str]:
+    """What the model writes to each question of a share, by its number, by greedy decoding: at most so many
+    tokens, to the one that ends an answer, without special tokens. Prompts are padded on the left for a
+    causal model, on the right for an encoder."""
     order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
     end = questions[0].end
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
@@ -100,15 +116,28 @@ def write_answers(
     )
     seq2seq = model.config.is_encoder_decoder
     written: dict[int, str] = {}
-    for chosen in in_batches(order, batch_size):
+    for chosen in shared_out(in_batches(order, batch_size), share):
         prompts = [questions[number].prompt for number in chosen]
         inputs = pad_prompts(prompts, padding=padding, left=not seq2seq)
-        found = model.generate(**to_device(inputs, model.device), generation_config=how)
+        with generating(model, how):
+            found = model.generate(**to_device(inputs, model.device))
         found = found[:, 0 if seq2seq else inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(found, skip_special_tokens=True)
         written |= {number: text.strip() for number, text in zip(chosen, texts, strict=True)}
         step(len(chosen))
-    return [written[number] for number in range(len(questions))]
+    return written
+
+
+@contextmanager
+def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
+    """A model that generates so and in no other way: what a call leaves open, like a penalty for repeating,
+    would be as its checkpoint says."""
+    before = model.generation_config
+    model.generation_config = how
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 def pad_prompts(prompts: Sequence[list[int]], *, padding: int, left: bool) -> dict[str, Tensor]:
@@ -125,5 +154,11 @@ def to_device(batch: Batch | dict[str, Tensor], device: torch.device) -> dict[st
     return {name: value.to(device) for name, value in batch.items()}
 
 
-def in_batches(items: Sequence, size: int) -> Iterator[Sequence]:
-    return (items[at : at + size] for at in range(0, len(items), size))
+def in_batches(items: Sequence, size: int) -> list[Sequence]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def shared_out(batches: Sequence[Sequence], share: tuple[int, int]) -> Sequence[Sequence]:
+    """The batches of a process (rank, world)."""
+    rank, world = share
+    return batches[rank::world]

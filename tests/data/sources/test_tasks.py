@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hydra.utils import instantiate
+from omegaconf.errors import MissingMandatoryValue
 
+from cpt.core.errors import reason
 from cpt.data.corpus import make_corpus
 from cpt.data.examples import read_example
 from cpt.data.sources.package_tasks import PACKAGES
@@ -238,6 +240,10 @@ WRONG = {
     "domains.template.source='{text} {title}'": "field {title}, which does not exist; allowed: {prefix}",
     "domains.template.source='{text} {text}'": "has {text} more than once",
     "domains.template.source='{text'": "allowed: {names} in braces",
+    "domains.template.source='{text:>9}'": "says how {text} is written; allowed: {names} in braces, no more",
+    "domains.template.source='{text!r}'": "says how {text} is written; allowed: {names} in braces, no more",
+    "domains.template.prefixes.task='{nam}'": "prefixes.task has the field {nam}, which does not exist",
+    "domains.template.question='{}'": "template.question has the field {}, which does not exist; allowed: {p",
     "domains.per_class=0": "per_class=0; allowed: all, or a whole number, 1 or more",
     "domains.truncate=head": "truncate=head; allowed: tail, middle, released",
     "domains.columns.target=null": "needed: the columns of text and target",
@@ -262,6 +268,70 @@ def test_a_task_without_an_instruction_is_told(source, tmp_path):
     made = source("domains.format=trace", "domains/template=o_lora")
     with pytest.raises(ValueError, match="no instruction for the task cooking of cooking; allowed: NLI, QQP"):
         made.check(["cooking"])
+
+
+ROW = {"text": "a text", "label": "yes"}
+FILES = {  # what stands in a file, by the way that it is wrong, and what is said of it behind its path
+    "empty": ("jsonl", "law/train.jsonl", "", " is empty; needed: a row or more, or no such file"),
+    "blank": ("jsonl", "law/train.jsonl", "\n\n", " is empty; needed: a row or more, or no such file"),
+    "broken": (
+        "jsonl",
+        "law/train.jsonl",
+        json.dumps(ROW) + '\n{"text": "a" "b"}',
+        ", line 2 is not JSON: E",
+    ),
+    "a list": ("jsonl", "law/train.jsonl", "[1, 2]", ", value 1 has no 'text'; it has 1 (domains.columns.te"),
+    "null": (
+        "jsonl",
+        "law/train.jsonl",
+        '{"text": null, "label": "a"}',
+        ", line 1: 'text' is not text: None",
+    ),
+    "bytes": ("jsonl", "law/train.jsonl", "\udcff", " is not UTF-8: line 1, byte 1 (invalid start byte)"),
+    "short": ("csv", "law/train.csv", "text,label\na,b\nc", ", line 3 has 1 values; allowed: 2, as many as"),
+    "columns": ("csv", "law/train.csv", "words,label\na,b", ", line 2 has no 'text'; it has words, label (d"),
+    "no tab": ("fewshot_tsv", "agnews/0/train.txt", "a text", ", line 1 has no tab; allowed: text, tab, lab"),
+    "no list": ("cl_benchmark", "TC/law/labels.json", '{"a": 1}', " has {'a': 1}; needed: a list of labels"),
+    "labels": ("cl_benchmark", "TC/law/labels.json", '["a"', ", line 1 is not JSON: Expecting ',' delimiter"),
+    "no answer": ("trace", "law/train.json", '[{"prompt": "a"}]', ", value 1 has no 'answer'; it has prompt"),
+    "object": ("superni", "law/train.json", "[]", " has no Instances; allowed: an object with Definition an"),
+    "no chat": (
+        "messages",
+        "law/train.jsonl",
+        '{"messages": "a"}',
+        ", line 1 has no messages; allowed: {mes",
+    ),
+    "no content": (
+        "messages",
+        "law/train.jsonl",
+        '{"messages": [{"role": "assistant", "content": null}]}',
+        ", line 1: 'content' is not text: None",
+    ),
+    "unanswered": (
+        "messages",
+        "law/train.jsonl",
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        ", line 1 has no turn of the assistant; needed: one to learn",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", FILES)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, wrong):
+    layout, place, text, told = FILES[wrong]
+    path = tmp_path / "root" / place
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    made = source(f"domains.format={layout}")
+    with pytest.raises(ValueError) as error:
+        list(made.read(made.names[0]))
+    assert str(error.value).startswith(f"{path}{told}")
+
+
+def test_a_root_that_is_not_given_is_told(composed):
+    with pytest.raises(MissingMandatoryValue) as error:
+        make_plan(composed("model=tiny_gpt2", "domains=instructions"))
+    assert reason(error.value) == "domains.root is missing; needed: domains.root=…"
 
 
 def test_a_column_that_is_not_there_is_told(source, tmp_path):

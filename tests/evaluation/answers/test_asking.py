@@ -4,7 +4,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.evaluation.answers.asking import Question, pad_prompts, rank_choices, write_answers
+from cpt.evaluation.answers.asking import (
+    Question,
+    pad_prompts,
+    rank_choices,
+    score_choices,
+    write_answers,
+)
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
 from tests.support.data_fixtures import framed
@@ -64,7 +70,8 @@ def test_the_choice_is_that_of_the_largest_likelihood(kind):
     build, objective = MODELS[kind]
     for seed in range(3):
         model, told = build(seed), []
-        best, best_mean = rank_choices(model, objective, questions(), batch_size=4, step=told.append)
+        sums = score_choices(model, objective, questions(), batch_size=4, step=told.append)
+        best, best_mean = rank_choices(questions(), sums)
         for question, found, found_mean in zip(questions(), best, best_mean, strict=True):
             sums = [log_likelihood(model, question.prompt, answer) for answer in ANSWERS]
             means = [each / len(answer) for each, answer in zip(sums, ANSWERS, strict=True)]
@@ -99,8 +106,9 @@ def test_what_is_written_is_greedy_in_any_batch(kind, batch_size):
             found = write_answers(
                 model, tokenizer, questions(), most=6, batch_size=batch_size, step=lambda count: None
             )
-        assert found == [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
-        differing |= set(found)
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
+        assert found == dict(enumerate(texts))
+        differing |= set(texts)
     assert len(differing) > 1
 
 
@@ -112,7 +120,36 @@ def test_an_answer_ends_at_its_end():
         model.lm_head.weight.zero_()
         model.lm_head.bias.copy_(torch.eye(60)[END] * 9)
         found = write_answers(model, framed(), questions(3), most=50, batch_size=2, step=lambda count: None)
-    assert found == ["", "", ""]
+    assert found == {0: "", 1: "", 2: ""}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_processes_share_out_the_batches_of_one(kind):
+    """To the bit, and each question is of one process."""
+    build, objective = MODELS[kind]
+    model, tokenizer = build(), framed()
+    how = {"batch_size": 4, "step": lambda count: None}
+    whole = score_choices(model, objective, questions(), **how)
+    texts = write_answers(model, tokenizer, questions(), most=6, **how)
+    shares = [(rank, 3) for rank in range(3)]
+    sums = [score_choices(model, objective, questions(), share=share, **how) for share in shares]
+    parts = [write_answers(model, tokenizer, questions(), most=6, share=share, **how) for share in shares]
+    assert {at: value for part in sums for at, value in part.items()} == whole
+    assert {at: value for part in parts for at, value in part.items()} == texts
+    assert sum(map(len, sums)) == len(whole) and sum(map(len, parts)) == len(texts)
+    assert all(sums) and all(parts)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoints_own_way_of_writing_is_not_taken(kind):
+    """Many are saved with a penalty or a beam; afterwards it is the model's again."""
+    model, tokenizer = MODELS[kind][0](seed=1), framed()
+    how = {"most": 6, "batch_size": 4, "step": lambda count: None}
+    greedy_texts = write_answers(model, tokenizer, questions(), **how)
+    own = model.generation_config
+    own.repetition_penalty, own.forced_bos_token_id, own.num_beams = 5.0, 7, 3
+    assert write_answers(model, tokenizer, questions(), **how) == greedy_texts
+    assert model.generation_config is own
 
 
 def test_prompts_are_padded_on_their_side():
