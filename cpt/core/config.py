@@ -36,8 +36,9 @@ EXECUTION = (
 )
 
 # Options that came later, and the value with which a run is what it was without them: such folders go on.
-NEUTRAL = {
+NEUTRAL: dict[str, Any] = {
     "callbacks": {},
+    "from": None,
     "model.resize": False,
     "model.mean_span": None,
     "optim.carry": "none",

@@ -1,13 +1,15 @@
 """What a run will do: a config read into options and checked, before torch is imported."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.options import Choice
+from cpt.core.rules import TEXT, or_null
 from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
 from cpt.data.replay import Replay
@@ -17,6 +19,7 @@ from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.probes.options import LMEval, plan_probe
+from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried
 from cpt.optim.schedules import Schedule
@@ -81,9 +84,9 @@ def make_plan(cfg: DictConfig) -> Plan:
     )
     return Plan(
         settings=settings,
-        names=names_of(settings),
+        names=names_of(settings) | begun(settings["from"], said.model.name),
         run=said.run,
-        model=said.model,
+        model=begin_from(said.model, settings["from"]),
         freeze=said.freeze,
         evaluation=said.evaluation,
         method=said.method,
@@ -104,6 +107,24 @@ def make_plan(cfg: DictConfig) -> Plan:
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),
     )
+
+
+def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
+    """The model's options with the last model of another run as its checkpoint. Raises ValueError for a
+    folder that is no finished run's."""
+    if folder is None:
+        return model
+    or_null(TEXT).check("from", folder)
+    scores = Path(folder) / "scores.json"
+    if not scores.exists() or not Scores.load(scores).run["finished"]:
+        raise ValueError(f"from={folder} is no finished run; allowed: null, or the folder of one")
+    new = {"config": None, "base": None, "vocabulary": None}  # of a new model
+    return replace(model, checkpoint=str(Path(folder) / "model"), **new)
+
+
+def begun(folder: str | None, name: str) -> dict[str, str]:
+    """What the model is called where it goes on from another run's end."""
+    return {} if folder is None else {"model": f"{name} from {Path(folder).name}"}
 
 
 def names_of(settings: Mapping[str, Any]) -> dict[str, str]:
