@@ -37,7 +37,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         return learn_or_tell(make_plan(cfg), place)
     with place.unless_refused():
         plan = make_plan(cfg)
-        plan.source.check(plan.order)
+        plan.source.check_domains(plan.order)
         adopt(place, plan)
         place.claim(plan.settings)
         with place.locked():

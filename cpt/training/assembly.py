@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import cpt
 from cpt.core.randomness import key
+from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import GENERAL
@@ -84,16 +85,19 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
     options = plan.trainer
     domains = module.stages(plan.order)
     replay = module.replay
-    learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
+    learned = [part for domain in domains for part in domain.parts]
 
     def packed(name: str, split: str) -> Any:
         return corpora.packed(
             name, split, tokenizer=start.tokenizer, length=plan.model.length, seq2seq=start.seq2seq
         )
 
+    train = {name: packed(name, "train") for name in learned}
+    if (balanced := plan.source.balanced) is not False and train:
+        train = balance(train, tokens=None if balanced is True else balanced)
     return DomainSequence(
         domains,
-        train={name: packed(name, "train") for name in learned},
+        train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general else {}),
         held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
         objective=start.objective,
         budget=plan.budget,

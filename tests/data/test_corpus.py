@@ -20,7 +20,8 @@ class Given:
     """A source of documents in memory that counts how often it is read."""
 
     names, orders, score_on = ["a", "b"], None, "test"
-    encoding, class_limit, form = None, None, staticmethod(OF_TEXT["form"])
+    encoding, class_limit, isolated, form = None, None, False, staticmethod(OF_TEXT["form"])
+    members = staticmethod(OF_TEXT["members"])
 
     def __init__(self, documents, *, held_out=HELD_OUT):
         self.documents, self.held_out, self.reads = list(documents), held_out, 0
