@@ -28,5 +28,5 @@ def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[s
 
 
 def cut(text: Packed, tokens: int, *, name: str) -> Packed:
-    """The rows of a text that so many tokens are drawn from; its documents and bytes are those of the whole."""
+    """So many tokens of a text, to the row in which they end; `documents` and `bytes` are of the whole."""
     return replace(text, rows=text.rows.select(text.draw_rows(tokens, stream=key("balanced", name))))

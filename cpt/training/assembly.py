@@ -111,6 +111,13 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
     )
 
 
+def tell_similarity(plan: Plan) -> dict[str, Any]:
+    """What decided the order of a plan; nothing where texts did not."""
+    if plan.similarity is None:
+        return {}
+    return plan.similarity.tell(plan.order) | {"embedding": plan.source.embedding}
+
+
 def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     held_out, objective = data.held_out.values(), start.objective.scoring
@@ -141,6 +148,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "scored": objective.scores,
             **({"mean_span": plan.model.mean_span} if start.objective_name == "span" else {}),
         },
+        similarity=tell_similarity(plan),
         config_digest=plan.config_digest,
         versions={
             "python": platform.python_version(),

@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from cpt.core.config import digest
@@ -29,6 +31,7 @@ GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, ISOLATED = "none", "isolated"  # how the samples of a batch may share rows
 EMBEDDINGS = ("tfidf", "static", "model", "sentence")
+PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
@@ -85,7 +88,7 @@ class Source(Options, ABC):
     )
     only: Any = option("which domains there are to be, by name; null: all", PATTERNS, default=None)
     by: str | None = option(
-        "of M2D2's names: the fine domains alone, or the coarse ones, joined of them; null: names as they are",
+        "of M2D2's names: the fine domains alone, or coarse ones, joined of them; null: names as they are",
         or_null(one_of(FINE, COARSE)),
         default=None,
     )
@@ -97,7 +100,7 @@ class Source(Options, ABC):
         ),
         default=False,
     )
-    embedding: str = option("what orders by similarity compare texts by", one_of(*EMBEDDINGS), default="tfidf")
+    embedding: str = option("what orders by similarity are made of", one_of(*EMBEDDINGS), default="tfidf")
     embedding_model: str | None = option(
         "of embedding=sentence: the folder of a sentence-transformers model",
         or_null(Rule(is_text, "a folder")),
@@ -173,6 +176,17 @@ class Source(Options, ABC):
         """The names whose text a domain has: several where it is joined of them."""
         return [name] if name == GENERAL else self.groups[name]
 
+    def check_embedding(self) -> None:
+        """Raises ValueError for an embedding that cannot be had here."""
+        package = PACKAGES.get(self.embedding)
+        if package is not None and find_spec(package) is None:
+            raise ValueError(
+                f"domains.embedding={self.embedding} needs the package {package.replace('_', '-')}, which is "
+                "not installed; allowed: to install it, or domains.embedding=tfidf, model"
+            )
+        if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
+            raise ValueError(f"domains.embedding_model={self.embedding_model}: there is no such folder")
+
     def check_domains(self, order: Sequence[str]) -> None:
         """Checks the text of these domains, as `check`, and tells what is left out."""
         self.tell_left_out()
@@ -182,7 +196,9 @@ class Source(Options, ABC):
         grouped = group_names(self.names, self.by)
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
-            log.info("domains.by=%s leaves out %s", self.by, ", ".join(unused[:5]) + ", …" * (len(unused) > 5))
+            log.info(
+                "domains.by=%s leaves out %s", self.by, ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
+            )
         if self.only is not None:
             log.info("domains.only=%s: %d of %d domains", show(self.only), len(self.groups), len(grouped))
 
@@ -202,7 +218,9 @@ class Source(Options, ABC):
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
-    known_by = source.fingerprint(name) if members == [name] else [[m, source.fingerprint(m)] for m in members]
+    known_by = (
+        source.fingerprint(name) if members == [name] else [[m, source.fingerprint(m)] for m in members]
+    )
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 

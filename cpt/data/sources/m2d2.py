@@ -37,7 +37,9 @@ def parse_name(name: str) -> Place:
     """The place of a name: `A__b` is of Wikipedia, `cs.AI` of S2ORC; an archive without classes, like
     `hep-th`, is a coarse domain's only fine one. Raises ValueError for a stray of M2D2's list."""
     if name in STRAYS:
-        raise ValueError(f"{name} stands in M2D2's list and is no domain; leave it out: domains.ignore=[{name}]")
+        raise ValueError(
+            f"{name} stands in M2D2's list and is no domain; leave it out: domains.ignore=[{name}]"
+        )
     if name in COARSE_OF_WIKIPEDIA:
         return Place(WIKIPEDIA, name, None)
     if WITHIN in name:

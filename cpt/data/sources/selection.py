@@ -21,9 +21,9 @@ def is_expression(pattern: str) -> bool:
 
 
 PATTERNS = Rule(
-    lambda value: value is None
-    or is_name_pattern(value)
-    or (is_list(value, is_name_pattern) and len(value) > 0),
+    lambda value: (
+        value is None or is_name_pattern(value) or (is_list(value, is_name_pattern) and len(value) > 0)
+    ),
     "null, names or patterns like [cs.*,Art], or a regular expression between slashes",
 )
 
