@@ -21,7 +21,8 @@ from cpt.reporting.probes import build_probe_block, format_probes
 
 FORMULAS = (
     "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
-    "A metric in a unit is that of the matrix in this unit; a median is over the same terms. In brackets: 95 % bootstrap over documents."
+    "A metric in a unit is that of the matrix in this unit; a median is over the same terms. In "
+    "brackets: 95 % bootstrap over documents."
 )
 MEDIANS = "medians: nats, perplexity, bits per byte"
 MISSING = (

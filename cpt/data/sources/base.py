@@ -196,9 +196,8 @@ class Source(Options, ABC):
         grouped = group_names(self.names, self.by)
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
-            log.info(
-                "domains.by=%s leaves out %s", self.by, ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
-            )
+            listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
+            log.info("domains.by=%s leaves %d of %d out: %s", self.by, len(unused), len(self.names), listed)
         if self.only is not None:
             log.info("domains.only=%s: %d of %d domains", show(self.only), len(self.groups), len(grouped))
 
