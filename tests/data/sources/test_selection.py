@@ -56,7 +56,18 @@ ARCHIVES = [
         "hep-ph",
         "hep-th",
     ),
-    *("math-ph", "mtrl-th", "nucl-ex", "nucl-th", "patt-sol", "plasm-ph", "q-alg", "q-bio", "quant-ph"),
+    *(
+        "hep-th",
+        "math-ph",
+        "mtrl-th",
+        "nucl-ex",
+        "nucl-th",
+        "patt-sol",
+        "plasm-ph",
+        "q-alg",
+        "q-bio",
+        "quant-ph",
+    ),
     *("solv-int", "supr-con"),
 ]
 COARSE = [*FINE_OF_WIKIPEDIA, *(f"{archive}_l1" for archive in CLASSES)]
