@@ -67,6 +67,14 @@ def test_a_tree_keeps_a_coarse_domain_together_where_a_chain_does_not():
     assert order_tree(given) == ["aa.0", "aa.1", "bb.0", "bb.1"]
 
 
+def test_within_a_coarse_domain_a_tree_begins_at_the_nearest_to_the_last_learned():
+    """bb.0 is nearer to the general text, bb.1 to aa.1."""
+    names = ["aa.0", "aa.1", "bb.0", "bb.1"]
+    matrix = np.array([[1, 0.8, 0, 0], [0.8, 1, 0.1, 0.4], [0, 0.1, 1, 0.5], [0, 0.4, 0.5, 1]])
+    given = Similarity(names, matrix, np.array([0.9, 0.5, 0.6, 0.1]))
+    assert order_tree(given) == ["aa.0", "aa.1", "bb.1", "bb.0"]
+
+
 def test_ties_go_by_name():
     given = Similarity(["a", "b", "c", "d"], np.ones((4, 4)), np.zeros(4))
     assert order_similar(given) == order_dissimilar(given) == ["a", "b", "c", "d"]
