@@ -42,7 +42,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     from cpt.evaluation.probes.export import Exported, HarnessTexts, export_group, export_task
     from cpt.training.pretraining import describe_base
 
-    plan.source.check(plan.order)
+    plan.source.check_domains(plan.order)
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
     base = describe_base(plan.model, corpora)
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))

@@ -1,8 +1,9 @@
 """What a run does, from a config to a report: the story that `python run.py …` tells.
 
-A plan is made of the config and a folder of the run is claimed. Then the texts are read, the base model is
-made or loaded, and the method, the data and the end tasks are put together. The learner learns one domain
-after another, scores every text after each and commits a row; the report and the exported model end the run.
+A plan is made of the config and a folder of the run is claimed. Then the texts are read (first of all where
+they decide the order), the base model is made or loaded, and the method, the data and the end tasks are put
+together. The learner learns one domain after another, scores every text after each and commits a row; the
+report and the exported model end the run.
 Whatever is there already, of a run that was killed, is gone on with."""
 
 import logging
@@ -18,6 +19,7 @@ from cpt.core.processes import is_first_process
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
+from cpt.training.arrangement import arrange, recall
 from cpt.training.growth import adopt
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
@@ -37,7 +39,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         return learn_or_tell(make_plan(cfg), place)
     with place.unless_refused():
         plan = make_plan(cfg)
-        plan.source.check(plan.order)
+        plan.source.check_domains(plan.order)
         adopt(place, plan)
         place.claim(plan.settings)
         with place.locked():
@@ -46,6 +48,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
 
 
 def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
+    plan = arrange(plan)
     check_identity(plan, place)
     scores = place.scores()
     if needs_nothing(scores, plan) and not is_partial(plan, place):
@@ -131,11 +134,11 @@ def is_done(cfg: DictConfig, folder: Path) -> bool:
     if not place.config.exists():
         return False
     try:
-        plan = make_plan(cfg)
+        plan = recall(make_plan(cfg))
     except HydraException as error:
         raise ValueError(reason(error)) from error
-    scores = place.scores() if place.is_of(plan.settings) else None
-    if scores is None or not scores.run["finished"] or place.lost(full=False):
+    scores = place.scores() if plan is not None and place.is_of(plan.settings) else None
+    if plan is None or scores is None or not scores.run["finished"] or place.lost(full=False):
         return False
     return needs_nothing(scores, plan) and is_same(plan, place)
 

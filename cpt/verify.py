@@ -21,7 +21,9 @@ from cpt.evaluation.probes.results import load_results
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
 
-SHARED = re.compile(r"(corpora|packed|base|tokenizers|endtasks)/(.*-)?[0-9a-f]{16}")  # what a cache holds
+SHARED = re.compile(
+    r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}"
+)  # what a cache holds
 AGAIN = "the same command makes it again"
 
 

@@ -165,7 +165,7 @@ def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) ->
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_report.py looks at them."""
-    for name in ("heatmap", "stages", "mixtures"):
+    for name in ("heatmap", "stages", "mixtures", "similarities"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
 
 

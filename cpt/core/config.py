@@ -43,6 +43,12 @@ NEUTRAL: dict[str, Any] = {
     "model.mean_span": None,
     "optim.carry": "none",
     "domains.packing": "none",
+    "domains.only": None,
+    "domains.by": None,
+    "domains.balanced": False,
+    "domains.embedding": "tfidf",
+    "domains.embedding_model": None,
+    "domains.embedding_samples": 1000,
     "eval.tokens": None,
 }
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's

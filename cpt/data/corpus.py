@@ -16,7 +16,7 @@ from datasets.arrow_writer import ArrowWriter
 from cpt.core.cache import make_once
 from cpt.core.randomness import key, sample_keys
 from cpt.data.examples import read_example
-from cpt.data.sources.base import EXAMPLES, TEXT, Source, stamp_of
+from cpt.data.sources.base import EXAMPLES, TEXT, Source, read_members, stamp_of
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
@@ -63,7 +63,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     def make(partial: Path) -> None:
         write_documents(
             partial,
-            source.read(name),
+            read_members(source, name),
             name=name,
             held_out=source.held_out,
             form=source.form(name),
@@ -79,7 +79,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
 def facts_anew(source: Source, name: str) -> dict[str, Any]:
     """The facts of a domain's text, every document read again and nothing written."""
     form = source.form(name)
-    counted = count_documents(encode_documents(source.read(name)), form=form)
+    counted = count_documents(encode_documents(read_members(source, name)), form=form)
     splits = split_documents(
         counted, name=name, held_out=source.held_out, form=form, per_class=source.class_limit
     )

@@ -156,14 +156,11 @@ class DomainSequence(LightningDataModule):
         return [name for name in self.held_out if self.asked is None or name in self.asked]
 
     def scored_rows(self, name: str) -> np.ndarray:
-        """The rows of a held-out text that stand for it: all, or so many of a fixed permutation that their
-        tokens come to `eval_tokens`, so that more of them contain fewer. Ascending."""
+        """The rows of a held-out text that stand for it: all, or those that `eval_tokens` are drawn from."""
         text = self.held_out[name]
         if self.eval_tokens is None:
             return np.arange(len(text))
-        drawn = shuffle(np.arange(len(text)), len(text), stream=key("scored rows", name))
-        before = np.cumsum(text.row_lengths[drawn]) - text.row_lengths[drawn]
-        return np.sort(drawn[before < self.eval_tokens])
+        return text.draw_rows(self.eval_tokens, stream=key("scored rows", name))
 
     def scored_sizes(self, name: str) -> Sizes:
         """What is known of the rows that are scored of a held-out text."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.randomness import shuffle
 from cpt.data.batch import Sizes
 from cpt.data.corpus import Corpus, in_batches
 
@@ -65,8 +66,15 @@ class Packed:
         return Sizes(self.text_tokens[rows], self.row_lengths[rows])
 
     def column(self, name: str) -> np.ndarray:
-        chunks = self.rows.data.column(name).chunks
+        chunks = self.rows.with_format("arrow", columns=[name])[:].column(name).chunks
         return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
+
+    def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
+        """The first rows of a fixed permutation whose tokens come to so many, so that more of them contain
+        fewer; ascending."""
+        drawn = shuffle(np.arange(len(self)), len(self), stream=stream)
+        before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
+        return np.sort(drawn[before < tokens])
 
     @cached_property
     def columns(self) -> dict[str, Dataset]:

@@ -1,4 +1,4 @@
-"""Every metric as a mean of terms of a run's matrix of losses, and their intervals.
+"""Every metric as a mean of terms of a run's matrix of losses, its median beside it, and their intervals.
 
 The functions below give the terms, [..., K], whose mean their docstrings say. A cell that was not measured is
 nan; so are the terms that need it, and the mean is over those that are left.
@@ -178,6 +178,20 @@ def average(values: Array, there: Array, *, nested: bool = False) -> Array:
     counts = there.sum(-1)
     means = np.where(there, values, 0).sum(-1) / counts
     return average(means, counts > 0) if nested else means
+
+
+@np.errstate(invalid="ignore", over="ignore")
+def compute_medians(nats: Array, *, layout: Layout) -> dict[str, dict[str, float]]:
+    """{metric: {unit: median}} of one matrix [row, column]: over the terms that were measured, of nested ones
+    over all of them; nan where none was. Where a few domains are outliers the mean is theirs."""
+    units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
+    there = {name: ~np.isnan(each) for name, each in units["nats"].items()}
+    return {
+        name: {
+            unit: float(np.median(units[unit][name][seen])) if seen.any() else float("nan") for unit in UNITS
+        }
+        for name, seen in there.items()
+    }
 
 
 def count_terms(nll: Array, *, layout: Layout) -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ from cpt.evaluation.metrics import (
     Array,
     Arrays,
     Layout,
+    compute_medians,
     compute_values,
     count_terms,
     intervals,
@@ -40,13 +41,16 @@ PHASES = (
     "probes",
 )  # kinds of seconds; "start": what precedes the stages
 LATER = {  # fields that files of this version may lack
-    *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown")
+    *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
+    "similarity",
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
 METRIC = {"interval": dict[str, list[float | None]], "terms": list[int], **dict.fromkeys(UNITS, float | None)}
+METRIC |= {"median": dict[str, float | None]}
+SIMILARITY = {"names": list[str], "matrix": list[list[float]], "general": list[float], "embedding": str}
 
 
 @dataclass(kw_only=True)
@@ -75,6 +79,7 @@ class Scores(Layout):
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
     probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
     conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
+    similarity: dict[str, Any] = field(default_factory=dict)  # SIMILARITY, where it decided the order
     needs_domain: bool = False  # whether a text's domain must be known at test time
     alone: bool = False  # whether each domain was learned from the base, so that no model has met them all
     loading: str = ""  # a Python expression that loads the exported model
@@ -105,6 +110,7 @@ class Scores(Layout):
             raise ValueError(f"phases are of {', '.join(unknown)}; allowed: {', '.join(PHASES)}")
         self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
         check_metrics(self.metrics)
+        check_similarity(self.similarity, order=self.run["order"])
         check_endtasks(self.endtasks, rows=self.rows)
         check_answers(self.answers, rows=self.rows)
         check_probes(self.probes, rows=self.rows)
@@ -187,6 +193,8 @@ class Scores(Layout):
         self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
         for name, (seen, whole) in count_terms(self.cells, layout=self).items():
             self.metrics[name] |= {"terms": [seen, whole]} if seen < whole else {}
+        for name, median in compute_medians(self.cells, layout=self).items():
+            self.metrics[name]["median"] = median
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
                 self.metrics[name]["interval"] = interval
@@ -252,9 +260,22 @@ def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
     for name, metric in metrics.items():
         if name not in METRICS:
             raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
-        check_types({"interval": {}, "terms": []} | metric, METRIC, of=f"metrics.{name}")
+        check_types({"interval": {}, "terms": [], "median": {}} | metric, METRIC, of=f"metrics.{name}")
+        if not set(metric.get("median", {})) <= set(UNITS):
+            raise ValueError(f"metrics.{name}.median: allowed are {', '.join(UNITS)}")
         for unit, bounds in metric.get("interval", {}).items():
             if unit not in UNITS or len(bounds) != 2:
                 raise ValueError(
                     f"metrics.{name}.interval.{unit}: needed are two bounds in {', '.join(UNITS)}"
                 )
+
+
+def check_similarity(similarity: Mapping[str, Any], *, order: Sequence[str]) -> None:
+    """Raises ValueError for a similarity that is not of the domains in their order."""
+    if not similarity:
+        return
+    check_types(similarity, SIMILARITY, of="similarity")
+    matrix = similarity["matrix"]
+    sizes = {len(matrix), len(similarity["general"]), *map(len, matrix)}
+    if similarity["names"] != list(order) or sizes != {len(order)}:
+        raise ValueError(f"similarity is of {similarity['names'][:3]}, …, needed are {list(order)[:3]}, …")

@@ -83,6 +83,35 @@ def mixtures(scores: Scores) -> bytes:
     return png(figure, told=heaviest(scores))
 
 
+def similarities(scores: Scores) -> bytes:
+    """How alike the texts of any two domains are, both in the order learned; last with the general text."""
+    told = scores.similarity
+    names, values = told["names"], np.column_stack([told["matrix"], told["general"]])
+    few = len(names) <= FEW
+    others = values[:, :-1][~np.eye(len(names), dtype=bool)]
+    bound = float(np.abs(np.append(others, values[:, -1])).max(initial=0)) or 1.0
+    np.fill_diagonal(values, np.nan)  # each is as itself
+    how = {"cmap": drawing.diverging(), "vmin": -bound, "vmax": bound, "few": few}
+    label = "cosine of mean embeddings, centred\n(red: alike)"
+    figure, axes = drawing.draw_heat(values, rows=names, columns=[*names, GENERAL], label=label, **how)
+    axes.set(xlabel="domain, in the order learned", ylabel="domain, in the order learned")
+    axes.axvline(len(names) - 0.5, color="black", linewidth=1.5 if few else 0.8)
+    drawing.write_numbers(axes, values, white=np.abs(values) > 0.6 * bound, most=FEW + 1)
+    return png(figure, told=describe_similarity(scores))
+
+
+def describe_similarity(scores: Scores) -> str:
+    """In words: how alike neighbours in the order are, against any two domains."""
+    matrix = np.array(scores.similarity["matrix"])
+    if len(matrix) < 2:
+        return "One domain: there is nothing to compare it with."
+    neighbours = np.diagonal(matrix, 1).mean()
+    pairs = matrix[~np.eye(len(matrix), dtype=bool)].mean()
+    return (
+        f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
+    ).replace("-", "−")
+
+
 def part_weights(scores: Scores) -> tuple[list[str], np.ndarray]:
     """The parts, the base first, and their weights in the last model's score, [text, part]; 0 where a text
     was scored without a part."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from math import isnan
 from pathlib import Path
 
+from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions
 from cpt.evaluation.conditions import describe_conditions as described_conditions
 from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
@@ -20,8 +21,10 @@ from cpt.reporting.probes import build_probe_block, format_probes
 
 FORMULAS = (
     "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
-    "A metric in a unit is that of the matrix in this unit. In brackets: 95 % bootstrap over documents."
+    "A metric in a unit is that of the matrix in this unit; a median is over the same terms. In "
+    "brackets: 95 % bootstrap over documents."
 )
+MEDIANS = "medians: nats, perplexity, bits per byte"
 MISSING = (
     "Not every cell of the matrix was measured (eval.rows, eval.columns). A metric is the mean of the terms "
     "that were: in brackets how many, of how many."
@@ -44,6 +47,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
+    blocks.append(_show_similarity(scores))
     moves = build_answer_moves(scores, Path(folder))
     blocks[1:1] = [*build_answer_blocks(scores), moves]  # where there are tasks, people look at these first
     blocks += [
@@ -146,10 +150,26 @@ def _mixture(weights: Mapping[str, float]) -> str:
     return told + ", …" * (len(weights) > len(heaviest))
 
 
+def _show_similarity(scores: Scores) -> Block:
+    """How alike the domains' texts are, where that decided their order."""
+    if not scores.similarity:
+        return Block()
+    told = scores.similarity
+    rows = zip(told["names"], told["matrix"], told["general"], strict=True)
+    return Block(
+        title="Similarity of the domains' texts, in the order learned",
+        lines=[f"{figures.describe_similarity(scores)} Embedding: {told['embedding']}."],
+        picture=figures.similarities(scores),
+        head=["", *told["names"], GENERAL],
+        cells=[[name, *(f"{each:.2f}" for each in (*row, near))] for name, row, near in rows],
+        folded=f"{len(told['names'])} x {len(told['names'])} cosines",
+    )
+
+
 def _show_metrics(scores: Scores) -> Block:
-    head = ["metric", "meaning", "formula", "nats", "perplexity", "bits per byte"]
+    head = ["metric", "meaning", "formula", "nats", "perplexity", "bits per byte", MEDIANS]
     cells = [
-        [m + _count_terms(units), *describe_metric(METRICS[m].compute), *_in_units(units)]
+        [m + _count_terms(units), *describe_metric(METRICS[m].compute), *_in_units(units), _medians(units)]
         for m, units in scores.metrics.items()
     ]
     missing = [MISSING] if any("terms" in units for units in scores.metrics.values()) else []
@@ -168,6 +188,12 @@ def _in_units(metric: Mapping) -> list[str]:
         interval = f" [{', '.join(map(show, bounds[unit]))}]" if unit in bounds else ""
         cells.append(show(metric[unit]) + interval)
     return cells
+
+
+def _medians(metric: Mapping) -> str:
+    """The medians over a metric's terms in its units; a dash in scores of an older cpt."""
+    shown = zip(UNITS, (decimals, perplexity, decimals), strict=True)
+    return ", ".join(show(metric["median"][unit]) for unit, show in shown) if metric.get("median") else "–"
 
 
 def _show_rates(scores: Scores) -> Block:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import cpt
 from cpt.core.randomness import key
+from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import GENERAL
@@ -84,16 +85,19 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
     options = plan.trainer
     domains = module.stages(plan.order)
     replay = module.replay
-    learned = [part for domain in domains for part in domain.parts] + [GENERAL] * bool(replay.general)
+    learned = [part for domain in domains for part in domain.parts]
 
     def packed(name: str, split: str) -> Any:
         return corpora.packed(
             name, split, tokenizer=start.tokenizer, length=plan.model.length, seq2seq=start.seq2seq
         )
 
+    train = {name: packed(name, "train") for name in learned}
+    if (balanced := plan.source.balanced) is not False and train:
+        train = balance(train, tokens=None if balanced is True else balanced)
     return DomainSequence(
         domains,
-        train={name: packed(name, "train") for name in learned},
+        train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general else {}),
         held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
         objective=start.objective,
         budget=plan.budget,
@@ -105,6 +109,13 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
         workers=options.workers,
         eval_tokens=plan.evaluation.tokens,
     )
+
+
+def tell_similarity(plan: Plan) -> dict[str, Any]:
+    """What decided the order of a plan; nothing where texts did not."""
+    if plan.similarity is None:
+        return {}
+    return plan.similarity.tell(plan.order) | {"embedding": plan.source.embedding}
 
 
 def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
@@ -137,6 +148,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "scored": objective.scores,
             **({"mean_span": plan.model.mean_span} if start.objective_name == "span" else {}),
         },
+        similarity=tell_similarity(plan),
         config_digest=plan.config_digest,
         versions={
             "python": platform.python_version(),

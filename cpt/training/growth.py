@@ -30,6 +30,10 @@ def is_beginning(then: Sequence[str], now: Sequence[str]) -> bool:
 def say_why_not(plan: Plan) -> str:
     """Why the first domains of a plan would have been learned otherwise without those that follow; nothing
     where they would not."""
+    if plan.by_texts:
+        return f"order={plan.run.order} gives a further domain its place among those that are learned"
+    if plan.source.balanced is True:
+        return "domains.balanced=true cuts all domains to the smallest of them"
     if plan.method.load().needs_all:
         return f"method={plan.names['method']} needs all domains before the first is learned"
     if plan.carry == "all":
@@ -61,11 +65,16 @@ def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[s
     for path in sorted(place.path.parent.glob("*/identity.json")):
         folder = RunFolder(path.parent)
         order = order_in(path)
-        if not is_beginning(order, plan.order) or not folder.is_of(plan.settings):
+        if not may_follow(order, plan) or not folder.is_of(plan.settings):
             continue
         scores = folder.scores()
         if scores is not None and scores.run["finished"] and has_same_texts(folder, plan):
             yield folder.path, order
+
+
+def may_follow(order: Sequence[str], plan: Plan) -> bool:
+    """Whether a plan goes on from an order; of one that the texts decide, as far as names tell."""
+    return set() < set(order) < set(plan.order) if plan.by_texts else is_beginning(order, plan.order)
 
 
 def order_in(path: Path) -> list[str]:

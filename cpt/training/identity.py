@@ -111,6 +111,8 @@ def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
     """Raises ValueError where other domains, or another order of them, would be learned."""
     if then.order == plan.order:
         return
+    if plan.by_texts and set(then.order) != set(plan.order):
+        refuse_growth(then, plan, place)
     if is_beginning(then.order, plan.order):
         if why := say_why_not(plan):
             raise ValueError(
@@ -126,6 +128,18 @@ def compare_order(then: Identity, plan: Plan, place: RunFolder) -> None:
     raise ValueError(
         f"order={show(plan.run.order)} means other domains than when {place.path} was begun ({told}); "
         f"{'bring them back, ' if gone else going_on}another name=… begins a new run, or delete the folder"
+    )
+
+
+def refuse_growth(then: Identity, plan: Plan, place: RunFolder) -> None:
+    """Raises ValueError: what the texts decide is another order with other domains."""
+    new = [name for name in plan.order if name not in then.order]
+    gone = [name for name in then.order if name not in plan.order]
+    kinds = [f"{kind}: {join_names(names)}" for kind, names in (("new", new), ("gone", gone)) if names]
+    raise ValueError(
+        f"{place.path} has learned other domains ({', '.join(kinds)}), and nothing can follow: "
+        f"{say_why_not(plan)}; 'order=[…]' with what it has learned, {join_names(then.order)}, and then "
+        f"what is new goes on in 'hydra.run.dir={place.path}'; another name=… learns all from the beginning"
     )
 
 

@@ -20,6 +20,7 @@ from cpt.core.rules import (
     or_null,
     whole,
 )
+from cpt.data.orders import WORDS
 
 # A copy of the model per process. With sharded weights (fsdp, deepspeed) a gradient's norm, masks and what is
 # kept of a model would be those of a shard, without a word.
@@ -75,7 +76,7 @@ class RunOptions(Options):
     )
     order: Any = option(
         "in which order domains are learned",
-        Rule(is_order, "the number of a named order, reverse, random, or a list like [b,a,c]"),
+        Rule(is_order, f"the number of a named order, {', '.join(WORDS)}, or a list like [b,a,c]"),
     )
     objective: Any = option(
         "what a sweeper minimises, of scores.json", Rule(is_objective, "METRIC.UNIT, or a list of such")

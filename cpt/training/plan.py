@@ -13,6 +13,7 @@ from cpt.core.rules import TEXT, or_null
 from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
 from cpt.data.replay import Replay
+from cpt.data.similarity import Similarity
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
@@ -41,7 +42,7 @@ class Plan:
     masks: tuple[Choice, ...]
     replay: Replay
     source: Source
-    order: list[str]
+    order: list[str]  # where the texts decide it, the first named one until cpt.training.arrangement
     budget: Budget
     optim: Choice
     carry: str  # what of the optimizer goes on from domain to domain: none, moments, all
@@ -54,6 +55,12 @@ class Plan:
     probe: LMEval | None
     config_digest: str  # of what decides the result
     lost_rate: float | None  # a method's own learning rate that has no effect
+    similarity: Similarity | None = None  # of the domains' texts, where it decides the order
+
+    @property
+    def by_texts(self) -> bool:
+        """Whether the domains' texts decide their order."""
+        return orders.by_texts(self.run.order)
 
     @property
     def digests(self) -> dict[str, str]:
@@ -78,10 +85,12 @@ def make_plan(cfg: DictConfig) -> Plan:
     check_schedule(said.schedule, carried(settings["optim"].get("carry", "none")))
     answers = said.answers if said.source.encoding is not None else None
     if answers is not None:
-        answers.check_tasks(said.source.names)
+        answers.check_tasks(said.source.domains)
     order = orders.resolve_order(
-        said.run.order, names=said.source.names, orders=said.source.orders, seed=said.run.seed
+        said.run.order, names=said.source.domains, orders=said.source.named_orders, seed=said.run.seed
     )
+    if orders.by_texts(said.run.order):
+        said.source.check_embedding()
     return Plan(
         settings=settings,
         names=names_of(settings) | begun(settings["from"], said.model.name),
@@ -101,7 +110,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         trainer=said.trainer,
         logger=said.logger,
         callbacks=said.callbacks,
-        endtasks=plan_endtasks(settings["endtask"], said.source.names, order),
+        endtasks=plan_endtasks(settings["endtask"], said.source.domains, order),
         answers=answers,
         probe=plan_probe(said.probe),
         config_digest=digest(identity(settings)),

@@ -2,10 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.data.orders import resolve_order
+from cpt.data.orders import arrange_domains, by_texts, resolve_order
+from cpt.data.similarity import Similarity
 
 NAMES = ["ai", "acl", "pubmed", "phone"]
 ORDERS = [["pubmed", "acl", "ai"], ["ai", "pubmed", "acl"]]
@@ -49,7 +51,44 @@ def test_a_random_order_is_one_of_order_0_and_the_seeds():
     assert ORDERS[0] == ["pubmed", "acl", "ai"]
 
 
-LISTED = "0 (pubmed acl ai), 1 (ai pubmed acl), reverse, random"
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 236])
+@pytest.mark.parametrize("word", ["", "reverse", "random"])
+def test_swapped_halves_are_the_same_domains_with_the_second_half_first(word, count):
+    names = [f"d{number:03d}" for number in range(count)]
+    given = {"names": names, "orders": None, "seed": 5}
+    whole = resolved(word or 0, **given)
+    swapped = resolved(f"{word}_swapped" if word else "swapped", **given)
+    half = (count + 1) // 2
+    assert sorted(swapped) == names
+    assert swapped[: count - half] == whole[half:] and swapped[count - half :] == whole[:half]
+
+
+def test_a_domain_called_like_a_word_with_an_ending_is_a_domain():
+    assert resolved("my_swapped", names=["my_swapped", "x"], orders=None) == ["my_swapped"]
+    with pytest.raises(ValueError, match="order=_swapped is not known"):
+        resolved("_swapped")
+
+
+@pytest.mark.parametrize("word", ["similar", "dissimilar", "similar_swapped", "dissimilar_swapped"])
+def test_what_the_texts_decide_is_the_first_order_until_they_are_read(word):
+    assert by_texts(word) and resolved(word) == ORDERS[0]
+    assert not any(map(by_texts, (0, "random", "random_swapped", ["similar"])))
+    matrix = np.array([[1, 0.9, 0.1], [0.9, 1, 0.5], [0.1, 0.5, 1]])
+    similarity = Similarity(["a", "b", "c"], matrix, np.array([0.5, 0.2, 0.1]))
+    expected = {"similar": "abc", "dissimilar": "acb", "similar_swapped": "cab", "dissimilar_swapped": "bac"}
+    assert "".join(arrange_domains(word, similarity)) == expected[word]
+
+
+def test_a_tree_needs_names_with_groups():
+    assert resolved("similar_tree", names=["cs.AI", "cs.CL", "math.AG"], orders=None)
+    for names in (["cs.AI", "cs.CL"], ["cs.AI", "math.AG"], NAMES):
+        with pytest.raises(ValueError, match=f"order=similar_tree: the {len(names)} domains are within"):
+            resolved("similar_tree_swapped", names=names, orders=None)
+
+
+LISTED = (
+    "0 (pubmed acl ai), 1 (ai pubmed acl), reverse, random, similar, similar_tree, dissimilar, swapped, such"
+)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +96,7 @@ LISTED = "0 (pubmed acl ai), 1 (ai pubmed acl), reverse, random"
     [
         (2, f"order=2 is not known; allowed: {LISTED}"),
         (-1, f"order=-1 is not known; allowed: {LISTED}"),
-        ("similar", f"order=similar is not known; allowed: {LISTED}"),
+        ("alike", f"order=alike is not known; allowed: {LISTED}"),
         (None, f"order=null is not known; allowed: {LISTED}"),
         (0.0, f"order=0.0 is not known; allowed: {LISTED}"),
         (["ai", "law", "art"], "unknown domain law, art; there are: acl, ai, phone, pubmed"),

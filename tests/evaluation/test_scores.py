@@ -117,7 +117,7 @@ def test_after_two_of_three_stages():
 def test_a_metric_without_its_terms_is_absent(rows, columns, present):
     measured = made(nll=NLL[: len(rows), : len(columns)], rows=rows, domains=columns).metrics
     assert set(measured) == present
-    assert all(np.isfinite(x) for units in measured.values() for x in units.values())
+    assert all(np.isfinite(x) for units in measured.values() for x in map(units.get, UNITS))
 
 
 def test_the_best_model_is_sought_among_the_learned_rows_before_the_last():
@@ -281,16 +281,83 @@ def test_saved_and_loaded_is_the_same(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["scores.json"]
 
 
+MEDIANS = {
+    "ZS": 6.0,
+    "CPT": 4.0,
+    "LC": 4.3,
+    "FG": (0.9 + 0.3) / 2,
+    "FG_max": (0.9 + 0.5) / 2,
+    "BWT_zs": (1.1 + 1.7) / 2,
+    "BWT_gem": -(0.9 + 0.3) / 2,
+    "FWT_zs": 0.5,  # of 2.2, 0.2 and 0.5, whatever stages they are of
+    "FWT_gem": (2.2 + 0.5) / 2,
+    "general_drift": 0.75,
+}
+
+
+def test_medians_by_hand_stand_beside_the_means(tmp_path):
+    scores = made()
+    assert {name: metric["median"]["nats"] for name, metric in scores.metrics.items()} == pytest.approx(
+        MEDIANS
+    )
+    assert scores.metrics["LC"]["median"]["perplexity"] == pytest.approx(np.exp(4.3))
+    per_byte = NLL[3, :3] * np.array([100, 50, 80]) / np.array([400, 150, 300]) / np.log(2)
+    assert scores.metrics["LC"]["median"]["bits_per_byte"] == pytest.approx(np.median(per_byte))
+
+
+def test_a_median_is_over_the_terms_that_were_measured():
+    scores = made()
+    scores.nll[1][1] = scores.nll[3][2] = None
+    scores.measure()
+    medians = {name: metric["median"]["nats"] for name, metric in scores.metrics.items()}
+    assert medians["LC"] == pytest.approx((3.9 + 4.3) / 2)
+    assert medians["FWT_zs"] == pytest.approx((0.2 + 0.5) / 2)
+
+
+def test_a_file_without_medians_is_read_and_one_with_other_units_is_not(tmp_path):
+    path = tmp_path / "scores.json"
+    made().save(path)
+    data = json.loads(path.read_text())
+    del data["metrics"]["LC"]["median"], data["similarity"]
+    path.write_text(json.dumps(data))
+    assert "median" not in Scores.load(path).metrics["LC"] and Scores.load(path).similarity == {}
+    data["metrics"]["LC"]["median"] = {"furlongs": 1.0}
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="metrics.LC.median: allowed are nats, perplexity, bits_per_byte"):
+        Scores.load(path)
+
+
+def test_a_similarity_is_of_the_domains_in_their_order(tmp_path):
+    path, told = tmp_path / "scores.json", {"names": ["a", "b", "c"], "general": [0.1, 0.0, -0.2]}
+    told |= {"matrix": np.eye(3).tolist(), "embedding": "tfidf"}
+    scores = made()
+    scores.similarity = told
+    scores.save(path)
+    assert Scores.load(path).similarity == told
+    for wrong in (
+        {"names": ["b", "a", "c"]},
+        {"general": [0.1]},
+        {"matrix": [[1.0, 2.0]] * 3},
+        {"embedding": 3},
+    ):
+        scores.similarity = told | wrong
+        scores.save(path)
+        with pytest.raises(ValueError, match="similarity"):
+            Scores.load(path)
+
+
 def test_the_contract_of_the_file(tmp_path):
     made().save(tmp_path / "scores.json")
     data = json.loads((tmp_path / "scores.json").read_text())
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
     keys += " config_digest run texts versions parts trained stored seen flops memory endtasks"
-    keys += " needs_domain loading conditions skipped alone probes answers rates policy grown"
+    keys += " needs_domain loading conditions skipped alone probes answers rates policy grown similarity"
     assert set(data) == set(keys.split())
     assert data["version"] == 3
     assert data["nll"] == NLL.tolist()
-    assert set(data["metrics"]["LC"]) == {"nats", "perplexity", "bits_per_byte"}
+    assert set(data["metrics"]["LC"]) == {*UNITS, "median"} and set(data["metrics"]["LC"]["median"]) == {
+        *UNITS
+    }
 
 
 def test_rows_hold_parts_and_costs(tmp_path):
@@ -315,7 +382,8 @@ def test_what_is_not_finite_is_null_in_the_file(tmp_path):
     assert "Infinity" not in text
     back = Scores.load(tmp_path / "scores.json")
     assert np.isnan(back.matrix[3, 0])
-    assert back.metrics["LC"] == {"nats": None, "perplexity": None, "bits_per_byte": None}
+    assert [back.metrics["LC"][unit] for unit in UNITS] == [None] * 3
+    assert back.metrics["LC"]["median"]["nats"] == 800.0  # of infinity, 800 and 5
     assert back.metrics["CPT"]["nats"] == 4.0
 
 

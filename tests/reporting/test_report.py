@@ -239,6 +239,48 @@ def test_236_domains_take_seconds(tmp_path):
     assert "8 of 237 test texts" in text
 
 
+def alike(names):
+    """Similarities of domains in their order: neighbours more than others."""
+    places = np.arange(len(names))
+    matrix = np.round(1 - 1.5 * np.abs(places[:, None] - places) / len(names), 4)
+    general = np.round(np.linspace(0.5, -0.25, len(names)), 4)
+    return {"names": names, "matrix": matrix.tolist(), "general": general.tolist(), "embedding": "tfidf"}
+
+
+def test_the_similarity_of_domains_is_shown_in_the_order_learned(tmp_path):
+    scores = made()
+    assert "Similarity" not in written(tmp_path, scores)[0]
+    names = scores.run["order"] = DOMAINS[:3][::-1]
+    scores.similarity = alike(names)
+    markdown, html = written(tmp_path, scores)
+    assert (
+        "Mean cosine of domains learned one after another: 0.50; of any two: 0.33. Embedding: tfidf." in html
+    )
+    table = markdown.split("Similarity of the domains' texts, in the order learned")[-1]
+    assert f"| {names[0]} | 1.00 | 0.50 | 0.00 | 0.50 |" in table
+    assert table.index(f"| {names[0]} |") < table.index(f"| {names[1]} |") < table.index(f"| {names[2]} |")
+    assert "0.50; of any two: 0.33" in drawing.description(figures.similarities(scores))
+
+
+@pytest.mark.parametrize("count", [1, 2, 12, 13, 236])
+def test_the_picture_of_similarities_has_a_size(count):
+    scores = made()
+    scores.similarity = alike([f"d$_{place}" for place in range(count)])
+    picture = figures.similarities(scores)
+    assert picture.startswith(b"\x89PNG") and len(picture) < 400_000
+
+
+def test_medians_stand_beside_the_means(tmp_path):
+    scores = made()
+    markdown, html = written(tmp_path, scores)
+    median = scores.metrics["LC"]["median"]
+    shown = f"{median['nats']:.4f}, {perplexity(median['perplexity'])}, {median['bits_per_byte']:.4f}"
+    assert "medians: nats, perplexity, bits per byte" in markdown and f"| {shown} |" in markdown
+    assert shown in Page(html).cells
+    del scores.metrics["LC"]["median"]  # of a file that an older cpt wrote
+    assert f"| {shown} |" not in written(tmp_path, scores)[0]
+
+
 def test_the_console_table():
     text = run_report.format_scores(made())
     lines = [line.split() for line in text.splitlines()]

@@ -18,7 +18,19 @@ pytestmark = pytest.mark.slow
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 DATA = "domains.root=there"  # of those that need data; nothing is read for a plan
-OF_DATA = ("das6", "das6_mini", "migu_roberta", "standard_cl", "long_sequence", "migu_t5", "migu_components")
+OF_DATA = (
+    *(
+        "das6",
+        "das6_mini",
+        "migu_roberta",
+        "standard_cl",
+        "standard_cl_mini",
+        "long_sequence",
+        "migu_t5",
+        "migu_components",
+    ),
+    *("m2d2", "m2d2_mini"),
+)
 NEEDS = {name: [DATA] for name in OF_DATA} | {"llama_code": [DATA, "model.checkpoint=llama"]}
 
 
@@ -156,3 +168,48 @@ def test_orders_are_named_reversed_and_random_by_seed(loaded, composed):
         make_plan(composed("experiment=orders", "order=random", f"seed={seed}")).order for seed in range(3)
     ]
     assert len(set(map(tuple, drawn))) > 1
+
+
+@pytest.fixture
+def domains(tmp_path):
+    """Folders with M2D2's kinds of names, of which a plan looks at the names alone."""
+    for name in (
+        "cs.AI",
+        "cs.CL",
+        "cs_l1",
+        "math.AG",
+        "hep-th",
+        "Human_activites",
+        "Human_activites__Society",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.txt").write_text("never read\n")
+    return f"domains.root={tmp_path}"
+
+
+FINE = ["Human_activites__Society", "cs.AI", "cs.CL", "hep-th", "math.AG"]
+
+
+def test_m2d2_is_of_the_papers_protocol(composed, loaded, domains):
+    cfg = composed("experiment=m2d2", domains)
+    trainer = cfg.trainer
+    assert (trainer.steps, trainer.epochs, trainer.tokens, trainer.batch_size) == (None, 1, None, 16)
+    assert (cfg.model.checkpoint, cfg.model.length, cfg.eval.tokens) == ("gpt2", 1024, 50000)
+    assert read_optimizer(read_section(cfg, "optim")).arguments["weight_decay"] == 0.0
+    plan = make_plan(cfg)
+    assert (
+        plan.by_texts and plan.order == FINE and plan.evaluation.policy == {"rows": "each", "columns": "all"}
+    )
+    assert swept(loaded("experiment=m2d2", domains)) == {"seed": ["0", "1"], "order": ["similar", "random"]}
+    for ablation in ("domains.balanced=true", "trainer.batch_size=64", "order=similar_swapped"):
+        assert make_plan(composed("experiment=m2d2", domains, ablation)).order == FINE
+    only = make_plan(composed("experiment=m2d2", domains, "domains.only='/.*__.*/'"))
+    assert only.order == ["Human_activites__Society"]
+
+
+def test_m2d2_mini_measures_a_part_of_the_matrix(composed, domains):
+    plan = make_plan(composed("experiment=m2d2_mini", domains))
+    assert plan.evaluation.policy == {"rows": "every:10", "columns": "near:8"}
+    assert (plan.names["model"], plan.budget.steps, plan.order) == ("tiny_gpt2", 20, FINE)
+    drawn = make_plan(composed("experiment=m2d2_mini", domains, "order=random", "seed=1"))
+    assert sorted(drawn.order) == FINE and not drawn.by_texts

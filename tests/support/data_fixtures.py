@@ -16,7 +16,11 @@ from cpt.data.packing import COLUMNS, Packed
 from cpt.models.tokenizers import train_tokenizer
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
-OF_TEXT = {"form": lambda name: "text", "class_limit": None}  # of a source that stands for a real one
+OF_TEXT = {  # of a source that stands for a real one
+    "form": lambda name: "text",
+    "class_limit": None,
+    "members": lambda name: [name],
+}
 SHARED = {"orders": None, "held_out": HELD_OUT, "score_on": "test"}
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu", "va", "we", "xi", "yo", "zu"]
 

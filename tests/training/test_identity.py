@@ -122,18 +122,18 @@ def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypa
 
 def test_new_and_vanished_domains_are_told_by_name(run, killed, texts, corpora, tmp_path):
     killed("order=0")
-    shutil.copytree(corpora / "space", texts / "space")
+    shutil.copytree(corpora / "space", texts / "art")  # the first by name: not one more at the end
     folder = tmp_path / "run"
     message = (
-        rf"^order=0 means other domains than when {folder} was begun \(new: space\); 'order=\[food,law\]' "
+        rf"^order=0 means other domains than when {folder} was begun \(new: art\); 'order=\[food,law\]' "
     )
     with pytest.raises(ValueError, match=rf"{message}'hydra.run.dir={folder}' goes on .* another name=…"):
         run("order=0")
     scores = run("order=[food,law]")
     assert scores["rows"] == ["base", "food", "law"]
-    with pytest.raises(ValueError, match=r"\(new: space\)"):
+    with pytest.raises(ValueError, match=r"\(new: art\)"):
         run("order=0")
-    shutil.rmtree(texts / "space")
+    shutil.rmtree(texts / "art")
     assert run("order=0") == scores
     shutil.rmtree(texts / "food")
     with pytest.raises(ValueError, match=r"\(gone: food\); bring them back, another name=… begins"):

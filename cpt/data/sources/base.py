@@ -1,17 +1,37 @@
 """Where the text of the domains comes from. A source lists its domains and reads one by documents."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from cpt.core.config import digest
 from cpt.core.options import Options, option, prefix_errors, read_options
-from cpt.core.rules import MAPPING, Rule, is_list, is_number, is_text, is_whole, one_of, or_null, whole
+from cpt.core.rules import (
+    MAPPING,
+    YES_NO,
+    Rule,
+    is_list,
+    is_number,
+    is_text,
+    is_whole,
+    one_of,
+    or_null,
+    show,
+    whole,
+)
+from cpt.data.sources.selection import COARSE, FINE, PATTERNS, choose_domains, group_names
 
+log = logging.getLogger(__name__)
 GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
 NONE, ISOLATED = "none", "isolated"  # how the samples of a batch may share rows
+EMBEDDINGS = ("tfidf", "static", "model", "sentence")
+PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
@@ -66,6 +86,29 @@ class Source(Options, ABC):
         one_of(NONE, ISOLATED),
         default=NONE,
     )
+    only: Any = option("which domains there are to be, by name; null: all", PATTERNS, default=None)
+    by: str | None = option(
+        "of M2D2's names: the fine domains alone, or coarse ones, joined of them; null: names as they are",
+        or_null(one_of(FINE, COARSE)),
+        default=None,
+    )
+    balanced: Any = option(
+        "cut every domain's training text to the tokens of the smallest, or to so many tokens",
+        Rule(
+            lambda value: YES_NO.allows(value) or is_whole(value, 1),
+            "true, false, or tokens: a whole number, 1 or more",
+        ),
+        default=False,
+    )
+    embedding: str = option("what orders by similarity are made of", one_of(*EMBEDDINGS), default="tfidf")
+    embedding_model: str | None = option(
+        "of embedding=sentence: the folder of a sentence-transformers model",
+        or_null(Rule(is_text, "a folder")),
+        default=None,
+    )
+    embedding_samples: int = option(
+        "documents of each text that are embedded, at most", whole(1), default=1000
+    )
 
     def check_together(self) -> None:
         with prefix_errors("held_out"):
@@ -73,6 +116,13 @@ class Source(Options, ABC):
         if self.isolated and self.form("") == TEXT:
             raise ValueError(
                 "packing=isolated is for domains of examples, and rows of raw text are full; allowed: none"
+            )
+        if self.by == COARSE and self.form("") == EXAMPLES:
+            raise ValueError("by=coarse joins text, and these domains are examples; allowed: null, fine")
+        if (self.embedding == "sentence") != (self.embedding_model is not None):
+            raise ValueError(
+                f"embedding={self.embedding} embedding_model={show(self.embedding_model)}; allowed: both "
+                "embedding=sentence and embedding_model=FOLDER, or neither"
             )
 
     @property
@@ -102,7 +152,59 @@ class Source(Options, ABC):
     @property
     @abstractmethod
     def names(self) -> list[str]:
+        """The names of the text that there is."""
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """The domains that can be learned, each with the names whose text it has. Raises ValueError where
+        `only` leaves none, and for a name that M2D2 lists and that is no domain."""
+        return choose_domains(group_names(self.names, self.by), self.only)
+
+    @property
+    def domains(self) -> list[str]:
         """The domains that can be learned."""
+        return list(self.groups)
+
+    @property
+    def named_orders(self) -> Any:
+        """The orders by name, of the domains that `only` leaves."""
+        if self.only is None or not self.orders:
+            return self.orders
+        if isinstance(self.orders, Mapping):
+            return {number: self.left_of(order) for number, order in self.orders.items()}
+        return [self.left_of(order) for order in self.orders]
+
+    def left_of(self, order: Sequence[str]) -> list[str]:
+        return [name for name in order if name in self.groups] or list(order)
+
+    def members(self, name: str) -> list[str]:
+        """The names whose text a domain has: several where it is joined of them."""
+        return [name] if name == GENERAL else self.groups[name]
+
+    def check_embedding(self) -> None:
+        """Raises ValueError for an embedding that cannot be had here."""
+        package = PACKAGES.get(self.embedding)
+        if package is not None and find_spec(package) is None:
+            raise ValueError(
+                f"domains.embedding={self.embedding} needs the package {package.replace('_', '-')}, which is "
+                "not installed; allowed: to install it, or domains.embedding=tfidf, model"
+            )
+        if self.embedding_model is not None and not Path(self.embedding_model).is_dir():
+            raise ValueError(f"domains.embedding_model={self.embedding_model}: there is no such folder")
+
+    def check_domains(self, order: Sequence[str]) -> None:
+        """Checks the text of these domains, as `check`, and tells what is left out."""
+        self.tell_left_out()
+        self.check([member for name in order for member in self.members(name)])
+
+    def tell_left_out(self) -> None:
+        grouped = group_names(self.names, self.by)
+        used = {member for members in grouped.values() for member in members}
+        if unused := [name for name in self.names if name not in used]:
+            listed = ", ".join(unused[:5]) + ", …" * (len(unused) > 5)
+            log.info("domains.by=%s leaves %d of %d out: %s", self.by, len(unused), len(self.names), listed)
+        if self.only is not None:
+            log.info("domains.only=%s: %d of %d domains", show(self.only), len(self.groups), len(grouped))
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
         """Raises ValueError for text of these domains, or general text, that cannot be read as it is meant,
@@ -119,4 +221,14 @@ class Source(Options, ABC):
 
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
-    return f"{name}-{digest([FORMAT, source.fingerprint(name), dict(source.held_out)])}"
+    members = source.members(name)
+    known_by = (
+        source.fingerprint(name) if members == [name] else [[m, source.fingerprint(m)] for m in members]
+    )
+    return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
+
+
+def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
+    """(split, document) of a domain or of `general`, from all names that it is joined of."""
+    for member in source.members(name):
+        yield from source.read(member)

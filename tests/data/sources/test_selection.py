@@ -1,0 +1,206 @@
+"""Which domains a source has: M2D2's names, patterns, coarse domains joined of fine ones."""
+
+import logging
+from collections import Counter
+
+import pytest
+from hydra.utils import instantiate
+
+from cpt.data.corpus import make_corpus
+from cpt.data.sources.base import GENERAL, read_members, stamp_of
+from cpt.data.sources.m2d2 import COARSE_OF_WIKIPEDIA, STRAYS, Place, group_fine, parse_name
+from cpt.data.sources.selection import PATTERNS, matches
+from tests.conftest import VOCABULARIES, sentences
+
+# The published list by its parts, as `split` of the data set has it.
+FINE_OF_WIKIPEDIA = {
+    "Culture_and_the_arts": "Culture_and_Humanities Games_and_Toys Mass_media Performing_arts "
+    "Sports_and_Recreation The_arts_and_Entertainment Visual_arts",
+    "General_referece": "Further_research_tools_and_topics Reference_works",
+    "Health_and_fitness": "Exercise Health_science Human_medicine Nutrition Public_health Self_care",
+    "History_and_events": "By_continent By_period By_region",
+    "Human_activites": "Human_activities Impact_of_human_activity",
+    "Mathematics_and_logic": "Fields_of_mathematics Logic Mathematics",
+    "Natural_and_physical_sciences": "Biology Earth_sciences Nature Physical_sciences",
+    "Philosophy_and_thinking": "Philosophy Thinking",
+    "Religion_and_belief_systems": "Allah Belief_systems Major_beliefs_of_the_world",
+    "Society_and_social_sciences": "Social_sciences Society",
+    "Technology_and_applied_sciences": "Agriculture Computing Engineering Transport",
+}
+CLASSES = {  # of S2ORC
+    "astro-ph": "CO EP GA HE IM SR",
+    "cond-mat": "dis-nn mes-hall mtrl-sci other quant-gas soft stat-mech str-el supr-con",
+    "cs": "AI AR CC CE CG CL CR CV CY DB DC DL DM DS ET FL GL GR GT HC IR IT LG LO MA MM MS NA NE NI OH OS "
+    "PF PL RO SC SD SE SI SY",
+    "econ": "EM GN TH",
+    "eess": "AS IV SP SY",
+    "math": "AC AG AP AT CA CO CT CV DG DS FA GM GN GR GT HO IT KT LO MG MP NA NT OA OC PR QA RA RT SG SP ST",
+    "nlin": "AO CD CG PS SI",
+    "physics": "acc-ph ao-ph app-ph atm-clus atom-ph bio-ph chem-ph class-ph comp-ph data-an ed-ph flu-dyn "
+    "gen-ph geo-ph hist-ph ins-det med-ph optics plasm-ph pop-ph soc-ph space-ph",
+    "q-bio": "BM CB GN MN NC OT PE QM SC TO",
+    "q-fin": "CP EC GN MF PM PR RM ST TR",
+    "stat": "AP CO ME ML OT TH",
+}
+ARCHIVES = [
+    *("Art", "Philosophy", "alg-geom", "ao-sci", "astro-ph", "atom-ph", "bayes-an", "chao-dyn", "chem-ph"),
+    *(
+        "cmp-lg",
+        "comp-gas",
+        "cond-mat",
+        "dg-ga",
+        "funct-an",
+        "gr-qc",
+        "hep-ex",
+        "hep-lat",
+        "hep-ph",
+        "hep-th",
+    ),
+    *(
+        "hep-th",
+        "math-ph",
+        "mtrl-th",
+        "nucl-ex",
+        "nucl-th",
+        "patt-sol",
+        "plasm-ph",
+        "q-alg",
+        "q-bio",
+        "quant-ph",
+    ),
+    *("solv-int", "supr-con"),
+]
+COARSE = [*FINE_OF_WIKIPEDIA, *(f"{archive}_l1" for archive in CLASSES)]
+WIKIPEDIA = [f"{coarse}__{fine}" for coarse, some in FINE_OF_WIKIPEDIA.items() for fine in some.split()]
+S2ORC = [f"{archive}.{each}" for archive, some in CLASSES.items() for each in some.split()] + ARCHIVES
+ALL = [*COARSE, *WIKIPEDIA, *S2ORC]
+
+
+def test_236_names_are_22_coarse_domains_and_214_fine_ones_of_two_parts():
+    places = {name: parse_name(name) for name in ALL}
+    assert len(places) == 236 and set(FINE_OF_WIKIPEDIA) == set(COARSE_OF_WIKIPEDIA)
+    assert Counter((place.part, place.fine is None) for place in places.values()) == {
+        ("wikipedia", True): 11,
+        ("wikipedia", False): 38,
+        ("s2orc", True): 11,
+        ("s2orc", False): 176,
+    }
+    assert len(set(places.values())) == 236
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("General_referece__Reference_works", Place("wikipedia", "General_referece", "Reference_works")),
+        ("Human_activites", Place("wikipedia", "Human_activites", None)),
+        ("Philosophy", Place("s2orc", "Philosophy", "Philosophy")),
+        ("cond-mat.mes-hall", Place("s2orc", "cond-mat", "mes-hall")),
+        ("cond-mat", Place("s2orc", "cond-mat", "cond-mat")),
+        ("cond-mat_l1", Place("s2orc", "cond-mat", None)),
+        ("hep-th", Place("s2orc", "hep-th", "hep-th")),
+    ],
+)
+def test_a_name_has_a_part_a_coarse_and_a_fine_domain(name, place):
+    assert parse_name(name) == place
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_a_stray_of_the_list_is_refused_by_name(stray, root):
+    with pytest.raises(
+        ValueError, match=f"{stray} stands in M2D2's list and is no domain; .*ignore=.{stray}"
+    ):
+        parse_name(stray)
+    (root / stray).mkdir()
+    with pytest.raises(ValueError, match=f"{stray} stands"):
+        _ = source(root, by="fine").domains
+    assert stray not in source(root, by="fine", ignore=[stray]).domains
+    assert stray in source(root).domains  # a folder like any other
+
+
+def test_fine_domains_are_joined_and_a_coarse_one_without_any_stands_for_itself():
+    groups = group_fine(ALL)
+    assert sum(map(len, groups.values())) == 214 and not set(groups) & {"cs_l1"}
+    assert groups["q-bio"][0] == "q-bio.BM" and "q-bio" in groups["q-bio"]
+    assert group_fine(["econ_l1", "cs.AI", "cs_l1"]) == {"econ": ["econ_l1"], "cs": ["cs.AI"]}
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Domains with M2D2's names, a file each."""
+    for seed, name in enumerate(["cs.AI", "cs.CL", "cs_l1", "math.AG", "math.AC", "hep-th", GENERAL]):
+        (tmp_path / name).mkdir()
+        lines = sentences(list(VOCABULARIES.values())[seed % 4], count=40, seed=seed)
+        (tmp_path / name / "all.txt").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def source(root, **given):
+    options = {"folder": ".", "column": "text", "document": "line", "general": "general", "orders": None}
+    options |= {"held_out": {"valid": 0.1, "test": 0.1, "seed": 0}, "score_on": "test", "root": str(root)}
+    return instantiate({"_target_": "cpt.data.sources.texts.Texts", **options, **given}, _convert_="all")
+
+
+FINE = ["cs.AI", "cs.CL", "hep-th", "math.AC", "math.AG"]
+
+
+def test_fine_leaves_the_coarse_ones_out_and_says_so(root, caplog):
+    made = source(root, by="fine")
+    assert made.domains == FINE and source(root).domains == sorted([*FINE, "cs_l1"])
+    with caplog.at_level(logging.INFO):
+        made.check_domains(made.domains)
+    assert "domains.by=fine leaves 1 of 6 out: cs_l1" in caplog.text
+
+
+def test_a_coarse_domain_has_the_text_of_its_fine_ones(root, tmp_path):
+    made = source(root, by="coarse")
+    assert made.domains == ["cs", "hep-th", "math"] and made.members("cs") == ["cs.AI", "cs.CL"]
+    made.check_domains(made.domains)
+    joined = [text for _, text in read_members(made, "cs")]
+    assert joined == [text for name in made.members("cs") for _, text in made.read(name)]
+    corpus = make_corpus(made, "cs", cache=tmp_path / "cache")
+    assert sum(corpus.facts["documents"].values()) == 80
+    assert list(read_members(made, GENERAL)) == list(made.read(GENERAL))
+    before = stamp_of(made, "cs")
+    (root / "cs.CL" / "more.txt").write_text("one more line\n")
+    assert stamp_of(made, "cs") != before and before.startswith("cs-")
+
+
+def test_a_domain_that_nothing_is_joined_to_is_known_as_it_was(root):
+    assert stamp_of(source(root, by="coarse"), "hep-th") == stamp_of(source(root), "hep-th")
+
+
+@pytest.mark.parametrize(
+    ("only", "left"),
+    [
+        ("cs.*", ["cs.AI", "cs.CL"]),
+        (["math.AC", "hep-th"], ["hep-th", "math.AC"]),
+        ("/(cs|math)\\.A./", ["cs.AI", "math.AC", "math.AG"]),
+        ("*.A[!C]", ["cs.AI", "math.AG"]),
+        (["c?_l1", "/hep.*/"], ["cs_l1", "hep-th"]),
+    ],
+)
+def test_only_some_domains(only, left, root, caplog):
+    made = source(root, only=only)
+    assert made.domains == left
+    with caplog.at_level(logging.INFO):
+        made.check_domains(left)
+    assert f": {len(left)} of 6 domains" in caplog.text
+
+
+def test_patterns_are_for_whole_names_and_for_joined_ones(root):
+    assert not matches("cs.AI", "cs") and not matches("cs.AI", "/cs/") and matches("/a/", ["/a/", "?a?"])
+    assert source(root, by="coarse", only="m*").domains == ["math"]
+    with pytest.raises(ValueError, match="domains.only=cs.AI leaves no domain; there are: cs, hep-th, math"):
+        _ = source(root, by="coarse", only="cs.AI").domains
+
+
+def test_named_orders_are_of_the_domains_that_are_left(root):
+    orders = [["math.AG", "cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
+    assert source(root, orders=orders, only="cs.*").named_orders == [["cs.AI", "cs.CL"], ["cs.CL", "cs.AI"]]
+    by_number = source(root, orders={4: orders[0]}, only="cs.*").named_orders
+    assert by_number == {4: ["cs.AI", "cs.CL"]} and source(root, orders=orders).named_orders == tuple(orders)
+
+
+@pytest.mark.parametrize("value", ["", "/(/", [], ["a", 5], 5, True, {"a": 1}])
+def test_what_is_no_pattern(value):
+    assert not PATTERNS.allows(value)
