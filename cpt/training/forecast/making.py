@@ -99,9 +99,7 @@ def step_of_base(plan: Plan, corpora: Any, start: Any) -> float:
         return 0.0
     new = describe_base(plan.model, corpora)
     options = {"accelerator": plan.trainer.accelerator, "devices": 1}
-    return time_pretraining(
-        make_learner(plan.model, new), general_only(plan.model, new, corpora), options
-    )
+    return time_pretraining(make_learner(plan.model, new), general_only(plan.model, new, corpora), options)
 
 
 def describe(

@@ -12,7 +12,7 @@ from cpt.training.forecast.work import Row, Work
 from cpt.training.plan import Plan
 
 PARTS = ("weights", "companions", "state", "others", "gradients", "optimizer")
-OF_AN_ARRAY = 290  # bytes of a .npz file beside an array's own numbers
+OF_AN_ARRAY = 248  # bytes of a .npz file beside an array's own numbers
 TOGETHER = "buckets"  # copies of the gradients that DistributedDataParallel sends
 
 

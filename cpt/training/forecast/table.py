@@ -41,7 +41,9 @@ def format_forecast(data: Mapping[str, Any]) -> str:
 
 
 def texts(data: Mapping[str, Any]) -> Iterator[str]:
-    rows = [[each["text"], count(each["train_tokens"]), count(each["held_out_tokens"])] for each in data["texts"]]
+    rows = [
+        [each["text"], count(each["train_tokens"]), count(each["held_out_tokens"])] for each in data["texts"]
+    ]
     sums = [sum(each[name] or 0 for each in data["texts"]) for name in ("train_tokens", "held_out_tokens")]
     whole = ["all", *map(count, sums)]
     yield from aligned([["text", "tokens to learn from", "held out"], *few(rows), whole])
@@ -66,7 +68,9 @@ def stages(data: Mapping[str, Any]) -> Iterator[str]:
 def memory(data: Mapping[str, Any]) -> Iterator[str]:
     first, last = data["memory"]["first"], data["memory"]["last"]
     rows = [
-        [MEMORY[name], megabytes(first[name]), megabytes(last[name])] for name in last if last[name] or first[name]
+        [MEMORY[name], megabytes(first[name]), megabytes(last[name])]
+        for name in last
+        if last[name] or first[name]
     ]
     yield from aligned([["memory of a process", "first stage", "last stage"], *rows])
     grown = data["grows_by_domain"]
@@ -103,7 +107,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     rows = [[shorten(row[0], width=WIDEST + 12), *row[1:]] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
         yield "  ".join(cells).rstrip()
         if number == 0:
             yield "─" * (sum(widths) + 2 * (len(widths) - 1))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
