@@ -43,9 +43,7 @@ class Checked(Callback):
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             said = read_sections(config)
             if said.run is not None and said.run.plan:
-                raise ValueError(
-                    f"plan={show(said.run.plan)} is of one run; allowed: without --multirun, for one of its jobs"
-                )
+                raise ValueError(f"plan={show(said.run.plan)} is of one run; allowed: without --multirun")
 
 
 def leave_no_trace(config: DictConfig) -> None:

@@ -27,8 +27,8 @@ def check_alone(plan: Plan) -> None:
     """Raises ValueError where several processes are to foretell one run."""
     if plan.run.plan and is_one_of_several():
         raise ValueError(
-            f"plan={show(plan.run.plan)} is made by one process, which knows of the others by trainer.devices "
-            "and trainer.num_nodes; allowed: without torchrun or srun"
+            f"plan={show(plan.run.plan)} is made by one process, for all of trainer.devices and "
+            "trainer.num_nodes; allowed: without torchrun or srun"
         )
 
 

@@ -33,7 +33,7 @@ class Outlook:
     work: Work
     tried: Sequence[Tried]
     world: int
-    program: int  # bytes that the process holds beside tensors; 0 on an accelerator
+    program: int  # bytes that the process held before there was a model; 0 on an accelerator
 
     @property
     def stages(self) -> int:
@@ -45,7 +45,8 @@ class Outlook:
 
     def memory(self, number: int) -> dict[str, int]:
         """Bytes of a process by part while a stage is learned and scored, and their `peak`; the `rest` is
-        activations, and what a step or an estimate needs for a while."""
+        activations, and what a step or an estimate needs for a while; on a processor, what the process
+        held beyond all these is the `allocator`'s."""
         base, *tried = self.tried
         if not tried:  # nothing is learned
             whole = {"weights and scoring": base.scoring_peak, "program": self.program}
@@ -57,6 +58,8 @@ class Outlook:
         parts["rest"] = max(0, *rests, resting + max(scoring) - sum(parts.values()))
         parts[TOGETHER] = parts["gradients"] * (self.world > 1)
         parts["program"] = self.program
+        if self.program:
+            parts["allocator"] = max(0, *(each.held - each.peak - self.program for each in tried))
         return parts | {"peak": sum(parts.values())}
 
     def disk(self) -> dict[str, int]:

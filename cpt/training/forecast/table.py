@@ -20,6 +20,7 @@ MEMORY = {
     "weights and scoring": "weights, and scoring",
     "rest": "activations and temporary copies",
     "program": "Python and its libraries",
+    "allocator": "freed, and not given back",
     "peak": "peak of a process",
 }
 
@@ -73,10 +74,10 @@ def memory(data: Mapping[str, Any]) -> Iterator[str]:
         if last[name] or first[name]
     ]
     yield from aligned([["memory of a process", "first stage", "last stage"], *rows])
-    grown = data["grows_by_domain"]
+    grown = {kind: megabytes(size) if size else "nothing" for kind, size in data["grows_by_domain"].items()}
     yield (
         f"{count(data['trained_parameters'])} parameters are trained; each further domain adds "
-        f"{megabytes(grown['memory'])} of memory, {megabytes(grown['stored'])} to the stage's file"
+        f"{grown['memory']} in memory, {grown['stored']} to the stage's file"
     )
 
 

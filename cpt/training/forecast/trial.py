@@ -24,10 +24,10 @@ from cpt.data.budget import Budget
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard
-from cpt.training.costs import count_operations, own_names, stored_bytes
+from cpt.training.costs import count_operations, forget_peak, own_names, peak, stored_bytes
 from cpt.training.forecast.live import Live, bytes_of
 from cpt.training.plan import Plan
-from cpt.training.trainer import make_trainer
+from cpt.training.trainer import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)
 WATCHED, TIMED = 2, 3  # steps of a stage: of the first its optimizer's state is new
@@ -52,7 +52,8 @@ class Tried:
     step: Phase = field(default_factory=Phase)
     after: Phase = field(default_factory=Phase)
     parts: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
+    peak: int = 0  # of tensors
+    held: int = 0  # of the process, on a processor
     trained: int = 0
     stored: int = 0  # beside the model's own weights, as scores.json has it
     state: int = 0  # bytes of the stage's file
@@ -81,6 +82,9 @@ class Watch(Callback):
         phase.seconds = time.perf_counter() - self.clock
         self.modes.close()
         phase.flops = self.counter.get_total_flops()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        forget_peak(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.live.hold([*pl_module.parameters(), *pl_module.buffers()])
@@ -111,6 +115,7 @@ class Watch(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.end(self.tried.after)
         self.tried.peak = self.live.peak
+        self.tried.held = peak(trainer.strategy.root_device)
 
     def on_exception(self, *args: Any) -> None:
         self.modes.close()
@@ -256,6 +261,7 @@ def try_stage(
     trainer.fit(module, datamodule=data)
     if trainer.max_steps != data.steps(stage):  # as a stage does that is learned to its end
         module.keep_trunk()
+    drop_optimizer(trainer)
 
 
 class Saving(Callback):

@@ -1,4 +1,4 @@
-"""What a plan asks for, counted: texts, steps, cells of the matrix; and what of it a run folder has already."""
+"""What a plan asks for, counted: texts, steps, cells of the matrix; and what of it a folder has already."""
 
 from __future__ import annotations
 
