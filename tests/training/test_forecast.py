@@ -51,6 +51,7 @@ def foretold(start, capsys) -> Callable[[DictConfig, Path], dict]:
 
     def tell(cfg: DictConfig, folder: Path) -> dict:
         capsys.readouterr()
+        folder.mkdir(exist_ok=True)  # as Hydra does
         cfg.plan = "json"
         start(cfg, folder)
         return json.loads(capsys.readouterr().out)
@@ -79,6 +80,28 @@ def test_what_a_method_stores_is_foretold_for_every_stage(start, long, foretold,
     )  # names within a file
     documents = sum(path.stat().st_size for path in (tmp_path / "done" / "documents").iterdir())
     assert said["disk"]["losses by document"] == pytest.approx(documents, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
+        ["method=joint", "optim.carry=moments"],
+        ["method=ewc", "mask=migu", "replay=past", "replay.memory=8"],
+        ["method=olora", "method.stored=pairs", "trainer.accumulate_grad_batches=2"],
+        ["method=lora", "method.per_domain=true", "trainer.precision=bf16-mixed"],
+        ["method=hat", "method.form=adapter", "freeze.layers=1"],
+        ["method=derpp", "optim=sgd"],
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_what_is_laid_over_a_method_is_in_it(start, long, foretold, tmp_path, given):
+    said = foretold(long(*given), tmp_path / "said")
+    start(long(*given), tmp_path / "done")
+    done = Scores.load(tmp_path / "done" / "scores.json")
+    assert [each["stored"] for each in said["stages"][1:]] == done.stored[1:]
+    assert said["trained_parameters"] == max(done.trained)
+    assert said["step_seconds"] > 0 and said["disk"]["checkpoint, while learning"] > 0
 
 
 THREE = "order=[law,food,space]"
