@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.data.datamodule import DomainSequence
-from cpt.training.forecast.trial import STAGES, TIMED, Phase, Tried
+from cpt.training.forecast.trial import STAGES, TIMED
+from cpt.training.forecast.watching import Phase, Tried
 from cpt.training.forecast.work import Row, Work
 from cpt.training.plan import Plan
 

@@ -8,6 +8,7 @@ from typing import Any
 from cpt.reporting.formatting import megabytes, shorten
 
 ENDS = 3  # texts and stages that are listed at both ends of many
+LEAST = {"others": 100_000}  # bytes below which they are some scalars
 WIDEST = 28  # characters of a name
 MEMORY = {
     "weights": "weights",
@@ -71,7 +72,7 @@ def memory(data: Mapping[str, Any]) -> Iterator[str]:
     rows = [
         [MEMORY[name], megabytes(first[name]), megabytes(last[name])]
         for name in last
-        if last[name] or first[name]
+        if max(first[name], last[name]) >= LEAST.get(name, 1)
     ]
     yield from aligned([["memory of a process", "first stage", "last stage"], *rows])
     grown = {kind: megabytes(size) if size else "nothing" for kind, size in data["grows_by_domain"].items()}
