@@ -20,6 +20,7 @@ from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.training.arrangement import arrange, recall
+from cpt.training.forecast.making import check_alone, foretell
 from cpt.training.growth import adopt
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
@@ -32,14 +33,20 @@ log = logging.getLogger(__name__)
 def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     """Learns the sequence of a config in a run folder, or goes on with it; gives the objective, for sweepers.
 
+    With `plan`, says what that would cost and leaves the folder as it is.
+
     Raises ValueError for a config that cannot be run, or that is not the folder's."""
     place = RunFolder(folder)
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
-        return learn_or_tell(make_plan(cfg), place)
+        plan = make_plan(cfg)
+        check_alone(plan)
+        return learn_or_tell(plan, place)
     with place.unless_refused():
         plan = make_plan(cfg)
         plan.source.check_domains(plan.order)
+        if plan.run.plan:
+            return foretell(arrange(plan), place)
         adopt(place, plan)
         place.claim(plan.settings)
         with place.locked():

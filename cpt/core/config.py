@@ -13,6 +13,7 @@ EXECUTION = (
     "name",
     "tags",
     "variant",
+    "plan",
     "logger",
     "cache_dir",
     "check",

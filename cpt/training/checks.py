@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.core.errors import readable, unknown_name
 from cpt.core.options import Choice
@@ -36,8 +36,22 @@ class Checked(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             read_sections(config)
+        if config.get("plan"):
+            leave_no_trace(config)
 
-    on_multirun_start = on_run_start
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            said = read_sections(config)
+            if said.run is not None and said.run.plan:
+                raise ValueError(f"plan={show(said.run.plan)} is of one run; allowed: without --multirun")
+
+
+def leave_no_trace(config: DictConfig) -> None:
+    """Lets Hydra write neither its files nor a log into the run's folder."""
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.output_subdir = None
+        config.hydra.job_logging.root.handlers = ["console"]
+        config.hydra.job_logging.handlers.pop("file", None)
 
 
 @dataclass(frozen=True)

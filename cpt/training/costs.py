@@ -66,6 +66,14 @@ class Nowhere:
         """Nothing was watched."""
 
 
+def count_operations() -> FlopCounterMode:
+    """Counts, while it is on, floating-point operations: those of matrix products, convolutions and
+    attention, forward and backward."""
+    counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
+    counter.mod_tracker = Nowhere()
+    return counter
+
+
 class Compute(Callback):
     """Measures a stage: tokens that its steps read, floating-point operations, peak memory.
 
@@ -88,8 +96,7 @@ class Compute(Callback):
         return {"seen": int(tokens), "flops": int(flops), "memory": self.memory}
 
     def begin(self) -> None:
-        self.counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
-        self.counter.mod_tracker = Nowhere()
+        self.counter = count_operations()
         self.counter.__enter__()
 
     def end(self, phase: str) -> None:
@@ -157,3 +164,10 @@ def peak(device: torch.device) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def resident() -> int:
+    """The bytes that this process holds now; 0 where the system does not tell."""
+    path = Path("/proc/self/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)

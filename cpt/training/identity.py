@@ -65,8 +65,9 @@ class Identity:
         replace(place.identity, json.dumps(asdict(self), indent=1))
 
 
-def check_identity(plan: Plan, place: RunFolder) -> None:
-    """Compares what a run folder was begun with with what there is now, before anything else is done.
+def check_identity(plan: Plan, place: RunFolder, *, remember: bool = True) -> None:
+    """Compares what a run folder was begun with with what there is now, before anything else is done; what
+    only looks changed is remembered as it is now.
 
     Raises ValueError for texts, domains or a base that are others now; the message names them."""
     then = Identity.load(place)
@@ -78,7 +79,7 @@ def check_identity(plan: Plan, place: RunFolder) -> None:
         raise ValueError(changed_message(place, wrong))
     if not place.identity.exists():
         log.info("%s was made by an older cpt: its texts are what they were", place.path)
-    if then != before and is_first_process():
+    if remember and then != before and is_first_process():
         then.save(place)
 
 

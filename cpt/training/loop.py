@@ -32,7 +32,7 @@ from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
 from cpt.training.scoring import Cells, Scorer
-from cpt.training.trainer import make_trainer
+from cpt.training.trainer import drop_optimizer, make_trainer
 from cpt.training.verdict import confirm
 
 log = logging.getLogger(__name__)
@@ -142,6 +142,7 @@ class Learner:
         callbacks = [compute, rates, guard, *self.callbacks.entering(number), saving]
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
+        drop_optimizer(fitting)
         state = self.module.state_dict()  # by every process: a method may bring its shards together
         check_finite(state, domain.name)
         if is_first_process():
@@ -167,6 +168,7 @@ class Learner:
                     fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
                 return fitting
             except RollbackError:
+                drop_optimizer(fitting)
                 self.module.train()
 
     def commit(self, row: str, **costs: Any) -> None:

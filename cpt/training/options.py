@@ -58,6 +58,9 @@ def is_devices(value: Any) -> bool:
     )
 
 
+PLAN = Rule(lambda value: isinstance(value, bool) or value == "json", "true, false, json")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
     """What stands at the top of conf/config.yaml."""
@@ -89,6 +92,7 @@ class RunOptions(Options):
         "a loss or gradient that is no number: stop, skip the step, or back to the last checkpoint",
         one_of("stop", "skip", "rollback"),
     )
+    plan: Any = option("say what the run will cost, and stop: as a table, or as JSON", PLAN)
     keep_stages: bool = option("keep the weights after every domain, not of the last one only", YES_NO)
     cache_dir: str = option("tokenised text and base models, shared by all runs", Rule(is_text, "a folder"))
 

@@ -3,7 +3,7 @@ runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,46 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
     new = describe_base(options, corpora)
     if options.checkpoint is not None:
         return new
-    decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
-    decides |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
-    settings = decides | {"base": asdict(options.base)}
-    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
     folder = make_once(
-        corpora.cache / "base" / f"{options.name}-{digest(made_of)}",
+        base_folder(options, new, corpora),
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
     untrained = loading.AutoConfig.for_model(**options.config)
     return assemble_base(options, str(folder), new.tokenizer, untrained, **answering(corpora))
+
+
+@dataclass(frozen=True)
+class Untrained(Base):
+    """A base that is not pre-trained yet: of its sizes, with weights that are drawn."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self) -> PreTrainedModel:
+        """The model at the beginning of its pre-training."""
+        made = loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
+        loading.check_length(self.length, made, self.objective)
+        if self.objective.sharing is not None:
+            try_isolation(made)
+        return made
+
+
+def find_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
+    """The base of a model config if it is there, else an Untrained one: nothing is pre-trained."""
+    new = describe_base(options, corpora)
+    if options.checkpoint is not None or base_folder(options, new, corpora).exists():
+        return make_base(options, corpora, accelerator=accelerator)
+    untrained = loading.AutoConfig.for_model(**options.config)
+    made = assemble_base(options, "", new.tokenizer, untrained, **answering(corpora))
+    return Untrained(**vars(made), config=options.config)
+
+
+def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:
+    """Where the cache has the base of a model config, or will have it."""
+    decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
+    decides |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
+    settings = decides | {"base": asdict(options.base)}
+    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
+    return corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
@@ -155,13 +185,11 @@ def batches(general: Corpus) -> Iterator[list[str]]:
     return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
 
 
-def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
-    """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
+def make_learner(options: ModelOptions, new: Base) -> NCL:
+    """What pre-trains a new model, with the model in it."""
     how = options.base
-    log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
     model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
-    data = general_only(options, new, corpora)
     shared = Shared(
         model=model.train(),
         objective=new.objective,
@@ -173,7 +201,14 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         schedule=Linear(warmup=how.warmup),
         seed=how.seed,
     )
-    module = NCL(Options(), shared)
+    return NCL(Options(), shared)
+
+
+def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
+    """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
+    how = options.base
+    log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
+    module, data = make_learner(options, new), general_only(options, new, corpora)
     checkpoint = folder / "base.ckpt"
     if checkpoint.exists():
         check_archive(checkpoint, instead="delete it to pre-train the base from its beginning")
@@ -190,7 +225,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     with defer_signals():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     module.cpu()
-    model.save_pretrained(folder)
+    module.model.save_pretrained(folder)
     new.tokenizer.save_pretrained(folder)
     checkpoint.unlink(missing_ok=True)
 

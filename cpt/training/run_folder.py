@@ -45,7 +45,11 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
             return
-        if changed := self.changes(settings):
+        self.check(settings)
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raises ValueError for a folder that remembers another config."""
+        if self.config.exists() and (changed := self.changes(settings)):
             raise ValueError(
                 f"{self.path} was made with another config ({'; '.join(changed)}); "
                 "take these values back, choose another name=…, or delete the folder"
@@ -133,10 +137,15 @@ class RunFolder:
         try:
             yield
         except Exception:
-            holds = {each.name for each in self.path.iterdir()} if self.path.is_dir() else {""}
-            if is_new and holds <= {*BEFORE_THE_RUN}:
-                shutil.rmtree(self.path)
+            if is_new:
+                self.leave()
             raise
+
+    def leave(self) -> None:
+        """Removes the folder if nothing of a run is in it."""
+        holds = {each.name for each in self.path.iterdir()} if self.path.is_dir() else {""}
+        if holds <= {*BEFORE_THE_RUN}:
+            shutil.rmtree(self.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

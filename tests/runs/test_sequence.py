@@ -1,12 +1,15 @@
 """A run from its config to its folder."""
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
 import transformers  # noqa: F401  (for an expression that is evaluated)
 from filelock import FileLock
+from lightning.pytorch.callbacks import Callback
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from cpt.core.files import check_archive
@@ -111,6 +114,26 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(done, small, sta
     assert scores_of(tmp_path / "same")["nll"] == scores_of(done)["nll"]
     assert scores_of(tmp_path / "other")["nll"][0] == scores_of(done)["nll"][0]
     assert scores_of(tmp_path / "other")["nll"][1] != scores_of(done)["nll"][1]
+
+
+def test_a_stages_optimizer_is_gone_before_the_next_one(small, start, killing, tmp_path):
+    """Its state is twice the weights; Python looks for what refers to itself much later, if ever."""
+    states, alive = [], []
+
+    class Spy(Callback):
+        def on_train_start(self, trainer, module):
+            alive.append(sum(state() is not None for state in states))
+
+        def on_train_end(self, trainer, module):
+            states.extend(weakref.ref(each["exp_avg"]) for each in trainer.optimizers[0].state.values())
+
+    killing(Spy())
+    gc.disable()
+    try:
+        start(small("order=[law,food,space]"), tmp_path)
+    finally:
+        gc.enable()
+    assert alive == [0, 0, 0] and len(states) > 3
 
 
 def test_stages_are_kept_on_request(small, start, tmp_path):

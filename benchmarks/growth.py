@@ -1,0 +1,123 @@
+"""Bytes that a method takes more with each domain, and at the end of many: computed by `plan=json` from three
+stages, and measured where `--learned` domains are really learned.
+
+The domains are made up, a few short documents each: what a method keeps does not depend on the text."""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from measuring import save
+from memory import CHOICES, make_model, methods, start
+
+WORDS = [
+    "the",
+    "house",
+    "stands",
+    "near",
+    "a",
+    "river",
+    "and",
+    "people",
+    "walk",
+    "along",
+    "its",
+    "quiet",
+    "old",
+    "streets",
+    "every",
+    "morning",
+]
+ALWAYS = [
+    *("domains=texts", "logger=none", "trainer.accelerator=cpu", "trainer.steps=1", "trainer.batch_size=2"),
+    *("trainer.eval_batch_size=2", "trainer.probe_samples=2", "trainer.checkpoint_every=1000"),
+    *("model.length=32", "eval.rows=last", "eval.columns=seen", "eval.tokens=32"),
+]
+TINY = ["model=tiny_gpt2", "model.base.steps=1", "model.base.batch_size=2", "model.vocabulary=300"]
+ROW = "{:8}{:14}{:>16}{:>16}{:>18}{:>18}"
+
+
+def write_texts(root: Path, domains: int) -> list[str]:
+    """Domains of some documents each, and the general text; gives the names of the domains."""
+    names = [f"d{number:03d}" for number in range(domains)]
+    for seed, name in enumerate(["general", *names]):
+        draw = random.Random(seed)
+        lines = [f"{' '.join(draw.choices(WORDS, k=12))} {name} {number}." for number in range(30)]
+        (root / name).mkdir(parents=True)
+        (root / name / "all.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return names
+
+
+def model_of(size: str, cache: Path) -> list[str]:
+    return (
+        TINY if size == "tiny" else [f"model={CHOICES[size]}", f"model.checkpoint={make_model(size, cache)}"]
+    )
+
+
+def count(
+    method: str, size: str, *, root: Path, domains: list[str], chosen: argparse.Namespace
+) -> dict[str, Any]:
+    """What a method is said to take, and what it took where domains were learned."""
+    given = [*ALWAYS, *model_of(size, Path(chosen.cache)), f"domains.root={root}", f"method={method}"]
+    given += [f"cache_dir={chosen.cache}", f"order=[{','.join(domains)}]", *chosen.config]
+    with tempfile.TemporaryDirectory() as folder:
+        said = json.loads(start(given, Path(folder) / "run", "plan=json", threads=chosen.threads))
+        found = {
+            "by_domain": said["grows_by_domain"],
+            "at_the_end": said["stages"][-1].get("stored"),
+            "trained_parameters": said["trained_parameters"],
+        }
+        if not chosen.learned:
+            return found
+        few = [*given, f"order=[{','.join(domains[: chosen.learned])}]"]
+        start(few, Path(folder) / "done", threads=chosen.threads)
+        scores = json.loads((Path(folder) / "done" / "scores.json").read_text(encoding="utf-8"))
+        return found | {
+            "said": [each["stored"] for each in said["stages"][1 : len(scores["stored"])]],
+            "measured": scores["stored"][1:],
+        }
+
+
+def lines(figures: dict[str, dict[str, Any]], domains: int) -> Iterator[str]:
+    heads = ("in memory, B", "in its state, B", f"after {domains}, B", "said = measured")
+    yield ROW.format("size", "method", *heads)
+    for size, found in figures.items():
+        for method, each in found.items():
+            grown = [f"{each['by_domain'][kind]:,}" for kind in ("memory", "stored")]
+            same = str(each["said"] == each["measured"]) if "measured" in each else "–"
+            yield ROW.format(size, method, *grown, f"{each['at_the_end']:,}", same)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
+    parser.add_argument("--methods", nargs="+", choices=methods(), default=methods())
+    parser.add_argument("--sizes", nargs="+", choices=["tiny", *CHOICES], default=["tiny"])
+    parser.add_argument("--domains", type=int, default=236)
+    parser.add_argument("--learned", type=int, default=0, help="domains that are really learned, to compare")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")
+    parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
+    parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
+    chosen = parser.parse_args()
+    figures: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        names = write_texts(root, chosen.domains)
+        for size in chosen.sizes:
+            for method in chosen.methods:
+                found = count(method, size, root=root, domains=names, chosen=chosen)
+                figures.setdefault(size, {})[method] = found
+                print(f"{size} {method}: {found['by_domain']['stored']:,} bytes by domain", flush=True)
+    print("\n".join(lines(figures, chosen.domains)))
+    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
+    save("growth", {"options": settings, "subjects": figures}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Peak memory of every method at the sizes of RoBERTa-base and GPT-2 small, beside what `plan=json` says.
+
+Weights are random, nothing is fetched: the model is built from its configuration, on the embedded text. For
+each method one process says what a run would cost and another is the run: a few real steps in each of so many
+domains. What is compared is the largest `memory` of its stages, the most that the process held."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from measuring import ROOT, save
+
+SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with their rows of the embedding
+    "roberta": {
+        "model_type": "roberta",
+        **{"vocab_size": 50265, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
+        **{"num_attention_heads": 12, "max_position_embeddings": 514, "type_vocab_size": 1},
+    },
+    "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+}
+OBJECTIVES = {"roberta": "masked", "gpt2": "causal"}
+CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2"}
+ENTRIES = 8192  # of the tokenizer, which the rows are more than
+ALWAYS = [
+    "order=[sympy,networkx]",
+    "model.length=128",
+    "logger=none",
+    "trainer.accelerator=cpu",
+    "trainer.batch_size=8",
+    "trainer.eval_batch_size=8",
+    "trainer.probe_samples=8",
+    "trainer.checkpoint_every=1000",
+    "eval.rows=last",
+    "eval.columns=seen",
+    "eval.tokens=1024",
+]
+NOT = ("none",)  # nothing is learned
+ROW = "{:10}{:14}{:>12}{:>12}{:>9}  {}"
+
+
+def methods() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml") if path.stem not in NOT)
+
+
+def make_model(size: str, cache: Path) -> Path:
+    """The folder of a model with random weights, and of a tokenizer learned from this program's own text."""
+    import torch
+
+    from cpt.core.cache import make_once
+    from cpt.models import loading, tokenizers
+
+    def make(folder: Path) -> None:
+        torch.manual_seed(0)
+        text = [path.read_text(encoding="utf-8") for path in (ROOT / "cpt").rglob("*.py")]
+        objective = OBJECTIVES[size]
+        learned = tokenizers.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
+        config = loading.AutoConfig.for_model(**SIZES[size])
+        loading.AUTO[objective].from_config(config).save_pretrained(folder)
+        learned.save_pretrained(folder)
+
+    return make_once(cache / "models" / f"random-{size}", make=make)
+
+
+def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Bytes that a run was said to need, and needed."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [
+            *(f"model={CHOICES[size]}", f"model.checkpoint={make_model(size, Path(chosen.cache))}"),
+            *(*ALWAYS, f"method={method}", f"trainer.steps={chosen.steps}", f"cache_dir={chosen.cache}"),
+            *chosen.config,
+        ]
+        run = Path(folder) / "run"
+        said = json.loads(start(given, run, "plan=json", threads=chosen.threads))
+        start(given, run, threads=chosen.threads)
+        scores = json.loads((run / "scores.json").read_text(encoding="utf-8"))
+    needed, memory = max(scores["memory"]), said["memory"]["last"]
+    return {
+        "said": memory["peak"],
+        "needed": needed,
+        "ratio": memory["peak"] / needed,
+        "of_learning": {"first": said["memory"]["first"], "last": memory},
+        "by_stage": scores["memory"],
+        "stored": {"said": said["stages"][-1].get("stored"), "measured": scores["stored"][-1]},
+        "seconds": {"said": said["seconds"], "measured": scores["phases"]},
+    }
+
+
+def start(given: list[str], folder: Path, *more: str, threads: int) -> str:
+    """The output of a run in a process of its own; raises CalledProcessError where it fails."""
+    command = [sys.executable, str(ROOT / "run.py"), *given, *more, f"hydra.run.dir={folder}"]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}")
+    return ended.stdout
+
+
+def line(size: str, method: str, found: dict[str, Any]) -> str:
+    mib = [f"{found[name] / 2**20:,.0f}" for name in ("said", "needed")]
+    return ROW.format(size, method, *mib, f"{found['ratio']:.3f}", verdict(found["ratio"]))
+
+
+def verdict(ratio: float) -> str:
+    return "" if abs(ratio - 1) <= 0.15 else "off by more than 15 %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
+    parser.add_argument("--methods", nargs="+", choices=methods(), default=methods())
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--steps", type=int, default=3, help="of each of two domains")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")
+    parser.add_argument("--config", nargs="+", default=[], help="changes to the config of all runs")
+    parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
+    chosen = parser.parse_args()
+    print(ROW.format("size", "method", "said, MiB", "needed, MiB", "ratio", ""))
+    figures: dict[str, dict[str, Any]] = {}
+    for size in chosen.sizes:
+        for method in chosen.methods:
+            found = measure(method, size, chosen=chosen)
+            figures.setdefault(size, {})[method] = found
+            print(line(size, method, found), flush=True)
+    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
+    save("memory", {"options": settings, "subjects": figures}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`plan=true`: what a run would do and cost, told before anything of it is learned, and nothing left behind.
+
+What is read or made on the way (texts, tokens, a tokenizer) stands in the cache for the run itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from cpt.core.preemption import defer_signals
+from cpt.core.processes import is_one_of_several
+from cpt.core.rules import show
+from cpt.evaluation.scores import Scores
+from cpt.training.forecast.table import format_forecast
+from cpt.training.growth import find_beginnings, say_why_not
+from cpt.training.identity import check_identity
+from cpt.training.plan import Plan
+from cpt.training.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+def check_alone(plan: Plan) -> None:
+    """Raises ValueError where several processes are to foretell one run."""
+    if plan.run.plan and is_one_of_several():
+        raise ValueError(
+            f"plan={show(plan.run.plan)} is made by one process, for all of trainer.devices and "
+            "trainer.num_nodes; allowed: without torchrun or srun"
+        )
+
+
+def foretell(plan: Plan, place: RunFolder) -> None:
+    """Prints what a run would do and cost. Raises ValueError for one that cannot be run."""
+    check_alone(plan)
+    is_new = not place.config.exists()
+    if plan.run.plan == "json":
+        logging.getLogger("cpt").setLevel(logging.WARNING)
+    place.check(plan.settings)
+    check_identity(plan, place, remember=False)
+    with defer_signals():  # libraries do not bear to be left while they are read in
+        import cpt.training.assembly  # noqa: F401
+    data = make_forecast(plan, place)
+    print(json.dumps(data, indent=1) if plan.run.plan == "json" else format_forecast(data), flush=True)
+    if is_new:
+        place.leave()
+
+
+def find_begun(plan: Plan, place: RunFolder) -> tuple[RunFolder, Scores | None]:
+    """The folder whose rows a run goes on from, its own or one beside it, and what it has measured."""
+    if not place.config.exists() and not say_why_not(plan):
+        begun = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
+        place = place if begun is None else RunFolder(begun[0])
+    return place, place.scores()
+
+
+def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
+    """What a run would do and cost, in Python's own types."""
+    from cpt.data.corpora import Corpora  # torch and the rest: not before the plan is known to be right
+    from cpt.training import assembly, preflight
+    from cpt.training.costs import resident
+    from cpt.training.forecast.outlook import Outlook, as_data
+    from cpt.training.forecast.trial import make_trial, try_stages
+    from cpt.training.forecast.work import count_work
+    from cpt.training.pretraining import find_base
+
+    ready, began = preflight.prepare(plan, place.path), time.perf_counter()
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    world = ready.processes * plan.trainer.num_nodes
+    program = resident() if ready.device.type == "cpu" else 0
+    trial = make_trial(plan, world=world)
+    module = assembly.make_method(trial, start)
+    data = assembly.make_sequence(plan, corpora, start, module)
+    folder, scores = find_begun(plan, place)
+    work = count_work(plan, data, folder, scores)
+    about = describe(plan, place, folder, scores, device=str(ready.device), world=world)
+    about |= {"finished": bool(scores and scores.run["finished"]) and work.is_done}
+    about |= {"start_seconds": time.perf_counter() - began}
+    module.to(ready.device)
+    if work.is_done:
+        tried = []
+    else:
+        tried = try_stages(trial, module, data, device=ready.device, scratch=corpora.cache)
+    if not tried:
+        return about | {"left": "nothing"}
+    outlook = Outlook(plan, data, work, tried, world, program)
+    return about | as_data(outlook, base_step_s=step_of_base(plan, corpora, start))
+
+
+def step_of_base(plan: Plan, corpora: Any, start: Any) -> float:
+    """Seconds of a step of the base's pre-training; 0 where it is there."""
+    from cpt.training.forecast.trial import time_pretraining
+    from cpt.training.pretraining import Untrained, describe_base, general_only, make_learner
+
+    if not isinstance(start, Untrained):
+        return 0.0
+    new = describe_base(plan.model, corpora)
+    options = {"accelerator": plan.trainer.accelerator, "devices": 1}
+    return time_pretraining(make_learner(plan.model, new), general_only(plan.model, new, corpora), options)
+
+
+def describe(
+    plan: Plan, place: RunFolder, folder: RunFolder, scores: Scores | None, *, device: str, world: int
+) -> dict[str, Any]:
+    """What is planned, and how far it is."""
+    state = "new" if scores is None else scores.state
+    if scores is not None and folder is not place:
+        state = f"goes on from {folder.path} ({scores.state})"
+    measured = {
+        "end tasks": plan.endtasks,
+        "answers": plan.answers,
+        "probe": plan.probe,
+    }
+    return {
+        "run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed},
+        "state": state,
+        "device": device,
+        "processes": world,
+        "policy": {**plan.evaluation.policy, "tokens": plan.evaluation.tokens},
+        "keep_stages": plan.run.keep_stages,
+        "not_timed": [name for name, asked in measured.items() if asked is not None],
+    }
