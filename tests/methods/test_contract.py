@@ -16,6 +16,7 @@ from cpt.methods.base import ContinualModule
 from cpt.training import loop
 from tests.conftest import ROOT
 from tests.support import making
+from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT, ORDER
 from tests.support.seams import SEAMS, chosen
@@ -28,7 +29,7 @@ KINDS = {"none", "ncl", "joint", "das", "ewc", "derpp", "hat", "demix", "olora",
 
 def of_each_kind(methods: list[str]) -> list:
     """The methods, of which those beside KINDS are asked for by `-m campaign`."""
-    return [pytest.param(name, marks=[] if name in KINDS else pytest.mark.campaign) for name in methods]
+    return run_few(methods, KINDS)
 
 
 def bits(folder: Path) -> str:

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import Callback
 
 from cpt.data.sampling import Stream
 from cpt.training import loop
-from tests.methods.test_contract import KilledError, Killer, bits
+from tests.methods.test_contract import bits
+from tests.support.campaign import run_few
+from tests.support.killing import KilledError, Killer
 from tests.support.making import made
 from tests.support.task_fixtures import write_tasks
 
@@ -32,6 +34,7 @@ METHODS = {
     "demix": [],
     "cpt_plugin": [],
 }
+FEW = ["ncl", "migu", "derpp", "replay"]
 DRAWING = {"das"}  # dropout at each step, which is drawn for other rows
 
 
@@ -58,7 +61,7 @@ def stream_of(run, **how):
     return Stream(texts, objective=run.data.objective, earlier=run.data.earlier(domain), **given)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", run_few(METHODS, FEW))
 def test_two_tasks_are_learned_and_a_killed_run_ends_with_the_same_bits(
     method, config, start, tmp_path, monkeypatch
 ):
@@ -118,7 +121,7 @@ class Noting(Callback):
             module.load_state_dict(state)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - DRAWING))
+@pytest.mark.parametrize("method", run_few(sorted(METHODS.keys() - DRAWING), FEW))
 def test_terms_and_gradients_are_those_of_the_padded_batch(method, config):
     """In the second task, where memories, teachers and penalties speak, from the same state on."""
     padded, shared = made(config(method)), made(config(method, ISOLATED))

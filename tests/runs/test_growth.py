@@ -9,15 +9,12 @@ import torch
 
 from cpt.evaluation.scores import Scores
 from tests.methods.test_contract import METHODS
+from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
 from tests.support.seams import chosen
 
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-FEW = ["ncl", "ewc", "derpp", "inclora", "demix", "hat", "branched"]  # one of each kind
-GROWING = [
-    *FEW,
-    *(pytest.param(name, marks=pytest.mark.campaign) for name in METHODS if name not in ("joint", *FEW)),
-]
+GROWING = run_few([name for name in METHODS if name != "joint"], ["ncl", "derpp", "demix", "branched"])
 
 
 def scores_of(folder) -> Scores:
