@@ -62,9 +62,11 @@ def keep_scores(run: Run) -> Mapping:
 
 
 def write_section(program: str, parts: Iterable[str]) -> None:
-    """Makes what stands between a study's marks in docs/results.md anew; the prose around them stays."""
+    """Makes what stands between a study's marks in docs/results.md anew, at its end where there are none; the
+    prose around them stays."""
     begin, end = f"<!-- made by benchmarks/{program}.py -->", f"<!-- end of what {program} made -->"
-    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = (text if begin in text else f"{text}\n{begin}\n{end}\n").split(begin)
     after = rest.split(end)[1]
     PAGE.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
 
