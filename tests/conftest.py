@@ -91,6 +91,14 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(autouse=True)
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of tests lie side by side: no run goes on with what another has learned, unless its test is
+    marked `adopts`."""
+    if request.node.get_closest_marker("adopts") is None:
+        monkeypatch.setattr("cpt.run.adopt", lambda place, plan: None)
+
+
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")

@@ -280,7 +280,7 @@ def test_the_score_is_that_of_the_whole_text(fitted):
         loop.make_trainer({"accelerator": "cpu", "devices": 1}, label="").validate(
             module, datamodule=data, verbose=False
         )
-        rows.append([(nll.sum() / count.sum()).item() for nll, count in module.row()])
+        rows.append([(nll.sum() / count.sum()).item() for nll, count in module.row().values()])
     assert rows[0] == pytest.approx(rows[1], rel=1e-5)
     assert len(rows[0]) == 3
     total, scored = 0.0, 0

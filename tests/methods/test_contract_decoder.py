@@ -108,7 +108,7 @@ def test_probes_and_evaluation_leave_no_trace(method, config):
     rows = []
     for _ in range(2):
         loop.make_trainer(options, label="").validate(module, datamodule=run.data, verbose=False)
-        rows.append([(nll.clone(), count.clone()) for nll, count in module.row()])
+        rows.append([(nll.clone(), count.clone()) for nll, count in module.row().values()])
     for (nll, count), (again, counted) in zip(*rows, strict=True):
         assert torch.equal(nll, again) and torch.equal(count, counted)
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
@@ -167,7 +167,7 @@ def test_the_matrix_is_of_hidden_tokens_alone(config, start, tmp_path):
     assert scores["scored"] == [sum(each) for each in hidden]
     assert scores["tokens"] == [int(each.sum()) for each in lengths]
     loop.make_trainer(run.plan.trainer.lightning, label="").validate(run.module, datamodule=run.data)
-    assert [int(count.sum()) for _, count in run.module.row()] == scores["scored"]
+    assert [int(count.sum()) for _, count in run.module.row().values()] == scores["scored"]
     sentinels = torch.from_numpy(run.module.objective.sentinels)
     assert not any(torch.isin(batch["targets"], sentinels).any() for batch in run.data.val_dataloader())
     run.learn(0)

@@ -34,7 +34,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     source = SimpleNamespace(
-        held_out=HELD_OUT, class_limit=None, form=lambda name: EXAMPLES, fingerprint=lambda name: 0
+        held_out=HELD_OUT,
+        class_limit=None,
+        form=lambda name: EXAMPLES,
+        fingerprint=lambda name: 0,
+        members=lambda name: [name],
     )
     source.read = lambda name: (("train", write_example(each)) for each in some_examples(60))
     return make_corpus(source, "a", cache=tmp_path_factory.mktemp("corpus"))

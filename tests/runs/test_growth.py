@@ -13,6 +13,7 @@ from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
 from tests.support.seams import chosen
 
+pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
 GROWING = run_few([name for name in METHODS if name != "joint"], ["ncl", "derpp", "demix", "branched"])
 

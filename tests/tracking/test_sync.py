@@ -119,7 +119,7 @@ def synced(tmp_path_factory):
 
 def early():
     """The scores of a run that was killed before its first row."""
-    none = {name: [] for name in ("rows", "nll", "parts", *COSTS)}
+    none = {name: [] for name in ("rows", "nll", "parts", "rates", *COSTS)}
     return dataclasses.replace(scores(finished=False, endtasks=False), **none, metrics={}, phases={})
 
 
@@ -287,7 +287,7 @@ def test_tables_of_metrics_parts_costs_and_texts():
 
 def test_a_number_that_is_not_finite_is_none_in_a_table_and_left_out_of_the_summary():
     broken = scores(endtasks=False)
-    broken.nll[2][0] = None
+    broken.nll[2][0] = math.nan
     broken.measure()
     assert tabulate(broken)["matrix"].iloc[2, 1] is None
     assert "LC/nats" not in summarise_run(broken)
