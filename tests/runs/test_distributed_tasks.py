@@ -12,6 +12,7 @@ from cpt.core.preemption import GO_ON
 from tests.conftest import ROOT, SMALL_GPT2, SMALL_T5
 from tests.runs.test_distributed import DDP, ORDER, SCRIPT, batches, scores
 from tests.runs.test_preemption import run_folder, stopped
+from tests.support.campaign import run_few
 from tests.support.processes import ended, started
 from tests.support.task_fixtures import write_tasks
 
@@ -47,7 +48,7 @@ def run(folder: Path, name: str, *command: str, death: int = -1) -> int:
     )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=run_few(KINDS, ["tasks of T5"]))
 def both(request, commands, tmp_path_factory):
     """The folders of the same run by one process and by two, and its command."""
     command, folders = commands[request.param], []
@@ -119,7 +120,7 @@ def test_killed_and_started_again_two_processes_end_with_the_same_bits(both, tmp
     assert scores(tmp_path)["nll"] == scores(two)["nll"] and answers(tmp_path) == answers(two)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", run_few([0, 1], [1]))
 def test_a_signal_within_the_answers_ends_both_and_they_go_on(rank, commands, tmp_path):
     """Whichever process it comes to; a task that was answered is not asked again."""
     command = [*commands["tasks of GPT-2"], *DDP, "answers.tokens=40", "trainer.steps=2"]

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import logging
+import math
 
 import numpy as np
 import pytest
