@@ -191,7 +191,7 @@ def test_compositions_go_on_with_the_same_bits(choices, killing, small, start, t
     assert bits(killed) == bits(whole)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", run_few(["bf16-mixed", "bf16-true"], ["bf16-true"]))
 @pytest.mark.parametrize("method", of_each_kind(LEARNING))
 def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
     few = ["trainer.steps=1", "trainer.probe_samples=4", f"trainer.precision={precision}"]
@@ -201,9 +201,7 @@ def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
 
 
 @pytest.mark.parametrize("method", of_each_kind(METHODS))
-@pytest.mark.parametrize(
-    "moment", ["save_documents", "tidy"], ids=["before each commit", "after each commit"]
-)
+@pytest.mark.parametrize("moment", run_few(["save_documents", "tidy"], ["save_documents"]))
 def test_killed_between_domains_it_ends_with_the_same_bits(
     method, moment, uninterrupted, monkeypatch, small, start, tmp_path
 ):
