@@ -148,6 +148,7 @@ def test_a_killed_run_goes_on_in_its_order(start, of_pairs, killing, tmp_path):
     assert scores_of(tmp_path / "killed").nll == scores_of(tmp_path / "whole").nll
 
 
+@pytest.mark.adopts
 def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs, pairs, tmp_path, caplog):
     cfg = of_pairs("order=similar")
     start(cfg, tmp_path / "old")
