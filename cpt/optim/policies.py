@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, Rule, is_list, is_number, number, one_of
-from cpt.optim.schedules import Progress, Schedule, half_cosine
+from cpt.optim.schedules import Progress, Schedule, half_cosine, warm_cosine
 
 PEAKS = Rule(
     lambda value: (
@@ -31,10 +31,7 @@ class Rewarm(Schedule):
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.steps
         peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
-        if progress.step < rise:
-            return peak * (progress.step + 1) / (rise + 1)
-        place = (progress.step - rise) / max(1.0, progress.steps - rise)
-        return peak * half_cosine(place, low=self.final)
+        return peak * warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +47,7 @@ class Once(Schedule):
 
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.total_steps
-        if progress.total_step < rise:
-            return (progress.total_step + 1) / (rise + 1)
-        return half_cosine(
-            (progress.total_step - rise) / max(1.0, progress.total_steps - rise), low=self.final
-        )
+        return warm_cosine(progress.total_step, progress.total_steps, rise=rise, low=self.final)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +60,7 @@ class Decayed(Schedule):
         if progress.domain:
             return self.final
         rise = self.warmup * progress.steps
-        if progress.step < rise:
-            return (progress.step + 1) / (rise + 1)
-        return half_cosine((progress.step - rise) / max(1.0, progress.steps - rise), low=self.final)
+        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +205,4 @@ class Autoregressive(Schedule):
         risen = rise * (progress.domain + 1)
         place = (before + rise - risen) / max(1.0, before + progress.steps - risen)
         peak = half_cosine(place, low=self.final)
-        if progress.step < rise:
-            return peak * (progress.step + 1) / (rise + 1)
-        return half_cosine(
-            (progress.step - rise) / max(1.0, progress.steps - rise), low=self.final, high=peak
-        )
+        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final, high=peak)

@@ -39,6 +39,13 @@ def half_cosine(place: float, *, low: float, high: float = 1.0) -> float:
     return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, place)))
 
 
+def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: float = 1.0) -> float:
+    """A linear rise to `high` in so many of the steps, then half a cosine down to `low`."""
+    if step < rise:
+        return high * (step + 1) / (rise + 1)
+    return half_cosine((step - rise) / max(1.0, steps - rise), low=low, high=high)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Options):
     """A factor of the peak rate for each step."""
@@ -84,9 +91,7 @@ class Cosine(Schedule):
 
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.steps
-        if progress.step < rise:
-            return (progress.step + 1) / (rise + 1)
-        return half_cosine((progress.step - rise) / max(1.0, progress.steps - rise), low=self.final)
+        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
 
 
 @dataclass(frozen=True, kw_only=True)
