@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,7 +55,9 @@ def foretold(start, capsys) -> Callable[[DictConfig, Path], dict]:
         capsys.readouterr()
         folder.mkdir(exist_ok=True)  # as Hydra does
         cfg.plan = "json"
+        level = logging.getLogger("cpt").level
         start(cfg, folder)
+        assert logging.getLogger("cpt").level == level  # what is told later is told
         return json.loads(capsys.readouterr().out)
 
     return tell

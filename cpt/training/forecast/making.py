@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,28 @@ def check_alone(plan: Plan) -> None:
 def foretell(plan: Plan, place: RunFolder) -> None:
     """Prints what a run would do and cost. Raises ValueError for one that cannot be run."""
     check_alone(plan)
-    is_new = not place.config.exists()
-    if plan.run.plan == "json":
-        logging.getLogger("cpt").setLevel(logging.WARNING)
-    place.check(plan.settings)
-    check_identity(plan, place, remember=False)
-    with defer_signals():  # libraries do not bear to be left while they are read in
-        import cpt.training.assembly  # noqa: F401
-    data = make_forecast(plan, place)
-    print(json.dumps(data, indent=1) if plan.run.plan == "json" else format_forecast(data), flush=True)
+    is_new, as_json = not place.config.exists(), plan.run.plan == "json"
+    with only_warnings() if as_json else nullcontext():
+        place.check(plan.settings)
+        check_identity(plan, place, remember=False)
+        with defer_signals():  # libraries do not bear to be left while they are read in
+            import cpt.training.assembly  # noqa: F401
+        data = make_forecast(plan, place)
+    print(json.dumps(data, indent=1) if as_json else format_forecast(data), flush=True)
     if is_new:
         place.leave()
+
+
+@contextmanager
+def only_warnings() -> Iterator[None]:
+    """Nothing but warnings is told meanwhile: what is printed can be read by a program."""
+    told = logging.getLogger("cpt")
+    level = told.level
+    told.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        told.setLevel(level)
 
 
 def find_begun(plan: Plan, place: RunFolder) -> tuple[RunFolder, Scores | None]:
