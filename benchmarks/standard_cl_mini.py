@@ -78,7 +78,7 @@ def tabulate_levels(section: ComparedRuns, root: Path | None) -> Block:
         )
     head = ["task", "chance", "majority", "bag of words", "ncl, just learned"]
     head += [f"{name}, at the end" for name in groups]
-    return Block(title="Each task, ranked accuracy in %", head=head, cells=cells)
+    return Block(title="Each task, what is written is right, in %", head=head, cells=cells)
 
 
 def mean_of(runs: Sequence[Run], task: str, *, own: bool) -> float:

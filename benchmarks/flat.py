@@ -1,0 +1,203 @@
+"""Does the hundredth domain cost what the tenth did? `python benchmarks/flat.py --root FOLDER`
+
+Learns `experiment=m2d2_mini` (120 domains, a part of the matrix) in a process of its own and looks at it from
+outside: seconds from row to row, memory, open files, threads, bytes on disk. Then the same run again, killed
+three times on its way: are the bits the same? Then the first run's policy is widened to the full matrix.
+
+FOLDER holds a folder per domain with {train,valid,test}.txt, and general/. What is there in --runs is not
+learned again, so that a part can be looked at anew."""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import ROOT, save
+
+POLL_S = 0.2
+FEW = 10  # domains of an end, early or late, that stand for it
+KILLED_AT = (0.2, 0.5, 0.8)  # of the domains
+BLOCK = 512  # bytes of st_blocks
+WIDE = ("eval.rows=each", "eval.columns=all")
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a process looked like just after a row was written."""
+
+    row: int
+    seconds: float
+    memory: int  # bytes of its own
+    mapped: int  # bytes of files that it has mapped and looked at: the system takes them back as it needs
+    files: int
+    threads: int
+    disk: int  # bytes of the run folder
+
+
+def look(process: int, folder: Path, *, row: int, began: float) -> Sight:
+    place = Path("/proc") / str(process)
+    facts = dict(line.split(":", 1) for line in (place / "status").read_text().splitlines())
+    return Sight(
+        row=row,
+        seconds=time.monotonic() - began,
+        memory=int(facts["RssAnon"].split()[0]) * 1024,
+        mapped=int(facts["RssFile"].split()[0]) * 1024,
+        files=len(list((place / "fd").iterdir())),
+        threads=int(facts["Threads"]),
+        disk=sum(each.stat().st_blocks * BLOCK for each in folder.rglob("*") if each.is_file()),
+    )
+
+
+def count_rows(folder: Path) -> int:
+    try:
+        return len(json.loads((folder / "scores.json").read_text(encoding="utf-8"))["rows"])
+    except FileNotFoundError:
+        return 0
+
+
+def start(folder: Path, given: Sequence[str], *, log: Path) -> subprocess.Popen:
+    line = [sys.executable, "run.py", "experiment=m2d2_mini", *given, f"hydra.run.dir={folder}"]
+    with log.open("ab") as file:
+        return subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
+
+
+def watch(folder: Path, given: Sequence[str], *, until: int | None = None) -> list[Sight]:
+    """Sights of a run after each of its rows, to its end or to a row, at which it is killed.
+
+    Raises RuntimeError for a run that fails."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    began, changed, sights = time.monotonic(), 0.0, []
+    process, rows = start(folder, given, log=folder.with_suffix(".log")), count_rows(folder)
+    while process.poll() is None:
+        time.sleep(POLL_S)
+        file = folder / "scores.json"
+        if not file.exists() or file.stat().st_mtime == changed:
+            continue
+        changed, found = file.stat().st_mtime, count_rows(folder)
+        if found > rows and process.poll() is None:
+            rows = found
+            sights.append(look(process.pid, folder, row=rows, began=began))
+        if until is not None and rows >= until:
+            time.sleep(1.0)  # into the next domain
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return sights
+    if process.returncode:
+        raise RuntimeError(f"the run ended with {process.returncode}: see {folder.with_suffix('.log')}")
+    return sights
+
+
+def take_prints(folder: Path) -> dict[str, str]:
+    """Hashes of what a finished run has measured and of its last weights."""
+    scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    (*_, last) = sorted((folder / "stages").glob("*.pt"))
+    told = json.dumps([scores[name] for name in ("rows", "nll", "metrics", "parts", "stored", "flops")])
+    return {
+        "scores": hashlib.blake2b(told.encode(), digest_size=8).hexdigest(),
+        "weights": hashlib.blake2b(last.read_bytes(), digest_size=8).hexdigest(),
+    }
+
+
+def learn_killed(folder: Path, given: Sequence[str], domains: int) -> list[int]:
+    """The rows that a run had when it was killed, each time; finished in the end."""
+    shutil.rmtree(folder, ignore_errors=True)
+    found = []
+    for share in KILLED_AT:
+        watch(folder, given, until=round(share * domains))
+        found.append(count_rows(folder))
+    watch(folder, given)
+    return found
+
+
+def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
+    """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio; seconds
+    beside them by the run's own clock."""
+    gaps = {
+        later.row: later.seconds - sooner.seconds
+        for sooner, later in zip(sights, sights[1:], strict=False)
+        if later.row == sooner.row + 1
+    }
+    early, late = (
+        [each for each in sights if each.row in span and each.row in gaps]
+        for span in (range(FEW + 1, 2 * FEW + 1), range(sights[-1].row - FEW, sights[-1].row))
+    )
+    values = {
+        "seconds": [[gaps[each.row] for each in part] for part in (early, late)],
+        **{
+            name: [[getattr(each, name) for each in part] for part in (early, late)]
+            for name in ("memory", "mapped", "files", "threads")
+        },
+    }
+    return {
+        name: {
+            "early": (first := statistics.median(parts[0])),
+            "late": (last := statistics.median(parts[1])),
+            "ratio": last / first,
+        }
+        for name, parts in values.items()
+    }
+
+
+def count_cells(folder: Path) -> tuple[int, int]:
+    """Cells that were measured, of how many."""
+    scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    return sum(cell is not None for row in scores["nll"] for cell in row), sum(map(len, scores["nll"]))
+
+
+def widen(folder: Path, given: Sequence[str]) -> dict[str, Any]:
+    """Seconds to fill the matrix of a finished run, and its cells before and after."""
+    before, began = count_cells(folder), time.monotonic()
+    watch(folder, [*given, *WIDE])
+    return {"before": before, "after": count_cells(folder), "seconds": time.monotonic() - began}
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, each in found["ends"].items():
+        yield f"{name:10}{each['early']:>16,.2f}{each['late']:>16,.2f}{each['ratio']:>8.3f}"
+    if "killed" in found:
+        yield f"killed after rows {found['killed']['rows']}: same {found['killed']['same']}"
+    if "widened" in found:
+        yield f"cells {found['widened']['before']} -> {found['widened']['after']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True, help="the data; see above")
+    parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "flat", help="the run folders")
+    parser.add_argument("--config", nargs="+", default=["method=ncl"], help="changes to the config")
+    parser.add_argument("--parts", nargs="*", default=["killed", "widened"], help="beside the run itself")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
+    chosen = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": str(chosen.threads), "HF_HUB_OFFLINE": "1"}
+    given = [f"domains.root={chosen.root.absolute()}", "order=random", "keep_stages=true", *chosen.config]
+    straight = chosen.runs / "straight"
+    kept = straight.with_suffix(".json")
+    if not kept.exists():
+        shutil.rmtree(straight, ignore_errors=True)
+        seen = {"sights": [asdict(each) for each in watch(straight, given)], "prints": take_prints(straight)}
+        kept.write_text(json.dumps(seen), encoding="utf-8")
+    seen = json.loads(kept.read_text(encoding="utf-8"))
+    sights = [Sight(**each) for each in seen["sights"]]
+    found: dict[str, Any] = {"ends": compare_ends(sights), **seen}
+    if "killed" in chosen.parts:
+        rows = learn_killed(chosen.runs / "killed", given, len(sights) - 1)
+        found["killed"] = {"rows": rows, "same": take_prints(chosen.runs / "killed") == seen["prints"]}
+    if "widened" in chosen.parts:
+        found["widened"] = widen(straight, given)
+    print("\n".join(lines(found)))
+    save("flat", {"options": {"config": chosen.config, "threads": chosen.threads}, **found}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()

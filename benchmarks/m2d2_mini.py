@@ -1,0 +1,203 @@
+"""The methods on many domains, in similar and in random order: `python benchmarks/m2d2_mini.py --root FOLDER`
+makes their part of docs/results.md.
+
+FOLDER holds a folder per domain with {train,valid,test}.txt, and general/, what the base is pre-trained on.
+What is finished below --runs is not run again: a killed start goes on with the same command."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import claims
+import numpy as np
+import study
+
+from cpt.evaluation.statistics import Difference, compare_pairs
+from cpt.reporting.comparison.groups import ComparedRuns, Group, sections
+from cpt.reporting.comparison.runs import Run
+from cpt.reporting.drawing import figure, literal, png, style
+from cpt.reporting.page import Block, markdown
+
+EVERY = ["order=similar,random", "seed=0,1"]
+SWEEPS = (
+    ["method=ncl,one,kd,lora,demix"],
+    ["method=ewc", "method.merge=decay"],
+    ["method=replay", "method.mixture.past=0.05"],
+)
+ORDERS = ("similar", "random")
+SHOWN = ("ZS", "CPT", "LC", "FG", "general_drift")
+PICTURE = "m2d2_mini-places.png"
+SMOOTHED = 15  # domains of a moving mean
+Losses = Mapping[tuple[str, int], float]  # nats by domain and seed
+
+
+@dataclass(frozen=True)
+class Studied:
+    """The runs of a group by order."""
+
+    group: Group
+
+    def runs(self, order: str) -> list[Run]:
+        return [run for run in self.group.runs if is_similar(run) == (order == "similar")]
+
+    def losses(self, order: str, row: str) -> Losses:
+        """Loss on each domain of the base, just after it was learned (`own`), or of the last model."""
+        return {
+            (name, run.pair[1]): loss for run in self.runs(order) for name, loss in losses(run, row).items()
+        }
+
+
+def is_similar(run: Run) -> bool:
+    return bool(run.scores.similarity)
+
+
+def losses(run: Run, row: str) -> dict[str, float]:
+    scores = run.scores
+    if row == "own":
+        return scores.diagonal
+    return {
+        name: float(scores.matrix[{"base": 0, "last": -1}[row], scores.domains.index(name)])
+        for name in scores.learned
+    }
+
+
+def main() -> None:
+    options = study.read_arguments("m2d2_mini", str(__doc__))
+    if not options.report_only:
+        study.run_sweeps(options, "m2d2_mini", [[*EVERY, *sweep] for sweep in SWEEPS])
+    runs = study.find_finished(options.runs)
+    study.write_results(options, runs, name="m2d2", raw="m2d2.jsonl")
+    (section,) = sections(runs, by_order=False, baseline="ncl")
+    study.write_section("m2d2_mini", parts(section))
+
+
+def parts(section: ComparedRuns) -> Iterator[str]:
+    groups = {group.name: Studied(group) for group in section.groups}
+    (study.RESULTS / PICTURE).write_bytes(draw_places(groups))
+    first = section.runs[0].scores
+    yield (
+        f"{len(section.runs)} runs of {len(groups)} groups, {len(first.learned)} domains, "
+        f"{first.seen[1]:,} tokens a domain. Differences, their intervals and p are over domains and seeds (of "
+        "the last two findings over stages and seeds): they hold for other domains; of other seeds two say "
+        "little."
+    )
+    yield f"![Forgetting by place](results/{PICTURE})"
+    for block in (tabulate_findings(groups), tabulate_levels(groups), tabulate_orders(groups)):
+        yield markdown(block, picture="")
+
+
+def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
+    """Yildiz et al., TMLR 2025, with GPT-2: their findings, here with a tiny one."""
+    ncl, one = groups["ncl"], groups["one"]
+    found = [
+        (
+            "what is learned one after another fits better than what is learned alone (CPT below FT)",
+            of_both(ncl, "own"), of_both(one, "own"), -1,
+        ),
+        ("what is learned alone fits better than the base (FT below ZS)",
+         of_both(one, "own"), of_both(one, "base"), -1),
+        ("random order ends better than similar order (LC)",
+         ncl.losses("random", "last"), ncl.losses("similar", "last"), -1),
+        ("similar order specialises: each domain fits better just after it was learned (CPT)",
+         ncl.losses("similar", "own"), ncl.losses("random", "own"), -1),
+        ("later checkpoints forget more of the eight domains before, similar order",
+         *forgotten_by_half(ncl.runs("similar")), 1),
+        ("the same, random order", *forgotten_by_half(ncl.runs("random")), 1),
+    ]  # fmt: skip
+    cells = [tell(text, compare_pairs(ours, theirs), better=better) for text, ours, theirs, better in found]
+    return Block(title="What M2D2's authors found", head=claims.HEAD, cells=cells, words=2)
+
+
+def of_both(studied: Studied, row: str) -> dict[tuple[str, str, int], float]:
+    return {(order, *key): loss for order in ORDERS for key, loss in studied.losses(order, row).items()}
+
+
+def forgotten_by_half(runs: Sequence[Run]) -> tuple[dict, dict]:
+    """Forgetting, nats, of the domains before a stage that were measured then: of stages in the second half
+    of the order, and of those in the first, each by seed and place within its half."""
+    halves: tuple[dict, dict] = ({}, {})
+    for run in runs:
+        scores, own = run.scores, list(run.scores.diagonal.values())
+        rows = [
+            row
+            for row in range(2, len(scores.rows) - 1)
+            if np.isfinite(scores.matrix[row, 0 : row - 1]).any()
+        ]
+        for at, row in enumerate(rows):
+            lost = scores.matrix[row, : row - 1] - own[: row - 1]
+            half = int(at >= len(rows) / 2)
+            halves[half][run.pair[1], at - half * -(-len(rows) // 2)] = float(np.nanmean(lost))
+    return halves[1], halves[0]
+
+
+def tell(text: str, found: Difference, *, better: int) -> list[str]:
+    claim = claims.Claim(text=text, of="", against="", measure="", better=better, show=claims.nats)
+    bounds = f"{claims.nats(found.mean)} [{claims.nats(found.low)}, {claims.nats(found.high)}]"
+    return [text, bounds, str(found.n), f"{found.p:.4f}", claims.verdict(claim, found)]
+
+
+def tabulate_levels(groups: Mapping[str, Studied]) -> Block:
+    """Means over seeds of each metric: its mean over domains, and its median."""
+    cells = []
+    for (name, studied), order in product(groups.items(), ORDERS):
+        if runs := studied.runs(order):
+            told = [[run.scores.metrics.get(metric) for run in runs] for metric in SHOWN]
+            cells.append([name, order, str(len(runs)), *map(show_metric, told)])
+    head = ["method", "order", "seeds", *SHOWN]
+    return Block(title="Nats: the mean over domains (their median)", head=head, cells=cells, words=2)
+
+
+def show_metric(found: Sequence[Mapping | None]) -> str:
+    if any(each is None or each["nats"] is None for each in found):
+        return "–"
+    mean, median = (
+        np.mean([value for each in found if (value := read(each)) is not None])
+        for read in (lambda each: each["nats"], lambda each: each["median"]["nats"])
+    )
+    return f"{mean:.3f} ({median:.3f})"
+
+
+def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
+    """Random minus similar order for each method, over domains and seeds."""
+    cells = []
+    for name, studied in groups.items():
+        compared = [
+            compare_pairs(studied.losses("random", row), studied.losses("similar", row))
+            for row in ("last", "own")
+        ]
+        cells.append([name, *(f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" for each in compared)])
+    head = ["method", "at the end (LC)", "just learned (CPT)"]
+    return Block(title="Random minus similar order, nats [95 % interval]", head=head, cells=cells)
+
+
+def draw_places(groups: Mapping[str, Studied]) -> bytes:
+    """How much of each domain is forgotten at the end, by its place in the order."""
+    drawn = figure((11, 4.2))
+    for axes, order in zip(drawn.subplots(1, 2, sharey=True), ORDERS, strict=True):
+        for place, (name, studied) in enumerate(groups.items()):
+            runs = [] if studied.group.alone else studied.runs(order)
+            if runs:
+                lost = np.mean([list(forgotten(run).values()) for run in runs], axis=0)
+                line = np.convolve(lost, np.ones(SMOOTHED) / SMOOTHED, mode="valid")
+                axes.plot(np.arange(len(line)) + SMOOTHED // 2 + 1, line, label=literal(name, width=30),
+                          color=style(place)["color"], linestyle=style(place)["linestyle"])  # fmt: skip
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        axes.set(title=f"{order} order", xlabel=f"place in the order (moving mean of {SMOOTHED})")
+    axes.figure.axes[0].set_ylabel("forgotten at the end, nats")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    told = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
+    return png(drawn, told=f"Forgetting at the end by place in the order. Means: {told}")
+
+
+def forgotten(run: Run) -> dict[str, float]:
+    """What the last model has lost on each domain since it was learned."""
+    own = losses(run, "own")
+    return {name: loss - own[name] for name, loss in losses(run, "last").items()}
+
+
+def mean_lost(studied: Studied) -> list[float]:
+    return [value for run in studied.group.runs for value in forgotten(run).values()]
+
+
+if __name__ == "__main__":
+    main()
