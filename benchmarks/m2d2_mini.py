@@ -77,9 +77,9 @@ def parts(section: ComparedRuns) -> Iterator[str]:
     first = section.runs[0].scores
     yield (
         f"{len(section.runs)} runs of {len(groups)} groups, {len(first.learned)} domains, "
-        f"{first.seen[1]:,} tokens a domain. Differences, their intervals and p are over domains and seeds (of "
-        "the last two findings over stages and seeds): they hold for other domains; of other seeds two say "
-        "little."
+        f"{first.seen[1]:,} tokens a domain. Differences, their intervals and p are over domains and seeds "
+        "(of the last two findings over stages and seeds): they hold for other domains; of other seeds two "
+        "say little."
     )
     yield f"![Forgetting by place](results/{PICTURE})"
     for block in (tabulate_findings(groups), tabulate_levels(groups), tabulate_orders(groups)):
