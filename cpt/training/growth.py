@@ -44,7 +44,9 @@ def say_why_not(plan: Plan) -> str:
 
 
 def adopt(place: RunFolder, plan: Plan) -> None:
-    """Gives a folder that is new what the longest run beside it has learned of its order; says so."""
+    """Gives a folder that is new what the longest run beside it has learned of its order; says so.
+
+    Raises ValueError where another process is at work in the folder."""
     if place.config.exists():
         return
     found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
@@ -54,7 +56,9 @@ def adopt(place: RunFolder, plan: Plan) -> None:
     if why := say_why_not(plan):
         log.info("nothing of %s is gone on with: %s", folder, why)
         return
-    copy_run(folder, place.path)
+    place.path.mkdir(parents=True, exist_ok=True)
+    with place.locked():  # two starts at once would take each other's copy apart
+        copy_run(folder, place.path)
     log.info("what %s has learned (%s) is gone on with, in a copy", folder, ", ".join(order))
 
 

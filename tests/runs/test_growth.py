@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cpt.evaluation.scores import Scores
+from cpt.training.run_folder import RunFolder
 from tests.methods.test_contract import METHODS
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
@@ -115,3 +116,15 @@ def test_a_run_that_is_not_finished_grows_in_its_own_folder_alone(start, small, 
     assert scores_of(tmp_path / "three").grown == []
     start(small(THREE), tmp_path / "two")
     assert_same(tmp_path / "two", tmp_path / "three")
+
+
+def test_two_starts_of_one_new_folder_do_not_copy_into_it_together(start, small, tmp_path):
+    start(small("order=[law]"), tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two.partial").mkdir()  # the copy of the one that came first
+    with RunFolder(tmp_path / "two").locked():
+        with pytest.raises(ValueError, match="another process is at work in"):
+            start(small(TWO), tmp_path / "two")
+        assert (tmp_path / "two.partial").exists()
+    start(small(TWO), tmp_path / "two")
+    assert scores_of(tmp_path / "two").grown == [1]
