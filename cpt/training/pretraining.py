@@ -31,7 +31,7 @@ from cpt.models.resizing import entries, fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
-from cpt.training.trainer import make_trainer
+from cpt.training.trainer import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -224,6 +224,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     path = str(checkpoint) if checkpoint.exists() else None
     with defer_signals():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    drop_optimizer(fitting)
     module.cpu()
     module.model.save_pretrained(folder)
     new.tokenizer.save_pretrained(folder)
