@@ -32,6 +32,7 @@ EXECUTION = (
     "trainer.strategy",
     "trainer.eval_batch_size",
     "trainer.checkpoint_every",
+    "trainer.gradient_checkpointing",  # the same bits: tests/methods/test_economy.py
     "trainer.log_every_n_steps",
     "trainer.workers",
 )
@@ -43,6 +44,7 @@ NEUTRAL: dict[str, Any] = {
     "model.resize": False,
     "model.mean_span": None,
     "optim.carry": "none",
+    "trainer.compile": False,
     "domains.packing": "none",
     "domains.only": None,
     "domains.by": None,

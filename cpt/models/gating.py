@@ -12,7 +12,8 @@ from cpt.models.units import Units
 @contextmanager
 def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
     """Multiplies the activation of each unit by its gate, [count] or per sample [B, count], while the context
-    lasts. A group without one stays as it is. Checkpointed layers need the context in backward."""
+    lasts. A group without one stays as it is. Layers that compute their activations again need the context in
+    backward, or `keep_activations`."""
     with ExitStack() as hooks:
         for group in groups:
             if group.name in gates:

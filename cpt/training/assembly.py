@@ -17,6 +17,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
+from cpt.models.economy import checkpoint_activations, compile_blocks
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
@@ -38,6 +39,10 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
         module.carried = CarriedState()
     if getattr(plan.schedule, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
+    if plan.trainer.gradient_checkpointing:
+        checkpoint_activations(module.model)
+    if plan.trainer.compile:
+        compile_blocks(module.model)
     return module
 
 

@@ -112,6 +112,10 @@ class TrainerOptions(Options):
     probe_samples: int = option("samples that importance, Fisher and routing are estimated on", whole(1))
     gradient_clip_val: float | None = option("global norm; null: no clipping", or_null(number("0 or more")))
     precision: Any = option("of weights and computation", one_of(*PRECISIONS))
+    gradient_checkpointing: bool = option(
+        "activations are computed again in the backward pass, not kept: less memory, more time", YES_NO
+    )
+    compile: bool = option("torch.compile of each transformer block", YES_NO)
     checkpoint_every: int = option("steps between checkpoints within a domain", whole(1))
     log_every_n_steps: int = option("steps between points of the curves", whole(1))
     workers: int = option("processes that prepare batches", whole(0))
@@ -132,7 +136,7 @@ class TrainerOptions(Options):
 
 OURS = (
     *("steps", "epochs", "tokens", "batch_size", "eval_batch_size", "probe_samples", "checkpoint_every"),
-    *("workers", "others"),
+    *("workers", "others", "gradient_checkpointing", "compile"),
 )
 
 

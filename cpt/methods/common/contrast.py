@@ -22,6 +22,7 @@ from cpt.data.batch import Batch
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
+from cpt.models.economy import keep_activations
 from cpt.models.forward import mean_over, nll_of
 from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
@@ -80,7 +81,7 @@ class Contrast:
         if self.strength == 0:
             return {}
         text = self.of_text(batch)
-        with dropout(self.model, self.rate):
+        with dropout(self.model, self.rate), keep_activations(self.model):
             same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
             anchor = mean_over(hidden, text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)

@@ -1,0 +1,95 @@
+"""Less memory and less time, with what every method computes: activations computed again, blocks compiled."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpt.models import economy
+from cpt.models.economy import checkpoint_activations, keep_activations
+from tests.methods.test_contract import LEARNING, bits
+from tests.support.campaign import run_few
+from tests.support.making import DROPOUT, ORDER, made
+from tests.support.seams import chosen
+
+AGAIN = "trainer.gradient_checkpointing=true"
+FEW = ["ncl", "das", "migu", "lora"]
+
+
+def scores(folder: Path) -> dict:
+    return json.loads((folder / "scores.json").read_text())
+
+
+@pytest.mark.parametrize("method", run_few(LEARNING, FEW))
+def test_activations_that_are_computed_again_give_the_same_bits(method, small, start, tmp_path):
+    for name, options in {"kept": [], "again": [AGAIN]}.items():
+        start(small(*chosen(method), ORDER, *DROPOUT, *options), tmp_path / name)
+    assert bits(tmp_path / "kept") == bits(tmp_path / "again")
+    kept, again = (scores(tmp_path / name)["flops"] for name in ("kept", "again"))
+    assert again[-1] > kept[-1]  # they are indeed
+
+
+def test_a_decoder_computes_its_activations_again_too(small_gpt2, start, tmp_path):
+    for name, options in {"kept": [], "again": [AGAIN]}.items():
+        start(small_gpt2(ORDER, *options), tmp_path / name)
+    assert bits(tmp_path / "kept") == bits(tmp_path / "again")
+
+
+def test_of_two_stacks_the_order_of_sums_may_differ(small_t5, start, tmp_path):
+    for name, options in {"kept": [], "again": [AGAIN]}.items():
+        start(small_t5(ORDER, *options), tmp_path / name)
+    kept, again = (torch.tensor(scores(tmp_path / name)["nll"]) for name in ("kept", "again"))
+    torch.testing.assert_close(kept, again, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_may_go_on_with_its_activations_computed_again(small, start, tmp_path):
+    start(small(ORDER), tmp_path)
+    before = scores(tmp_path)
+    start(small(ORDER, AGAIN), tmp_path)
+    assert scores(tmp_path) == before
+
+
+def test_a_model_that_cannot_compute_again_says_so(small):
+    model = made(small(ORDER)).module.model
+    type(model).supports_gradient_checkpointing, kept = False, type(model).supports_gradient_checkpointing
+    try:
+        with pytest.raises(
+            ValueError, match="trainer.gradient_checkpointing=true: .* cannot .*; allowed: false"
+        ):
+            checkpoint_activations(model)
+    finally:
+        type(model).supports_gradient_checkpointing = kept
+
+
+def test_passes_may_keep_their_activations(small):
+    model = made(small(ORDER, AGAIN)).module.model
+    parts = [part for part in model.modules() if getattr(part, economy.FLAG, False)]
+    assert parts
+    with keep_activations(model):
+        assert not any(getattr(part, economy.FLAG, False) for part in model.modules())
+    assert [part for part in model.modules() if getattr(part, economy.FLAG, False)] == parts
+
+
+@pytest.mark.parametrize("method", run_few(LEARNING, ["ncl", "migu"]))
+def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
+    monkeypatch.setattr(economy, "COMPILER", {"backend": "eager"})  # traced, and run as it was
+    for name, options in {"plain": [], "compiled": ["trainer.compile=true"]}.items():
+        torch._dynamo.reset()
+        start(small(*chosen(method), ORDER, *DROPOUT, *options), tmp_path / name)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    plain, compiled = (torch.tensor(scores(tmp_path / name)["nll"]) for name in ("plain", "compiled"))
+    torch.testing.assert_close(plain, compiled, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.campaign
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch, while it compiles
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_blocks_are_compiled_for_good(small, start, tmp_path):
+    torch._dynamo.reset()
+    start(small("order=[law]"), tmp_path / "plain")
+    start(small("order=[law]", "trainer.compile=true"), tmp_path / "compiled")
+    plain, compiled = (torch.tensor(scores(tmp_path / name)["nll"]) for name in ("plain", "compiled"))
+    torch.testing.assert_close(plain, compiled, rtol=1e-4, atol=1e-4)
+    assert torch._dynamo.utils.counters["inductor"]
