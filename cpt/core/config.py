@@ -17,6 +17,7 @@ EXECUTION = (
     "logger",
     "cache_dir",
     "check",
+    "data",
     "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",

@@ -12,6 +12,7 @@ from cpt.core.naming import CONFIG
 from cpt.core.options import Options, options_of, with_dot
 from cpt.core.places import CONF
 from cpt.core.rules import show
+from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.endtasks.tasks import Protocol, Settings
 from cpt.evaluation.policy import EvalOptions
@@ -25,6 +26,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "": (RunOptions,),
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
+    "data": (DataOptions,),
     "model": (ModelOptions,),
     "model.base": (BaseOptions,),
     "domains.held_out": (HeldOut,),

@@ -12,6 +12,7 @@ from cpt.core.options import Choice
 from cpt.core.rules import TEXT, or_null
 from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
+from cpt.data.options import DataOptions
 from cpt.data.replay import Replay
 from cpt.data.similarity import Similarity
 from cpt.data.sources.base import Source
@@ -38,6 +39,7 @@ class Plan:
     model: ModelOptions
     freeze: Freeze
     evaluation: EvalOptions
+    data: DataOptions
     method: Choice
     masks: tuple[Choice, ...]
     replay: Replay
@@ -98,6 +100,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         model=begin_from(said.model, settings["from"]),
         freeze=said.freeze,
         evaluation=said.evaluation,
+        data=said.data,
         method=said.method,
         masks=tuple(said.masks.values()),
         replay=said.replay,
