@@ -4,6 +4,8 @@ import sys
 
 from tqdm import tqdm
 
+DELAY = 10.0  # seconds after which a log file tells how far something is that is mostly quick
+
 
 def progress_bar(
     label: str,
@@ -15,8 +17,8 @@ def progress_bar(
     scale: bool = False,
     delay: float = 0.0,
 ) -> tqdm:
-    """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed. With
-    `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds."""
+    """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
+    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(
         desc=label,

@@ -11,7 +11,6 @@ class DataOptions(Options):
     """How the work on texts is carried out; nothing of it decides what comes out."""
 
     workers: int | None = option(
-        "processes that tokenise a text; null: one for each core that this process may use, fewer for a small "
-        "text",
+        "processes that tokenise a text; null: one per core that the run may use, fewer for small texts",
         or_null(whole(1)),
     )

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.growing import Growing
-from cpt.core.progress import progress_bar
+from cpt.core.progress import DELAY, progress_bar
 from cpt.core.randomness import shuffle
 from cpt.data.arrow import END, schema_of
 from cpt.data.batch import Sizes
@@ -26,7 +26,6 @@ from cpt.data.tokenising import pieces, tokenise
 FORMAT = 1
 ROWS = "rows.arrow"
 PADDING = -1
-DELAY = 10.0  # seconds after which it is told how far it is
 COLUMNS = Features(
     {"ids": ListOf(Value("int32")), "documents": ListOf(Value("int32")), "text_tokens": Value("int32")}
 )
@@ -115,7 +114,7 @@ def pack(
     workers: int | None = None,
 ) -> Packed:
     """A split of a corpus in rows of `length` tokens, made once for all runs with this text, tokenizer and
-    length. Making is shared out among `workers`, None for all cores, and goes on where a kill has ended it."""
+    length. Making is shared out among `workers`, None for all cores, and goes on where a kill ended it."""
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     folder = make_once(
         cache / "packed" / f"{name}-{split}-{digest(made_of)}",

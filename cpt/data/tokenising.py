@@ -1,14 +1,14 @@
 """Documents as token ids, a piece of the corpus at a time, by as many processes as there are cores.
 
-A process that tokenises imports neither torch nor transformers: it has the tokenizer as `tokenizers` writes it,
-and reads its pieces itself."""
+A process that tokenises imports neither torch nor transformers: it has the tokenizer as `tokenizers` writes
+it, and reads its pieces itself."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -34,7 +34,7 @@ DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
 PIECE = (
     1 << 20
 )  # bytes of text that a process is given at once, or the record batch in which they are reached
-WORTH = 4 * PIECE  # bytes of text for which a process is started
+WORTH = 8 * PIECE  # bytes of text for which a process is started
 AHEAD = 2  # pieces per process that are made before they are asked for
 Tokens = tuple[np.ndarray, np.ndarray]  # ids of all documents, [tokens] int32; how many each has, [documents]
 
@@ -161,7 +161,7 @@ def tokenise(
     ending: list[int],
     size: int,
     workers: int | None,
-) -> Iterator[tuple[Piece, Tokens]]:
+) -> Generator[tuple[Piece, Tokens]]:
     """Pieces with their tokens, in their order; `size` is about how many bytes of text they have.
 
     Raises ValueError where a process that tokenises is ended."""
@@ -179,7 +179,7 @@ def tokenise(
 
 def in_order(
     work: Callable[[Piece], Tokens], found: Iterator[Piece], number: int
-) -> Iterator[tuple[Piece, Tokens]]:
+) -> Generator[tuple[Piece, Tokens]]:
     """What processes make of pieces, in the order of the pieces; no more of it is held than a few per
     process."""
     pool = ProcessPoolExecutor(number, get_context("spawn"), initializer=begin, initargs=(work,))
