@@ -13,7 +13,7 @@ from cpt.core.checksums import AT_ONCE
 from cpt.core.files import replace
 
 log = logging.getLogger(__name__)
-COMMIT = 1 << 24  # bytes that a kill may cost
+COMMIT = 1 << 25  # bytes that a kill may cost
 PLACE = "place.json"
 
 

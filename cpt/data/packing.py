@@ -219,8 +219,11 @@ class Cut:
 
     def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.RecordBatch:
         """The rows that are full with further documents: ids [tokens], and how many each has, [documents]."""
-        owners = np.repeat(np.arange(self.count, self.count + len(sizes), dtype=np.int32), sizes)
-        tokens = np.concatenate([self.waiting, [ids, owners]], axis=1)
+        before = self.waiting.shape[1]
+        tokens = np.empty((2, before + len(ids)), np.int32)
+        tokens[:, :before] = self.waiting
+        tokens[0, before:] = ids
+        tokens[1, before:] = np.repeat(np.arange(self.count, self.count + len(sizes)), sizes)
         whole = tokens.shape[1] // self.length * self.length
         self.count, self.waiting = self.count + len(sizes), tokens[:, whole:].copy()
         return self.batch(tokens[:, :whole])
@@ -233,7 +236,8 @@ class Cut:
         """Ids and documents [2, tokens] as rows, of which only the last may be short."""
         ends = np.append(np.arange(0, tokens.shape[1], self.length), tokens.shape[1]).astype(np.int32)
         special = np.isin(tokens[0], np.asarray(sorted(self.special), np.int32))
-        text = np.concatenate([[0], np.cumsum(~special, dtype=np.int32)])
+        text = np.zeros(len(special) + 1, np.int32)
+        np.cumsum(~special, out=text[1:])
         lists = [pa.ListArray.from_arrays(ends, values) for values in tokens]
         return pa.RecordBatch.from_arrays([*lists, pa.array(np.diff(text[ends]))], schema=self.schema)
 
