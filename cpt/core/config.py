@@ -18,6 +18,7 @@ EXECUTION = (
     "cache_dir",
     "check",
     "data",
+    "parts",
     "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",

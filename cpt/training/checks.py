@@ -11,6 +11,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from cpt.adapters.options import PartsOptions
 from cpt.core.errors import readable, unknown_name
 from cpt.core.options import Choice
 from cpt.core.places import CONF
@@ -63,6 +64,7 @@ class Sections:
     freeze: Freeze | None
     evaluation: EvalOptions | None
     data: DataOptions | None
+    parts: PartsOptions | None
     model: ModelOptions | None
     method: Choice | None
     masks: Mapping[str, Choice | None]
@@ -89,6 +91,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         freeze=read_section(cfg, "freeze").read(Freeze),
         evaluation=read_section(cfg, "eval").read(EvalOptions),
         data=read_section(cfg, "data").read(DataOptions),
+        parts=read_section(cfg, "parts").read(PartsOptions),
         model=read_section(cfg, "model").read(ModelOptions),
         method=read_section(cfg, "method").choose(),
         masks={

@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
+from cpt.adapters.options import PartsOptions
 from cpt.core.naming import CONFIG
 from cpt.core.options import Options, options_of, with_dot
 from cpt.core.places import CONF
@@ -27,6 +28,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
     "data": (DataOptions,),
+    "parts": (PartsOptions,),
     "model": (ModelOptions,),
     "model.base": (BaseOptions,),
     "domains.held_out": (HeldOut,),

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cpt.adapters.options import PartsOptions
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.options import Choice
 from cpt.core.rules import TEXT, or_null
@@ -40,6 +41,7 @@ class Plan:
     freeze: Freeze
     evaluation: EvalOptions
     data: DataOptions
+    parts: PartsOptions
     method: Choice
     masks: tuple[Choice, ...]
     replay: Replay
@@ -101,6 +103,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         freeze=said.freeze,
         evaluation=said.evaluation,
         data=said.data,
+        parts=said.parts,
         method=said.method,
         masks=tuple(said.masks.values()),
         replay=said.replay,

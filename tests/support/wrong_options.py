@@ -25,6 +25,7 @@ AT_ONCE = {
     "data.workers=0": f"data.workers=0; allowed: null or {WHOLE}",
     "data.workers=all": f"data.workers=all; allowed: null or {WHOLE}",
     "+data.processes=2": "data.processes is not known; allowed: data.workers",
+    "parts.keep=gpu": "parts.keep=gpu; allowed: memory, disk",
     "data=null": "data=null; allowed: keys with values",
     "keep_stages=abc": f"keep_stages=abc; allowed: {BOOL}",
     "plan=maybe": "plan=maybe; allowed: true, false, json",
