@@ -30,7 +30,7 @@ SUBJECTS = {  # what makes the rows, by how many processes, whether the tokenize
     "recipe, threads": ("recipe", 1, True),
 }
 NAME = "big"
-SAMPLED_S = 0.2
+SAMPLED_S = 1.0
 HELD_OUT = {"valid": 0.002, "test": 0.002, "seed": 0}
 ROW = "{:22}{:>9}{:>9}{:>12}{:>14}{:>13}{:>13}"
 

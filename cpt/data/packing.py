@@ -163,8 +163,9 @@ def write_rows(
         for piece, (ids, sizes) in made:
             write_batch(rows, cut.add(ids, sizes))
             progress.update(piece.bytes)
+            done = {"begin": piece.end, "first": piece.behind, "bytes": done["bytes"] + piece.bytes}
             if rows.due:
-                rows.commit({"begin": piece.end, "first": piece.behind, "bytes": progress.n, **cut.left()})
+                rows.commit(done | cut.left())
         write_batch(rows, cut.rest())
         rows.append(ROWS, END)
         if cut.count != corpus.facts["documents"][split]:
