@@ -43,7 +43,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     from cpt.training.pretraining import describe_base
 
     plan.source.check_domains(plan.order)
-    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
     base = describe_base(plan.model, corpora)
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
     most = plan.answers.most if plan.answers else None

@@ -85,7 +85,9 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
     with time_phase(took, "read the texts"):
-        corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+        corpora = Corpora.read(
+            plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers
+        )
     with time_phase(took, "make the base"):
         start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
         module = assembly.make_method(plan, start)

@@ -5,6 +5,8 @@ The model holds one part, which learns. Parts of other domains rest in a bank, a
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,7 @@ class Bank(NamedTensors):
         present = {name: model.get_parameter(name) for name in names}
         self.shapes = {name: parameter.shape for name, parameter in present.items()}
         self.base = NamedTensors(present if base is None else dict(base), persistent=False)
+        self.resting: frozenset[str] = frozenset()  # buffers that lie in a file
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -67,7 +70,33 @@ class Bank(NamedTensors):
         if domain == BASE:
             return self.base.named()
         named, own = self.named(), f"{domain}:"
-        return {name.removeprefix(own): named[name] for name in named if name.startswith(own)}
+        return {name.removeprefix(own): self.at_hand(named[name]) for name in named if name.startswith(own)}
+
+    def at_hand(self, stored: Tensor) -> Tensor:
+        """A tensor on the bank's device: what rests in a file is read to there when it is used."""
+        like = next(iter(self.base.named().values()), stored)
+        return stored.to(like.device) if self.resting else stored
+
+    def rest(self, stored: Mapping[str, Tensor]) -> None:
+        """Has parts lie in a file from now on: `stored` are the same tensors by the names of the buffers,
+        mapped from it. What the file has not got, or has in shards, stays in memory."""
+        self.resting = frozenset(
+            name
+            for name, own in self._buffers.items()
+            if type(own) is Tensor and name in stored and stored[name].shape == own.shape
+        )
+        self._buffers |= {name: stored[name] for name in self.resting}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Bank":
+        # What rests in a file stays there, whatever device the others go to.
+        order, resting = list(self._buffers), {name: self._buffers.pop(name) for name in self.resting}
+        super()._apply(fn, recurse)
+        self._buffers = {name: resting.get(name, self._buffers.get(name)) for name in order}
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.resting = frozenset()
+        super()._load_from_state_dict(*args)
 
     @torch.no_grad()
     def put(self, model: nn.Module, domain: int) -> None:
@@ -80,3 +109,20 @@ class Bank(NamedTensors):
         parameter, base = name.partition(":")[2], self.base.named()
         like = base.get(parameter, next(iter(base.values())))
         return like.new_empty(self.shapes.get(parameter, stored.shape))
+
+
+def banks_of(module: nn.Module) -> dict[str, Bank]:
+    """The banks in a module, by name."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, Bank)}
+
+
+def rest_parts(module: nn.Module, path: Path) -> None:
+    """Has the parts that a module keeps lie in the file of its state, which is mapped into memory: the system
+    reads of it what is used, and may forget it again."""
+    banks = banks_of(module)
+    if not banks or not path.is_file():
+        return
+    stored = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    for prefix, bank in banks.items():
+        own = {name: f"{prefix}.{name}" for name in bank._buffers}
+        bank.rest({name: stored[whole] for name, whole in own.items() if whole in stored})

@@ -6,7 +6,15 @@ from typing import Any
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, Rule, is_list, is_pattern, is_text, number, one_of, or_null, whole
 
+KEPT = ("memory", "disk")
 SCORED = ("posterior", "nearest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsOptions(Options):
+    """The parts of learned domains, of methods that keep one for each."""
+
+    keep: str = option("where they rest: in memory, or in the file of the last stage", one_of(*KEPT))
 
 
 def is_targets(value: Any) -> bool:

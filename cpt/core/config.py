@@ -17,6 +17,8 @@ EXECUTION = (
     "logger",
     "cache_dir",
     "check",
+    "data",
+    "parts",
     "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",

@@ -5,6 +5,11 @@ import sys
 from typing import Any
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def is_first_process() -> bool:
     """Whether this is the process that writes."""
     return all(

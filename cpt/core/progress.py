@@ -4,15 +4,29 @@ import sys
 
 from tqdm import tqdm
 
+DELAY = 10.0  # seconds after which a log file tells how far something is that is mostly quick
 
-def progress_bar(label: str, *, total: int, hidden: bool, done: int = 0, unit: str = "it") -> tqdm:
-    """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed."""
+
+def progress_bar(
+    label: str,
+    *,
+    total: int | None,
+    hidden: bool,
+    done: int = 0,
+    unit: str = "it",
+    scale: bool = False,
+    delay: float = 0.0,
+) -> tqdm:
+    """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
+    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
     return tqdm(
         desc=label,
         total=total,
         initial=done,
         unit=unit,
+        unit_scale=scale,
+        delay=0.0 if sys.stderr.isatty() else delay,
         disable=hidden,
         leave=False,
         mininterval=interval,

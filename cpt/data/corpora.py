@@ -21,20 +21,24 @@ from cpt.data.sources.base import GENERAL, Encoding, Source
 class Corpora:
     """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
     the domains become rows where they are examples; None where they are text. With `isolated`, the samples
-    of a batch share rows."""
+    of a batch share rows. `workers` tokenise a text, None: as many as there are cores."""
 
     by_name: dict[str, Corpus]
     cache: Path
     encoding: Encoding | None = None
     isolated: bool = False
+    workers: int | None = None
 
     @classmethod
-    def read(cls, source: Source, order: Sequence[str], *, cache: Path) -> "Corpora":
+    def read(
+        cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None
+    ) -> "Corpora":
         return cls(
             {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)},
             cache,
             source.encoding,
             source.isolated,
+            workers,
         )
 
     @property
@@ -62,6 +66,7 @@ class Corpora:
                 name=name,
                 cache=self.cache,
                 tokenizer_digest=tokenizer_digest(tokenizer),
+                workers=self.workers,
             )
         return encode_corpus(
             corpus,

@@ -1,26 +1,33 @@
 """The documents of one domain on disk, without duplicates, split into train, valid and test."""
 
-import hashlib
 import json
 import logging
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, Value
-from datasets.arrow_writer import ArrowWriter
+import pyarrow as pa
+from datasets import Dataset, Value
 
 from cpt.core.cache import make_once
-from cpt.core.randomness import key, sample_keys
-from cpt.data.examples import read_example
-from cpt.data.sources.base import EXAMPLES, TEXT, Source, read_members, stamp_of
+from cpt.core.growing import Growing
+from cpt.data.arrow import END, schema_of
+from cpt.data.sources.base import FORMAT, TEXT, Reading, Source, read_members, stamp_of
+from cpt.data.splitting import (
+    SPLITS,
+    Counting,
+    count_contradictions,
+    count_documents,
+    describe_corpus,
+    split_documents,
+)
+from cpt.data.tokenising import DOCUMENTS, SPLIT_OF
 
 log = logging.getLogger(__name__)
-SPLITS = ("train", "valid", "test")
-DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
+COLUMNS = {"text": Value("large_string")}
 BATCH, CHARACTERS = 1000, 1 << 18  # of documents, what is worked on at once
 
 
@@ -33,8 +40,8 @@ class Corpus:
 
     def documents(self, split: str) -> Dataset:
         """The documents of a split, memory-mapped, with a column `text`."""
-        chosen = np.flatnonzero(np.load(self.folder / "splits.npy", mmap_mode="r") == SPLITS.index(split))
-        return Dataset.from_file(str(self.folder / "documents.arrow")).select(chosen)
+        chosen = np.flatnonzero(np.load(self.folder / SPLIT_OF, mmap_mode="r") == SPLITS.index(split))
+        return Dataset.from_file(str(self.folder / DOCUMENTS)).select(chosen)
 
 
 def in_batches(documents: Dataset) -> Iterator[list[str]]:
@@ -63,7 +70,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
     def make(partial: Path) -> None:
         write_documents(
             partial,
-            read_members(source, name),
+            lambda place: read_members(source, name, place),
             name=name,
             held_out=source.held_out,
             form=source.form(name),
@@ -88,21 +95,25 @@ def facts_anew(source: Source, name: str) -> dict[str, Any]:
 
 def write_documents(
     folder: Path,
-    documents: Iterable[tuple[str, str]],
+    read_on: Callable[[Any], Reading],
     *,
     name: str,
     held_out: Mapping[str, float],
     form: str = TEXT,
     per_class: int | None = None,
 ) -> None:
-    """Writes documents, their splits and the facts about them into a folder."""
-    with ArrowWriter(
-        path=str(folder / "documents.arrow"), features=Features({"text": Value("large_string")})
-    ) as writer:
-        counted = count_documents(load_corpus(writer, encode_documents(documents)), form=form)
-        writer.finalize()
+    """Writes documents, their splits and the facts about them into a folder; `read_on` gives them from a
+    place on, where a kill has ended it and the source tells such places."""
+    counting = Counting(form)
+    files = Growing(folder, [DOCUMENTS, *counting.columns], form=[FORMAT, form])
+    with closing(files):
+        append_documents(files, read_on, counting)
+        files.finish()
+    for column in counting.columns:
+        (folder / column).unlink()
+    counted = counting.counted()
     splits = split_documents(counted, name=name, held_out=held_out, form=form, per_class=per_class)
-    np.save(folder / "splits.npy", splits)
+    np.save(folder / SPLIT_OF, splits)
     facts = describe_corpus(counted.hashes, counted.given, splits, counted.sizes)
     if contradicted := count_contradictions(counted):
         log.warning(
@@ -112,143 +123,66 @@ def write_documents(
     (folder / "facts.json").write_text(json.dumps(facts))
 
 
+def append_documents(files: Growing, read_on: Callable[[Any], Reading], counting: Counting) -> None:
+    """Appends documents, and what is counted of them, to what is there."""
+    writer = Writer(files, counting)
+    place = writer.begin(files.place)
+    reading = read_on(place)
+    for split, raw in encode_documents(reading):
+        counting.add(split, raw)
+        if writer.add(raw) and files.due and (place := reading.place()) is not None:
+            writer.commit(place)
+    writer.flush()
+    files.append(DOCUMENTS, END)
+
+
+@dataclass
+class Writer:
+    """Documents as record batches: BATCH of them, or fewer where they are long."""
+
+    files: Growing
+    counting: Counting
+    schema: pa.Schema = field(default_factory=lambda: schema_of(COLUMNS))
+    texts: list[bytes] = field(default_factory=list)
+    size: int = 0  # bytes since CHARACTERS were last reached
+    written: int = 0  # documents whose columns are
+
+    def begin(self, known: Any) -> Any:
+        """Takes over what is there; gives the place of the reading, None at the beginning."""
+        if known is None:
+            self.files.append(DOCUMENTS, self.schema.serialize())
+            return None
+        self.counting.load(self.files.folder)
+        self.size, self.written = known["size"], len(self.counting)
+        log.info("%s: going on behind %d documents", self.files.folder, self.written)
+        return known["reading"]
+
+    def add(self, raw: bytes) -> bool:
+        """Takes a document; says whether no document waits now."""
+        self.texts.append(raw)
+        self.size += len(raw)
+        if self.size >= CHARACTERS or len(self.texts) == BATCH:
+            self.flush()
+            self.size = 0 if self.size >= CHARACTERS else self.size
+        return not self.texts
+
+    def flush(self) -> None:
+        if self.texts:
+            column = pa.array(self.texts, pa.large_binary()).view(pa.large_string())
+            batch = pa.RecordBatch.from_arrays([column], schema=self.schema)
+            self.files.append(DOCUMENTS, batch.serialize())
+            self.texts = []
+
+    def commit(self, place: Any) -> None:
+        for name, column in self.counting.columns.items():
+            self.files.append(name, column[self.written :].tobytes())
+        self.written = len(self.counting)
+        self.files.commit({"reading": place, "size": self.size})
+
+
 def encode_documents(documents: Iterable[tuple[str, str]]) -> Iterator[tuple[str, bytes]]:
     """Documents as UTF-8, mended where they are no Unicode."""
     return ((split, text.encode(errors="replace")) for split, text in documents)
-
-
-def load_corpus(writer: ArrowWriter, documents: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-    """Hands documents on and writes them."""
-    waiting = 0
-    for split, raw in documents:
-        writer.write({"text": raw.decode()})
-        waiting += len(raw)
-        if waiting >= CHARACTERS:
-            writer.write_examples_on_file()
-            waiting = 0
-        yield split, raw
-
-
-@dataclass(frozen=True)
-class Counted:
-    """All that memory holds of documents, each [documents]. Text is known by itself; an example by its
-    question, so that one that stands in train and test is found whatever its answers are."""
-
-    hashes: np.ndarray  # uint64, of the document
-    known_by: np.ndarray  # uint64, of what equal documents share
-    answers: np.ndarray  # uint64, of the answer; 0 for text
-    given: np.ndarray  # int8, the split
-    sizes: np.ndarray  # bytes
-
-
-def count_documents(documents: Iterable[tuple[str, bytes]], *, form: str = TEXT) -> Counted:
-    """The hashes, split and bytes of each document."""
-    hashes, known_by, answers = array("Q"), array("Q"), array("Q")
-    given, sizes = array("b"), array("Q")
-    for split, raw in documents:
-        hashes.append(hash_bytes(raw))
-        given.append(SPLITS.index(split))
-        if form == EXAMPLES:
-            example = read_example(raw.decode())
-            known_by.append(hash_bytes(example.question.encode()))
-            answers.append(hash_bytes(example.target.encode()))
-            sizes.append(example.bytes)
-        else:
-            sizes.append(len(raw))
-    found = np.asarray(hashes, np.uint64)
-    return Counted(
-        hashes=found,
-        known_by=np.asarray(known_by, np.uint64) if form == EXAMPLES else found,
-        answers=np.asarray(answers, np.uint64) if form == EXAMPLES else np.zeros_like(found),
-        given=np.asarray(given, np.int8),
-        sizes=np.asarray(sizes, np.int64),
-    )
-
-
-def hash_bytes(raw: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
-
-
-def count_contradictions(counted: Counted) -> int:
-    """Questions that stand there with more than one answer."""
-    pairs = np.unique(np.stack([counted.known_by, counted.answers]), axis=1)
-    return int((np.unique(pairs[0], return_counts=True)[1] > 1).sum())
-
-
-def split_documents(
-    counted: Counted, *, name: str, held_out: Mapping[str, float], form: str, per_class: int | None
-) -> np.ndarray:
-    """The split of each document, as `assign`; of training examples at most `per_class` with each answer
-    stay, those whose question has the smallest hash under the seed, the others are SPARED."""
-    hint = "" if form == EXAMPLES else " (domains.document=line or paragraph makes more of a .txt file)"
-    splits = assign(counted.known_by, counted.given, name=name, held_out=held_out, hint=hint)
-    if form == EXAMPLES and per_class is not None:
-        train = np.flatnonzero(splits == 0)
-        stream = key("per class", int(held_out["seed"]))
-        ranked = train[np.argsort(sample_keys(stream, counted.known_by[train]), kind="stable")]
-        for answer in np.unique(counted.answers[train]):
-            splits[ranked[counted.answers[ranked] == answer][per_class:]] = SPARED
-    return splits
-
-
-def assign(
-    hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float], hint: str = ""
-) -> np.ndarray:
-    """The split of each document, [documents] int8, DROPPED for copies.
-
-    Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
-    its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
-    documents' own. SPARED are the held-out documents beyond the most."""
-    if not len(hashes):
-        raise ValueError(f"domain {name} has no text: its files are empty")
-    order = np.lexsort((np.arange(len(given)), given))
-    _, first = np.unique(hashes[order], return_index=True)
-    splits = np.full(len(given), DROPPED, np.int8)
-    splits[order[first]] = given[order[first]]
-    train = np.flatnonzero(splits == 0)
-    ranked = train[np.argsort(sample_keys(key("split", int(held_out["seed"])), hashes[train]), kind="stable")]
-    taken = 0
-    for split in ("valid", "test"):
-        if not (given == SPLITS.index(split)).any():
-            count = max(1, round(held_out[split] * len(train)))
-            splits[ranked[taken : taken + count]] = SPLITS.index(split)
-            taken += count
-    spare(splits, hashes, held_out=held_out)
-    left = [int((splits == number).sum()) for number in range(len(SPLITS))]
-    if min(left) == 0:
-        found = ", ".join(f"{count} {split}" for count, split in zip(left, SPLITS, strict=True))
-        raise ValueError(
-            f"domain {name} has {len(given)} documents, too few to train, validate and test on ({found}); "
-            f"allowed: at least one for each, all different{hint}"
-        )
-    return splits
-
-
-def spare(splits: np.ndarray, hashes: np.ndarray, *, held_out: Mapping[str, float]) -> None:
-    """Keeps at most `most` documents of each held-out split, those with the smallest hash under the seed."""
-    stream = key("most", int(held_out["seed"]))
-    for split in (1, 2):
-        held = np.flatnonzero(splits == split)
-        ranked = held[np.argsort(sample_keys(stream, hashes[held]), kind="stable")]
-        splits[ranked[held_out.get("most") or len(ranked) :]] = SPARED
-
-
-def describe_corpus(
-    hashes: np.ndarray, given: np.ndarray, splits: np.ndarray, sizes: np.ndarray
-) -> dict[str, Any]:
-    """Digests of the text with its splits and of what is trained on, documents and bytes per split, and how
-    many copies were left out."""
-    held_out_copies = int(((splits == DROPPED) & (given > 0)).sum())
-    content = hashlib.blake2b(hashes.tobytes() + splits.tobytes(), digest_size=8)
-    trained = hashlib.blake2b(hashes[splits == 0].tobytes(), digest_size=8)
-    return {
-        "digest": content.hexdigest(),
-        "train_digest": trained.hexdigest(),
-        "documents": {split: int((splits == number).sum()) for number, split in enumerate(SPLITS)},
-        "bytes": {split: int(sizes[splits == number].sum()) for number, split in enumerate(SPLITS)},
-        "duplicates": int((splits == DROPPED).sum()) - held_out_copies,
-        "held_out_copies": held_out_copies,
-    }
 
 
 def summarise_corpus(facts: Mapping[str, Any]) -> str:

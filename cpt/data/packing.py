@@ -1,26 +1,30 @@
 """A corpus as token ids in rows of equal length: documents one after another, separated, nothing dropped."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
-from datasets.arrow_writer import ArrowWriter
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
+from cpt.core.growing import Growing
+from cpt.core.progress import DELAY, progress_bar
 from cpt.core.randomness import shuffle
+from cpt.data.arrow import END, schema_of
 from cpt.data.batch import Sizes
-from cpt.data.corpus import Corpus, in_batches
+from cpt.data.corpus import SPLITS, Corpus
+from cpt.data.tokenising import pieces, tokenise
 
 FORMAT = 1
+ROWS = "rows.arrow"
 PADDING = -1
 COLUMNS = Features(
     {"ids": ListOf(Value("int32")), "documents": ListOf(Value("int32")), "text_tokens": Value("int32")}
@@ -107,50 +111,74 @@ def pack(
     name: str,
     cache: Path,
     tokenizer_digest: str,
+    workers: int | None = None,
 ) -> Packed:
     """A split of a corpus in rows of `length` tokens, made once for all runs with this text, tokenizer and
-    length."""
+    length. Making is shared out among `workers`, None for all cores, and goes on where a kill ended it."""
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     folder = make_once(
         cache / "packed" / f"{name}-{split}-{digest(made_of)}",
         make=lambda partial: write_rows(
-            partial, corpus.documents(split), tokenizer=tokenizer, length=length, name=name
+            partial, corpus, split, tokenizer=tokenizer, length=length, name=name, workers=workers
         ),
     )
-    rows = Dataset.from_file(str(folder / "rows.arrow"))
+    rows = Dataset.from_file(str(folder / ROWS))
     return Packed(
         rows, length, padding_id(tokenizer), corpus.facts["documents"][split], corpus.facts["bytes"][split]
     )
 
 
 def write_rows(
-    folder: Path, documents: Dataset, *, tokenizer: PreTrainedTokenizerBase, length: int, name: str
+    folder: Path,
+    corpus: Corpus,
+    split: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    name: str,
+    workers: int | None,
 ) -> None:
-    """Writes the rows of documents into a folder, a batch of documents at a time."""
-    progress = tqdm(
-        total=len(documents), desc=f"tokenising {name}", unit=" documents", disable=None, leave=False
+    """Writes the rows of a split into a folder, a piece of the corpus at a time, from where they end there.
+    Raises ValueError for a corpus that lacks documents."""
+    schema = schema_of(COLUMNS)
+    ending, size = terminator(tokenizer), int(corpus.facts["bytes"][split])
+    rows = Growing(folder, [ROWS], form=[FORMAT, length])
+    cut = Cut(length, tokenizer.all_special_ids, schema)
+    done = cut.go_on(rows.place)
+    if rows.place is None:
+        rows.append(ROWS, schema.serialize())
+    progress = progress_bar(
+        f"tokenising {name}", total=size, done=done["bytes"], unit="B", scale=True, hidden=False, delay=DELAY
     )
-    batches = tokenise(documents, tokenizer, progress)
-    with progress, ArrowWriter(path=str(folder / "rows.arrow"), features=COLUMNS) as writer:
-        for table in cut_rows(batches, length=length, special=tokenizer.all_special_ids):
-            writer.write_table(table)
-        writer.finalize()
+    number = SPLITS.index(split)
+    found = pieces(corpus.folder, number, begin=done["begin"], first=done["first"])
+    made = tokenise(
+        *(corpus.folder, number, found),
+        tokenizer=tokenizer,
+        ending=ending,
+        size=size - done["bytes"],
+        workers=workers,
+    )
+    with closing(rows), progress, closing(made):
+        for piece, (ids, sizes) in made:
+            write_batch(rows, cut.add(ids, sizes))
+            progress.update(piece.bytes)
+            done = {"begin": piece.end, "first": piece.behind, "bytes": done["bytes"] + piece.bytes}
+            if rows.due:
+                rows.commit(done | cut.left())
+        write_batch(rows, cut.rest())
+        rows.append(ROWS, END)
+        if cut.count != corpus.facts["documents"][split]:
+            raise ValueError(
+                f"{corpus.folder} is damaged: {cut.count} documents in {split}, not "
+                f"{corpus.facts['documents'][split]}; delete it, and the text is read again"
+            )
+        rows.finish()
 
 
-def tokenise(
-    documents: Dataset, tokenizer: PreTrainedTokenizerBase, progress: tqdm
-) -> Iterator[list[list[int]]]:
-    """The ids of each document, batch by batch, with the tokenizer's own special tokens around them.
-
-    Special tokens that are spelled out in the text stay text (not with unigram tokenizers, which know no such
-    switch). A tokenizer that ends no document gets its end-of-sequence token there; otherwise a causal model
-    could not tell where one ends.
-    """
-    ending = terminator(tokenizer)
-    for texts in in_batches(documents):
-        encoded = tokenizer(texts, split_special_tokens=True, return_attention_mask=False, verbose=False)
-        yield [ids + ending for ids in encoded["input_ids"]]
-        progress.update(len(texts))
+def write_batch(rows: Growing, batch: pa.RecordBatch) -> None:
+    if len(batch):
+        rows.append(ROWS, batch.serialize())
 
 
 def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -168,31 +196,51 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ending[:1]
 
 
-def cut_rows(
-    batches: Iterable[list[list[int]]], *, length: int, special: Sequence[int]
-) -> Iterator[pa.Table]:
-    """Tables of rows of `length` ids from batches of documents, each token with the number of its document;
-    what does not fill a row waits for the next batch."""
-    specials, count = np.asarray(sorted(special), np.int32), 0
-    tokens = np.empty((2, 0), np.int32)
-    for batch in batches:
-        sizes = [len(ids) for ids in batch]
-        ids = np.fromiter(chain.from_iterable(batch), np.int32, sum(sizes))
-        owners = np.repeat(np.arange(count, count + len(batch), dtype=np.int32), sizes)
-        tokens = np.concatenate([tokens, [ids, owners]], axis=1)
-        whole = tokens.shape[1] // length * length
-        yield rows_of_documents(tokens[:, :whole], length=length, specials=specials)
-        tokens, count = tokens[:, whole:], count + len(batch)
-    yield rows_of_documents(tokens, length=length, specials=specials)
+@dataclass
+class Cut:
+    """Rows of `length` ids, cut from documents as they come, each token with the number of its document; what
+    does not fill a row waits for the next documents. Only the last row may be short."""
 
+    length: int
+    special: Sequence[int]
+    schema: pa.Schema
+    count: int = 0  # documents so far
+    waiting: np.ndarray = field(default_factory=lambda: np.empty((2, 0), np.int32))  # ids, documents
 
-def rows_of_documents(tokens: np.ndarray, *, length: int, specials: np.ndarray) -> pa.Table:
-    """Ids and documents [2, tokens] as rows, of which only the last may be short."""
-    ends = np.append(np.arange(0, tokens.shape[1], length), tokens.shape[1]).astype(np.int32)
-    text = np.concatenate([[0], np.cumsum(~np.isin(tokens[0], specials), dtype=np.int32)])
-    columns = {"ids": tokens[0], "documents": tokens[1]}
-    lists = {name: pa.ListArray.from_arrays(ends, values) for name, values in columns.items()}
-    return pa.table({**lists, "text_tokens": np.diff(text[ends])})
+    def go_on(self, place: dict[str, Any] | None) -> dict[str, int]:
+        """Takes over what waited at a place; gives where in the corpus that was, or its beginning."""
+        if place is None:
+            return {"begin": 0, "first": 0, "bytes": 0}
+        self.count, self.waiting = place["count"], np.array(place["waiting"], np.int32)
+        return {name: place[name] for name in ("begin", "first", "bytes")}
+
+    def left(self) -> dict[str, Any]:
+        """What waits, as JSON."""
+        return {"count": self.count, "waiting": self.waiting.tolist()}
+
+    def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.RecordBatch:
+        """The rows that are full with further documents: ids [tokens], and how many each has, [documents]."""
+        before = self.waiting.shape[1]
+        tokens = np.empty((2, before + len(ids)), np.int32)
+        tokens[:, :before] = self.waiting
+        tokens[0, before:] = ids
+        tokens[1, before:] = np.repeat(np.arange(self.count, self.count + len(sizes)), sizes)
+        whole = tokens.shape[1] // self.length * self.length
+        self.count, self.waiting = self.count + len(sizes), tokens[:, whole:].copy()
+        return self.batch(tokens[:, :whole])
+
+    def rest(self) -> pa.RecordBatch:
+        """The last row, where there is one that is not full."""
+        return self.batch(self.waiting)
+
+    def batch(self, tokens: np.ndarray) -> pa.RecordBatch:
+        """Ids and documents [2, tokens] as rows, of which only the last may be short."""
+        ends = np.append(np.arange(0, tokens.shape[1], self.length), tokens.shape[1]).astype(np.int32)
+        special = np.isin(tokens[0], np.asarray(sorted(self.special), np.int32))
+        text = np.zeros(len(special) + 1, np.int32)
+        np.cumsum(~special, out=text[1:])
+        lists = [pa.ListArray.from_arrays(ends, values) for values in tokens]
+        return pa.RecordBatch.from_arrays([*lists, pa.array(np.diff(text[ends]))], schema=self.schema)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -4,15 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+from cpt.core.processes import cores
 
 
 def visible_gpus() -> list[str]:

@@ -117,7 +117,7 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     from cpt.data.corpora import Corpora
     from cpt.data.embeddings import embed_by_vectors, embed_by_words, make_encoder, sample_documents
 
-    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
     log.info(
         "embedding samples of %d texts (domains.embedding=%s)", len(corpora.by_name), plan.source.embedding
     )

@@ -11,11 +11,13 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from cpt.adapters.options import PartsOptions
 from cpt.core.errors import readable, unknown_name
 from cpt.core.options import Choice
 from cpt.core.places import CONF
 from cpt.core.rules import is_text, number, show
 from cpt.core.sections import Section, as_written, is_used, read_section
+from cpt.data.options import DataOptions
 from cpt.data.replay import NOTHING, Replay
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
@@ -61,6 +63,8 @@ class Sections:
     run: RunOptions | None
     freeze: Freeze | None
     evaluation: EvalOptions | None
+    data: DataOptions | None
+    parts: PartsOptions | None
     model: ModelOptions | None
     method: Choice | None
     masks: Mapping[str, Choice | None]
@@ -86,6 +90,8 @@ def read_sections(cfg: DictConfig) -> Sections:
         run=read_section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=read_section(cfg, "freeze").read(Freeze),
         evaluation=read_section(cfg, "eval").read(EvalOptions),
+        data=read_section(cfg, "data").read(DataOptions),
+        parts=read_section(cfg, "parts").read(PartsOptions),
         model=read_section(cfg, "model").read(ModelOptions),
         method=read_section(cfg, "method").choose(),
         masks={

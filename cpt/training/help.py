@@ -8,10 +8,12 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
+from cpt.adapters.options import PartsOptions
 from cpt.core.naming import CONFIG
 from cpt.core.options import Options, options_of, with_dot
 from cpt.core.places import CONF
 from cpt.core.rules import show
+from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.endtasks.tasks import Protocol, Settings
 from cpt.evaluation.policy import EvalOptions
@@ -25,6 +27,8 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "": (RunOptions,),
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
+    "data": (DataOptions,),
+    "parts": (PartsOptions,),
     "model": (ModelOptions,),
     "model.base": (BaseOptions,),
     "domains.held_out": (HeldOut,),

@@ -13,6 +13,8 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
+from cpt.adapters.bank import banks_of, rest_parts
+from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
@@ -63,6 +65,7 @@ class Learner:
         )
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
+        tell_parts(plan, module)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def learn(self) -> None:
@@ -90,8 +93,15 @@ class Learner:
         for domain in self.data.domains[:number]:
             self.module.take_shape(domain)
         self.module.load_state_dict(torch.load(path, weights_only=True))
+        self.rest(number)
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
+
+    def rest(self, number: int) -> None:
+        """Has what a method keeps of learned domains lie in the file of a stage, where that is asked for."""
+        if self.plan.parts.keep == "disk":
+            wait_for_others()  # until the first process has written it
+            rest_parts(self.module, self.place.stage(number))
 
     def examine(self, number: int) -> None:
         """The end tasks, the answers and the probe that are due after a stage and not measured yet."""
@@ -147,6 +157,7 @@ class Learner:
         check_finite(state, domain.name)
         if is_first_process():
             save_state(state, self.place.stage(number))
+        self.rest(number)
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
         left_out = {"skipped": len(guard.left_out)}
         return kept | compute.costs(fitting) | left_out | {"rates": rates.noted}
@@ -269,3 +280,9 @@ def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     took[phase] = took.get(phase, 0.0) + time.perf_counter() - began
+
+
+def tell_parts(plan: Plan, module: ContinualModule) -> None:
+    """Tells, in a line, where nothing rests that could lie on disk."""
+    if plan.parts.keep == "disk" and not banks_of(module):
+        log.info("parts.keep=disk without effect: %s keeps no parts that rest", plan.names["method"])

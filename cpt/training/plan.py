@@ -7,11 +7,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from cpt.adapters.options import PartsOptions
 from cpt.core.config import digest, identity, plain_config
 from cpt.core.options import Choice
 from cpt.core.rules import TEXT, or_null
 from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
+from cpt.data.options import DataOptions
 from cpt.data.replay import Replay
 from cpt.data.similarity import Similarity
 from cpt.data.sources.base import Source
@@ -38,6 +40,8 @@ class Plan:
     model: ModelOptions
     freeze: Freeze
     evaluation: EvalOptions
+    data: DataOptions
+    parts: PartsOptions
     method: Choice
     masks: tuple[Choice, ...]
     replay: Replay
@@ -98,6 +102,8 @@ def make_plan(cfg: DictConfig) -> Plan:
         model=begin_from(said.model, settings["from"]),
         freeze=said.freeze,
         evaluation=said.evaluation,
+        data=said.data,
+        parts=said.parts,
         method=said.method,
         masks=tuple(said.masks.values()),
         replay=said.replay,

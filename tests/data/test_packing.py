@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cpt.data import corpus, packing
+from cpt.data import corpus, packing, tokenising
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.packing import padding_id, terminator
 from tests.support import data_fixtures as made
@@ -198,17 +198,18 @@ def test_the_digest_of_a_tokenizer(tokenizers):
 def test_a_killed_tokenizer_leaves_nothing_wrong(tmp_path, tokenizers, monkeypatch):
     texts = prose(40)
     whole = pack(tmp_path / "whole", texts, tokenizers["framed"], 16)
-    real = packing.in_batches
+    real = packing.tokenise
 
-    def killed(documents):
-        yield next(real(documents))
+    def killed(*arguments, **options):
+        yield next(real(*arguments, **options))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(corpus, "BATCH", 10)
-    monkeypatch.setattr(packing, "in_batches", killed)
+    monkeypatch.setattr(tokenising, "PIECE", 1)
+    monkeypatch.setattr(packing, "tokenise", killed)
     with pytest.raises(KeyboardInterrupt):
         pack(tmp_path, texts, tokenizers["framed"], 16)
-    monkeypatch.setattr(packing, "in_batches", real)
+    monkeypatch.setattr(packing, "tokenise", real)
     assert rows(pack(tmp_path, texts, tokenizers["framed"], 16)) == rows(whole)
 
 

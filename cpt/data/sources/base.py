@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -219,6 +219,25 @@ class Source(Options, ABC):
         """What decides the result of `read`, cheaply: names, sizes, times."""
 
 
+class Reading(Iterator[tuple[str, str]]):
+    """(split, document), one after another. `place` tells, in JSON values, where the one after the last
+    stands; None where a reading can only begin anew."""
+
+    def __init__(self, documents: Iterator[tuple[str, str]], place: Callable[[], Any] = lambda: None) -> None:
+        self.documents, self.place = documents, place
+
+    def __next__(self) -> tuple[str, str]:
+        return next(self.documents)
+
+
+class Followed(ABC):
+    """A source whose reading goes on where a kill has ended it."""
+
+    @abstractmethod
+    def read_on(self, name: str, place: Any = None) -> Reading:
+        """As `read`, from a place on that an earlier reading has told."""
+
+
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
@@ -228,7 +247,27 @@ def stamp_of(source: Source, name: str) -> str:
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
-def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
-    """(split, document) of a domain or of `general`, from all names that it is joined of."""
-    for member in source.members(name):
-        yield from source.read(member)
+def read_members(source: Source, name: str, place: Any = None) -> Reading:
+    """(split, document) of a domain or of `general`, from all names that it is joined of; from a place on
+    that an earlier reading has told."""
+    members, (number, inner) = source.members(name), place or (0, None)
+    now: list[tuple[int, Reading]] = []
+
+    def documents() -> Iterator[tuple[str, str]]:
+        for at, member in enumerate(members[number:], start=number):
+            now[:] = [(at, read_from(source, member, inner if at == number else None))]
+            yield from now[0][1]
+
+    def where() -> Any:
+        at, reading = now[0]
+        within = reading.place()
+        return None if within is None else [at, within]
+
+    return Reading(documents(), where)
+
+
+def read_from(source: Source, name: str, place: Any) -> Reading:
+    """(split, document) of a name from a place on; from the beginning where the source knows none."""
+    if isinstance(source, Followed):
+        return source.read_on(name, place)
+    return Reading(iter(source.read(name)))

@@ -203,10 +203,12 @@ class Tasks(Source):
             return
         files = files_of(folder)
         unit = unit_of(files)
-        for path in reading_bar(GENERAL, unit=" files", iterable=files):
-            yield from (
-                (split_of(path, folder), text) for text in documents_of(path, column="text", unit=unit)
-            )
+        with reading_bar(GENERAL, total=len(files), unit=" files") as progress:
+            for path in files:
+                yield from (
+                    (split_of(path, folder), text) for text in documents_of(path, column="text", unit=unit)
+                )
+                progress.update()
 
     def fingerprint(self, name: str) -> Any:
         if name == GENERAL:

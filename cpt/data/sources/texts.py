@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from cpt.core.options import option
+from cpt.core.progress import DELAY, progress_bar
 from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
-from cpt.data.sources.base import GENERAL, Source
+from cpt.data.sources.base import GENERAL, Followed, Reading, Source
 from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import (
     UNITS,
@@ -32,7 +33,7 @@ ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts(Source):
+class Texts(Source, Followed):
     """Sub-folders of text files. `document` says what a document of a .txt file is; `auto` takes the file
     where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
     of the first file) the line."""
@@ -87,19 +88,30 @@ class Texts(Source):
             log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
+        return self.read_on(name)
+
+    def read_on(self, name: str, place: Any = None) -> Reading:
         folder = self.folder_of(name)
         if folder is None:
-            yield from read_general()
-            return
+            return Reading(read_general())
+        at = list(place or (0, 0))  # files and documents of the next one that are read
+        return Reading(self.follow(name, folder, at), lambda: list(at))
+
+    def follow(self, name: str, folder: Path, at: list[int]) -> Iterator[tuple[str, str]]:
+        """The documents of a folder from a place on, which is kept up to date."""
         files = files_of(folder, ignored=self.ignored)
         unit = unit_of(files) if self.document == "auto" else self.document
-        with reading_bar(name, total=sum(map(text_size, files)), unit="B") as progress:
-            for path, end in zip(files, accumulate(map(text_size, files)), strict=True):
+        ends = [0, *accumulate(map(text_size, files))]
+        with reading_bar(name, total=ends[-1], unit="B", done=ends[at[0]]) as progress:
+            while at[0] < len(files):
+                path = files[at[0]]
                 split = split_of(path, folder)
-                for text in documents_of(path, column=self.column, unit=unit):
+                for text in islice(documents_of(path, column=self.column, unit=unit), at[1], None):
                     progress.update(len(text))
+                    at[1] += 1
                     yield split, text
-                progress.update(end - progress.n)
+                at[:] = at[0] + 1, 0
+                progress.update(ends[at[0]] - progress.n)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)
@@ -115,6 +127,8 @@ class Texts(Source):
         return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
 
 
-def reading_bar(name: str, **options: Any) -> tqdm:
+def reading_bar(name: str, *, total: int | None, unit: str, done: int = 0) -> tqdm:
     """The progress of reading a text, with the time left where its size is known."""
-    return tqdm(desc=f"reading {name}", unit_scale=True, disable=None, leave=False, **options)
+    return progress_bar(
+        f"reading {name}", total=total, done=done, unit=unit, scale=True, hidden=False, delay=DELAY
+    )

@@ -80,7 +80,7 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     from cpt.training.pretraining import find_base
 
     ready, began = preflight.prepare(plan, place.path), time.perf_counter()
-    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
     start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     world = ready.processes * plan.trainer.num_nodes
     program = resident() if ready.device.type == "cpu" else 0

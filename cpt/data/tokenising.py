@@ -1,0 +1,223 @@
+"""Documents as token ids, a piece of the corpus at a time, by as many processes as there are cores.
+
+A process that tokenises imports neither torch nor transformers: it has the tokenizer as `tokenizers` writes
+it, and reads its pieces itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import pyarrow as pa
+from tokenizers import Tokenizer
+
+from cpt.core.preemption import ignore_signals
+from cpt.core.processes import cores
+from cpt.data.arrow import read_batches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
+PIECE = (
+    1 << 20
+)  # bytes of text that a process is given at once, or the record batch in which they are reached
+WORTH = 8 * PIECE  # bytes of text for which a process is started
+AHEAD = 2  # pieces per process that are made before they are asked for
+Tokens = tuple[np.ndarray, np.ndarray]  # ids of all documents, [tokens] int32; how many each has, [documents]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Documents that stand one after another in a corpus: the positions in its file that they stand between,
+    the numbers of the first and of the one behind them, and how many bytes of a split's text are in it."""
+
+    begin: int
+    end: int
+    first: int
+    behind: int
+    bytes: int
+
+
+def pieces(folder: Path, split: int, *, begin: int = 0, first: int = 0) -> Iterator[Piece]:
+    """The pieces of a corpus from one that begins at a position with a document on; what they are is a
+    function of the corpus alone."""
+    splits = np.load(folder / SPLIT_OF, mmap_mode="r")
+    behind, size, whole = first, 0, 0
+    for end, batch in read_batches(folder / DOCUMENTS, begin):
+        sizes = np.diff(offsets(batch.column("text")))
+        size += int(sizes[splits[behind : behind + len(sizes)] == split].sum())
+        whole, behind = whole + int(sizes.sum()), behind + len(sizes)
+        if whole >= PIECE:
+            yield Piece(begin, end, first, behind, size)
+            begin, first, size, whole = end, behind, 0, 0
+    if behind > first:
+        yield Piece(begin, end, first, behind, size)
+
+
+def offsets(texts: pa.Array) -> np.ndarray:
+    """Where each of some texts ends in their bytes, the beginning of the first before it."""
+    return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
+
+
+def read_piece(folder: Path, split: int, piece: Piece) -> Iterator[list[str]]:
+    """The documents of a split in a piece, in lists that are small."""
+    splits = np.load(folder / SPLIT_OF, mmap_mode="r")
+    first = piece.first
+    for end, batch in read_batches(folder / DOCUMENTS, piece.begin):
+        chosen = splits[first : first + len(batch)] == split
+        first += len(batch)
+        if chosen.any():
+            yield batch.column("text").filter(pa.array(chosen)).to_pylist()
+        if end == piece.end:
+            return
+
+
+class Encode(Protocol):
+    """What gives the ids of each of some documents."""
+
+    def __call__(self, texts: list[str], /) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True)
+class Called:
+    """A tokenizer as transformers calls it."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, split_special_tokens=True, return_attention_mask=False, verbose=False)[
+            "input_ids"
+        ]
+
+
+@dataclass(frozen=True)
+class Quick:
+    """A fast tokenizer without transformers, as `tokenizers` writes it: the same ids, without the places and
+    the words of the tokens, which nobody asks for."""
+
+    written: str
+
+    @cached_property
+    def backend(self) -> Tokenizer:
+        made = Tokenizer.from_str(self.written)
+        made.no_truncation()
+        made.no_padding()
+        made.encode_special_tokens = True  # those that are spelled out in a text stay text
+        return made
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        return [each.ids for each in self.backend.encode_batch_fast(texts)]
+
+
+def quick(tokenizer: PreTrainedTokenizerBase) -> Quick | None:
+    """A tokenizer without transformers; None where a class of its own does more than its backend, or that
+    cannot be written."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    own = getattr(kind, "_encode_plus", None), kind.__call__
+    if own != (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerBase.__call__):
+        return None
+    try:
+        return Quick(tokenizer.backend_tokenizer.to_str())
+    except Exception:  # of Rust: a part that is written in Python
+        return None
+
+
+def tokenise_piece(piece: Piece, *, folder: Path, split: int, encode: Encode, ending: list[int]) -> Tokens:
+    """The ids of a piece's documents, `ending` after each."""
+    ids, sizes = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for texts in read_piece(folder, split, piece):
+        found = [each + ending for each in encode(texts)]
+        sizes.append(np.array([len(each) for each in found], np.int32))
+        ids.append(np.fromiter(chain.from_iterable(found), np.int32, int(sizes[-1].sum())))
+    return np.concatenate(ids), np.concatenate(sizes)
+
+
+def count_workers(asked: int | None, *, size: int) -> int:
+    """How many processes tokenise so many bytes of text."""
+    return max(1, min(asked or cores(), size // WORTH))
+
+
+def tokenise(
+    folder: Path,
+    split: int,
+    found: Iterator[Piece],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    ending: list[int],
+    size: int,
+    workers: int | None,
+) -> Generator[tuple[Piece, Tokens]]:
+    """Pieces with their tokens, in their order; `size` is about how many bytes of text they have.
+
+    Raises ValueError where a process that tokenises is ended."""
+    light = quick(tokenizer) if size >= WORTH else None
+    number = count_workers(workers, size=size) if light else 1
+    work = partial(
+        tokenise_piece, folder=folder, split=split, encode=light or Called(tokenizer), ending=ending
+    )
+    if number == 1:
+        yield from ((piece, work(piece)) for piece in found)
+        return
+    with closing(in_order(work, found, number)) as made:
+        yield from made
+
+
+def in_order(
+    work: Callable[[Piece], Tokens], found: Iterator[Piece], number: int
+) -> Generator[tuple[Piece, Tokens]]:
+    """What processes make of pieces, in the order of the pieces; no more of it is held than a few per
+    process."""
+    pool = ProcessPoolExecutor(number, get_context("spawn"), initializer=begin, initargs=(work,))
+    waiting: deque[tuple[Piece, Future[Tokens]]] = deque()
+    try:
+        for piece in found:
+            waiting.append((piece, pool.submit(make, piece)))
+            if len(waiting) > AHEAD * number:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        raise ValueError(
+            "a process that tokenises was ended, perhaps for want of memory; the same command goes on where "
+            "it was; allowed: fewer of them (data.workers=1)"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_work: list[Callable[[Piece], Tokens]] = []  # of a process that tokenises
+
+
+def begin(work: Callable[[Piece], Tokens]) -> None:
+    """Makes a process ready to tokenise; it ends with the one that has started it."""
+    ignore_signals()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _work[:] = [work]
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def make(piece: Piece) -> Tokens:
+    return _work[0](piece)
