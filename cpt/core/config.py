@@ -30,6 +30,7 @@ EXECUTION = (
     "trainer.devices",
     "trainer.num_nodes",
     "trainer.strategy",
+    "trainer.reshard_after_forward",
     "trainer.eval_batch_size",
     "trainer.checkpoint_every",
     "trainer.log_every_n_steps",

@@ -148,7 +148,7 @@ class TrainerOptions(Options):
         if self.precision not in SHARDED_PRECISIONS:
             raise ValueError(
                 f"precision={show(self.precision)} does not go with strategy=fsdp; allowed: "
-                f"{', '.join(map(str, SHARDED_PRECISIONS))}"
+                f"{', '.join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))}"
             )
 
     @property
