@@ -5,7 +5,7 @@ module without weights in `configure_model`, once per Trainer, and knows states 
 alone; here one module is learned by a Trainer per stage, and what a method keeps of the weights (anchors,
 Fisher, averages, parts) is shared out like them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning import Trainer
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from cpt.core.sharding import gather_mapping, gather_state, is_sharded, shard_like
 from cpt.core.tensors import NamedTensors
@@ -31,14 +32,31 @@ def shard_module(module: ContinualModule, mesh: DeviceMesh, *, reshard: bool) ->
     model = module.model
     if isinstance(model, FSDPModule):
         return
-    own = own_names(model)
-    added = {p for name, p in model.named_parameters() if name.replace(".base_layer", "") not in own}
+    added = {*model.parameters()} - {*own_weights(model).values()}
     shard_model(model, mesh, ignored=added, reshard=reshard)
     shared = {name: p for name, p in named_weights(model).items() if is_sharded(p)}
     for part in module.modules():
         if isinstance(part, NamedTensors):
             part.shard(shared)
     module.register_load_state_dict_pre_hook(share_out_state)
+
+
+def own_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters by name that a model has as its authors wrote it: those that are shared out."""
+    own = own_names(model)
+    return {name: p for name, p in model.named_parameters() if name.replace(".base_layer", "") in own}
+
+
+def shareable(module: ContinualModule) -> Iterator[Tensor]:
+    """What of a method that is whole would be shared out."""
+    weights = own_weights(module.model)
+    yield from weights.values()
+    for part in module.modules():
+        if isinstance(part, NamedTensors):
+            for name, tensor in part.named().items():
+                like = weights.get(part.parameter_of(name))
+                if like is not None and like.shape == tensor.shape:
+                    yield tensor
 
 
 def share_out_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
