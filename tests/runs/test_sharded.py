@@ -11,6 +11,7 @@ from transformers import AutoModelForMaskedLM
 
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.support.campaign import run_few
+from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, started
 
 pytestmark = pytest.mark.slow
@@ -216,3 +217,19 @@ def test_a_killed_run_goes_on_in_another_way(strategies, run, learned):
     assert code != 0
     learned("killed", *second, "method=kd")
     assert_same(alone, folder)
+
+
+def test_what_is_refused_is_measured_on_the_finished_run(learned, tmp_path):
+    """End tasks ask a model as a whole: later, in one process."""
+    for domain in ("law", "food"):
+        write_task(tmp_path / "tasks", domain)
+    quick = QUICK | {"root": tmp_path / "tasks", "when": "last", "seeds": "[3]"}
+    folder = learned("sharded", FSDP, "method=kd")
+    before = scores_of(folder)
+    learned(
+        "sharded", "method=kd", "endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items())
+    )
+    after = scores_of(folder)
+    assert (
+        not before["endtasks"].get("scores") and after["endtasks"]["scores"] and after["nll"] == before["nll"]
+    )
