@@ -6,7 +6,7 @@ works on each entry alone works on the own rows (`local`); what needs all of the
 functions take plain tensors too, and leave those as they are."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, distributed, nn
@@ -143,20 +143,3 @@ def gather_state(module: nn.Module) -> dict[str, Tensor]:
             gathered[key] = full.detach().cpu() if is_first_process() else full.new_empty(0)
         state[name] = gathered[key]
     return dict(state) if is_first_process() else {}
-
-
-def gather_mapping(state: Mapping) -> dict:
-    """An optimizer's state_dict whose tensors are brought together, on the CPU of the first process; the
-    others have nothing of them."""
-    found = {
-        place: {
-            name: keep_first(value) if isinstance(value, Tensor) else value for name, value in each.items()
-        }
-        for place, each in state["state"].items()
-    }
-    return {**state, "state": found}
-
-
-def keep_first(value: Tensor) -> Tensor:
-    full = whole(value)
-    return full.detach().cpu() if is_first_process() else full.new_empty(0)

@@ -27,9 +27,10 @@ from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.assembly import make_method
 from cpt.training.callbacks import CustomCallbacks
-from cpt.training.checkpointing import Checkpoint, save_state
+from cpt.training.checkpointing import Checkpoint
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
+from cpt.training.files import save_state
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates

@@ -6,8 +6,10 @@ alone; here one module is learned by a Trainer per stage, and what a method keep
 Fisher, averages, parts) is shared out like them."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import Trainer
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -19,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.core.sharding import gather_mapping, gather_state, is_sharded, shard_like
+from cpt.core.sharding import is_sharded, shard_like
 from cpt.core.tensors import NamedTensors
 from cpt.methods.base import ContinualModule
 from cpt.models.sharding import named_weights, rest, shard_model
 from cpt.training.costs import own_names
+from cpt.training.shards import fill_in, save_shards
 
 
 def shard_module(module: ContinualModule, mesh: DeviceMesh, *, reshard: bool) -> None:
@@ -69,7 +72,7 @@ def share_out_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *a
 class Sharded(DDPStrategy):
     """FSDP2. With `reshard`, a block's weights are freed between its forward and its backward pass.
 
-    Checkpoints are one whole file, which any number of processes can go on from."""
+    In a checkpoint each process has its own rows; any number of processes can go on from it."""
 
     lockstep = True  # every process makes as many passes as the others, and of the same text
 
@@ -92,13 +95,43 @@ class Sharded(DDPStrategy):
         if fits:
             _optimizers_to_device(self.optimizers, self.root_device)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        rest(self.lightning_module.model)
-        return gather_state(self.lightning_module)
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether a checkpoint is read when it is known which rows are whose."""
+        return True
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return gather_mapping(inner.state_dict())
+        return inner.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save_shards(checkpoint, Path(filepath))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        rest(self.lightning_module.model)
+        found = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
+        return fill_in(found, Path(checkpoint_path), self.like)
+
+    def like(self, name: str, shape: torch.Size) -> Tensor | None:
+        """What a tensor of a checkpoint is laid out as; None: it is whole."""
+        kind, _, inner = name.partition("/")
+        if kind == "optimizer":
+            number, place, _ = inner.split("/")
+            found = parameters_of(self.optimizers[int(number)])[int(place)]
+        else:
+            found = self.layout(inner)
+        return found if found is not None and found.shape == shape else None
+
+    def layout(self, name: str) -> Tensor | None:
+        """The sharded parameter that a tensor of the module's state is, or is kept of."""
+        owner, _, last = name.rpartition(".")
+        try:
+            part = self.lightning_module.get_submodule(owner)
+        except AttributeError:  # a part that comes with the state
+            return None
+        if isinstance(part, NamedTensors):
+            return part.layout.get(part.parameter_of(last.replace("/", ".")))
+        return getattr(part, last, None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -113,9 +146,14 @@ class Sharded(DDPStrategy):
         self.accelerator.teardown()
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """An optimizer's parameters, as its state_dict counts them."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
 def share_out_moments(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's whole state with, of what has an entry for each of a parameter's, the own rows."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_of(optimizer)
     found = {
         place: {
             name: shard_like(value, parameters[place])

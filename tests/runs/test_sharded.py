@@ -85,6 +85,16 @@ def learned(run, tmp_path):
     return finished_run
 
 
+def four(folder: Path, *overrides: str, corpora: Path, cache: Path) -> None:
+    """A run in 4 processes that torchrun starts."""
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    places += [f"hydra.run.dir={folder}", "trainer.accelerator=cpu", FSDP]
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*launched, str(ROOT / "run.py"), *places, *SMALL, *overrides]
+    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def state_of(folder: Path, stage: int = 2) -> dict[str, torch.Tensor]:
     return torch.load(folder / "stages" / f"{stage:03}.pt", weights_only=True)
 
@@ -179,12 +189,7 @@ def test_steps_of_all_kinds_are_those_of_one_process(way, learned):
 @pytest.mark.parametrize("method", ["ncl", "ewc", "kd", "demix", "hat"])
 def test_four_processes_started_by_torchrun(method, learned, corpora, cache, tmp_path):
     alone = learned("alone", *METHODS[method])
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    places += [f"hydra.run.dir={tmp_path / 'four'}", "trainer.accelerator=cpu", FSDP]
-    four = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [*four, str(ROOT / "run.py"), *places, *SMALL, *METHODS[method]]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    four(tmp_path / "four", *METHODS[method], corpora=corpora, cache=cache)
     assert_same(alone, tmp_path / "four")
 
 
@@ -204,10 +209,21 @@ def test_a_killed_run_goes_on_with_the_same_bits(run, learned):
     how = [FSDP, "method=ewc", "optim.carry=moments"]
     through, (folder, code) = learned("through", *how), run("killed", *how, death=3)
     assert code != 0 and scores_of(folder)["rows"] == ["base", "law"]
+    first, second = (each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp"))
+    assert 0.8 < first / second < 1.25  # each process its rows
     assert learned("killed", *how) == folder
     expected, found = state_of(through), state_of(folder)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert scores_of(folder)["nll"] == scores_of(through)["nll"]
+
+
+@pytest.mark.campaign
+def test_four_processes_go_on_with_what_two_have_left(run, learned, corpora, cache, tmp_path):
+    how = METHODS["moments carried"]
+    alone, (folder, code) = learned("alone", *how), run("killed", FSDP, *how, death=3)
+    assert code != 0
+    four(folder, *how, corpora=corpora, cache=cache)
+    assert_same(alone, folder)
 
 
 @pytest.mark.parametrize("strategies", [(FSDP, None), (DDP, FSDP)], ids=["to one process", "from ddp"])
