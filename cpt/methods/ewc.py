@@ -67,9 +67,8 @@ def sharded_fisher(
     model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
 ) -> dict[str, Tensor]:
     """The same of a sharded model, whose processes make their passes together: gradients are squared before
-    they come together. Raises ValueError for weights of less than 32 bits."""
+    they come together. Their precision is that of the weights."""
     weights = named_weights(model)
-    check_precise(weights.values())
     count = torch.zeros((), device=model.device)
     for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
         parts = list(parts_of(batch, estimator))
@@ -80,19 +79,9 @@ def sharded_fisher(
                 (nll.sum() / max(1, len(nll))).backward()
         count += sum("idle" not in part for part in parts)
     sum_in_place(count)
-    found = {name: w.new_zeros(w.shape) if w.grad is None else w.grad for name, w in weights.items()}
+    found = {name: torch.zeros_like(w.data) if w.grad is None else w.grad for name, w in weights.items()}
     model.zero_grad()
     return {name: each / count.clamp_min(1) for name, each in found.items()}
-
-
-def check_precise(weights: Iterable[Tensor]) -> None:
-    """Raises ValueError for weights of less than 32 bits."""
-    for weight in weights:
-        if weight.dtype != torch.promote_types(weight.dtype, torch.float32):
-            raise ValueError(
-                f"method=ewc with strategy=fsdp has weights of {weight.dtype}, too coarse for its Fisher; "
-                "allowed: trainer.precision=32-true or bf16-mixed"
-            )
 
 
 def parts_of(batch: Batch, estimator: str) -> Iterator[Batch]:
@@ -139,6 +128,7 @@ class EWCOptions(Options):
 class EWC(ContinualModule):
     """Pulls each weight back to where the previous domain left it, by its Fisher."""
 
+    needs_32_bits = True  # its Fisher does
     options: EWCOptions
 
     def __init__(self, options: EWCOptions, shared: Shared) -> None:

@@ -341,6 +341,7 @@ ON_THE_MODEL = {
     "model.length=9999": "model.length=9999; allowed: 2 to 512, the positions of this modernbert",
     "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
     "domains=tasks domains.root=null": "model.objective=masked does not go with domains of examples: a mask",
+    "method=ewc strategy=fsdp trainer.precision=bf16-true": "trainer.precision=bf16-true does not go with m",
     "trainer.accelerator=tpu": "trainer.accelerator=tpu trainer.devices=1 trainer.strategy=auto",
     "trainer.accelerator=abc": "trainer.accelerator=abc trainer.devices=1 trainer.strategy=auto trainer.pre",
     "callbacks=lr_monitor": "callbacks.lr_monitor=LearningRateMonitor writes to loggers, but there is none",
