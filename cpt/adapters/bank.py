@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cpt.core.sharding import is_sharded
 from cpt.core.tensors import NamedTensors
 from cpt.models.units import Projection
 
@@ -104,10 +105,15 @@ class Bank(NamedTensors):
         for name, values in self.weights(domain).items():
             model.get_parameter(name).copy_(values)
 
+    def parameter_of(self, name: str) -> str:
+        return name.partition(":")[2]
+
     def room(self, name: str, stored: Tensor) -> Tensor:
         # Of the parameter's shape, on the module's device and in its type.
         parameter, base = name.partition(":")[2], self.base.named()
         like = base.get(parameter, next(iter(base.values())))
+        if is_sharded(stored):
+            return torch.empty_like(stored, dtype=like.dtype)
         return like.new_empty(self.shapes.get(parameter, stored.shape))
 
 

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.bank import Scope
 from cpt.core.rules import show
+from cpt.core.sharding import shard_like
 from cpt.models.stacks import tokens_of
 from cpt.models.units import Projection, projections
 
@@ -164,7 +165,7 @@ def merge(model: nn.Module) -> None:
     """Adds the newest pairs to the frozen weights; they themselves stay as they are."""
     for layer in layers(model).values():
         weight = layer.get_base_layer().weight
-        weight.add_(layer.get_delta_weight(NEWEST).to(weight))
+        weight.add_(shard_like(layer.get_delta_weight(NEWEST).to(weight.dtype), weight))
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.bank import Scope
 from cpt.models.forward import body, reader
 from cpt.models.loading import positions_of
+from cpt.models.sharding import call_within
 
 NAME = "prompt"
 ALONE = {"past_key_values", "encoder_hidden_states"}  # inputs that do not go with a prompt
@@ -169,7 +170,7 @@ def draw_prompt(model: PreTrainedModel, tokens: int, generator: torch.Generator 
     special = special_ids(model)
     ordinary = torch.tensor([number for number in range(table.num_embeddings) if number not in special])
     chosen = ordinary[torch.randint(len(ordinary), (tokens,), generator=generator)]
-    return table(chosen.to(table.weight.device)).clone()
+    return call_within(model, table, chosen.to(model.device)).clone()
 
 
 def special_ids(model: PreTrainedModel) -> set[int]:

@@ -32,6 +32,7 @@ EXECUTION = (
     "trainer.devices",
     "trainer.num_nodes",
     "trainer.strategy",
+    "trainer.reshard_after_forward",
     "trainer.eval_batch_size",
     "trainer.checkpoint_every",
     "trainer.gradient_checkpointing",  # the same bits: tests/methods/test_economy.py

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpt.core.sharding import shard_like
+
 
 class NamedTensors(nn.Module):
     """Tensors by any names, that go where the module goes.
@@ -16,6 +18,7 @@ class NamedTensors(nn.Module):
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, *, persistent: bool = True) -> None:
         super().__init__()
         self.persistent = persistent
+        self.layout: Mapping[str, Tensor] = {}
         self.update(tensors or {})
 
     def named(self) -> dict[str, Tensor]:
@@ -28,11 +31,26 @@ class NamedTensors(nn.Module):
         for name, tensor in tensors.items():
             own = self._buffers.get(to_buffer_name(name))
             if own is not None and own.shape == tensor.shape:
-                own.copy_(tensor)
+                own.copy_(shard_like(tensor, own))
             else:
                 self.register_buffer(
                     to_buffer_name(name), tensor.detach().clone(), persistent=self.persistent
                 )
+
+    def shard(self, parameters: Mapping[str, Tensor]) -> None:
+        """Shares out what is of sharded parameters, by their names, as these are, from now on."""
+        self.layout = parameters
+        for name, tensor in self.named().items():
+            self._buffers[to_buffer_name(name)] = self.share_out(name, tensor)
+
+    def share_out(self, name: str, values: Tensor) -> Tensor:
+        """The values of a name, as its parameter is laid out if they have an entry for each of its."""
+        like = self.layout.get(self.parameter_of(name))
+        return values if like is None or like.shape != values.shape else shard_like(values, like)
+
+    def parameter_of(self, name: str) -> str:
+        """The name of the parameter that a tensor is of."""
+        return name
 
     def clear(self) -> None:
         """Forgets all of them."""
@@ -40,6 +58,8 @@ class NamedTensors(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         stored = {name.removeprefix(prefix): v for name, v in state_dict.items() if name.startswith(prefix)}
+        for name, values in stored.items():
+            stored[name] = state_dict[prefix + name] = self.share_out(name.replace("/", "."), values)
         if self.persistent:
             self._buffers = {name: self.room(name.replace("/", "."), v) for name, v in stored.items()}
         super()._load_from_state_dict(state_dict, prefix, *args)

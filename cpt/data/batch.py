@@ -26,6 +26,7 @@ class Batch(TypedDict, total=False):
     layout: Tensor  # [R, W]: where samples share rows, the place in input_ids that stands at each of theirs
     column: Tensor  # a scalar, in evaluation: which held-out text it is
     documents: Tensor  # [K], in evaluation: the document that each target is of
+    idle: Tensor  # a scalar: nothing is scored, the process only goes along with a pass of the others
 
 
 @dataclass(frozen=True)
@@ -121,3 +122,12 @@ def single(batch: Batch, row: int) -> Batch:
     }
     inputs = {name: value[row : row + 1] for name, value in inputs_of(batch).items()}
     return cast(Batch, {**one, **inputs})
+
+
+def idle_batch(batch: Batch) -> Batch:
+    """The rows of a batch with nothing to score, with which a process only goes along with a pass of the
+    others."""
+    tensors = cast(dict[str, Tensor], batch)
+    scored = ("positions", "targets", "rows", "documents")
+    nothing = {name: value[:0] for name, value in tensors.items() if name in scored}
+    return cast(Batch, {**tensors, **nothing, "idle": torch.tensor(1)})

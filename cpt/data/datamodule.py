@@ -182,6 +182,7 @@ class DomainSequence(LightningDataModule):
     def shared_out(
         self, texts: Mapping[str, Packed], rows: Mapping[str, np.ndarray], *, purpose: str
     ) -> DataLoader:
+        world = self.trainer.world_size
         batches = Subset(
             texts,
             rows,
@@ -189,10 +190,9 @@ class DomainSequence(LightningDataModule):
             batch_size=self.eval_batch_size,
             purpose=purpose,
             places=self.places,
+            together=world if getattr(self.trainer.strategy, "lockstep", False) else 1,
         )
-        return self.loader(
-            batches, Share(len(batches), rank=self.trainer.global_rank, world=self.trainer.world_size)
-        )
+        return self.loader(batches, Share(len(batches), rank=self.trainer.global_rank, world=world))
 
     def loader(self, batches: Dataset, sampler: Sampler[int]) -> DataLoader:
         pinned = self.trainer.strategy.root_device.type == "cuda"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.data.batch import Batch, Collator, Rows
+from cpt.data.batch import Batch, Collator, Rows, idle_batch
 from cpt.data.budget import share_batch
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool
@@ -113,7 +113,10 @@ def amid(new: int, places: np.ndarray) -> np.ndarray:
 
 class Subset(Dataset):
     """Fixed rows of several texts in batches, each of one text: evaluation and probes. The masks are those of
-    the text's name and the row alone, so every model meets the same ones."""
+    the text's name and the row alone, so every model meets the same ones.
+
+    Where processes go `together`, so many at a time, each text is filled up with idle batches, so that all of
+    them are at the same text and none is left over."""
 
     def __init__(
         self,
@@ -124,22 +127,22 @@ class Subset(Dataset):
         batch_size: int,
         purpose: str,
         places: Mapping[str, int] | None = None,
+        together: int = 1,
     ) -> None:
         self.texts, self.objective, self.purpose = texts, objective, purpose
         self.places = places or {}
-        self.blocks = [
-            (name, rows[name][at : at + batch_size])
-            for name in texts
-            if name in rows
-            for at in range(0, len(rows[name]), batch_size)
-        ]
+        self.blocks: list[tuple[str, np.ndarray, bool]] = []
+        for name in (each for each in texts if each in rows):
+            starts = range(0, len(rows[name]), batch_size)
+            self.blocks += [(name, rows[name][at : at + batch_size], False) for at in starts]
+            self.blocks += [(name, rows[name][:1], True)] * (-len(starts) % together)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number`; `column` is the text's place, `documents` [K] the document of each scored token."""
-        name, rows = self.blocks[number]
+        name, rows, idle = self.blocks[number]
         text = self.texts[name]
         keys = sample_keys(key(self.purpose, name), rows)
         parts = np.zeros(len(rows), np.int64)
@@ -150,7 +153,7 @@ class Subset(Dataset):
         batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
         batch["column"] = torch.tensor(list(self.texts).index(name))
-        return batch
+        return idle_batch(batch) if idle else batch
 
 
 def assemble_batch(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from cpt.core.sharding import local, rows_of
 from cpt.masks.options import ACTS_ON
 from cpt.models.units import Projection
 
@@ -83,10 +84,13 @@ class Before:
 def scale_(tensor: Tensor, factor: Tensor, *, start: Tensor | None = None) -> None:
     """Multiplies a tensor in place by a factor that is broadcastable to it, or of the way that it has come
     from its `start` leaves so much. All that masks do to a step is done here."""
+    factor, tensor = rows_of(factor, tensor), local(tensor)
+    factor = factor.to(tensor.device)
     if start is None:
         tensor.mul_(factor)
     else:  # lerp is exact at both ends: factor 1 leaves the tensor's bits and factor 0 those of the start
-        tensor.copy_(torch.lerp(start, tensor, factor.to(start)))
+        before = local(start)
+        tensor.copy_(torch.lerp(before, tensor, factor.to(before)))
 
 
 def moments(parameter: nn.Parameter, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -70,8 +70,10 @@ def importance(
     sums = torch.zeros(sum(group.count for group in groups), device=device)
     count = torch.zeros((), device=device)
     for batch in batches:
-        sums += gate_gradients(model, groups, batch, losses, passes=passes).abs().sum(0)
-        count += len(batch["input_ids"])
+        found = gate_gradients(model, groups, batch, losses, passes=passes).abs().sum(0)
+        if "idle" not in batch:
+            sums += found
+            count += len(batch["input_ids"])
     sum_in_place(sums, count)
     return sums / count
 

@@ -31,6 +31,7 @@ from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.randomness import key
 from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
+from cpt.core.sharding import whole as all_rows
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
 from cpt.models.isolation import text_of
@@ -232,4 +233,4 @@ def row_norms(projection: Projection, importance: str) -> Tensor:
     values = weight if importance == "weight" else weight.grad
     if values is None:
         return weight.new_zeros(projection.outputs, dtype=torch.float32)
-    return values.float().abs().sum(1 - projection.axis)
+    return all_rows(values.detach().float().abs().sum(1 - projection.axis))

@@ -61,6 +61,8 @@ class ContinualModule(Staged):
     needs_all = False  # whether all domains must be known before the first is learned
     alone = False  # whether each domain is learned from the base, so that its model stands for it alone
 
+    needs_32_bits = False  # whether weights that are shared out must not be coarser
+
     options: Options
 
     def __init__(self, options: Options, shared: Shared, *, scope: Scope | None = None) -> None:

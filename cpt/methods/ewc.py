@@ -17,16 +17,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cpt.core.collectives import sum_in_place
+from cpt.core.collectives import agree, sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch, single
+from cpt.data.batch import Batch, idle_batch, single
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.objectives import Objective
+from cpt.models.sharding import named_weights, squared_gradients
 from cpt.models.snapshots import Snapshot, pull
 from cpt.models.swapping import swap_weights
 
@@ -42,12 +44,14 @@ def fisher(
 
     `per_sample` is the mean of the samples' squared gradients; `batch` the mean over batches of B g^2, with g
     the gradient of a batch's mean loss, which is as large where the mean gradient is near 0."""
+    if isinstance(model, FSDPModule):
+        return sharded_fisher(model, probe, objective=objective, estimator=estimator)
     weights = {name: precise(parameter) for name, parameter in model.named_parameters()}
     sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     trained = [name for name, weight in weights.items() if weight.requires_grad]
     count = next(iter(sums.values())).new_zeros(())
     for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
-        for part in samples(batch) if estimator == "per_sample" else scored_batches([batch]):
+        for part in parts_of(batch, estimator):
             with swap_weights(model, weights):
                 loss = objective.nll(model, part).mean()
             gradients = gradients_of(loss, [weights[name] for name in trained])
@@ -57,6 +61,32 @@ def fisher(
             count += 1
     sum_in_place(*sums.values(), count)
     return {name: each / count.clamp_min(1) for name, each in sums.items()}
+
+
+def sharded_fisher(
+    model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
+) -> dict[str, Tensor]:
+    """The same of a sharded model, whose processes make their passes together: gradients are squared before
+    they come together. Their precision is that of the weights."""
+    weights = named_weights(model)
+    count = torch.zeros((), device=model.device)
+    for batch in tqdm(probe, desc="Fisher", disable=None, leave=False):
+        parts = list(parts_of(batch, estimator))
+        parts += [idle_batch(batch)] * (agree(len(parts)) - len(parts))
+        for part in parts:
+            with squared_gradients(model, weight=len(part["input_ids"]) * ("idle" not in part)):
+                nll = objective.nll(model, part)
+                (nll.sum() / max(1, len(nll))).backward()
+        count += sum("idle" not in part for part in parts)
+    sum_in_place(count)
+    found = {name: torch.zeros_like(w.data) if w.grad is None else w.grad for name, w in weights.items()}
+    model.zero_grad()
+    return {name: each / count.clamp_min(1) for name, each in found.items()}
+
+
+def parts_of(batch: Batch, estimator: str) -> Iterator[Batch]:
+    """What of a batch has a gradient of its own: its scored samples, or all of it."""
+    return samples(batch) if estimator == "per_sample" else scored_batches([batch])
 
 
 def precise(parameter: nn.Parameter) -> Tensor:
@@ -98,6 +128,7 @@ class EWCOptions(Options):
 class EWC(ContinualModule):
     """Pulls each weight back to where the previous domain left it, by its Fisher."""
 
+    needs_32_bits = True  # its Fisher does
     options: EWCOptions
 
     def __init__(self, options: EWCOptions, shared: Shared) -> None:

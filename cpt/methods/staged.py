@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from lightning import LightningModule
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from cpt.core.randomness import key
+from cpt.core.sharding import average_gradients, clip_gradients, total_norm
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.evaluation.perplexity import DocumentNLL
@@ -133,6 +133,7 @@ class Staged(LightningModule):
         self.log(f"train/lr/{name}", self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        average_gradients(self)
         for mask in self.masks:
             for parameter, factor in mask.factors():
                 if parameter.grad is None:
@@ -153,7 +154,7 @@ class Staged(LightningModule):
     ) -> None:
         # Clipping by norm is torch's clip_grad_norm_ cut in two: its norm is what the guard looks at.
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters])
+        norm = total_norm([parameter.grad for parameter in parameters])
         self.steps = self.guard.allows(self.trainer, norm)
         if not self.steps:
             for parameter in parameters:
@@ -161,7 +162,7 @@ class Staged(LightningModule):
         elif gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val:
-            clip_grads_with_norm_(parameters, gradient_clip_val, norm)
+            clip_gradients(parameters, gradient_clip_val, norm)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable

@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from cpt.data.batch import Batch
+from cpt.models.sharding import call_within
 
 
 def logits_and_hidden(
@@ -41,7 +42,7 @@ def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tenso
     is not computed."""
     inner = reader(model)
     read = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-    return inner(**read, **uncached(inner)).last_hidden_state
+    return call_within(model, inner, **read, **uncached(inner)).last_hidden_state
 
 
 def at(hidden: Tensor, positions: Tensor) -> Tensor:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cpt.core.sharding import dot, local, with_rows
 from cpt.core.tensors import NamedTensors
 from cpt.models.forward import in_mode
+from cpt.models.sharding import named_weights
 from cpt.models.swapping import swap_weights
 
 
@@ -23,7 +25,7 @@ class Snapshot(NamedTensors):
     @torch.no_grad()
     def take(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
-        present, copies = dict(model.named_parameters()), self.named()
+        present, copies = named_weights(model), self.named()
         both = shared_names(present, copies)
         move([copies[name] for name in both], [present[name] for name in both], share)
         self.update({name: parameter for name, parameter in present.items() if name not in both})
@@ -31,7 +33,7 @@ class Snapshot(NamedTensors):
     @torch.no_grad()
     def restore(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Puts the copy back, in place, or moves the parameters by a share of the way to it."""
-        present, copies = dict(model.named_parameters()), self.named()
+        present, copies = named_weights(model), self.named()
         both = shared_names(present, copies)
         move([present[name] for name in both], [copies[name] for name in both], share)
 
@@ -50,8 +52,9 @@ def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list
 def move(tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float) -> None:
     """Moves tensors in place by a share of the way to others of their shapes."""
     # lerp is exact at both ends: a share of 1 gives the others' bits and a share of 0 leaves the own.
-    others = [other.to(own) for own, other in zip(tensors, towards, strict=True)]
-    torch._foreach_lerp_(tensors, others, share)
+    own = [local(each) for each in tensors]
+    others = [local(other).to(each) for each, other in zip(own, towards, strict=True)]
+    torch._foreach_lerp_(own, others, share)
 
 
 class _Pull(torch.autograd.Function):
@@ -60,17 +63,18 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchors: list[Tensor], weights: list[Tensor] | None, *parameters: Tensor) -> Tensor:
-        apart = torch._foreach_sub(parameters, anchors)
-        ctx.gradients = apart if weights is None else torch._foreach_mul(apart, weights)
-        pairs = zip(apart, ctx.gradients, strict=True)
-        return torch.stack([torch.dot(a.flatten(), g.flatten()) for a, g in pairs]).sum() / 2
+        own = [local(each) for each in parameters]
+        apart = torch._foreach_sub(own, [local(each) for each in anchors])
+        scaled = apart if weights is None else torch._foreach_mul(apart, [local(each) for each in weights])
+        ctx.gradients = with_rows(scaled, parameters)
+        return dot(with_rows(apart, parameters), ctx.gradients) / 2
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.gradients
         del ctx.gradients  # they are scaled in place: one backward pass is all that they are good for
-        torch._foreach_mul_(gradients, gradient)
+        torch._foreach_mul_([local(each) for each in gradients], gradient)
         return None, None, *gradients
 
 
@@ -79,7 +83,7 @@ def pull(
 ) -> Tensor:
     """1/2 sum_i w_i (p_i - a_i)^2 over the model's trained parameters that have an anchor and a weight, by
     name, a scalar, with w = 1 where no weights are given; for one backward pass."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     names = shared_names(
         trained, anchors if weights is None else {k: anchors[k] for k in shared_names(anchors, weights)}
     )

@@ -54,6 +54,9 @@ class CarriedState(NamedTensors):
             found.setdefault(name, {})[key] = value
         return found
 
+    def parameter_of(self, name: str) -> str:
+        return name.rpartition(":")[0].removeprefix("model.")  # a module names its model's parameters so
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CarriedState":
         return self
 

@@ -13,11 +13,11 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.nn.utils import get_total_norm
 
 from cpt.core.collectives import maximise_in_place, sum_in_place
 from cpt.core.preemption import notice, release_children
 from cpt.core.processes import in_company
+from cpt.core.sharding import total_norm
 
 log = logging.getLogger(__name__)
 POLICIES = ("stop", "skip", "rollback")
@@ -164,7 +164,7 @@ def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every entry of the floating-point tensors is finite."""
     floats = [each.detach() for each in tensors if each.is_floating_point() and each.numel()]
-    return bool(get_total_norm(floats, norm_type=math.inf).isfinite()) if floats else True
+    return bool(total_norm(floats, norm_type=math.inf).isfinite()) if floats else True
 
 
 def check_finite(state: Mapping[str, Tensor], row: str) -> None:

@@ -3,26 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cpt.core.files import replacing
 from cpt.core.preemption import leave_all
 from cpt.optim.guard import Guard
-
-
-def save_state(state: Any, path: Path) -> None:
-    """Writes tensors to a file that is the old one or the new one at any time. Raises OSError where it cannot
-    be written."""
-    try:
-        with replacing(path) as partial:
-            torch.save(state, partial)
-    except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error):  # what torch makes of a full disk
-            raise
-        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+from cpt.training.files import save_state
+from cpt.training.shards import fill_in
 
 
 class WholeFile(TorchCheckpointIO):
@@ -31,6 +19,10 @@ class WholeFile(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save_state(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The checkpoint; one in shards is brought together."""
+        return fill_in(super().load_checkpoint(path, *args, **kwargs), Path(path), lambda name, shape: None)
 
 
 class Checkpoint(Callback):

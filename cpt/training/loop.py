@@ -12,12 +12,14 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.bank import banks_of, rest_parts
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
+from cpt.core.sharding import gather_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
@@ -25,10 +27,12 @@ from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
+from cpt.training.assembly import make_method
 from cpt.training.callbacks import CustomCallbacks
-from cpt.training.checkpointing import Checkpoint, save_state
+from cpt.training.checkpointing import Checkpoint
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
+from cpt.training.files import save_state
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
@@ -153,8 +157,8 @@ class Learner:
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
-        state = self.module.state_dict()  # by every process: a method may bring its shards together
-        check_finite(state, domain.name)
+        check_finite(self.module.state_dict(), domain.name)
+        state = gather_state(self.module)  # by every process: what is shared out is brought together
         if is_first_process():
             save_state(state, self.place.stage(number))
         self.rest(number)
@@ -225,11 +229,20 @@ class Learner:
         self.scores.seconds = sum(sum(stages.values()) for stages in self.scores.phases.values())
         self.scores.save(self.place.scores_file)
 
+    def whole(self, start: Base) -> ContinualModule:
+        """The method with all of its weights in this process: itself, or where they are shared out another
+        one, made as it was and with the state of its last stage."""
+        if not isinstance(self.module.model, FSDPModule):
+            return self.module
+        self.module, self.at = make_method(self.plan, start), 0
+        self.restore(len(self.scores.rows) - 1)
+        return self.module
+
     def conclude(self, start: Base) -> None:
         """Intervals, the exported model, the report and the run's summary; then the run is finished."""
         check_signals("before the model was exported")
         self.place.make_room()
-        loading = self.module.export(self.place.model, [domain.name for domain in self.data])
+        loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
         check_signals("before the report was written")

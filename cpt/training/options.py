@@ -18,17 +18,26 @@ from cpt.core.rules import (
     number,
     one_of,
     or_null,
+    show,
     whole,
 )
 from cpt.data.orders import WORDS
 
-# A copy of the model per process. With sharded weights (fsdp, deepspeed) a gradient's norm, masks and what is
-# kept of a model would be those of a shard, without a word.
-STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false")
+# A copy of the model per process, or its weights shared out (fsdp: cpt.training.sharding). With others that
+# shard (deepspeed) masks and what is kept of a model would be those of a shard, without a word.
+STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp")
 PRECISIONS = (
     *("32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
     *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
 )
+SHARDED_PRECISIONS = ("32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true")
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    """Weights shared out among processes, as cpt.training.sharding makes a strategy of it."""
+
+    reshard: bool
 
 
 def is_name(value: Any) -> bool:
@@ -125,18 +134,39 @@ class TrainerOptions(Options):
     )
     num_nodes: int = option("machines", whole(1), default=1)
     strategy: str = option("how processes work together", one_of(*STRATEGIES))
+    reshard_after_forward: bool | None = option(
+        "of strategy=fsdp: frees a block's weights between its forward and its backward pass; null elsewhere",
+        or_null(YES_NO),
+        default=None,
+    )
     others: Mapping[str, Any] = option("all else, as lightning.Trainer takes it")
+
+    def check_together(self) -> None:
+        if self.strategy != "fsdp":
+            if self.reshard_after_forward is not None:
+                raise ValueError(
+                    f"reshard_after_forward={show(self.reshard_after_forward)} is of strategy=fsdp; "
+                    f"allowed with {self.strategy}: null"
+                )
+            return
+        if self.precision not in SHARDED_PRECISIONS:
+            raise ValueError(
+                f"precision={show(self.precision)} does not go with strategy=fsdp; allowed: "
+                f"{', '.join(dict.fromkeys(map(str, SHARDED_PRECISIONS)))}"
+            )
 
     @property
     def lightning(self) -> dict[str, Any]:
         """What lightning.Trainer is told."""
         own = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self.strategy == "fsdp":
+            own["strategy"] = Fsdp(reshard=self.reshard_after_forward is not False)
         return {name: value for name, value in own.items() if name not in OURS} | dict(self.others)
 
 
 OURS = (
     *("steps", "epochs", "tokens", "batch_size", "eval_batch_size", "probe_samples", "checkpoint_every"),
-    *("workers", "others", "gradient_checkpointing", "compile"),
+    *("workers", "others", "gradient_checkpointing", "compile", "reshard_after_forward"),
 )
 
 

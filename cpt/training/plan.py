@@ -29,6 +29,8 @@ from cpt.optim.schedules import Schedule
 from cpt.training.checks import read_sections
 from cpt.training.options import LoggerOptions, RunOptions, TrainerOptions
 
+SHARDED = ("cpt.methods.", "cpt.masks.")  # whose classes are right where weights are shared out
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -95,7 +97,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     )
     if orders.by_texts(said.run.order):
         said.source.check_embedding()
-    return Plan(
+    plan = Plan(
         settings=settings,
         names=names_of(settings) | begun(settings["from"], said.model.name),
         run=said.run,
@@ -122,6 +124,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),
     )
+    return check_sharded(plan)
 
 
 def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
@@ -158,6 +161,26 @@ def check_share(trainer: TrainerOptions) -> None:
     """Raises ValueError for a batch that cannot be shared out among the processes."""
     processes = trainer.devices if isinstance(trainer.devices, int) else 1
     share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
+
+
+def check_sharded(plan: Plan) -> Plan:
+    """The plan; raises ValueError for what a model that no process has as a whole can not be asked."""
+    if plan.trainer.strategy != "fsdp":
+        return plan
+    for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
+        if not chosen.target.startswith(SHARDED) and not getattr(chosen.load(), "sharded", False):
+            raise ValueError(
+                f"{group}: {chosen.target} does not say that it is right where weights are shared out "
+                "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
+            )
+    asked = {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
+    for group, value in asked.items():
+        if value is not None:
+            raise ValueError(
+                f"{group} asks a model as a whole, of which strategy=fsdp leaves every process a share; "
+                f"allowed: {group}=none, and {group}=… with strategy=single once the run is finished"
+            )
+    return plan
 
 
 def check_answered(model: ModelOptions, source: Source) -> None:

@@ -67,11 +67,23 @@ def prepare(plan: Plan, folder: Path) -> Ready:
     quiet()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_model(plan)
+    check_shared_out(plan)
     loggers = custom.make_loggers(plan.logger.others, folder)
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
     callbacks = custom.make_callbacks(plan.callbacks, logged=logged)
     tried = try_trainer(plan.trainer, loggers, callbacks)
     return Ready(loggers, callbacks, tried.num_devices, tried.strategy.root_device, make_harness(plan))
+
+
+def check_shared_out(plan: Plan) -> None:
+    """A method that needs 32 bits has them where weights are shared out: what is whole can be widened for a
+    while, what is in shares not."""
+    options = plan.trainer
+    if options.strategy == "fsdp" and options.precision == "bf16-true" and plan.method.load().needs_32_bits:
+        raise ValueError(
+            f"trainer.precision=bf16-true does not go with method={plan.names['method']} and strategy=fsdp; "
+            "allowed: 32-true, bf16-mixed"
+        )
 
 
 def make_harness(plan: Plan) -> Harness | None:

@@ -18,12 +18,15 @@ from tqdm import tqdm
 from cpt.core.preemption import leave_together
 from cpt.core.progress import progress_bar
 from cpt.training.checkpointing import WholeFile
+from cpt.training.options import Fsdp
+from cpt.training.sharding import Sharded
 
 NOISE = (
     ".*LeafSpec.*",  # Lightning's own, on torch 2.13
     ".*dataloader is not resumable.*",  # it is: its sampler begins at the trainer's step
     ".*does not have many workers.*",  # on two cores one process is right
     ".*smaller than the logging interval.*",  # of short runs
+    r"FSDP2-wrapped module \(FSDP\w+(For|LMHead)\w+\) returned a view",  # of logits, which stay as they are
     ".*in eval mode at the start of training.*",  # a teacher is
     ".*was called before the ``update``.*",  # a process may have no batch of a short text
 )
@@ -101,6 +104,7 @@ def make_trainer(
     """A Trainer with `options` of lightning.Trainer for one phase, `steps` optimizer steps or, without,
     an evaluation. What Lightning and its callbacks write on their own goes to a folder, or nowhere."""
     quiet()
+    strategy = options.get("strategy", "auto")
     try:
         made = Trainer(
             max_steps=1 if steps is None else steps,
@@ -115,7 +119,7 @@ def make_trainer(
             callbacks=[Bar(label), Leaving(), *callbacks],
             default_root_dir=folder or os.devnull,  # the working folder otherwise
             plugins=[WholeFile()],
-            **options,
+            **{**options, "strategy": make_strategy(strategy)},
         )
     except (MisconfigurationException, TypeError) as error:
         raise ValueError(f"trainer: {error}") from error
@@ -123,6 +127,11 @@ def make_trainer(
     # SIGUSR1 writes a checkpoint into the working folder.
     made._signal_connector.register_signal_handlers = lambda: None
     return made
+
+
+def make_strategy(wanted: Any) -> Any:
+    """A strategy of its own for each Trainer, or the name of one of Lightning's."""
+    return Sharded(reshard=wanted.reshard) if isinstance(wanted, Fsdp) else wanted
 
 
 def drop_optimizer(trainer: Trainer) -> None:

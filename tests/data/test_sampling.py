@@ -261,3 +261,19 @@ def test_shares_are_everything_once():
         assert sorted(itertools.chain(*shares)) == list(range(total))
         assert [len(share) for share in shares] == [len(list(share)) for share in shares]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(texts, objective):
+    """Idle batches fill each text up; what is scored is what it was."""
+    rows = {name: np.arange(len(text)) for name, text in texts.items()}
+    how = {"objective": objective, "batch_size": 8, "purpose": "score"}
+    alone, together = Subset(texts, rows, **how), Subset(texts, rows, **how, together=3)
+    shares = [[together[number] for number in Share(len(together), rank=rank, world=3)] for rank in range(3)]
+    for pass_ in zip(*shares, strict=True):
+        assert len({int(batch["column"]) for batch in pass_}) == 1
+    every = [together[number] for number in range(len(together))]
+    idle = [batch for batch in every if "idle" in batch]
+    assert len(idle) == len(every) - len(alone) == 3 and all(len(batch["positions"]) == 0 for batch in idle)
+    kept = [batch for batch in every if "idle" not in batch]
+    for batch, expected in zip(kept, batches(alone), strict=True):
+        assert samples(batch) == samples(expected)

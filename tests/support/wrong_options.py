@@ -49,10 +49,16 @@ AT_ONCE = {
     "trainer.gradient_clip_val=nan": "trainer.gradient_clip_val=nan; allowed: null or 0 or more",
     "trainer.checkpoint_every=1.5": f"trainer.checkpoint_every=1.5; allowed: {WHOLE}",
     "trainer.log_every_n_steps=0": f"trainer.log_every_n_steps=0; allowed: {WHOLE}",
-    "trainer.strategy=fsdp": "trainer.strategy=fsdp; allowed: auto, ddp, ddp_find_unused_parameters_true, "
-    "ddp_find_unused_parameters_false",
     "trainer.gradient_checkpointing=2": f"trainer.gradient_checkpointing=2; allowed: {BOOL}",
     "trainer.compile=3": f"trainer.compile=3; allowed: {BOOL}",
+    "trainer.strategy=deepspeed": "trainer.strategy=deepspeed; allowed: auto, ddp, ddp_find_unused_paramete"
+    "rs_true, ddp_find_unused_parameters_false, fsdp",
+    "strategy=fsdp trainer.precision=16-mixed": "trainer.precision=16-mixed does not go with strategy=fsdp; "
+    "allowed: 32-true, 32, bf16-mixed, bf16, bf16-true",
+    "strategy=fsdp trainer.reshard_after_forward=2": "trainer.reshard_after_forward=2; allowed: null or ",
+    "strategy=fsdp endtask=submodules": "endtask asks a model as a whole, of which strategy=fsdp leaves",
+    "strategy=fsdp method._target_=tests.support.seams.AGEM +method.memory=16": "method: tests.support.seam",
+    "+trainer.reshard_after_forward=true": "trainer.reshard_after_forward=true is of strategy=fsdp; allowed",
     "trainer.workers=abc": "trainer.workers=abc; allowed: a whole number, 0 or more",
     "trainer.devices=0": "trainer.devices=0; allowed: 1, 2, …; auto or -1 for all; a list like [0,2]",
     "trainer.devices=true": "trainer.devices=true; allowed: 1, 2, …",
@@ -342,6 +348,7 @@ ON_THE_MODEL = {
     "model.length=9999": "model.length=9999; allowed: 2 to 512, the positions of this modernbert",
     "freeze.layers=9": "freeze.layers=9; allowed: 0 to 2, the model's blocks",
     "domains=tasks domains.root=null": "model.objective=masked does not go with domains of examples: a mask",
+    "method=ewc strategy=fsdp trainer.precision=bf16-true": "trainer.precision=bf16-true does not go with m",
     "trainer.accelerator=tpu": "trainer.accelerator=tpu trainer.devices=1 trainer.strategy=auto",
     "trainer.accelerator=abc": "trainer.accelerator=abc trainer.devices=1 trainer.strategy=auto trainer.pre",
     "callbacks=lr_monitor": "callbacks.lr_monitor=LearningRateMonitor writes to loggers, but there is none",

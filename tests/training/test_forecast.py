@@ -211,6 +211,20 @@ def test_more_processes_share_the_work(small, foretold, tmp_path):
     assert alone["memory"]["last"]["buckets"] == 0
 
 
+def test_what_is_shared_out_is_divided_by_the_processes(small, foretold, tmp_path):
+    how = ["order=[law,food]", "method=ewc", "trainer.devices=4"]
+    alone = foretold(small(*how[:2]), tmp_path / "one")["memory"]["last"]
+    four = foretold(small(*how, "strategy=fsdp"), tmp_path / "four")["memory"]["last"]
+    for part in ("weights", "state", "gradients", "optimizer"):
+        assert alone[part] > 100_000 and four[part] == pytest.approx(alone[part] / 4, rel=0.01), part
+    assert four["buckets"] == 0 < four["gathered"] < alone["weights"] * 2
+    pairs = [
+        foretold(small(*how[:1], "method=lora", *each), tmp_path / str(len(each)))["memory"]["last"]
+        for each in ([], [how[2], "strategy=fsdp"])
+    ]
+    assert pairs[0]["gradients"] == pairs[1]["gradients"] and pairs[0]["optimizer"] == pairs[1]["optimizer"]
+
+
 def test_processes_of_one_run_are_refused(small, tmp_path, monkeypatch):
     from cpt.run import run
 

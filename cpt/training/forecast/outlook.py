@@ -15,6 +15,7 @@ from cpt.training.plan import Plan
 PARTS = ("weights", "companions", "state", "others", "gradients", "optimizer")
 OF_AN_ARRAY = 248  # bytes of a .npz file beside an array's own numbers
 TOGETHER = "buckets"  # copies of the gradients that DistributedDataParallel sends
+GATHERED = "gathered"  # what of shared out weights is whole at once, with its gradients
 
 
 def go_on(values: Sequence[float], number: int) -> float:
@@ -52,16 +53,28 @@ class Outlook:
         if not tried:  # nothing is learned
             whole = {"weights and scoring": base.scoring_peak, "program": self.program}
             return whole | {"peak": sum(whole.values())}
-        parts = {name: int(go_on([each.parts[name] for each in tried], number)) for name in PARTS}
+        parts = {name: int(go_on([self.own(each, name) for each in tried], number)) for name in PARTS}
         rests = [each.peak - sum(each.parts.values()) for each in tried]
         scoring = [each.scoring_peak - at_rest(each.parts) for each in tried]
         resting = at_rest(parts)
         parts["rest"] = max(0, *rests, resting + max(scoring) - sum(parts.values()))
-        parts[TOGETHER] = parts["gradients"] * (self.world > 1)
+        if self.is_sharded:
+            parts[GATHERED] = 2 * max(each.gathered for each in tried)
+        parts[TOGETHER] = parts["gradients"] * (self.world > 1 and not self.is_sharded)
         parts["program"] = self.program
         if self.program:
             parts["allocator"] = max(0, *(each.held - each.peak - self.program for each in tried))
         return parts | {"peak": sum(parts.values())}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether processes share weights out."""
+        return self.world > 1 and self.plan.trainer.strategy == "fsdp"
+
+    def own(self, tried: Tried, name: str) -> float:
+        """Bytes of a part that one of the processes has."""
+        shared = tried.shareable.get(name, 0) if self.is_sharded else 0
+        return tried.parts[name] - shared + shared / self.world
 
     def disk(self) -> dict[str, int]:
         """Bytes of what a run leaves; of the checkpoint, what it takes while it learns."""
@@ -81,7 +94,7 @@ class Outlook:
 
     def exported(self, files: Sequence[int]) -> int:
         """The model alone, or with its parts."""
-        weights = self.memory(self.stages).get("weights", 0)
+        weights = int(go_on([each.parts["weights"] for each in self.tried[1:]], self.stages))
         return weights + int(self.known("stored", self.stages)) if files else weights
 
     def answers(self) -> int:

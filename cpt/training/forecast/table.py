@@ -17,6 +17,7 @@ MEMORY = {
     "others": "the method's, in no buffer",
     "gradients": "gradients",
     "optimizer": "optimizer's state",
+    "gathered": "a block while it computes",
     "buckets": "gradients as they are exchanged",
     "weights and scoring": "weights, and scoring",
     "rest": "activations and temporary copies",

@@ -41,7 +41,7 @@ TIMED_STAGES = 2  # the first, and the one that stands for all others
 
 def make_trial(plan: Plan, *, world: int) -> Plan:
     """The plan of one process's share of a step, alone."""
-    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto"}
+    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None}
     share = plan.budget.batch_size // world
     probe = min(plan.trainer.probe_samples, plan.trainer.eval_batch_size)
     return replace(

@@ -14,10 +14,13 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from cpt.methods.base import ContinualModule
+from cpt.models.units import blocks
 from cpt.training.costs import count_operations, forget_peak, peak
 from cpt.training.forecast.live import Live, bytes_of
+from cpt.training.sharding import shareable
 
 WATCHED = 2  # steps of a stage: of the first its optimizer's state is new
 
@@ -39,6 +42,8 @@ class Tried:
     step: Phase = field(default_factory=Phase)
     after: Phase = field(default_factory=Phase)
     parts: dict[str, int] = field(default_factory=dict)
+    shareable: dict[str, int] = field(default_factory=dict)  # of these, what strategy=fsdp shares out
+    gathered: int = 0  # bytes of the largest part of the model that is whole at once then
     peak: int = 0  # of tensors
     held: int = 0  # of the process, on a processor
     trained: int = 0
@@ -93,6 +98,8 @@ class Watch(Callback):
         elif self.step == WATCHED:
             self.modes.close()
             self.tried.parts = parts_of(pl_module, trainer, live=self.live)
+            self.tried.shareable = shareable_of(pl_module, trainer)
+            self.tried.gathered = largest_group(pl_module.model)
         self.clock = time.perf_counter() if self.step <= WATCHED else self.clock
         self.tried.step.seconds = (time.perf_counter() - self.clock) / max(1, self.step - WATCHED)
 
@@ -155,6 +162,29 @@ def parts_of(module: ContinualModule, trainer: Trainer, *, live: Live) -> dict[s
         for name, given in there.items()
     }
     return known | {"others": max(0, live.now - sum(known.values()))}
+
+
+def shareable_of(module: ContinualModule, trainer: Trainer) -> dict[str, int]:
+    """Bytes that strategy=fsdp shares out, by what they are for."""
+    every = [*shareable(module)]
+    weights = [each for each in every if isinstance(each, torch.nn.Parameter)]
+    states = [optimizer.state.get(weight, {}) for optimizer in trainer.optimizers for weight in weights]
+    moments = [
+        value for kept in states for value in kept.values() if isinstance(value, Tensor) and value.ndim
+    ]
+    there = {
+        "weights": weights,
+        "state": [each for each in every if not isinstance(each, torch.nn.Parameter)],
+        "gradients": [each.grad for each in weights if each.grad is not None],
+        "optimizer": moments,
+    }
+    return {name: bytes_of(tensors) for name, tensors in there.items()}
+
+
+def largest_group(model: PreTrainedModel) -> int:
+    """Bytes of the weights of the largest block of a model, or of what is in none."""
+    inside = [bytes_of(block.parameters()) for _, block in blocks(model)]
+    return max(*inside, bytes_of(model.parameters()) - sum(inside))
 
 
 def tensors_of(module: torch.nn.Module) -> list[Tensor]:

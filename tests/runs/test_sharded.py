@@ -1,0 +1,251 @@
+"""`strategy=fsdp` on one machine (gloo): weights that are shared out are those of one process, and of ddp."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
+from tests.support.campaign import run_few
+from tests.support.endtask_fixtures import QUICK, write_task
+from tests.support.processes import ended, started
+
+pytestmark = pytest.mark.slow
+
+FSDP, DDP = "strategy=fsdp", "strategy=ddp"
+SIZES = {"bert": SMALL, "gpt2": SMALL_GPT2, "t5": SMALL_T5}
+WEIGHTS, NATS = 2e-6, 1e-6  # how far rounding may part two sums of other order, of weights that move by 1e-2
+# In each process: what it holds of the weights, of what is kept of them and of the moments; and a death.
+SCRIPT = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from lightning.pytorch.callbacks import Callback
+from cpt.core.sharding import is_sharded, local
+from cpt.training import loop
+
+def count(tensors):
+    every = list(tensors)
+    return [sum(each.numel() for each in every), sum(local(each).numel() for each in every)]
+
+class Held(Callback):
+    def on_train_end(self, trainer, module):
+        optimizer = trainer.optimizers[0]
+        moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        held = {{"weights": count(module.parameters()), "moments": count(moments)}}
+        held["kept"] = count(module.buffers())
+        with open(f"{out}-{{trainer.global_rank}}.json", "w") as file:
+            json.dump(held, file)
+
+class Death(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == {death} and trainer.datamodule.domain.name == "food":
+            trainer.strategy.barrier()
+            os._exit(9)
+
+made = loop.make_trainer
+def watched(options, *, callbacks=(), **others):
+    return made(options, callbacks=[*callbacks, Held(), Death()] if callbacks else (), **others)
+loop.make_trainer = watched
+sys.argv[0] = __file__
+from cpt.__main__ import main
+
+main()
+"""
+
+
+@pytest.fixture
+def run(tmp_path, corpora, cache):
+    """Runs a command, of a size of SIZES, in a folder by its name; gives the folder and the exit code."""
+
+    def started_run(name: str, *overrides: str, size: str = "bert", death: int = -1) -> tuple[Path, int]:
+        folder, script = tmp_path / name, tmp_path / f"{name}-{death}.py"
+        script.write_text(SCRIPT.format(root=str(ROOT), out=str(tmp_path / name), death=death))
+        places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+        places += [f"hydra.run.dir={folder}", "trainer.accelerator=cpu"]
+        twin = bool({FSDP, DDP} & {*overrides})
+        options = {"cwd": tmp_path, "log": tmp_path / f"{name}.log", "twin": twin}
+        return folder, ended(started(script, *places, *SIZES[size], *overrides, **options))
+
+    return started_run
+
+
+@pytest.fixture
+def learned(run, tmp_path):
+    """The same of a run that has to end well; gives its folder."""
+
+    def finished_run(name: str, *overrides: str, **how) -> Path:
+        folder, code = run(name, *overrides, **how)
+        assert code == 0, (tmp_path / f"{name}.log").read_text()
+        return folder
+
+    return finished_run
+
+
+def four(folder: Path, *overrides: str, corpora: Path, cache: Path) -> None:
+    """A run in 4 processes that torchrun starts."""
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    places += [f"hydra.run.dir={folder}", "trainer.accelerator=cpu", FSDP]
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [*launched, str(ROOT / "run.py"), *places, *SMALL, *overrides]
+    ran = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def state_of(folder: Path, stage: int = 2) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "stages" / f"{stage:03}.pt", weights_only=True)
+
+
+def scores_of(folder: Path) -> dict:
+    return json.loads((folder / "scores.json").read_text())
+
+
+def assert_same(one: Path, other: Path, *, weights: float = WEIGHTS, nats: float = NATS) -> None:
+    """The models and scores of two runs, and what is counted of their methods."""
+    expected, found = state_of(one), state_of(other)
+    assert expected.keys() == found.keys()
+    for name in (name for name in expected if name.startswith("model.")):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=weights, msg=name)
+    then, now = scores_of(one), scores_of(other)
+    for row, same in zip(now["nll"], then["nll"], strict=True):
+        assert row == pytest.approx(same, abs=nats)
+    assert min(then["nll"][0][column] - then["nll"][2][column] for column in (0, 1)) > 50 * NATS  # learned
+    for key in ("trained", "stored"):
+        assert now[key] == then[key], key
+
+
+METHODS = {
+    **{name: [f"method={name}"] for name in ("ncl", "l2", "kd", "replay", "lora", "ema", "wise_ft", "one")},
+    "ewc": ["method=ewc", "method.strength=1000"],
+    "ewc by batch": ["method=ewc", "method.strength=1000", "method.estimator=batch"],
+    "migu": ["method=migu"],
+    "migu by gradient": ["method=migu", "method.mask.importance=gradient", "method.mask.acts_on=frozen"],
+    "migu by weight": ["method=migu", "method.mask.importance=weight", "method.mask.acts_on=update"],
+    "demix": ["method=demix", "routing@method.routing=posterior"],
+    "hat": ["method=hat", "method.form=full"],
+    "hat in adapters": ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
+    **{name: [f"method={name}"] for name in ("adapter", "olora", "inclora", "prompt", "cpt_plugin")},
+    "pairs apart": ["method=inclora", "method.stored=pairs"],
+    "moments carried": ["method=ncl", "optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
+}
+
+
+@pytest.mark.parametrize("method", run_few(METHODS, ["ewc", "kd", "hat", "demix"]))
+def test_shared_out_weights_are_those_of_one_process(method, learned):
+    alone = learned("alone", *METHODS[method])
+    assert_same(alone, learned("sharded", FSDP, *METHODS[method]))
+
+
+DRAWN = {  # where a process draws for itself: dropout, its part of a memory
+    "das": ["method=das", "mask=migu"],
+    "dga": ["method=dga"],
+    "derpp": ["method=derpp"],
+    "derpp by logits": ["method=derpp", "method.matched=logits"],
+}
+
+
+@pytest.mark.parametrize("method", run_few(DRAWN, ["das"]))
+def test_shared_out_weights_are_those_of_ddp(method, learned):
+    together = learned("together", DDP, *DRAWN[method])
+    assert_same(together, learned("sharded", FSDP, *DRAWN[method]), weights=1e-5)
+
+
+MODELS = [("gpt2", "ncl"), ("gpt2", "migu"), ("gpt2", "inclora"), ("t5", "ncl"), ("t5", "ewc")]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(("size", "method"), MODELS)
+def test_tied_tables_and_two_stacks_are_shared_out(size, method, learned):
+    alone = learned("alone", *METHODS[method], size=size)
+    assert_same(alone, learned("sharded", FSDP, *METHODS[method], size=size), weights=1e-5)
+
+
+WAYS = {
+    "accumulated": (["trainer.accumulate_grad_batches=2"], NATS),
+    "clipped": (["trainer.gradient_clip_val=0.05"], NATS),
+    "clipped by value": (
+        ["trainer.gradient_clip_val=1e-3", "+trainer.gradient_clip_algorithm=value"],
+        NATS,
+    ),
+    "whole between passes": (["trainer.reshard_after_forward=false"], NATS),
+    "bf16-mixed": (["trainer.precision=bf16-mixed"], 2e-3),
+    "bf16-true": (["trainer.precision=bf16-true"], 2e-2),
+}
+
+
+@pytest.mark.parametrize("way", run_few(WAYS, ["accumulated", "clipped", "bf16-true"]))
+def test_steps_of_all_kinds_are_those_of_one_process(way, learned):
+    options, nats = WAYS[way]
+    own = [each for each in options if "reshard" in each]
+    alone = learned("alone", *(each for each in options if each not in own))
+    weights = WEIGHTS if nats == NATS else 3e-2
+    assert_same(alone, learned("sharded", FSDP, *options), weights=weights, nats=nats)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", ["ncl", "ewc", "kd", "demix", "hat"])
+def test_four_processes_started_by_torchrun(method, learned, corpora, cache, tmp_path):
+    alone = learned("alone", *METHODS[method])
+    four(tmp_path / "four", *METHODS[method], corpora=corpora, cache=cache)
+    assert_same(alone, tmp_path / "four")
+
+
+def test_a_process_holds_its_share_and_the_export_is_whole(learned, tmp_path):
+    """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
+    folder = learned("sharded", FSDP, "method=ewc")
+    for rank in (0, 1):
+        held = json.loads((tmp_path / f"sharded-{rank}.json").read_text())
+        for kind, (everything, own) in held.items():
+            assert everything > 10_000 and own == pytest.approx(everything / 2, rel=0.05), (kind, rank)
+    exported, state = AutoModelForMaskedLM.from_pretrained(folder / "model").state_dict(), state_of(folder)
+    for name, weight in exported.items():
+        assert torch.equal(weight, state[f"model.{name}"]), name
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(run, learned):
+    how = [FSDP, "method=ewc", "optim.carry=moments"]
+    through, (folder, code) = learned("through", *how), run("killed", *how, death=3)
+    assert code != 0 and scores_of(folder)["rows"] == ["base", "law"]
+    first, second = (each.stat().st_size for each in (folder / "checkpoints").glob("*.1.shards/*.distcp"))
+    assert 0.8 < first / second < 1.25  # each process its rows
+    assert learned("killed", *how) == folder
+    expected, found = state_of(through), state_of(folder)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert scores_of(folder)["nll"] == scores_of(through)["nll"]
+
+
+@pytest.mark.campaign
+def test_four_processes_go_on_with_what_two_have_left(run, learned, corpora, cache, tmp_path):
+    how = METHODS["moments carried"]
+    alone, (folder, code) = learned("alone", *how), run("killed", FSDP, *how, death=3)
+    assert code != 0
+    four(folder, *how, corpora=corpora, cache=cache)
+    assert_same(alone, folder)
+
+
+@pytest.mark.parametrize("strategies", [(FSDP, None), (DDP, FSDP)], ids=["to one process", "from ddp"])
+def test_a_killed_run_goes_on_in_another_way(strategies, run, learned):
+    first, second = ([each] if each else [] for each in strategies)
+    alone, (folder, code) = learned("alone", "method=kd"), run("killed", *first, "method=kd", death=3)
+    assert code != 0
+    learned("killed", *second, "method=kd")
+    assert_same(alone, folder)
+
+
+def test_what_is_refused_is_measured_on_the_finished_run(learned, tmp_path):
+    """End tasks ask a model as a whole: later, in one process."""
+    for domain in ("law", "food"):
+        write_task(tmp_path / "tasks", domain)
+    quick = QUICK | {"root": tmp_path / "tasks", "when": "last", "seeds": "[3]"}
+    folder = learned("sharded", FSDP, "method=kd")
+    before = scores_of(folder)
+    learned(
+        "sharded", "method=kd", "endtask=texts", *(f"endtask.{name}={value}" for name, value in quick.items())
+    )
+    after = scores_of(folder)
+    assert (
+        not before["endtasks"].get("scores") and after["endtasks"]["scores"] and after["nll"] == before["nll"]
+    )
