@@ -297,5 +297,9 @@ def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
 
 def tell_parts(plan: Plan, module: ContinualModule) -> None:
     """Tells, in a line, where nothing rests that could lie on disk."""
-    if plan.parts.keep == "disk" and not banks_of(module):
+    if plan.parts.keep != "disk":
+        return
+    if not banks_of(module):
         log.info("parts.keep=disk without effect: %s keeps no parts that rest", plan.names["method"])
+    elif plan.trainer.strategy == "fsdp":
+        log.info("parts.keep=disk: with strategy=fsdp parts that are shared out stay in memory")

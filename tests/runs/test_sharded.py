@@ -25,7 +25,10 @@ import json, os, sys
 sys.path.insert(0, {root!r})
 from lightning.pytorch.callbacks import Callback
 from cpt.core.sharding import is_sharded, local
+from cpt.models import economy
 from cpt.training import loop
+
+economy.COMPILER = {{"backend": "eager"}}  # traced, and run as it was
 
 def count(tensors):
     every = list(tensors)
@@ -171,6 +174,8 @@ WAYS = {
         NATS,
     ),
     "whole between passes": (["trainer.reshard_after_forward=false"], NATS),
+    "activations again": (["trainer.gradient_checkpointing=true"], NATS),
+    "compiled": (["trainer.compile=true"], NATS),
     "bf16-mixed": (["trainer.precision=bf16-mixed"], 2e-3),
     "bf16-true": (["trainer.precision=bf16-true"], 2e-2),
 }
@@ -179,7 +184,7 @@ WAYS = {
 @pytest.mark.parametrize("way", run_few(WAYS, ["accumulated", "clipped", "bf16-true"]))
 def test_steps_of_all_kinds_are_those_of_one_process(way, learned):
     options, nats = WAYS[way]
-    own = [each for each in options if "reshard" in each]
+    own = [each for each in options if "reshard" in each or "=true" in each]
     alone = learned("alone", *(each for each in options if each not in own))
     weights = WEIGHTS if nats == NATS else 3e-2
     assert_same(alone, learned("sharded", FSDP, *options), weights=weights, nats=nats)
