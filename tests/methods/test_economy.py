@@ -15,7 +15,7 @@ from tests.support.making import DROPOUT, ORDER, made
 from tests.support.seams import chosen
 
 AGAIN = "trainer.gradient_checkpointing=true"
-FEW = ["ncl", "das", "migu", "lora"]
+FEW = ["das", "migu"]
 
 
 def scores(folder: Path) -> dict:
@@ -31,6 +31,7 @@ def test_activations_that_are_computed_again_give_the_same_bits(method, small, s
     assert again[-1] > kept[-1]  # they are indeed
 
 
+@pytest.mark.campaign
 def test_a_decoder_computes_its_activations_again_too(small_gpt2, start, tmp_path):
     for name, options in {"kept": [], "again": [AGAIN]}.items():
         start(small_gpt2(ORDER, *options), tmp_path / name)
@@ -72,7 +73,7 @@ def test_passes_may_keep_their_activations(small):
     assert [part for part in model.modules() if getattr(part, economy.FLAG, False)] == parts
 
 
-@pytest.mark.parametrize("method", run_few(LEARNING, ["ncl", "migu"]))
+@pytest.mark.parametrize("method", run_few(LEARNING, ["migu"]))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
     monkeypatch.setattr(economy, "COMPILER", {"backend": "eager"})  # traced, and run as it was
     for name, options in {"plain": [], "compiled": ["trainer.compile=true"]}.items():

@@ -11,6 +11,7 @@ from torch import nn
 from cpt.adapters.bank import Bank, rest_parts
 from cpt.training.loop import Learner
 from tests.conftest import ROOT
+from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
 
 METHODS = [
@@ -66,7 +67,7 @@ def same(one: list[dict], other: list[dict]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", run_few(METHODS, ["demix", "hat", "olora"]))
 def test_what_rests_on_disk_is_what_rests_in_memory(learned, tmp_path, monkeypatch, method):
     rested, rest = [], Learner.rest
 
@@ -84,7 +85,7 @@ def test_what_rests_on_disk_is_what_rests_in_memory(learned, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["demix", "olora"])
+@pytest.mark.parametrize("method", run_few(["demix", "olora"], ["demix"]))
 def test_a_run_that_is_killed_goes_on_with_what_rests(learned, killing, three, tmp_path, method):
     scores, states = learned(tmp_path / "whole", method, "disk")
     killing(Killer(step=1, domain=three[2]))
@@ -96,7 +97,7 @@ def test_a_run_that_is_killed_goes_on_with_what_rests(learned, killing, three, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", WITHOUT)
+@pytest.mark.parametrize("method", run_few(WITHOUT, ["ewc"]))
 def test_a_method_without_such_parts_says_so(learned, tmp_path, caplog, method):
     caplog.set_level(logging.INFO)
     learned(tmp_path, method, "disk")
