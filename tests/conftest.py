@@ -1,6 +1,7 @@
 """What the tests share: small texts, a small model, and runs in this process."""
 
 import functools
+import logging
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -97,6 +98,15 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     marked `adopts`."""
     if request.node.get_closest_marker("adopts") is None:
         monkeypatch.setattr("cpt.run.adopt", lambda place, plan: None)
+
+
+@pytest.fixture(autouse=True)
+def told() -> Iterator[None]:
+    """What a run holds back of its lines (a process that is not the first) is told again in the next test."""
+    logger = logging.getLogger("cpt")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
