@@ -240,6 +240,7 @@ def is_alive(number):
         return False
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_a_process_that_is_killed_leaves_no_others_and_is_gone_on_with(tmp_path, tokenizer):
     script, root = tmp_path / "packer.py", Path(__file__).parents[2]

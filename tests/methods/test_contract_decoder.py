@@ -2,6 +2,7 @@
 of its own as v1.1; `tests.methods.test_contract` has the other promises."""
 
 import json
+from itertools import product
 
 import numpy as np
 import peft
@@ -26,12 +27,11 @@ FORMS = {
     "untied": ["model.config.feed_forward_proj=gated-gelu", "+model.config.tie_word_embeddings=false"],
 }
 DROPOUT = ["model.config.dropout_rate=0.1"]
-# A head of its own is the harder form: the other is kept in the campaign but for a few methods.
-TIED = {"ncl", "derpp", "demix", "hat"}
+# A head of its own is the harder form. One method of each kind of state; the others are kept in the campaign.
+FEW = [("ncl", "tied"), ("hat", "tied")]
+FEW += [(name, "untied") for name in ("das", "demix", "derpp", "ewc", "hat", "kd", "olora", "prompt")]
 ON_FORMS = [
-    pytest.param(method, form, marks=[] if form == "untied" or method in TIED else pytest.mark.campaign)
-    for method in METHODS
-    for form in FORMS
+    pytest.param(*each, marks=[] if each in FEW else pytest.mark.campaign) for each in product(METHODS, FORMS)
 ]
 
 

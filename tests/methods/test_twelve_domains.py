@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import VOCABULARIES, sentences
+from tests.support.campaign import run_few
 
 DOMAINS = [f"domain{number:02d}" for number in range(12)]
 TINY = ["trainer.steps=1", "trainer.probe_samples=4", "keep_stages=true"]
@@ -54,7 +55,7 @@ def costs(small, start, twelve, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("method", GROWS_BY)
+@pytest.mark.parametrize("method", run_few(GROWS_BY, ["ncl", "demix"]))
 def test_a_domain_adds_what_it_must_and_nothing_else(method, costs):
     trained, stored, files = costs(method)
     assert len(set(trained)) == 1
@@ -63,7 +64,7 @@ def test_a_domain_adds_what_it_must_and_nothing_else(method, costs):
     assert np.abs(np.diff(files) - wanted).max() < OVERHEAD
 
 
-@pytest.mark.parametrize("method", SHARED)
+@pytest.mark.parametrize("method", run_few(SHARED, ["olora", "hat"]))
 def test_what_domains_share_is_stored_once(method, costs):
     trained, stored, files = costs(method)
     [grown] = set(np.diff(stored))

@@ -242,6 +242,7 @@ def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora,
     assert method == "agem" or all(row == pytest.approx(expected, rel=1e-4) for row, expected in rows)
 
 
+@pytest.mark.campaign
 def test_a_sweep_of_distributed_runs_is_swept_by_the_first_process_alone(
     small, start, corpora, cache, tmp_path
 ):

@@ -16,6 +16,7 @@ from cpt.core.preemption import GO_ON
 from cpt.methods.ncl import NCL
 from tests.conftest import ROOT
 from tests.runs.test_kill import command, finished, whole  # noqa: F401  (a fixture)
+from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
 from tests.support.processes import ended, sent, started
 
@@ -88,7 +89,7 @@ def whole_by_two(corpora, cache, tmp_path_factory):
     return by_two([*command(corpora, cache), *DDP], tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", run_few([0, 1], [1]))
 def test_all_processes_leave_and_go_on_together(rank, whole_by_two, corpora, cache, tmp_path):
     start = [*command(corpora, cache), FEW_CHECKPOINTS, *DDP]
     seen = log_says(tmp_path, "law (1/2)")
@@ -218,6 +219,7 @@ def test_processes_that_prepare_data_leave_with_their_run(corpora, cache, tmp_pa
     assert re.fullmatch(r"after step \d+ of 200 of law", said[2])
 
 
+@pytest.mark.campaign
 def test_a_signal_while_the_second_process_starts_ends_both(corpora, cache, tmp_path):
     """The first one waits for it in a library, and Lightning would kill it if the second one left alone."""
     start = [*command(corpora, cache), *DDP]

@@ -150,7 +150,7 @@ DRAWN = {  # where a process draws for itself: dropout, its part of a memory
 }
 
 
-@pytest.mark.parametrize("method", run_few(DRAWN, ["das"]))
+@pytest.mark.parametrize("method", run_few(DRAWN, []))
 def test_shared_out_weights_are_those_of_ddp(method, learned):
     together = learned("together", DDP, *DRAWN[method])
     assert_same(together, learned("sharded", FSDP, *DRAWN[method]), weights=1e-5)
@@ -181,7 +181,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", run_few(WAYS, ["clipped"]))
+@pytest.mark.parametrize("way", run_few(WAYS, []))
 def test_steps_of_all_kinds_are_those_of_one_process(way, learned):
     options, nats = WAYS[way]
     own = [each for each in options if "reshard" in each or "=true" in each]
@@ -234,7 +234,7 @@ def test_four_processes_go_on_with_what_two_have_left(run, learned, corpora, cac
 OTHER_WAYS = {"to one process": (FSDP, None), "from ddp": (DDP, FSDP)}
 
 
-@pytest.mark.parametrize("way", run_few(OTHER_WAYS, ["from ddp"]))
+@pytest.mark.parametrize("way", run_few(OTHER_WAYS, []))
 def test_a_killed_run_goes_on_in_another_way(way, run, learned):
     first, second = ([each] if each else [] for each in OTHER_WAYS[way])
     alone, (folder, code) = learned("alone", "method=kd"), run("killed", *first, "method=kd", death=3)
