@@ -71,7 +71,6 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
     with defer_signals():  # libraries do not bear to be left while they are read in
         from cpt.core.threads import keep_threads
-        from cpt.data.corpora import Corpora
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly, preflight
         from cpt.training.callbacks import CustomCallbacks
@@ -85,9 +84,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
     with time_phase(took, "read the texts"):
-        corpora = Corpora.read(
-            plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers
-        )
+        corpora = assembly.read_corpora(plan)
     with time_phase(took, "make the base"):
         start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
         module = assembly.make_method(plan, start)

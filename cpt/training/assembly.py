@@ -4,12 +4,14 @@ import logging
 import platform
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import cpt
+from cpt.adapters.bank import banks_of
 from cpt.core.randomness import key
 from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
@@ -26,6 +28,12 @@ from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
+
+
+def read_corpora(plan: Plan) -> Corpora:
+    """The texts of a plan, read once for all runs."""
+    folder = Path(plan.run.cache_dir)
+    return Corpora.read(plan.source, plan.order, cache=folder, workers=plan.data.workers)
 
 
 def make_method(plan: Plan, start: Base) -> ContinualModule:
@@ -83,6 +91,16 @@ def tell_packing(plan: Plan) -> None:
             batch_size,
             parts,
         )
+
+
+def tell_parts(plan: Plan, module: ContinualModule) -> None:
+    """Tells, in a line, where nothing rests that could lie on disk."""
+    if plan.parts.keep != "disk":
+        return
+    if not banks_of(module):
+        log.info("parts.keep=disk without effect: %s keeps no parts that rest", plan.names["method"])
+    elif plan.trainer.strategy == "fsdp":
+        log.info("parts.keep=disk: with strategy=fsdp parts that are shared out stay in memory")
 
 
 def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualModule) -> DomainSequence:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import banks_of, rest_parts
+from cpt.adapters.bank import rest_parts
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
@@ -27,7 +27,7 @@ from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
-from cpt.training.assembly import make_method
+from cpt.training.assembly import make_method, tell_parts
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
@@ -293,13 +293,3 @@ def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     took[phase] = took.get(phase, 0.0) + time.perf_counter() - began
-
-
-def tell_parts(plan: Plan, module: ContinualModule) -> None:
-    """Tells, in a line, where nothing rests that could lie on disk."""
-    if plan.parts.keep != "disk":
-        return
-    if not banks_of(module):
-        log.info("parts.keep=disk without effect: %s keeps no parts that rest", plan.names["method"])
-    elif plan.trainer.strategy == "fsdp":
-        log.info("parts.keep=disk: with strategy=fsdp parts that are shared out stay in memory")

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from cpt.core.preemption import defer_signals
@@ -71,7 +70,7 @@ def find_begun(plan: Plan, place: RunFolder) -> tuple[RunFolder, Scores | None]:
 
 def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     """What a run would do and cost, in Python's own types."""
-    from cpt.data.corpora import Corpora  # torch and the rest: not before the plan is known to be right
+    # torch and the rest: not before the plan is known to be right
     from cpt.training import assembly, preflight
     from cpt.training.costs import resident
     from cpt.training.forecast.outlook import Outlook, as_data
@@ -80,7 +79,7 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     from cpt.training.pretraining import find_base
 
     ready, began = preflight.prepare(plan, place.path), time.perf_counter()
-    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
+    corpora = assembly.read_corpora(plan)
     start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     world = ready.processes * plan.trainer.num_nodes
     program = resident() if ready.device.type == "cpu" else 0
