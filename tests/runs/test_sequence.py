@@ -277,6 +277,7 @@ def test_the_objective_names_a_metric_and_a_unit():
         objective_value(metrics, "LC")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the das6-mini benchmark beside the checkout")
 def test_the_six_domain_benchmark(small, start, tmp_path, composed, cache):
