@@ -16,7 +16,10 @@ from tests.support.seams import chosen
 
 pytestmark = pytest.mark.adopts
 THREE, TWO = "order=[law,food,space]", "order=[law,food]"
-GROWING = run_few([name for name in METHODS if name != "joint"], ["ncl", "derpp", "demix", "branched"])
+NOT_GROWING = {"none", "joint", "across"}  # nothing learned, all domains at once, rates over all of them
+GROWING = run_few(
+    [name for name in METHODS if name not in NOT_GROWING], ["ncl", "derpp", "demix", "branched"]
+)
 
 
 def scores_of(folder) -> Scores:
@@ -83,6 +86,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp
     [
         (["method=joint"], "method=joint needs all domains before the first is learned"),
         (["schedule=once"], "schedule=Once has rates that depend on how many domains follow"),
+        (chosen("across"), "schedule=Across has rates that depend on how many domains follow"),
         (["optim.carry=all"], "optim.carry=all lets the rate decay over all domains"),
     ],
 )

@@ -79,6 +79,8 @@ def dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
 class Across(Schedule):
     """One linear warm-up and one decay to 0 over the steps of all domains."""
 
+    needs_end = True
+
     def __call__(self, progress: Progress) -> float:
         rise = self.warmup * progress.total_steps
         return min((progress.total_step + 1) / (rise + 1), 1 - progress.total_step / progress.total_steps)
