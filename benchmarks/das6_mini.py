@@ -11,7 +11,7 @@ import claims
 import study
 
 from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.groups import ComparedRuns, sections
+from cpt.reporting.comparison.groups import ComparedRuns
 from cpt.reporting.page import Block, markdown
 
 SEEDS, ORDERS = "seed=0,1,2", ("order=0", "order=1")
@@ -28,13 +28,8 @@ SWEEPS = (
 
 def main() -> None:
     options = study.read_arguments("das6_mini", str(__doc__))
-    if not options.report_only:
-        sweeps = ([order, SEEDS, *sweep] for order, sweep in product(ORDERS, SWEEPS))
-        study.run_sweeps(options, "das6_mini", sweeps)
-    runs = study.find_finished(options.runs)
-    study.write_results(options, runs, name="comparison", raw="scores.jsonl")
-    (section,) = sections(runs, by_order=False, baseline="ncl")
-    study.write_section("das6_mini", parts(section))
+    sweeps = ([order, SEEDS, *sweep] for order, sweep in product(ORDERS, SWEEPS))
+    study.make_study(options, "das6_mini", sweeps, name="comparison", raw="scores.jsonl", parts=parts)
 
 
 def parts(section: ComparedRuns) -> Iterator[str]:

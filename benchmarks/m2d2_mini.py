@@ -13,7 +13,7 @@ import numpy as np
 import study
 
 from cpt.evaluation.statistics import Difference, compare_pairs
-from cpt.reporting.comparison.groups import ComparedRuns, Group, sections
+from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.runs import Run
 from cpt.reporting.drawing import figure, literal, png, style
 from cpt.reporting.page import Block, markdown
@@ -63,12 +63,8 @@ def losses(run: Run, row: str) -> dict[str, float]:
 
 def main() -> None:
     options = study.read_arguments("m2d2_mini", str(__doc__))
-    if not options.report_only:
-        study.run_sweeps(options, "m2d2_mini", [[*EVERY, *sweep] for sweep in SWEEPS])
-    runs = study.find_finished(options.runs)
-    study.write_results(options, runs, name="m2d2", raw="m2d2.jsonl")
-    (section,) = sections(runs, by_order=False, baseline="ncl")
-    study.write_section("m2d2_mini", parts(section))
+    sweeps = [[*EVERY, *sweep] for sweep in SWEEPS]
+    study.make_study(options, "m2d2_mini", sweeps, name="m2d2", raw="m2d2.jsonl", parts=parts)
 
 
 def parts(section: ComparedRuns) -> Iterator[str]:

@@ -18,7 +18,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.examples import Example, read_example
 from cpt.evaluation.answers.results import matrix_of
 from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.groups import ComparedRuns, sections
+from cpt.reporting.comparison.groups import ComparedRuns
 from cpt.reporting.comparison.runs import Run
 from cpt.reporting.page import Block, markdown
 from cpt.training.plan import make_plan
@@ -32,12 +32,14 @@ SWEEPS = (
 
 def main() -> None:
     options = study.read_arguments("standard_cl_mini", str(__doc__))
-    if not options.report_only:
-        study.run_sweeps(options, "standard_cl_mini", [[*EVERY, *sweep] for sweep in SWEEPS])
-    runs = study.find_finished(options.runs)
-    study.write_results(options, runs, name="standard_cl", raw="standard_cl.jsonl")
-    (section,) = sections(runs, by_order=False, baseline="ncl")
-    study.write_section("standard_cl_mini", parts(section, options.root))
+    study.make_study(
+        options,
+        "standard_cl_mini",
+        [[*EVERY, *sweep] for sweep in SWEEPS],
+        name="standard_cl",
+        raw="standard_cl.jsonl",
+        parts=lambda section: parts(section, options.root),
+    )
 
 
 def parts(section: ComparedRuns, root: Path | None) -> Iterator[str]:

@@ -6,12 +6,13 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from measuring import ROOT
 
 from cpt import report
+from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
@@ -28,6 +29,25 @@ def read_arguments(name: str, about: str) -> argparse.Namespace:
     if options.root is None and not options.report_only:
         parser.error("--root is needed, or --report-only")
     return options
+
+
+def make_study(
+    options: argparse.Namespace,
+    experiment: str,
+    sweeps: Iterable[Sequence[str]],
+    *,
+    name: str,
+    raw: str,
+    parts: Callable[[ComparedRuns], Iterable[str]],
+) -> None:
+    """Runs what is missing of an experiment's sweeps, and makes its comparison's page, its scores and its
+    section anew."""
+    if not options.report_only:
+        run_sweeps(options, experiment, sweeps)
+    runs = find_finished(options.runs)
+    write_results(options, runs, name=name, raw=raw)
+    (section,) = sections(runs, by_order=False, baseline="ncl")
+    write_section(experiment, parts(section))
 
 
 def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Sequence[str]]) -> None:

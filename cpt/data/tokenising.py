@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
-PIECE = (
-    1 << 20
-)  # bytes of text that a process is given at once, or the record batch in which they are reached
+PIECE = 1 << 20  # bytes of text that a process is given at once, to the end of their record batch
 WORTH = 8 * PIECE  # bytes of text for which a process is started
 AHEAD = 2  # pieces per process that are made before they are asked for
 Tokens = tuple[np.ndarray, np.ndarray]  # ids of all documents, [tokens] int32; how many each has, [documents]

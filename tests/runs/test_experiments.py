@@ -213,3 +213,10 @@ def test_m2d2_mini_measures_a_part_of_the_matrix(composed, domains):
     assert (plan.names["model"], plan.budget.steps, plan.order) == ("tiny_gpt2", 20, FINE)
     drawn = make_plan(composed("experiment=m2d2_mini", domains, "order=random", "seed=1"))
     assert sorted(drawn.order) == FINE and not drawn.by_texts
+
+
+@pytest.mark.parametrize("experiment", ["standard_cl", "standard_cl_mini", "long_sequence"])
+def test_tasks_of_published_sequences_are_known_by_exact_match(composed, experiment):
+    cfg = composed(f"experiment={experiment}", "domains.root=nowhere")
+    tasks = {task for order in cfg.domains.orders.values() for task in order}
+    assert dict(cfg.answers.measures) == dict.fromkeys(tasks, "exact_match")
