@@ -27,6 +27,7 @@ from measuring import ROOT, save
 POLL_S = 0.2
 FEW = 10  # domains of an end, early or late, that stand for it
 KILLED_AT = (0.2, 0.5, 0.8)  # of the domains
+CLOCKS = ("seconds", "processor")  # of what is looked at; of these the gap from row to row
 BLOCK = 512  # bytes of st_blocks
 WIDE = ("eval.rows=each", "eval.columns=all")
 
@@ -37,6 +38,7 @@ class Sight:
 
     row: int
     seconds: float
+    processor: float  # seconds of its threads: what else the machine does counts for less in them
     memory: int  # bytes of its own
     mapped: int  # bytes of files that it has mapped and looked at: the system takes them back as it needs
     files: int
@@ -50,12 +52,18 @@ def look(process: int, folder: Path, *, row: int, began: float) -> Sight:
     return Sight(
         row=row,
         seconds=time.monotonic() - began,
+        processor=processor_seconds(place),
         memory=int(facts["RssAnon"].split()[0]) * 1024,
         mapped=int(facts["RssFile"].split()[0]) * 1024,
         files=len(list((place / "fd").iterdir())),
         threads=int(facts["Threads"]),
         disk=sum(each.stat().st_blocks * BLOCK for each in folder.rglob("*") if each.is_file()),
     )
+
+
+def processor_seconds(place: Path) -> float:
+    user, system = (place / "stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def count_rows(folder: Path) -> int:
@@ -120,32 +128,22 @@ def learn_killed(folder: Path, given: Sequence[str], domains: int) -> list[int]:
 
 
 def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
-    """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio; seconds
-    beside them by the run's own clock."""
-    gaps = {
-        later.row: later.seconds - sooner.seconds
-        for sooner, later in zip(sights, sights[1:], strict=False)
-        if later.row == sooner.row + 1
-    }
+    """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio."""
+    at = {sight.row: sight for sight in sights}
     early, late = (
-        [each for each in sights if each.row in span and each.row in gaps]
+        [row for row in span if row in at and row - 1 in at]
         for span in (range(FEW + 1, 2 * FEW + 1), range(sights[-1].row - FEW, sights[-1].row))
     )
-    values = {
-        "seconds": [[gaps[each.row] for each in part] for part in (early, late)],
-        **{
-            name: [[getattr(each, name) for each in part] for part in (early, late)]
-            for name in ("memory", "mapped", "files", "threads")
-        },
-    }
-    return {
-        name: {
-            "early": (first := statistics.median(parts[0])),
-            "late": (last := statistics.median(parts[1])),
-            "ratio": last / first,
-        }
-        for name, parts in values.items()
-    }
+
+    def tell(name: str, row: int) -> float:
+        before = getattr(at[row - 1], name) if name in CLOCKS else 0
+        return getattr(at[row], name) - before
+
+    found = {}
+    for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
+        first, last = (statistics.median(tell(name, row) for row in rows) for rows in (early, late))
+        found[name] = {"early": first, "late": last, "ratio": last / first}
+    return found
 
 
 def count_cells(folder: Path) -> tuple[int, int]:

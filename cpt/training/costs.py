@@ -1,9 +1,6 @@
 """What a method costs: what it trains, keeps beside the model, reads and computes."""
 
-import resource
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
+from cpt.core.memory import forget_peak, give_back, peak
 from cpt.data.batch import Batch
 from cpt.models.loading import skeleton
 
@@ -106,6 +104,7 @@ class Compute(Callback):
             self.counter = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        give_back()
         forget_peak(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,28 +145,3 @@ class Compute(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens, self.memory = state["tokens"], state["memory"]
         self.flops = {phase: state[phase] for phase in self.flops}
-
-
-def forget_peak(device: torch.device) -> None:
-    """From now on, `peak` is that of what comes."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(device: torch.device) -> int:
-    """The most bytes since: of a GPU, what was allocated; of a CPU, what the process held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def resident() -> int:
-    """The bytes that this process holds now; 0 where the system does not tell."""
-    path = Path("/proc/self/status")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)

@@ -1,9 +1,7 @@
 """What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
 
 import json
-import sys
 
-import pytest
 import torch
 from lightning import LightningModule
 from lightning.pytorch.callbacks import Callback
@@ -14,7 +12,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.optim.guard import Guard
 from cpt.training.checkpointing import Checkpoint
-from cpt.training.costs import Compute, forget_peak, own_names, peak, stored_bytes, trained_parameters
+from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.trainer import make_trainer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -152,18 +150,6 @@ def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
     resumed = fitted(tmp_path / "broken", **options, checkpoint=str(state))
     assert resumed["flops"] == whole["flops"]
     assert resumed["seen"] == whole["seen"] == 32
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_peak_is_that_of_what_comes():
-    forget_peak(torch.device("cpu"))
-    low = peak(torch.device("cpu"))
-    block = torch.ones(50_000_000)
-    assert peak(torch.device("cpu")) >= low + 190_000_000
-    del block
-    assert peak(torch.device("cpu")) >= low + 190_000_000
-    forget_peak(torch.device("cpu"))
-    assert peak(torch.device("cpu")) < low + 100_000_000
 
 
 def test_of_a_model_with_a_decoder_source_and_target_are_read(small_t5, start, tmp_path):

@@ -71,8 +71,8 @@ def find_begun(plan: Plan, place: RunFolder) -> tuple[RunFolder, Scores | None]:
 def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     """What a run would do and cost, in Python's own types."""
     # torch and the rest: not before the plan is known to be right
+    from cpt.core.memory import resident
     from cpt.training import assembly, preflight
-    from cpt.training.costs import resident
     from cpt.training.forecast.outlook import Outlook, as_data
     from cpt.training.forecast.trial import make_trial, try_stages
     from cpt.training.forecast.work import count_work

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from cpt.core.memory import forget_peak, peak
 from cpt.methods.base import ContinualModule
 from cpt.models.units import blocks
-from cpt.training.costs import count_operations, forget_peak, peak
+from cpt.training.costs import count_operations
 from cpt.training.forecast.live import Live, bytes_of
 from cpt.training.sharding import shareable
 
