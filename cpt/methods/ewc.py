@@ -27,12 +27,12 @@ from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch, idle_batch, single
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.common.options import ESTIMATORS
 from cpt.models.objectives import Objective
 from cpt.models.sharding import named_weights, squared_gradients
 from cpt.models.snapshots import Snapshot, pull
 from cpt.models.swapping import swap_weights
 
-ESTIMATORS = ("per_sample", "batch")
 MERGES = ("mean", "decay")
 
 

@@ -22,6 +22,12 @@ CASES = {  # what it is compared with, what makes the method that, and what does
     "kd": ("ncl", ["method.strength=0"], ["method.strength=1"]),
     "l2 base": ("ncl", ["method.towards=base", "method.strength=0"], ["method.strength=1"]),
     "l2 previous": ("ncl", ["method.towards=previous", "method.strength=0"], ["method.strength=1"]),
+    "merge": (
+        "ncl",
+        ["method.rule=task_arithmetic", "method.scale=1"],
+        ["method.scale=0.5"],
+    ),
+    "merge slerp": ("ncl", ["method.rule=slerp", "method.share=1"], ["method.share=0.5"]),
     "migu": ("ncl", ["method.mask.threshold=0"], ["method.mask.threshold=0.7"]),
     "migu frozen": (
         "ncl",

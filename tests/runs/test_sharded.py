@@ -132,6 +132,11 @@ METHODS = {
     "hat in adapters": ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
     **{name: [f"method={name}"] for name in ("adapter", "olora", "inclora", "prompt", "cpt_plugin")},
     "pairs apart": ["method=inclora", "method.stored=pairs"],
+    "merge": ["method=merge", "method.rule=slerp"],
+    "merge by ties": ["method=merge", "method.rule=ties", "method.start=base"],
+    "merge by ties of tensors": ["method=merge", "method.rule=dare_ties", "method.trimmed=tensor"],
+    "merge by fisher": ["method=merge", "method.rule=fisher", "method.start=previous"],
+    "merge of pairs": ["method=merge_lora", "method.truncated=2"],
     "moments carried": ["method=ncl", "optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
 }
 

@@ -297,6 +297,23 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "rate=abc": "0 or more",
         "targets=(": "all-linear, a regular expression, or a list",
     },
+    "merge": {
+        "rule=mean": "average, task_arithmetic, ties, dare, dare_ties, slerp, fisher",
+        "start=next": "merged, base, previous",
+        "scale=-1": "0 or more",
+        "density=0": "above 0, at most 1",
+        "trimmed=layer": "tensor, model",
+        "drop=1": BELOW,
+        "share=2": SHARE,
+        "base=1": BOOL,
+        "epsilon=0": "above 0",
+        "estimator=exact": "per_sample, batch",
+    },
+    "merge_lora": {
+        "truncated=0": f"null or {WHOLE}",
+        "rule=mean": "average, task_arithmetic, ties, dare, dare_ties, slerp, fisher",
+        "r=0": WHOLE,
+    },
     "migu": {"mask.threshold=1": BELOW},
     "olora": {
         "strength=-1": "0 or more",
@@ -321,6 +338,8 @@ AT_ONCE |= {
     for method, wrong in OF_METHODS.items()
     for given, allowed in wrong.items()
 }
+
+AT_ONCE["method=merge_lora method.exported=peft"] = "method.exported=peft has no pair to write once pairs"
 
 THEIRS = "lightning.pytorch.callbacks"
 

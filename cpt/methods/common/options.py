@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of, or_null
+from cpt.core.rules import YES_NO, number, one_of, or_null
+
+ESTIMATORS = ("per_sample", "batch")  # of a Fisher (cpt.methods.ewc)
+RULES = ("average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fisher")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +19,27 @@ class ContrastOptions(Options):
         "rate of its passes; null: the model's own", or_null(number("0 or more and below 1"))
     )
     temperature: float = option("tau", number("above 0"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergingOptions(Options):
+    """How the weights that domains end with become one model (cpt.methods.common.merging)."""
+
+    rule: str = option("how the weights of domains become one model", one_of(*RULES))
+    start: str = option(
+        "a domain's: the merged model, the base, or what the one before has ended with",
+        one_of("merged", "base", "previous"),
+    )
+    scale: float = option("lambda, of task_arithmetic, ties and dare", number("0 or more"))
+    density: float = option("of ties: the share of tau's entries that is kept", number("above 0, at most 1"))
+    trimmed: str = option("of ties: the largest of each tensor, or of the model", one_of("tensor", "model"))
+    drop: float = option("p of dare: how likely an entry is dropped", number("0 or more and below 1"))
+    share: float = option("u of slerp: the share of the newest domain", number("0 to 1"))
+    base: bool = option("of average and slerp: the base is one of the models", YES_NO)
+    epsilon: float = option("of fisher: added to each entry of F", number("above 0"))
+    estimator: str = option("of fisher: squares the gradients of samples, or of batches", one_of(*ESTIMATORS))
+
+    @property
+    def signs(self) -> bool:
+        """Whether domains vote for the sign of each entry."""
+        return self.rule in ("ties", "dare_ties")

@@ -1,0 +1,168 @@
+"""Rules by which the weights that domains end with become one model, a tensor at a time.
+
+theta_0 is the base, theta_k what domain k ends with and s_k what it began with, tau_k = theta_k - s_k, and m
+the merged weights of the domains before. A rule keeps what it needs of earlier domains, in 32 bits, and gives
+those of one more:
+
+    average          m + (theta_t - m) / t                                    (Wortsman et al., ICML 2022)
+    task_arithmetic  m + lambda tau_t, so theta_0 + lambda sum_k tau_k         (Ilharco et al., ICLR 2023)
+    ties             theta_0 + lambda mean of those trimmed tau_k whose sign is that of their sum
+                                                              (Yadav et al., NeurIPS 2023, Algorithm 1)
+    dare             task_arithmetic, dare_ties ties, of tau_k whose entries are dropped with probability p
+                     and else divided by 1 - p                     (Yu et al., ICML 2024, section 3.1)
+    slerp            sin((1 - u) O) / sin O m + sin(u O) / sin O theta_t, O between the two (Shoemake, 1985)
+    fisher           sum_k F_k theta_k / sum_k F_k, by entry    (Matena and Raffel, NeurIPS 2022, eq. 3)
+
+All but slerp and the trimming work on each entry alone."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+import torch
+from torch import Tensor, nn
+
+from cpt.core.randomness import key
+from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
+from cpt.core.tensors import NamedTensors
+from cpt.methods.common.options import MergingOptions
+
+ALIKE = 0.9995  # of a cosine: from there on the arc is a line
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A domain that has ended: tensors by the names of parameters, in at least 32 bits, the own rows of each
+    where they are shared out. `like` are the parameters themselves."""
+
+    like: Mapping[str, Tensor]
+    began: Mapping[str, Tensor]
+    ended: Mapping[str, Tensor]
+    fisher: Mapping[str, Tensor]  # of rule=fisher
+    seed: int  # of what is dropped, alike in all processes
+
+
+def precise(values: Tensor) -> Tensor:
+    """The same in at least 32 bits."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def trim(task: Tensor, threshold: Tensor | float) -> Tensor:
+    """The entries that are at least so large; 0 for the others."""
+    return torch.where(task.abs() >= threshold, task, 0)
+
+
+def find_threshold(values: Tensor, density: float) -> Tensor:
+    """The smallest of the floor(density n) largest of n magnitudes, of at least one."""
+    count = max(1, floor(Fraction(str(density)) * values.numel()))
+    return values.flatten().kthvalue(values.numel() - count + 1).values
+
+
+def drop_entries(task: Tensor, like: Tensor, *, p: float, seed: int) -> Tensor:
+    """Entries dropped with probability p, the others divided by 1 - p; drawn of the whole tensor."""
+    draw = torch.rand(like.shape, generator=torch.Generator().manual_seed(seed))
+    kept = rows_of(draw, like).to(task.device) >= p
+    return task * kept / (1 - p)
+
+
+def slerp(one: Tensor, other: Tensor, share: float, *, like: Tensor) -> Tensor:
+    """From one tensor to another of its shape by a share of the arc between them; by a share of the line
+    where they point the same way, opposite ways or nowhere."""
+    a, b = with_rows([one, other], [like, like])
+    lengths = total_norm([a]) * total_norm([b])
+    cosine = dot([a], [b]) / lengths
+    if not lengths or cosine.abs() > ALIKE:
+        return torch.lerp(one, other, share)
+    arc = torch.arccos(cosine)
+    # Divided before they are multiplied: exact at both ends.
+    return ((1 - share) * arc).sin() / arc.sin() * one + (share * arc).sin() / arc.sin() * other
+
+
+def elect(above: Tensor, below: Tensor, so_many_above: Tensor, so_many_below: Tensor) -> Tensor:
+    """The mean of the entries whose sign is that of the sum of all: of their positive and negative parts'
+    sums and of how many there are of each. 0 where the sum is."""
+    sign = (above + below).sign()
+    total = torch.where(sign > 0, above, below)
+    count = torch.where(sign > 0, so_many_above, so_many_below).clamp_min(1)
+    return torch.where(sign == 0, 0, total / count)
+
+
+class Merged(nn.Module):
+    """The merged weights of the domains so far, and what their rule needs of these to add another."""
+
+    def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.options = options
+        self.weights = NamedTensors({name: precise(each.detach()) for name, each in weights.items()})
+        zeros = {name: torch.zeros_like(each) for name, each in self.weights.named().items()}
+        self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
+        if options.signs:
+            counts = {name: each.to(torch.int16) for name, each in zeros.items()}
+            self.base = NamedTensors(self.weights.named(), persistent=False)
+            self.above, self.below = NamedTensors(zeros), NamedTensors(zeros)
+            self.counts_above, self.counts_below = NamedTensors(counts), NamedTensors(counts)
+        elif options.rule == "fisher":
+            self.fishers = NamedTensors(zeros)
+
+    def rows(self) -> dict[str, Tensor]:
+        """The merged weights by name, the own rows of each."""
+        return {name: local(each) for name, each in self.weights.named().items()}
+
+    @torch.no_grad()
+    def add(self, domain: Ended) -> None:
+        """Merges one more domain."""
+        tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
+        for name, own in self.rows().items():
+            own.copy_(self.one_more(name, own, domain, tasks.get(name)))
+        self.domains += 1
+
+    def one_more(self, name: str, merged: Tensor, domain: Ended, task: Tensor | None) -> Tensor:
+        """A tensor of the merged weights with those of one more domain; its entries' tau where that is
+        trimmed or dropped."""
+        options, began, ended = self.options, domain.began[name], domain.ended[name]
+        if task is not None:
+            return self.vote(name, task) if options.signs else merged + options.scale * task
+        match options.rule:
+            case "average":
+                return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
+            case "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
+                return torch.lerp(began, ended, options.scale) + (merged - began)
+            case "slerp":
+                first = self.domains == 0 and not options.base
+                return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
+            case _:
+                fisher, sums = domain.fisher[name] + options.epsilon, local(self.fishers.named()[name])
+                sums += fisher
+                return torch.lerp(merged, ended, fisher / sums)
+
+    def tasks(self, domain: Ended) -> dict[str, Tensor]:
+        """tau by name, trimmed and dropped as the rule wants it."""
+        options, like = self.options, domain.like
+        tasks = {name: ended - domain.began[name] for name, ended in domain.ended.items()}
+        if options.rule != "ties":
+            seeds = {name: key(domain.seed, "drop", name) % 2**63 for name in tasks}
+            tasks = {
+                name: drop_entries(each, like[name], p=options.drop, seed=seeds[name])
+                for name, each in tasks.items()
+            }
+        if options.rule == "dare" or options.density == 1:
+            return tasks
+        sizes = {name: whole(*with_rows([each.abs()], [like[name]])) for name, each in tasks.items()}
+        if options.trimmed == "model":
+            of_all = find_threshold(torch.cat([each.flatten() for each in sizes.values()]), options.density)
+            return {name: trim(each, of_all) for name, each in tasks.items()}
+        return {
+            name: trim(each, find_threshold(sizes[name], options.density)) for name, each in tasks.items()
+        }
+
+    def vote(self, name: str, task: Tensor) -> Tensor:
+        """The base and the elected mean of a tensor's trimmed tau."""
+        kept = (self.above, self.below, self.counts_above, self.counts_below)
+        above, below, so_many_above, so_many_below = (local(each.named()[name]) for each in kept)
+        above += task.clamp_min(0)
+        below += task.clamp_max(0)
+        so_many_above += task > 0
+        so_many_below += task < 0
+        elected = elect(above, below, so_many_above, so_many_below)
+        return local(self.base.named()[name]) + self.options.scale * elected

@@ -1,0 +1,95 @@
+"""MERGE_LORA: what the low-rank pairs of domains have added to the weights becomes one model.
+
+A domain trains a new pair (Hu et al., ICLR 2022); at its end W_k = s_k + alpha / r B_k A_k, and the maps'
+weights are merged as `cpt.methods.merge` merges all: tau_k is the product, never A_k or B_k alone, of whose
+sums it is another. `truncated` to rank r, W <- W_0 + U_r S_r V_r^T of the singular values of W - W_0."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.adapters import lora
+from cpt.adapters.options import PairOptions
+from cpt.core.options import option
+from cpt.core.rules import or_null, whole
+from cpt.core.sharding import local, rows_of, with_rows
+from cpt.core.sharding import whole as all_rows
+from cpt.core.tensors import NamedTensors
+from cpt.data.batch import Batch
+from cpt.methods.base import Shared
+from cpt.methods.common.options import MergingOptions
+from cpt.methods.merge import Merge
+from cpt.models.sharding import named_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeLoRAOptions(MergingOptions, PairOptions):
+    """Options of merging low-rank pairs."""
+
+    truncated: int | None = option("rank of what is added to the base; null: what it is", or_null(whole(1)))
+
+    def check_together(self) -> None:
+        if self.exported == "peft":
+            raise ValueError("exported=peft has no pair to write once pairs are merged; allowed: merged")
+
+
+class MergeLoRA(Merge):
+    """Learns each domain through a pair of its own, and merges the products."""
+
+    options: MergeLoRAOptions
+
+    def __init__(self, options: MergeLoRAOptions, shared: Shared) -> None:
+        super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
+        if options.truncated is not None:
+            self.base = NamedTensors(self.joined(), persistent=False)
+
+    def joined(self) -> Mapping[str, Tensor]:
+        present = named_weights(self.model)
+        names = [f"{name}.base_layer.weight" for name in lora.layers(self.model)]
+        return {name: present[name] for name in names}
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        super().before_domain(probe)
+        if self.domain.index > 0:
+            self.draw()
+
+    def draw(self) -> None:
+        """Puts a new pair, with product 0, beside each map."""
+        lora.draw_pair(self.model, self.drawing().initial_seed())
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        lora.merge(self.model)
+        self.draw()
+        super().after_domain(probe)
+
+    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.model.requires_grad_(False)
+        for each in self.joined().values():
+            each.requires_grad_(True)
+        found = super().measure(probe)
+        self.model.requires_grad_(False)
+        for each in trained:
+            each.requires_grad_(True)
+        return found
+
+    @torch.no_grad()
+    def put(self, rows: Mapping[str, Tensor]) -> None:
+        if self.options.truncated is not None:
+            for name, parameter in self.joined().items():
+                (added,) = with_rows([rows[name] - local(self.base.named()[name])], [parameter])
+                least = truncate(all_rows(added), self.options.truncated)
+                rows[name].copy_(local(self.base.named()[name]) + rows_of(least, parameter))
+        super().put(rows)
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        return lora.without_pairs(self.model, merged=True)
+
+
+def truncate(matrix: Tensor, rank: int) -> Tensor:
+    """The matrix of a rank that is nearest in the Frobenius norm (Eckart and Young, 1936)."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u[:, :rank] * s[:rank] @ v[:rank]
