@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
+from tests.support.campaign import is_resting
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -60,9 +61,13 @@ SMALL_T5 += ["model.vocabulary=400"]
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
 
 
+@pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in which a model learns are slow, whatever they look at: `-m "not slow"` leaves them out."""
+    """Tests in which a model learns are slow, whatever they look at: `-m "not slow"` leaves them out; rows
+    that others stand for are the campaign's."""
     for item in items:
+        if is_resting(item.nodeid):
+            item.add_marker(pytest.mark.campaign)
         asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}:
             item.add_marker(pytest.mark.slow)

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 STATUS = Path("/proc/self/status")
+LINUX = sys.platform == "linux"
 
 
 def give_back() -> None:
     """Returns what is free on the C heap to the system, where its library can (glibc).
 
     Without, the holes between what lives long add up from stage to stage (`benchmarks/flat.py` shows it)."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+    if LINUX and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
 
 
@@ -22,7 +23,7 @@ def forget_peak(device: torch.device) -> None:
     """From now on, `peak` is that of what comes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
+    elif LINUX:
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -30,7 +31,7 @@ def peak(device: torch.device) -> int:
     """The most bytes since: of a GPU, what was allocated; of a CPU, what the process held."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "linux":
+    if LINUX:
         lines = STATUS.read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

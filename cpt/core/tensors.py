@@ -70,6 +70,29 @@ class NamedTensors(nn.Module):
         return own if own is not None and own.shape == stored.shape else torch.empty_like(stored)
 
 
+BITS = {4: torch.int32, 8: torch.int64}
+
+
+class PreciseTensors(NamedTensors):
+    """Tensors in at least 32 bits, which stay so where the module is cast to something coarser."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, persistent: bool = True) -> None:
+        super().__init__({name: precise(each) for name, each in tensors.items()}, persistent=persistent)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "PreciseTensors":
+        def moved(buffer: Tensor) -> Tensor:
+            if not buffer.is_floating_point():
+                return fn(buffer)
+            return fn(buffer.view(BITS[buffer.itemsize])).view(buffer.dtype)
+
+        return super()._apply(moved, recurse)
+
+
+def precise(values: Tensor) -> Tensor:
+    """The same, detached, in at least 32 bits."""
+    return values.detach().to(torch.promote_types(values.dtype, torch.float32))
+
+
 def to_buffer_name(name: str) -> str:
     """The name of a buffer, in which no dot may stand."""
     return name.replace(".", "/")

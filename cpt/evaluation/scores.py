@@ -32,17 +32,12 @@ from cpt.evaluation.probes.results import check_probes
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-PHASES = (
-    "start",
-    "learn",
-    "score",
-    "endtasks",
-    "answers",
-    "probes",
-)  # kinds of seconds; "start": what precedes the stages
+NOTED = ("rates", "leak")  # lists of a stage
+# kinds of seconds; "start": what precedes the stages
+PHASES = ("start", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
-    "similarity",
+    *("similarity", "leak"),
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
@@ -74,6 +69,7 @@ class Scores(Layout):
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
+    leak: list[list[float]] = field(default_factory=list)  # [row], see cpt.training.leaks
     grown: list[int] = field(default_factory=list)  # stages that had been learned when domains were added
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
@@ -101,7 +97,7 @@ class Scores(Layout):
             raise ValueError(f"tokens, bytes, scored are {sizes} numbers, bytes > 0; columns {self.domains}")
         if self.matrix.shape != (len(self.rows), len(self.domains)):
             raise ValueError(f"nll is {self.matrix.shape}, needed is {(len(self.rows), len(self.domains))}")
-        for name in ("parts", "rates", *COSTS):
+        for name in ("parts", *NOTED, *COSTS):
             if (given := len(getattr(self, name))) not in (0, len(self.rows)):
                 raise ValueError(
                     f"{name} has {given} entries, needed is none or one for each row {self.rows}"
@@ -148,28 +144,28 @@ class Scores(Layout):
         *,
         nll: Sequence[float | None],
         parts: Mapping[str, Mapping[str, float]] | None = None,
-        rates: Sequence[float] = (),
-        **costs: int,
+        **costs: Any,
     ) -> None:
         """Adds the row of the model after a stage ("base" first) and measures anew, without intervals; what
-        of COSTS is not given is 0."""
+        of COSTS is not given is 0, what of NOTED nothing."""
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
         self.nll.append([None if x is None else float(x) for x in nll])
         self.parts.append({text: dict(weights) for text, weights in (parts or {}).items() if weights})
-        self.rates += [[]] * (len(self.rows) - 1 - len(self.rates)) + [list(rates)]
-        for name in COSTS:
-            noted = getattr(self, name)
-            noted += [0] * (len(self.rows) - 1 - len(noted))  # of rows that an earlier version added
-            noted.append(int(costs.pop(name, 0)))
+        for name in (*NOTED, *COSTS):
+            noted: list[Any] = getattr(self, name)
+            none = [] if name in NOTED else 0
+            noted += [none] * (len(self.rows) - 1 - len(noted))  # of rows that an earlier version added
+            given = costs.pop(name, none)
+            noted.append([*given] if name in NOTED else int(given))
         if costs:
-            raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join(COSTS)}")
+            raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join((*NOTED, *COSTS))}")
         self.measure()
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
-        for name in ("rows", "parts", "rates", "phases", "endtasks", "answers", "probes", *COSTS):
+        for name in ("rows", "parts", *NOTED, "phases", "endtasks", "answers", "probes", *COSTS):
             setattr(self, name, getattr(earlier, name))
         cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
         self.nll = [[row.get(text) for text in self.domains] for row in cells]

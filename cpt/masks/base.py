@@ -1,8 +1,9 @@
 """Masks over gradients and steps: they go with every method, and with each other."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,13 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.sharding import local, rows_of
+from cpt.data.batch import Batch
 from cpt.masks.options import ACTS_ON
+from cpt.models.objectives import Objective
 from cpt.models.units import Projection
+
+NEXT_TO_NOTHING = 0.05  # of a step: an entry that may do no more counts as protected
+Protection = Callable[[Tensor], Tensor]  # of a movement what lies inside what is protected, of its shape
 
 
 class GradientMask(nn.Module):
@@ -21,6 +27,8 @@ class GradientMask(nn.Module):
     constant factor out again), `update` (the step itself is: p <- p_old + factor (p_new - p_old), weight
     decay included) or `frozen` (as `update`, and the optimizer's moments as well; its count of steps is one
     for all rows of a parameter)."""
+
+    lasting = False  # whether the factors are the same at every step of a domain
 
     def __init__(self, *, acts_on: str) -> None:
         super().__init__()
@@ -35,13 +43,68 @@ class GradientMask(nn.Module):
     def activate(self, domain: int) -> None:
         """Called before a domain's steps, also when it is resumed; sees no data; idempotent."""
 
+    def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
+        """Work before a domain's first step, behind the method's; not repeated when it is resumed. What it
+        finds is in the state."""
+
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Parameters with their factors, broadcastable to them; asked for once per optimizer step."""
         return iter(())
 
+    def protects(self) -> dict[nn.Parameter, Protection]:
+        """What of a movement lies inside what is protected for a whole domain, by parameter: here the entries
+        of which a step may do next to nothing, if they are the same at every step."""
+        if not self.lasting:
+            return {}
+        return {parameter: partial(keep_protected, factor) for parameter, factor in self.factors()}
+
     def diagnostics(self) -> dict[str, Tensor]:
         """What there is to look at after a domain, by name: importances, how often a row was chosen."""
         return {}
+
+
+def keep_protected(factor: Tensor, way: Tensor) -> Tensor:
+    """Of a movement the entries whose factor is next to 0."""
+    return way * (factor.to(way) <= NEXT_TO_NOTHING)
+
+
+Step = tuple[nn.Parameter, Tensor]  # a parameter and what is to be done to it, of its shape
+
+
+class Constraint(GradientMask):
+    """Changes a step as a whole: a projection, or a choice that the optimizer's own state decides.
+
+    `acts_on` is `gradient` (before clipping and the optimizer, which undoes some of it: Adam's division by
+    entry leaves no subspace where it was) or `update` (the step itself, weight decay included)."""
+
+    def covered(self) -> Iterable[nn.Parameter]:
+        """The parameters whose steps are changed; asked for once per optimizer step. Where there is nothing
+        to keep to yet, none: then a step has the bits that it has without a constraint."""
+        return ()
+
+    def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
+        """Changes gradients, or steps p_new - p_old, in place: those of the covered parameters that have a
+        gradient, all at once."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Covered parameters before the optimizer's step."""
+
+    constraint: Constraint
+    before: Sequence[Step]
+
+    @classmethod
+    def of(cls, constraint: Constraint, parameters: Iterable[nn.Parameter]) -> "Held":
+        return cls(constraint, [(each, each.detach().clone()) for each in parameters])
+
+    @torch.no_grad()
+    def constrain(self, optimizer: Optimizer) -> None:
+        """Leaves of the step what the constraint does."""
+        steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
+        self.constraint.constrain(steps, optimizer)
+        for (parameter, step), (_, old) in zip(steps, self.before, strict=True):
+            parameter.copy_(old + step)
 
 
 @contextmanager

@@ -10,11 +10,14 @@ Nothing is kept from step to step. The rows of fused projections (Q, K, V in one
 encoder and decoder, each map counts the tokens that it works on: a decoder's those of the target, but the
 keys and values of its attention to the encoder those of the source. The released code masks the
 language-model head too, sums over padding, leaves the first domain out, and keeps one row less, as it
-compares with a quantile."""
+compares with a quantile.
+
+With importance=fisher it is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher
+of the model before the domain, on the domain's probe, so that the mask is one for all of its steps."""
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -32,9 +35,14 @@ from cpt.core.options import Options, option
 from cpt.core.randomness import key
 from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
 from cpt.core.sharding import whole as all_rows
+from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
+from cpt.models.forward import in_mode
 from cpt.models.isolation import text_of
+from cpt.models.objectives import Objective
+from cpt.models.sensitivity import fisher
+from cpt.models.sharding import named_weights
 from cpt.models.stacks import SOURCE, TARGET, tokens_of
 from cpt.models.units import Projection, projections
 
@@ -79,9 +87,11 @@ class MagnitudeMaskOptions(Options):
 
     threshold: float = option("T, the share of rows left as they are", number("0 or more and below 1"))
     importance: str = option(
-        "what rows are ranked by: |output|, or as controls |gradient|, |weight|, a draw",
-        one_of("output", "gradient", "weight", "random"),
+        "what rows are ranked by: |output|, their Fisher before the domain, or as controls |gradient|, "
+        "|weight|, a draw",
+        one_of("output", "fisher", "gradient", "weight", "random"),
     )
+    estimator: str = option("of importance=fisher", one_of("per_sample", "batch"))
     acts_on: str = option("what is scaled: gradient, the step, or the step and its moments", ACTS_ON)
     only: str | None = option("which linear maps: a regular expression for their names", or_null(PATTERN))
     biases: bool = option("also the maps' biases", YES_NO)
@@ -101,6 +111,7 @@ class MagnitudeMask(GradientMask):
     def __init__(self, options: MagnitudeMaskOptions) -> None:
         super().__init__(acts_on=options.acts_on)
         self.options, self.only, self.skipping = options, re.compile(options.only or ""), False
+        self.lasting = options.importance == "fisher"
         self.maps: list[Projection] = []
         self.places: list[slice] = []
         self.ranked: list[str] = []
@@ -130,6 +141,8 @@ class MagnitudeMask(GradientMask):
         self.maps, self.places = maps, [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.register_buffer("sums", torch.zeros(sum(sizes)), persistent=False)
         self.register_buffer("chosen", torch.zeros(sum(sizes)))
+        if self.options.importance == "fisher":
+            self.register_buffer("known", torch.zeros(sum(sizes)))
         for each, place in zip(self.maps, self.places, strict=True):
             rows = known.get(each.name, self.chosen[:0])
             self.chosen[place][: len(rows)] = rows
@@ -185,11 +198,23 @@ class MagnitudeMask(GradientMask):
         self.skipping = self.options.skip_first_domain and domain == 0
         self.sums.zero_()
 
+    def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
+        if self.options.importance != "fisher" or self.skipping:
+            return
+        with in_mode(model, training=False), torch.autocast(self.known.device.type, enabled=False):
+            found = fisher(model, probe, objective=objective, estimator=self.options.estimator)
+        names = {id(parameter): name for name, parameter in named_weights(model).items()}
+        for each, place in zip(self.maps, self.places, strict=True):
+            rows = found[names[id(each.module.weight)]].float().sum(1 - each.axis)
+            self.known[place] = all_rows(rows)
+
     def scores(self) -> Tensor:
         """The importance of every row, [rows], the same in all processes."""
         if self.options.importance == "output":
             sum_in_place(self.sums)
             return self.sums
+        if self.options.importance == "fisher":
+            return self.known
         if self.options.importance == "random":
             draw = torch.Generator().manual_seed(key("migu", self.options.seed, int(self.steps)) % 2**63)
             return torch.rand(len(self.sums), generator=draw).to(self.sums)

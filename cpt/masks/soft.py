@@ -92,6 +92,8 @@ class SoftMask(GradientMask):
     `kinds` are those of cpt.models.units: heads, neurons, outputs, tokens. A unit owns the weights that
     write it; of the kinds in `columns` also the columns of the map that reads it."""
 
+    lasting = True
+
     def __init__(
         self,
         model: PreTrainedModel,

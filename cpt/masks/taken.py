@@ -14,6 +14,8 @@ class Taken(GradientMask):
     factor is 1 - a for weights of one unit with a of [0, 1], and 1 - min(a_i, a_j) between two (eq. 2). At
     first nothing is taken."""
 
+    lasting = True
+
     def __init__(self, groups: Sequence[Units], *, acts_on: str) -> None:
         super().__init__(acts_on=acts_on)
         self.groups, self.sizes = tuple(groups), [group.count for group in groups]

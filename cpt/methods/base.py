@@ -24,7 +24,7 @@ from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import Replay
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import Before, GradientMask
+from cpt.masks.base import Before, GradientMask, Held, Protection
 from cpt.methods.staged import Staged
 from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Objective
@@ -79,6 +79,7 @@ class ContinualModule(Staged):
         self.router: Router | None = None
         self.guard = Guard()
         self.pending: list[Before] = []
+        self.held: list[Held] = []
         self.shaped: list[Domain] = []  # the stages whose shape the model has
         self.evaluation: dict[str, DocumentNLL] = {}
         self.watch()
@@ -140,6 +141,10 @@ class ContinualModule(Staged):
         counts."""
         return {"lm": self.objective.nll(self.model, batch).sum() * batch["weight"]}
 
+    def see_gradients(self) -> None:
+        """Looks at the gradients of an optimizer step, averaged over all processes and accumulated parts,
+        before masks change them."""
+
     def gradients(self, optimizer: Optimizer) -> None:
         """Changes the gradients of an optimizer step: once, when those of all processes and accumulated parts
         are averaged in `parameter.grad`, after masks on gradients, before clipping. Processes must agree on
@@ -185,6 +190,14 @@ class ContinualModule(Staged):
         last = self.backbone(len(order) - 1)
         last.save_pretrained(folder)
         return f'transformers.{type(last).__name__}.from_pretrained("{folder}")'
+
+    def protects(self) -> dict[nn.Parameter, Protection]:
+        """What of a movement lies inside what is protected for the whole domain, by parameter: how much moves
+        there is measured. Here: what the masks say, of the first that protects a parameter."""
+        found: dict[nn.Parameter, Protection] = {}
+        for mask in self.masks:
+            found = mask.protects() | found
+        return found
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What there is to look at after a domain, by name; kept in the run folder."""

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from cpt.adapters.bank import Scope
 from cpt.core.sharding import local
+from cpt.core.tensors import precise
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.merging import Ended, Merged, precise
+from cpt.methods.common.merging import Ended, Merged
 from cpt.methods.common.options import MergingOptions
-from cpt.methods.ewc import fisher
+from cpt.models.sensitivity import fisher
 from cpt.models.sharding import named_weights
 from cpt.models.snapshots import Snapshot
 

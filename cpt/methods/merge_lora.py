@@ -17,7 +17,7 @@ from cpt.core.options import option
 from cpt.core.rules import or_null, whole
 from cpt.core.sharding import local, rows_of, with_rows
 from cpt.core.sharding import whole as all_rows
-from cpt.core.tensors import NamedTensors
+from cpt.core.tensors import PreciseTensors
 from cpt.data.batch import Batch
 from cpt.methods.base import Shared
 from cpt.methods.common.options import MergingOptions
@@ -44,7 +44,7 @@ class MergeLoRA(Merge):
     def __init__(self, options: MergeLoRAOptions, shared: Shared) -> None:
         super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
         if options.truncated is not None:
-            self.base = NamedTensors(self.joined(), persistent=False)
+            self.base = PreciseTensors(self.joined(), persistent=False)
 
     def joined(self) -> Mapping[str, Tensor]:
         present = named_weights(self.model)

@@ -1,7 +1,7 @@
 """When the hooks of a method are called: Lightning's side of `cpt.methods.base`, in the order of a stage."""
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning import LightningModule
@@ -14,7 +14,7 @@ from cpt.core.sharding import average_gradients, clip_gradients, total_norm
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import Before, recording, scale_
+from cpt.masks.base import Before, Constraint, Held, recording, scale_
 from cpt.models.forward import in_mode
 
 MOST = 3  # names that a message lists
@@ -66,13 +66,15 @@ class Staged(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        self.pending.clear()  # of a step that was rolled back from
+        self.forget_step()  # which was rolled back from
         for mask in self.masks:
             mask.activate(self.domain.index)
         if self.trainer.global_step == 0:
             self.begin_from_trunk()
             self.seeded("before")
             self.before_domain(self.trainer.datamodule.probe())
+            for mask in self.masks:
+                mask.before_domain(self.model, self.objective, self.trainer.datamodule.probe())
             self.zero_grad()
         self.check_groups(self.trainer.optimizers[0])
 
@@ -134,6 +136,13 @@ class Staged(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         average_gradients(self)
+        self.see_gradients()
+        self.mask(optimizer)
+        self.gradients(optimizer)
+        self.constrain(optimizer)
+
+    def mask(self, optimizer: Optimizer) -> None:
+        """Scales gradients, or notes what of the step that is to come is to be scaled."""
         for mask in self.masks:
             for parameter, factor in mask.factors():
                 if parameter.grad is None:
@@ -144,7 +153,17 @@ class Staged(LightningModule):
                     self.pending.append(
                         Before.of(parameter, factor, optimizer if mask.acts_on == "frozen" else None)
                     )
-        self.gradients(optimizer)
+
+    @torch.no_grad()
+    def constrain(self, optimizer: Optimizer) -> None:
+        """The same as wholes."""
+        for each in self.masks:
+            if isinstance(each, Constraint):
+                covered = [parameter for parameter in each.covered() if parameter.grad is not None]
+                if covered and each.acts_on == "gradient":
+                    each.constrain([(p, cast(Tensor, p.grad)) for p in covered], optimizer)
+                elif covered:
+                    self.held.append(Held.of(each, covered))
 
     def configure_gradient_clipping(
         self,
@@ -171,8 +190,15 @@ class Staged(LightningModule):
         if self.steps:
             for before in self.pending:
                 before.scale(optimizer)
+            for held in self.held:
+                held.constrain(optimizer)
             self.after_update()
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """What was noted of the parameters before a step is no longer needed."""
         self.pending.clear()
+        self.held.clear()
 
     def on_fit_end(self) -> None:
         # Not in on_train_end: a run killed after its last step comes back to fit_end, but not to train_end.

@@ -5,7 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Options, option, prefix_errors
-from cpt.core.rules import MAPPING, TEXT, YES_NO, Rule, is_number, is_text, number, one_of, or_null, whole
+from cpt.core.rules import (
+    MAPPING,
+    TEXT,
+    YES_NO,
+    Rule,
+    is_list,
+    is_number,
+    is_pattern,
+    is_text,
+    number,
+    one_of,
+    or_null,
+    whole,
+)
 from cpt.optim.options import check_optimizer_arguments
 
 BYTES = 261  # the least vocabulary: all bytes, and five special tokens
@@ -16,12 +29,22 @@ SIZES = (
 )
 
 
+def is_only(value: Any) -> bool:
+    return is_pattern(value) or (is_list(value, is_pattern) and len(value) > 0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Options):
     """What of a model is not trained."""
 
     embeddings: bool = option("tokens, positions and types, with a head that is tied to them", YES_NO)
     layers: int = option("the first so many blocks; an encoder's come before its decoder's", whole(0))
+    only: Any = option(
+        "all but these: norms, biases, attention (its linear maps), a regular expression for names of "
+        "parameters, or a list of such; null: nothing more",
+        or_null(Rule(is_only, "norms, biases, attention, a regular expression, or a list of such")),
+        default=None,
+    )
 
 
 NOT_FROZEN = Freeze(embeddings=False, layers=0)

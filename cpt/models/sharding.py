@@ -22,16 +22,17 @@ scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatt
 
 class Reduction:
     """How the gradients g_r of the processes come together: as FSDP2 asks for it, or while there is a
-    `weight` c_r as sum_r c_r g_r^2, by entry."""
+    `weight` c_r as sum_r c_r |g_r|^p, by entry."""
 
     weight: float | None = None
+    power = 2
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **how: Any) -> Any:
         if self.weight is not None:
-            input_tensor.square_().mul_(self.weight)
+            (input_tensor.square_() if self.power == 2 else input_tensor.abs_()).mul_(self.weight)
             op = distributed.ReduceOp.SUM
         return scatter(output_tensor, input_tensor, op=op, group=group, **how)
 
@@ -74,10 +75,10 @@ def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @contextmanager
-def squared_gradients(model: nn.Module, weight: float) -> Iterator[None]:
-    """While it lasts, each backward pass of a sharded model adds sum_r c_r g_r^2 to its gradients, with the
-    gradient g_r and the weight c_r of each process."""
-    model.reduction.weight = weight
+def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
+    """While it lasts, each backward pass of a sharded model adds sum_r c_r |g_r|^p to its gradients, with the
+    gradient g_r and the weight c_r of each process; p is 1 or 2."""
+    model.reduction.power, model.reduction.weight = power, weight
     try:
         yield
     finally:

@@ -102,6 +102,7 @@ def _show_run(scores: Scores) -> Block:
         ["trained", f"{max(scores.trained, default=0):,} parameters"],
         ["stored beside the model", _stored(scores)],
         *([["steps left out", _skipped(scores)]] if any(scores.skipped) else []),
+        *([["moved inside what is protected", _leaks(scores)]] if any(scores.leak) else []),
         ["domain at test time", "must be known" if scores.needs_domain else "need not be known"],
         *([["load the model (from this folder)", scores.loading]] if scores.loading else []),
         ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
@@ -122,6 +123,12 @@ def _skipped(scores: Scores) -> str:
     counts = zip(scores.rows, scores.skipped, strict=True)
     told = ", ".join(f"{count} of {row}" for row, count in counts if count)
     return f"{told}: loss or gradient were not finite (on_nonfinite)"
+
+
+def _leaks(scores: Scores) -> str:
+    """The largest share of a stage, and what a random movement would leave there."""
+    leak, random = max(each for each in scores.leak if each)
+    return f"at most {leak:.2g} of a stage's squared movement; {random:.2g} of a random one"
 
 
 def _show_parts(scores: Scores) -> Block:

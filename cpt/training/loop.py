@@ -33,6 +33,7 @@ from cpt.training.checkpointing import Checkpoint
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
 from cpt.training.files import save_state
+from cpt.training.leaks import Leak
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
@@ -150,10 +151,11 @@ class Learner:
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()
-        compute, rates, guard = Compute(), Rates(), Guard(policy=self.plan.run.on_nonfinite)
+        compute, rates, leak = Compute(), Rates(), Leak()
+        guard = Guard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
-        callbacks = [compute, rates, guard, *self.callbacks.entering(number), saving]
+        callbacks = [compute, rates, leak, guard, *self.callbacks.entering(number), saving]
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
@@ -163,8 +165,8 @@ class Learner:
             save_state(state, self.place.stage(number))
         self.rest(number)
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
-        left_out = {"skipped": len(guard.left_out)}
-        return kept | compute.costs(fitting) | left_out | {"rates": rates.noted}
+        noted = {"skipped": len(guard.left_out), "rates": rates.noted, "leak": leak.noted}
+        return kept | compute.costs(fitting) | noted
 
     def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
         """The trainer that has learned a domain to its end, however often it was rolled back."""

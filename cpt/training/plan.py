@@ -168,9 +168,9 @@ def check_sharded(plan: Plan) -> Plan:
     if plan.trainer.strategy != "fsdp":
         return plan
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
-        if not chosen.target.startswith(SHARDED) and not getattr(chosen.load(), "sharded", False):
+        if not getattr(chosen.load(), "sharded", chosen.target.startswith(SHARDED)):
             raise ValueError(
-                f"{group}: {chosen.target} does not say that it is right where weights are shared out "
+                f"{group}: {chosen.target} is not right where weights are shared out, or does not say so "
                 "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
             )
     asked = {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}

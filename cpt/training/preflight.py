@@ -26,8 +26,10 @@ from cpt.adapters.export import INDEX
 from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
+from cpt.core.rules import show
 from cpt.core.signatures import check_arguments
 from cpt.data.chats import check_template
+from cpt.methods.base import ContinualModule
 from cpt.models import loading, tokenizers
 from cpt.models.answers import CausalAnswers
 from cpt.models.freezing import frozen_parameters
@@ -195,11 +197,23 @@ def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> No
     shared = make_shared(plan, model, objective)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            plan.method.make(shared)
+            module = plan.method.make(shared)
         except ValueError:  # a refusal
             raise
         except Exception as error:  # whatever an operation raises that a skeleton can not do
             log.debug("method %s was not tried on a skeleton: %s", plan.names["method"], error)
+            return
+    check_frozen(plan, module)
+
+
+def check_frozen(plan: Plan, module: ContinualModule) -> None:
+    """Raises ValueError where nothing is left to train."""
+    frozen = {id(parameter) for parameter in module.frozen}
+    if plan.freeze.only is not None and all(id(each) in frozen for each in module.model.parameters()):
+        raise ValueError(
+            f"freeze.only={show(plan.freeze.only)} leaves nothing of what method={plan.names['method']} "
+            "trains; allowed: null, or what finds some of it"
+        )
 
 
 class Unmade:

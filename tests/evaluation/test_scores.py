@@ -351,7 +351,7 @@ def test_the_contract_of_the_file(tmp_path):
     data = json.loads((tmp_path / "scores.json").read_text())
     keys = "version domains rows nll tokens bytes scored metrics seconds phases objective"
     keys += " config_digest run texts versions parts trained stored seen flops memory endtasks"
-    keys += " needs_domain loading conditions skipped alone probes answers rates policy grown similarity"
+    keys += " needs_domain loading conditions skipped alone probes answers rates policy grown similarity leak"
     assert set(data) == set(keys.split())
     assert data["version"] == 3
     assert data["nll"] == NLL.tolist()

@@ -1,4 +1,4 @@
-"""The hook between the masks and the clipping: what it sees, how often, and A-GEM, which needs it."""
+"""The hook between the masks and the clipping: what it sees and how often."""
 
 import pytest
 import torch
@@ -6,10 +6,7 @@ from torch import nn
 
 from cpt.masks.base import GradientMask
 from cpt.methods.ncl import NCL
-from tests.support import seams
 from tests.support.making import ORDER, made
-from tests.support.running import token_nll
-from tests.support.seams import chosen, dot
 
 PLAIN = ["optim=sgd", "optim.lr=1", "schedule.warmup=0", "schedule=constant"]
 
@@ -70,32 +67,3 @@ def test_the_guard_looks_at_what_it_leaves(small, monkeypatch):
     )
     with pytest.raises(ValueError, match="the norm of the gradient is nan at step 0 of law"):
         made(small(ORDER, "trainer.steps=1")).learn(0)
-
-
-def test_agem_leaves_no_part_of_a_step_against_the_memory(small, monkeypatch):
-    """The angle before and after, with g_ref made here; most steps of the second domain go against it."""
-    projected, angles = seams.AGEM.gradients, []
-
-    def watched(module, optimizer):
-        trained = list(module.model.parameters())
-        slots = module.memory.draw(8, purpose=f"step {module.trainer.global_step}")
-        if module.domain.index == 0:
-            return projected(module, optimizer)
-        loss = token_nll(module.model, module.memory.batch(slots)).mean()
-        reference = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-        before = [parameter.grad.clone() for parameter in trained]
-        projected(module, optimizer)
-        after = [parameter.grad for parameter in trained]
-        angles.append(
-            [(dot(each, reference) / norm(reference) / norm(before)).item() for each in (before, after)]
-        )
-        return None
-
-    monkeypatch.setattr(seams.AGEM, "gradients", watched)
-    work = made(small(*chosen("agem"), ORDER, "trainer.steps=20", "optim.lr=0.01"))
-    for number in (0, 1):
-        work.learn(number)
-    assert len(angles) == 20
-    against = [after for before, after in angles if before < 0]
-    assert against and against == pytest.approx([0.0] * len(against), abs=1e-4)
-    assert all(after == before for before, after in angles if before >= 0)

@@ -1,6 +1,7 @@
 """MIGU: which rows are chosen, what happens to them, and what is measured when."""
 
 import math
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from cpt.data.batch import label_batch
 from cpt.masks.base import recording
 from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, choose_rows, count_kept, magnitudes
 from cpt.models.objectives import Causal
+from cpt.models.sensitivity import samples
 from cpt.models.units import projections
 from cpt.training import loop
 from tests.conftest import SHARED
@@ -30,6 +32,7 @@ NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 VALUES = {
     "threshold": 0.7,
     "importance": "output",
+    "estimator": "per_sample",
     "acts_on": "gradient",
     "only": None,
     "biases": False,
@@ -501,3 +504,23 @@ def test_sums_are_those_of_the_whole_batch_of_all_processes():
         model(input_ids=ids[:2])
         model(input_ids=ids[2:])
     torch.testing.assert_close(mask.sums, whole)
+
+
+def test_rows_are_ranked_by_their_fisher_before_the_domain(small):
+    """By hand: sums over rows of the squared gradients of each sample, of the model before the domain."""
+    options = [f"mask.migu.{each}" for each in ("importance=fisher", "threshold=0.5", "acts_on=frozen")]
+    small_probe = ["trainer.probe_samples=6", "optim.weight_decay=0.1"]
+    work = making.made(small("mask=migu", ORDER, *options, *small_probe))
+    (mask,), model = work.module.masks, deepcopy(work.module.model).eval()
+    names = {each.name: model.get_parameter(f"{each.name}.weight") for each in mask.maps}
+    work.learn(0)
+    sums = dict.fromkeys(names, 0)
+    for sample in (each for batch in work.probe() for each in samples(batch)):
+        loss = work.module.objective.nll(model, sample).mean()
+        for each, gradient in zip(mask.maps, torch.autograd.grad(loss, list(names.values())), strict=True):
+            sums[each.name] += gradient.square().sum(1 - each.axis)
+    for each in mask.maps:
+        moved = (each.module.weight != names[each.name]).any(1 - each.axis)
+        for segment in each.segments:
+            best = segment[sums[each.name][segment].topk(len(segment) - len(segment) // 2).indices]
+            assert set(segment[moved[segment]].tolist()) == set(best.tolist()), each.name

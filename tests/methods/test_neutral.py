@@ -28,10 +28,16 @@ CASES = {  # what it is compared with, what makes the method that, and what does
         ["method.scale=0.5"],
     ),
     "merge slerp": ("ncl", ["method.rule=slerp", "method.share=1"], ["method.share=0.5"]),
+    "mas": ("ncl", ["method.strength=0"], ["method.strength=1"]),
     "migu": ("ncl", ["method.mask.threshold=0"], ["method.mask.threshold=0.7"]),
     "migu frozen": (
         "ncl",
         ["method.mask.threshold=0", "method.mask.acts_on=frozen"],
+        ["method.mask.threshold=0.7"],
+    ),
+    "migu fisher": (
+        "ncl",
+        ["method.mask.threshold=0", "method.mask.importance=fisher"],
         ["method.mask.threshold=0.7"],
     ),
     "migu random": (
@@ -45,7 +51,11 @@ CASES = {  # what it is compared with, what makes the method that, and what does
         ["method.mask.threshold=0.7"],
     ),
     "olora": ("inclora", ["method.strength=0", STRONG], ["method.strength=1", STRONG]),
+    "osf": ("ncl", ["method.protected=0", "method.growth=0"], ["method.protected=0.5"]),
+    "recadam": ("ncl", ["method.strength=0", "method.annealed=false"], ["method.strength=1"]),
     "replay": ("ncl", ["method.mixture.past=0"], ["method.mixture.past=0.5"]),
+    "reptile": ("ncl", ["method.share=1"], ["method.share=0.5"]),
+    "si": ("ncl", ["method.strength=0"], ["method.strength=1"]),
     "wise_ft": ("ncl", ["method.previous=0"], ["method.previous=0.5"]),
 }
 COPIES = {"ema": 1, "kd": 1, "wise_ft": 1, "ewc": 2}

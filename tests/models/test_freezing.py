@@ -58,3 +58,52 @@ def test_frozen_weights_keep_their_bits_through_a_run(method, small, start, tmp_
     assert "model.model.embeddings.tok_embeddings.weight" in kept
     assert "model.model.layers.0.attn.Wqkv.weight" in kept
     assert "model.model.layers.1.attn.Wqkv.weight" not in kept
+
+
+def t5() -> T5ForConditionalGeneration:
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 20}
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+def trained(model: torch.nn.Module, only: object) -> set[str]:
+    return {name for name, _ in model.named_parameters()} - names(
+        model, Freeze(embeddings=False, layers=0, only=only)
+    )
+
+
+def test_only_norms_are_the_layers_that_normalise():
+    assert trained(gpt2(), "norms") == {name for name, _ in gpt2().named_parameters() if ".ln_" in name}
+    assert trained(t5(), "norms") == {name for name, _ in t5().named_parameters() if "layer_norm" in name}
+
+
+def test_only_biases_are_what_is_added_to_all_tokens():
+    assert trained(gpt2(), "biases") == {
+        name for name, _ in gpt2().named_parameters() if name.endswith(".bias")
+    }
+
+
+def test_only_attention_is_its_maps():
+    assert trained(gpt2(), "attention") == {name for name, _ in gpt2().named_parameters() if ".attn." in name}
+    expected = {
+        f"{part}.{letter}.weight" for part in ("SelfAttention", "EncDecAttention") for letter in "qkvo"
+    }
+    assert {".".join(name.split(".")[-3:]) for name in trained(t5(), "attention")} == expected
+
+
+def test_only_what_a_regular_expression_or_a_list_means():
+    last = trained(gpt2(), r"\.h\.2\.")
+    assert last == {name for name, _ in gpt2().named_parameters() if ".h.2." in name}
+    assert trained(gpt2(), ["norms", r"\.h\.2\."]) == last | trained(gpt2(), "norms")
+
+
+def test_what_only_does_not_find_is_told_with_what_there_is():
+    with pytest.raises(
+        ValueError, match="freeze.only=biases finds nothing in a t5; allowed: norms, biases, "
+    ):
+        trained(t5(), "biases")
+
+
+def test_only_goes_with_the_first_blocks():
+    freeze = Freeze(embeddings=False, layers=2, only="norms")
+    left = {name for name, _ in gpt2().named_parameters()} - names(gpt2(), freeze)
+    assert left == {name for name in trained(gpt2(), "norms") if ".h.0." not in name and ".h.1." not in name}

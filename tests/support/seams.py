@@ -1,26 +1,20 @@
 """Methods that need a seam of `cpt.methods.base` that none of ours uses; the contract drives them too."""
 
-from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from cpt.core.options import Options, option
-from cpt.core.rules import whole
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
-from cpt.methods.base import ContinualModule, Shared
-from cpt.methods.common.reservoir import Reservoir, slot_of
+from cpt.methods.base import ContinualModule
 from cpt.models.forward import divergence, nll_of
 from cpt.models.units import blocks, sublayers
 from cpt.optim.schedules import Progress, Schedule
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {
-    "agem": ["method=ncl", "method._target_=tests.support.seams.AGEM", "+method.memory=16"],
     "companions": ["method=ncl", "method._target_=tests.support.seams.Companions", "mask=migu"],
     "growing": ["method=ncl", "method._target_=tests.support.seams.Growing", "mask=migu"],
     "branched": ["method=ncl", "optim.carry=moments", "schedule=wsd", "schedule.decay=0.5"],
@@ -31,48 +25,6 @@ SEAMS: dict[str, list[str]] = {
 def chosen(method: str) -> list[str]:
     """The overrides that choose a method, one of conf/method or of SEAMS."""
     return [*SEAMS[method], f"method.name={method}"] if method in SEAMS else [f"method={method}"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AGEMOptions(Options):
-    """Options of A-GEM."""
-
-    memory: int = option("samples that are kept", whole(1))
-
-
-class AGEM(ContinualModule):
-    """A-GEM (Chaudhry et al., ICLR 2019, eq. 11): where g, the gradient of a step, points away from g_ref,
-    that of a draw from the samples of earlier domains,
-
-    g <- g - (g^T g_ref / g_ref^T g_ref) g_ref"""
-
-    def __init__(self, options: AGEMOptions, shared: Shared) -> None:
-        super().__init__(options, shared)
-        shape = {**slot_of(self.objective, self.length), "width": 0}
-        self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed)
-
-    def after_domain(self, probe: Iterable[Batch]) -> None:
-        for batch in probe:
-            self.memory.add(batch, torch.empty(len(batch["positions"]), 0))
-
-    def gradients(self, optimizer: Optimizer) -> None:
-        slots = self.memory.draw(8, purpose=f"step {self.trainer.global_step}")
-        if self.domain.index == 0 or not len(slots):
-            return
-        trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
-        loss = self.objective.nll(self.model, self.memory.batch(slots)).mean()
-        own = torch.autograd.grad(loss, trained, materialize_grads=True, allow_unused=True)
-        reference = [self.trainer.strategy.reduce(each, reduce_op="mean") for each in own]
-        product = dot([parameter.grad for parameter in trained], reference)
-        if product < 0:
-            share = product / dot(reference, reference)
-            for parameter, each in zip(trained, reference, strict=True):
-                parameter.grad.sub_(share * each)
-
-
-def dot(one: Iterable[Tensor], other: Iterable[Tensor]) -> Tensor:
-    """The inner product of two lists of tensors of the same shapes, a scalar."""
-    return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from cpt.core.randomness import key
 from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
-from cpt.core.tensors import NamedTensors
+from cpt.core.tensors import NamedTensors, PreciseTensors
 from cpt.methods.common.options import MergingOptions
 
 ALIKE = 0.9995  # of a cosine: from there on the arc is a line
@@ -41,11 +41,6 @@ class Ended:
     ended: Mapping[str, Tensor]
     fisher: Mapping[str, Tensor]  # of rule=fisher
     seed: int  # of what is dropped, alike in all processes
-
-
-def precise(values: Tensor) -> Tensor:
-    """The same in at least 32 bits."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def trim(task: Tensor, threshold: Tensor | float) -> Tensor:
@@ -94,16 +89,16 @@ class Merged(nn.Module):
     def __init__(self, options: MergingOptions, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.options = options
-        self.weights = NamedTensors({name: precise(each.detach()) for name, each in weights.items()})
+        self.weights = PreciseTensors(weights)
         zeros = {name: torch.zeros_like(each) for name, each in self.weights.named().items()}
         self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
         if options.signs:
             counts = {name: each.to(torch.int16) for name, each in zeros.items()}
-            self.base = NamedTensors(self.weights.named(), persistent=False)
-            self.above, self.below = NamedTensors(zeros), NamedTensors(zeros)
+            self.base = PreciseTensors(self.weights.named(), persistent=False)
+            self.above, self.below = PreciseTensors(zeros), PreciseTensors(zeros)
             self.counts_above, self.counts_below = NamedTensors(counts), NamedTensors(counts)
         elif options.rule == "fisher":
-            self.fishers = NamedTensors(zeros)
+            self.fishers = PreciseTensors(zeros)
 
     def rows(self) -> dict[str, Tensor]:
         """The merged weights by name, the own rows of each."""

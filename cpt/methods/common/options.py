@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, number, one_of, or_null
 
-ESTIMATORS = ("per_sample", "batch")  # of a Fisher (cpt.methods.ewc)
+ESTIMATORS = ("per_sample", "batch")  # of cpt.models.sensitivity
 RULES = ("average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fisher")
 
 
@@ -19,6 +19,16 @@ class ContrastOptions(Options):
         "rate of its passes; null: the model's own", or_null(number("0 or more and below 1"))
     )
     temperature: float = option("tau", number("above 0"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidationOptions(Options):
+    """How the importances of weights are measured and joined (cpt.methods.ewc)."""
+
+    strength: float = option("the penalty's weight", number("0 or more"))
+    estimator: str = option("of the gradients of samples, or of batches", one_of(*ESTIMATORS))
+    merge: str = option("of a domain's importances with those before", one_of("mean", "decay"))
+    gamma: float = option("of merge=decay: the factor on the importances so far", number("0 to 1"))
 
 
 @dataclass(frozen=True, kw_only=True)

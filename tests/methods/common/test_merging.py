@@ -10,7 +10,7 @@ from cpt.methods.common.merging import Ended, Merged, drop_entries, slerp
 from cpt.methods.common.options import RULES, MergingOptions
 
 SHAPES = {"a.weight": (7, 5), "a.bias": (5,), "b.weight": (3, 4)}
-TIES = {"density": 0.2, "trimmed": "model"}
+TIES = {"density": 0.2, "trimmed": "model", "start": "base", "estimator": "per_sample"}
 OPTIONS = {**TIES, "scale": 1.0, "drop": 0.5, "share": 0.5, "base": False, "epsilon": 1e-8}
 
 
@@ -192,4 +192,6 @@ def test_dare_before_ties_leaves_out_what_was_dropped():
 def test_coarse_weights_are_merged_in_32_bits():
     coarse = {name: each.bfloat16() for name, each in BASE.items()}
     merged = Merged(options(rule="average"), coarse)
+    merged.bfloat16()  # as the trainer casts a module
     assert {each.dtype for each in merged.weights.named().values()} == {torch.float32}
+    assert_close(merged.double().weights.named(), {name: each.float() for name, each in coarse.items()})

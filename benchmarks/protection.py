@@ -1,0 +1,93 @@
+"""How much of a stage's squared movement lies inside what a method protects: `python
+benchmarks/protection.py` makes the table of docs/protection.md.
+
+Two default domains, so many steps of AdamW with weight decay each, a process for each row; the second
+stage's `leak` of scores.json, as released code acts and as here."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import ROOT, save
+
+PAGE = ROOT / "docs" / "protection.md"
+BEGIN, END = "<!-- made by benchmarks/protection.py -->", "<!-- end of what protection made -->"
+UNITS = "method.units=[heads,neurons,outputs,tokens]"
+ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
+    "`das`: soft masks on units": {
+        each: ["method=das", UNITS, "method.normalise=rank", "method.contrast=0", f"method.acts_on={each}"]
+        for each in ("gradient", "update", "frozen")
+    },
+    "`dga`: soft masks on heads": {
+        each: ["method=dga", "method.normalise=rank", "method.contrast=0", f"method.acts_on={each}"]
+        for each in ("gradient", "update", "frozen")
+    },
+    "`mask=migu mask.migu.importance=fisher`: rows": {
+        each: ["mask=migu", "mask.migu.importance=fisher", f"mask.migu.acts_on={each}"]
+        for each in ("gradient", "update", "frozen")
+    },
+    "`hat`: what the gates of earlier domains have opened": {
+        each: ["method=hat", f"method.acts_on={each}"] for each in ("gradient", "update", "frozen")
+    },
+    "`osf`: large singular directions": {
+        each: ["method=osf", f"method.acts_on={each}"] for each in ("gradient", "update")
+    },
+    "`ewc`: the weights that matter most": {"a penalty": ["method=ewc"]},
+    "`mas`: the same": {"a penalty": ["method=mas"]},
+    "`si`: the same": {"a penalty": ["method=si"]},
+}
+HEAD = ["what protects", "of a random movement", "gradient", "update", "frozen", "a penalty"]
+
+
+def learn(given: Sequence[str], *, steps: int, folder: Path, threads: int) -> list[list[float]]:
+    """The leaks of a run's rows."""
+    line = [
+        *(sys.executable, "run.py", "experiment=smoke", "order=[sympy,networkx]", f"trainer.steps={steps}"),
+        *("eval.tokens=1000", "optim.weight_decay=0.1", "logger=none", *given, f"hydra.run.dir={folder}"),
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True)
+    if ended.returncode:
+        raise SystemExit(f"{' '.join(line)}\n{ended.stderr[-2000:]}")
+    return json.loads((folder / "scores.json").read_text(encoding="utf-8"))["leak"]
+
+
+def tabulate(found: Mapping[str, Mapping[str, list[float]]]) -> Iterator[str]:
+    yield f"| {' | '.join(HEAD)} |"
+    yield f"| :-- |{' --: |' * (len(HEAD) - 1)}"
+    for name, ways in found.items():
+        random = next(iter(ways.values()))[1]
+        cells = [f"{ways[way][0]:.1e}" if way in ways else "" for way in HEAD[2:]]
+        yield f"| {name} | {random:.3f} | {' | '.join(cells)} |"
+
+
+def write_page(lines: Iterator[str]) -> None:
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{rest.split(END)[1]}", "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="of each of two domains")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
+    chosen = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    for name, ways in ROWS.items():
+        for way, given in ways.items():
+            with tempfile.TemporaryDirectory() as folder:
+                leaks = learn(given, steps=chosen.steps, folder=Path(folder) / "run", threads=chosen.threads)
+            found.setdefault(name, {})[way] = leaks[-1]
+            print(f"{name}, {way}: {leaks[-1]}", flush=True)
+    write_page(tabulate(found))
+    save("protection", {"options": {"steps": chosen.steps}, "leaks": found}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()

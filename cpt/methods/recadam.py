@@ -1,0 +1,103 @@
+"""RECADAM (Chen et al., EMNLP 2020, eq. 9 and algorithm 1): the penalty towards theta* is apart from the
+optimizer, and the task's part in a step grows over the domain.
+
+    lambda(t) = 1 / (1 + exp(-k (t - t_0)))
+    theta <- theta + lambda(t) step(t);    theta <- theta - eta(t) (1 - lambda(t)) gamma (theta - theta*)
+
+theta* is the base, or the model before the domain. step(t) is the optimizer's, with its weight decay; in
+the paper decay is not annealed. Where it is not `annealed`, lambda is 1 in the first line and the factor of
+the second is eta gamma: decoupled L2-SP."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from cpt.core.options import Options, option
+from cpt.core.rules import YES_NO, number, one_of
+from cpt.core.sharding import local
+from cpt.data.batch import Batch
+from cpt.masks.base import Constraint, Step
+from cpt.methods.base import ContinualModule, Shared
+from cpt.models.sharding import named_weights
+from cpt.models.snapshots import Snapshot
+
+MOST = 2.0  # of eta gamma: from there on a weight is thrown past theta* as far as it was away
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecAdamOptions(Options):
+    """Options of RecAdam."""
+
+    strength: float = option("gamma, the pull's share of the learning rate", number("0 or more"))
+    annealed: bool = option("a step counts more and the pull less, the later in the domain", YES_NO)
+    middle: float = option("t_0, where lambda is 1/2, as a share of a domain's steps", number("0 to 1"))
+    slope: float = option("k times the domain's steps", number("above 0"))
+    towards: str = option("the weights before this domain, or the base's", one_of("previous", "base"))
+
+
+class Recall(Constraint):
+    """Leaves lambda of a step, and pulls back by the rest."""
+
+    def __init__(self, anchor: Snapshot, options: RecAdamOptions) -> None:
+        super().__init__(acts_on="update")
+        self.options = options
+        self.anchors: dict[nn.Parameter, str] = {}
+        self.share = 1.0  # lambda of the step at hand
+        self.named = anchor.named
+
+    def covered(self) -> Iterable[nn.Parameter]:
+        return self.anchors if self.options.annealed or self.options.strength else ()
+
+    def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
+        rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        present = self.named()
+        for parameter, step in steps:
+            pulled = (
+                rates[parameter] * self.options.strength * (1 - self.share if self.options.annealed else 1)
+            )
+            old = local(parameter) - local(step)
+            local(step).mul_(self.share)
+            apart = old + local(step) - local(present[self.anchors[parameter]])
+            local(step).sub_(apart, alpha=pulled)
+
+
+class RecAdam(ContinualModule):
+    """Recalls what it knew first, and then learns."""
+
+    options: RecAdamOptions
+
+    def __init__(self, options: RecAdamOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        check_strength(options.strength, shared)
+        self.moves = options.towards == "previous"
+        self.anchor = Snapshot(self.model, persistent=self.moves)
+        self.recall = Recall(self.anchor, options)
+        self.masks.append(self.recall)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.moves:
+            self.anchor.take(self.model)
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        present = self.anchor.named()
+        self.recall.anchors = {p: name for name, p in named_weights(self.model).items() if name in present}
+        self.recall.share = self.anneal(self.trainer.global_step, self.trainer.max_steps)
+
+    def anneal(self, step: int, steps: int) -> float:
+        """lambda at a step, counted from 0, of so many."""
+        if not self.options.annealed:
+            return 1.0
+        return 1 / (1 + math.exp(-self.options.slope * (step / steps - self.options.middle)))
+
+
+def check_strength(strength: float, shared: Shared) -> None:
+    """Raises ValueError for a pull that throws weights further away than they were."""
+    rate = getattr(shared.optimizer, "keywords", {}).get("lr", 0.0)
+    if rate * strength >= MOST:
+        raise ValueError(
+            f"method.strength={strength:g} at optim.lr={rate:g} pulls weights past where they were by "
+            f"{rate * strength:g} of the way; allowed: below {MOST / rate:g}"
+        )

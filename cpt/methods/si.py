@@ -1,0 +1,95 @@
+"""SI, synaptic intelligence (Zenke, Poole and Ganguli, ICML 2017, eq. 3 to 5): EWC's penalty with
+importances that are gathered on the way.
+
+    L(theta) = L_lm(theta) + c sum_i Omega_i (theta_i - theta*_i)^2
+    omega_i  = - sum over steps of g_i (theta_i' - theta_i)      g the gradient of L_lm alone
+    Omega_i <- Omega_i + max(0, omega_i) / ((theta_i - theta*_i)^2 + xi)    at a domain's end; omega <- 0
+
+theta' - theta is the step really made, with clipping, decay and masks; g is that of all processes and
+parts, before masks and clipping. The paper does not cut omega off at 0: then a weight that has moved
+against its gradient would be pushed away from theta*."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cpt.core.options import Options, option
+from cpt.core.rules import number
+from cpt.core.sharding import local
+from cpt.core.tensors import NamedTensors, PreciseTensors
+from cpt.data.batch import Batch
+from cpt.masks.base import Protection
+from cpt.methods.base import ContinualModule, Shared
+from cpt.models.sensitivity import keep_important
+from cpt.models.sharding import named_weights
+from cpt.models.snapshots import Snapshot, pull
+
+
+@dataclass(frozen=True, kw_only=True)
+class SIOptions(Options):
+    """Options of SI."""
+
+    strength: float = option("c, the penalty's weight", number("0 or more"))
+    damping: float = option("xi, added to the squared way", number("above 0"))
+
+
+class SI(ContinualModule):
+    """Pulls each weight back to where the previous domain left it, by what its way has brought."""
+
+    options: SIOptions
+
+    def __init__(self, options: SIOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        zeros = {name: torch.zeros_like(each) for name, each in self.model.named_parameters()}
+        self.anchor = Snapshot(self.model, persistent=True)
+        self.importance, self.brought = NamedTensors(zeros), PreciseTensors(zeros)
+        self.before: dict[str, tuple[Tensor, Tensor]] = {}  # of a step: the gradient, and where it began
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        self.anchor.take(self.model)
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        return super().losses(batch) | {"si": self.penalty()}
+
+    def protects(self) -> dict[nn.Parameter, Protection]:
+        return keep_important(self.model, self.importance.named()) | super().protects()
+
+    def penalty(self) -> Tensor:
+        """c sum_i Omega_i (theta_i - theta*_i)^2 over the trained parameters."""
+        strength = 2 * self.options.strength
+        return strength * pull(self.model, self.anchor.named(), self.importance.named())
+
+    @torch.no_grad()
+    def see_gradients(self) -> None:
+        anchors, importances = self.anchor.named(), self.importance.named()
+        for name, parameter in named_weights(self.model).items():
+            if parameter.grad is not None:
+                own, anchor = local(parameter), local(anchors[name])
+                penalty = 2 * self.options.strength * local(importances[name]) * (own - anchor)
+                self.before[name] = (local(parameter.grad) - penalty, own.clone())
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        brought = self.brought.named()
+        for name, parameter in named_weights(self.model).items():
+            if name in self.before:
+                gradient, start = self.before[name]
+                local(brought[name]).sub_(gradient * (local(parameter) - start))
+        self.before.clear()
+
+    @torch.no_grad()
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        anchors, importances = self.anchor.named(), self.importance.named()
+        present = named_weights(self.model)
+        for name, brought in self.brought.named().items():
+            way = local(present[name]) - local(anchors[name])
+            local(importances[name]).add_(weigh(local(brought), way, damping=self.options.damping))
+            local(brought).zero_()
+        self.anchor.take(self.model)
+
+
+def weigh(brought: Tensor, way: Tensor, *, damping: float) -> Tensor:
+    """max(0, omega) / (way^2 + xi)."""
+    return brought.clamp_min(0) / (way.square() + damping)

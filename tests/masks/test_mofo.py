@@ -1,0 +1,68 @@
+"""MoFO: what has little momentum does not move, and its momentum goes on."""
+
+import pytest
+import torch
+from torch import nn
+
+from cpt.masks.base import Held
+from cpt.masks.mofo import MomentumFilter, MomentumFilterOptions, find_least
+from tests.support.making import ORDER, made
+
+
+def of_share(share, *parameters):
+    chosen = MomentumFilter(MomentumFilterOptions(share=share))
+    chosen.trained = list(parameters)
+    return chosen
+
+
+def step(weight, optimizer, chosen, gradient):
+    weight.grad = gradient
+    held = Held.of(chosen, chosen.covered())
+    optimizer.step()
+    held.constrain(optimizer)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_the_entries_with_the_most_momentum_move(share):
+    torch.manual_seed(0)
+    weight, twin = nn.Parameter(torch.randn(6, 7)), None
+    twin = nn.Parameter(weight.detach().clone())
+    optimizer, plain = (torch.optim.AdamW([each], lr=0.1, weight_decay=0.1) for each in (weight, twin))
+    chosen = of_share(share, weight)
+    for _ in range(4):
+        gradient, before = torch.randn(6, 7), weight.detach().clone()
+        step(weight, optimizer, chosen, gradient)
+        twin.grad = gradient
+        plain.step()
+        moved = weight.detach() != before
+        momentum = optimizer.state[weight]["exp_avg"].abs()
+        count = -(-42 * round(share * 100) // 100)
+        assert moved.sum() == count
+        assert momentum[moved].min() > momentum[~moved].max()
+    for name in ("exp_avg", "exp_avg_sq"):  # of all entries, as without
+        torch.testing.assert_close(optimizer.state[weight][name], plain.state[twin][name])
+
+
+def test_the_least_of_the_largest():
+    values = torch.tensor([0.1, -0.5, 0.3, -0.2])
+    assert [find_least(values, share).item() for share in (0.25, 0.5, 0.51, 1.0)] == pytest.approx(
+        [0.5, 0.3, 0.2, 0.1]
+    )
+
+
+def test_an_optimizer_without_momentum_is_told():
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(
+        ValueError, match="optim=SGD keeps no momentum to choose by; allowed with mask=mofo: adamw"
+    ):
+        step(weight, torch.optim.SGD([weight], lr=0.1), of_share(0.5, weight), torch.ones(3))
+
+
+def test_a_run_moves_so_many_weights_less(small):
+    """In one step a tenth of each tensor moves."""
+    work = made(small("method=ncl", "mask=mofo", "mask.mofo.share=0.1", ORDER, "trainer.steps=1",
+                      "schedule=constant", "schedule.warmup=0"))  # fmt: skip
+    before = work.weights()
+    work.learn(0)
+    for name, value in work.weights().items():
+        assert 0 < (value != before[name]).sum() <= -(-value.numel() // 10), name

@@ -1,0 +1,93 @@
+"""OSF: nothing of a step is in the directions that are protected."""
+
+import pytest
+import torch
+from torch import nn
+
+from cpt.masks.base import Held
+from cpt.masks.subspaces import Subspaces
+from cpt.models.units import Projection
+from tests.support.making import ORDER, made
+
+
+def protecting(weight, rank, *, acts_on="update", protected="both"):
+    layer = nn.Linear(*reversed(weight.shape))
+    layer.weight = nn.Parameter(weight)
+    chosen = Subspaces(acts_on=acts_on, protected=protected)
+    chosen.over([Projection("map", layer, 0, ())])
+    chosen.span({"map": rank})
+    return chosen, layer.weight
+
+
+def projectors(weight, rank):
+    u, _, v = torch.linalg.svd(weight.double(), full_matrices=False)
+    return u[:, :rank] @ u[:, :rank].T, v[:rank].T @ v[:rank]
+
+
+def learn(chosen, weight, steps=50):
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW([weight], lr=0.01, weight_decay=0.1)
+    scales = torch.rand(weight.shape) ** 4  # Adam would even them out
+    for _ in range(steps):
+        weight.grad = torch.randn(weight.shape) * scales + 0.1 * scales
+        if chosen.acts_on == "gradient":
+            with torch.no_grad():
+                chosen.constrain([(weight, weight.grad)], optimizer)
+            optimizer.step()
+        else:
+            held = Held.of(chosen, chosen.covered())
+            optimizer.step()
+            held.constrain(optimizer)
+
+
+def shares(moved, left, right):
+    """The squared share of a movement in either subspace, and in both."""
+    free = moved - left @ moved - moved @ right + left @ moved @ right
+    both = left @ moved @ right
+    return ((moved - free).square().sum() / moved.square().sum(), both.square().sum() / moved.square().sum())
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (16, 16)])
+def test_under_adamw_with_decay_nothing_moves_inside(shape):
+    torch.manual_seed(0)
+    start = torch.randn(shape)
+    left, right = projectors(start, 6)
+    chosen, weight = protecting(start.clone(), 6)
+    learn(chosen, weight)
+    either, _ = shares(weight.detach().double() - start, left, right)
+    assert either < 1e-9
+    assert (weight.detach() - start).norm() > 0.5
+
+
+def test_a_projected_gradient_leaks_under_adamw():
+    """What released code does: about an eighth of the movement and more is inside again."""
+    torch.manual_seed(0)
+    start = torch.randn(16, 16)
+    left, right = projectors(start, 8)
+    chosen, weight = protecting(start.clone(), 8, acts_on="gradient")
+    learn(chosen, weight)
+    either, _ = shares(weight.detach().double() - start, left, right)
+    assert either > 0.1
+
+
+def test_of_a_block_only_what_is_in_both_is_taken_out():
+    torch.manual_seed(0)
+    start = torch.randn(12, 20)
+    left, right = projectors(start, 6)
+    chosen, weight = protecting(start.clone(), 6, protected="block")
+    learn(chosen, weight)
+    either, both = shares(weight.detach().double() - start, left, right)
+    assert both < 1e-9 < either
+
+
+def test_directions_are_those_of_the_model_before_each_domain(small):
+    work = made(small("method=osf", ORDER, "method.protected=0.25", "method.growth=0.25", "method.most=0.4"))
+    before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}
+    for number, share in ((0, 0.25), (1, 0.4)):
+        work.learn(number)
+        for name, start in before.items():
+            rank = int(share * min(start.shape) + 1e-9)
+            left, right = projectors(start, rank)
+            now = work.module.subspaces.maps[name].detach()
+            assert shares(now.double() - start, left, right)[0] < 1e-8, name
+        before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}

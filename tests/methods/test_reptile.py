@@ -1,0 +1,49 @@
+"""Reptile: a share of the way that so many steps have gone."""
+
+import pytest
+import torch
+
+from tests.support.making import ORDER, assert_close, made, same
+
+SMALL = [ORDER, "trainer.steps=4"]
+
+
+@pytest.fixture
+def reptile(small):
+    return lambda *options: made(small("method=reptile", *SMALL, *options))
+
+
+def test_a_share_of_the_way_is_gone_at_a_domains_end(reptile, small):
+    work, plain = reptile("method.every=9", "method.share=0.3"), made(small("method=ncl", *SMALL))
+    for number in (0, 1):
+        before = work.weights()
+        plain.module.model.load_state_dict(work.module.model.state_dict())
+        work.learn(number)
+        plain.learn(number)
+        expected = {name: torch.lerp(before[name], value, 0.3) for name, value in plain.weights().items()}
+        assert_close(work.weights(), expected)
+
+
+def test_it_is_gone_after_every_so_many_steps(reptile, monkeypatch):
+    work, ways = reptile("method.every=2", "method.share=0.5", "optim.weight_decay=0"), []
+    kind = type(work.module)
+    interpolate = kind.interpolate
+
+    def watched(module):
+        fast = work.weights()
+        anchor = {name: value.clone() for name, value in module.anchor.named().items()}
+        interpolate(module)
+        ways.append(module.trainer.global_step)
+        assert_close(work.weights(), {n: torch.lerp(anchor[n], v, 0.5) for n, v in fast.items()})
+        assert same(work.weights(), module.anchor.named())
+
+    monkeypatch.setattr(kind, "interpolate", watched)
+    work.learn(0)
+    assert len(ways) == 2 and int(work.module.gone) == 0
+
+
+def test_nothing_of_the_way_leaves_the_model_where_it_was(reptile):
+    work = reptile("method.every=3", "method.share=0")
+    before = work.weights()
+    work.learn(0)
+    assert same(work.weights(), before)
