@@ -27,6 +27,7 @@ from cpt.reporting.comparison.runs import (
     measure_runs,
     parse_filters,
 )
+from cpt.reporting.comparison.strengths import check_curve, show_strengths
 from cpt.reporting.labels import label
 from cpt.reporting.page import Block, align_columns, few, write_page
 
@@ -51,6 +52,7 @@ def parser() -> Parser:
         "--where", nargs="+", default=[], metavar="KEY=VALUE,…", help=f"only these runs: {', '.join(FILTERS)}"
     )
     give("--domains", metavar="NAME,…", help="metrics over these test texts and end tasks only")
+    give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
     give("--name", default="comparison", help="what the written files are called")
@@ -136,7 +138,9 @@ def _report(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]
     )
     compared = sections(chosen, by_order=asked_for.by == "order", baseline=asked_for.baseline or USUAL)
     check_baseline(compared, asked_for.baseline)
-    bodies = [_build_section_blocks(section, domains=domains) for section in compared]
+    if asked_for.curve:
+        check_curve(asked_for.curve, chosen)
+    bodies = [_build_section_blocks(section, domains=domains, curve=asked_for.curve) for section in compared]
     failed = [line for _, faults in bodies for line in faults]
     others = aside(there, chosen, failed=failed)
     above = build_heading(compared)
@@ -179,9 +183,11 @@ def _number(bodies: Sequence[Sequence[Block]]) -> list[Block]:
     ]
 
 
-def _build_section_blocks(section: ComparedRuns, *, domains: Sequence[str]) -> tuple[list[Block], list[str]]:
-    """The blocks of a section, and a line for each file of predictions or answers that cannot be
-    read."""
+def _build_section_blocks(
+    section: ComparedRuns, *, domains: Sequence[str], curve: str | None
+) -> tuple[list[Block], list[str]]:
+    """The blocks of a section, the curve that is asked for first, and a line for each file of predictions or
+    answers that cannot be read."""
     examples, failed = tables.tabulate_examples(section)
     answers, unread = tables.tabulate_answers(section)
     main = tables.tabulate_main(section, domains=domains)
@@ -194,7 +200,8 @@ def _build_section_blocks(section: ComparedRuns, *, domains: Sequence[str]) -> t
         examples,
         *answers,
     ]
-    return [main, *others, tabulate_compute(section), *build_pictures(section)], [*failed, *unread]
+    first = [show_strengths(section, curve)] if curve else []
+    return [*first, main, *others, tabulate_compute(section), *build_pictures(section)], [*failed, *unread]
 
 
 def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list[Block]:
