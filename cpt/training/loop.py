@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.bank import load_resting, rest_parts
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
@@ -29,7 +30,7 @@ from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.assembly import make_method, tell_parts
 from cpt.training.callbacks import CustomCallbacks
-from cpt.training.checkpointing import Checkpoint
+from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
 from cpt.training.files import save_state
@@ -69,6 +70,7 @@ class Learner:
         )
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
+        self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
         tell_parts(plan, module)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
@@ -96,14 +98,15 @@ class Learner:
         check_archive(path, instead=f"delete {self.place.path} to start again")
         for domain in self.data.domains[:number]:
             self.module.take_shape(domain)
-        self.module.load_state_dict(torch.load(path, weights_only=True))
-        self.rest(number)
+        stored = torch.load(path, weights_only=True, mmap=True)
+        load = partial(load_resting, self.module) if self.rests else self.module.load_state_dict
+        load(stored)
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
 
     def rest(self, number: int) -> None:
         """Has what a method keeps of learned domains lie in the file of a stage, where that is asked for."""
-        if self.plan.parts.keep == "disk":
+        if self.rests:
             wait_for_others()  # until the first process has written it
             rest_parts(self.module, self.place.stage(number))
 
@@ -153,7 +156,8 @@ class Learner:
         compute, rates, guard = Compute(), Rates(), Guard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
-        callbacks = [compute, rates, guard, *self.callbacks.entering(number), saving]
+        resting = [Resting(self.place.stage(number - 1))] * self.rests
+        callbacks = [*resting, compute, rates, guard, *self.callbacks.entering(number), saving]
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
