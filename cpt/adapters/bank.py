@@ -67,16 +67,12 @@ class Bank(NamedTensors):
         self.update({f"{domain}:{name}": model.get_parameter(name) for name in self.names})
 
     def weights(self, domain: int) -> dict[str, Tensor]:
-        """The part of a domain, or of the BASE, by the names of the model's parameters."""
+        """The part of a domain, or of the BASE, by the names of the model's parameters, where the module is:
+        what rests in a file or on the CPU is read to there."""
         if domain == BASE:
-            return self.base.named()
+            return {name: self.base.at_hand(each) for name, each in self.base.named().items()}
         named, own = self.named(), f"{domain}:"
         return {name.removeprefix(own): self.at_hand(named[name]) for name in named if name.startswith(own)}
-
-    def at_hand(self, stored: Tensor) -> Tensor:
-        """A tensor on the bank's device: what rests in a file is read to there when it is used."""
-        like = next(iter(self.base.named().values()), stored)
-        return stored.to(like.device) if self.resting else stored
 
     def rest(self, stored: Mapping[str, Tensor]) -> None:
         """Has parts lie in a file from now on: `stored` are the same tensors by the names of the buffers,

@@ -67,9 +67,15 @@ def lay_out(own: Tensor, like: DTensor) -> DTensor:
 
 def dot(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """sum_i a_i b_i over all entries of pairs of tensors, a scalar."""
+    pairs = zip(ones, others, strict=True)
+    return add_up([torch.dot(local(one).flatten(), local(other).flatten()) for one, other in pairs], ones)
+
+
+def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
+    """The sum of scalars, each of the own rows of a tensor, over all rows."""
     sums: dict[bool, list[Tensor]] = {False: [], True: []}
-    for one, other in zip(ones, others, strict=True):
-        sums[is_sharded(one)].append(torch.dot(local(one).flatten(), local(other).flatten()))
+    for term, like in zip(terms, likes, strict=True):
+        sums[is_sharded(like)].append(term)
     plain, shared = (torch.stack(each).sum() if each else None for each in (sums[False], sums[True]))
     if shared is None:
         assert plain is not None
@@ -87,6 +93,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return get_total_norm(plain, norm_type)
     filled = [each for each in shards if each.numel()]
     own = get_total_norm(filled, norm_type) if filled else shards[0].new_zeros(())
+    own = own.to(next(each.device_mesh.device_type for each in every if isinstance(each, DTensor)))
     parts = [get_total_norm(plain, norm_type).to(own)] if plain else []
     if norm_type == math.inf:
         distributed.all_reduce(own, op=distributed.ReduceOp.MAX)

@@ -28,7 +28,7 @@ from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
-from cpt.training.assembly import make_method, tell_parts
+from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
@@ -71,7 +71,7 @@ class Learner:
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
         self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
-        tell_parts(plan, module)
+        tell_resting(plan, module, device)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def learn(self) -> None:

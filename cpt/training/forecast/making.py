@@ -85,6 +85,7 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     program = resident() if ready.device.type == "cpu" else 0
     trial = make_trial(plan, world=world)
     module = assembly.make_method(trial, start)
+    assembly.tell_resting(plan, module, ready.device)
     data = assembly.make_sequence(plan, corpora, start, module)
     folder, scores = find_begun(plan, place)
     work = count_work(plan, data, folder, scores)

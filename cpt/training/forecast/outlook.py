@@ -68,6 +68,11 @@ class Outlook:
             parts["allocator"] = max(0, *beyond)
         return parts | {"peak": sum(parts.values())}
 
+    def ends(self, name: str) -> dict[str, int]:
+        """A number of the first stage and of the last."""
+        places = {"first": min(1, self.stages), "last": self.stages}
+        return {which: int(self.known(name, number)) if number else 0 for which, number in places.items()}
+
     @property
     def is_sharded(self) -> bool:
         return is_sharded(self.plan, self.world)
@@ -201,7 +206,7 @@ def as_data(outlook: Outlook, *, base_step_s: float) -> dict[str, Any]:
         },
         "trained_parameters": max(trained, default=0),
         "memory": {"first": outlook.memory(min(1, last)), "last": outlook.memory(last)},
-        "mapped": {"first": 0, "last": int(outlook.known("mapped", last)) if last else 0},
+        **{name: outlook.ends(name) for name in ("mapped", "host")},
         "grows_by_domain": growth(outlook),
         "disk": outlook.disk(),
         "seconds": seconds | {"total": sum(seconds.values())},

@@ -47,6 +47,7 @@ class Tried:
     shareable: dict[str, int] = field(default_factory=dict)  # of these, what strategy=fsdp shares out
     gathered: int = 0  # bytes of the largest part of the model that is whole at once then
     mapped: int = 0  # bytes of what lies in a stage's file
+    host: int = 0  # of what rests in the host's memory, beside an accelerator
     peak: int = 0  # of tensors
     held: int = 0  # of the process, on a processor
     trained: int = 0
@@ -102,6 +103,7 @@ class Watch(Callback):
             self.modes.close()
             self.tried.parts = parts_of(pl_module, trainer, live=self.live)
             self.tried.mapped = bytes_of(resting_in(pl_module))
+            self.tried.host = host_of(pl_module, live=self.live)
             self.tried.shareable = shareable_of(pl_module, trainer)
             self.tried.gathered = largest_group(pl_module.model)
         self.clock = time.perf_counter() if self.step <= WATCHED else self.clock
@@ -166,6 +168,11 @@ def parts_of(module: ContinualModule, trainer: Trainer, *, live: Live) -> dict[s
         for name, given in there.items()
     }
     return known | {"others": max(0, live.now - sum(known.values()))}
+
+
+def host_of(module: ContinualModule, *, live: Live) -> int:
+    """Bytes in memory that are not on the device that is watched."""
+    return bytes_of(each for each in in_memory(module) if each.device.type != live.device.type)
 
 
 def shareable_of(module: ContinualModule, trainer: Trainer) -> dict[str, int]:
