@@ -198,6 +198,22 @@ def test_four_processes_started_by_torchrun(method, learned, corpora, cache, tmp
     assert_same(alone, tmp_path / "four")
 
 
+RESTING = ["ewc", "l2", "kd", "ema", "demix", "moments carried"]
+
+
+@pytest.mark.parametrize("method", run_few(RESTING, ["ewc", "demix"]))
+def test_what_is_shared_out_may_rest_on_the_cpu(method, run, learned):
+    """With the same bits, also of a run that is killed and goes on with it."""
+    how = [FSDP, *METHODS[method]]
+    plain = learned("plain", *how)
+    folder, code = run("killed", *how, "trainer.offload=true", death=3)
+    assert code != 0 and learned("killed", *how, "trainer.offload=true") == folder
+    expected, found = state_of(plain), state_of(folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert scores_of(folder)["nll"] == scores_of(plain)["nll"]
+
+
 def test_a_process_holds_its_share_and_the_export_is_whole(learned, tmp_path):
     """Of weights, moments, anchor and Fisher half each; the model for others is a plain one."""
     folder = learned("sharded", FSDP, "method=ewc")
