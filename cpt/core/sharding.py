@@ -13,8 +13,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from cpt.core.processes import is_first_process
-
 
 def is_sharded(tensor: Tensor | None) -> bool:
     """Whether this process has only some rows of a tensor."""
@@ -133,20 +131,3 @@ def average_gradients(module: nn.Module) -> None:
         joint /= distributed.get_world_size()
         for each, mean in zip(alike, joint.split([p.numel() for p in alike]), strict=True):
             each.grad = mean.view_as(each).clone()
-
-
-def gather_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of a module. Where weights are sharded, all of it is brought together in the memory of
-    the first process's machine, a tensor at a time, and the others have nothing."""
-    state = module.state_dict()
-    if not any(map(is_sharded, state.values())):
-        return state
-    names = {name: id(each) for name, each in module.named_parameters(remove_duplicate=False)}
-    gathered: dict[int, Tensor] = {}  # what is tied once
-    for place, (name, value) in enumerate(state.items()):
-        key = names.get(name, -1 - place)
-        if key not in gathered:
-            full = whole(value)
-            gathered[key] = full.detach().cpu() if is_first_process() else full.new_empty(0)
-        state[name] = gathered[key]
-    return dict(state) if is_first_process() else {}

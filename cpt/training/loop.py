@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import load_resting, rest_parts
+from cpt.adapters.bank import rest_parts
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
-from cpt.core.sharding import gather_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
@@ -33,12 +31,12 @@ from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
-from cpt.training.files import save_state
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
 from cpt.training.scoring import Cells, Scorer
+from cpt.training.stages import check_stage, restore_stage, save_stage
 from cpt.training.trainer import drop_optimizer, make_trainer
 from cpt.training.verdict import confirm
 
@@ -95,12 +93,10 @@ class Learner:
         if number == self.at:
             return
         path = self.place.stage(number)
-        check_archive(path, instead=f"delete {self.place.path} to start again")
+        check_stage(path, instead=f"delete {self.place.path} to start again")
         for domain in self.data.domains[:number]:
             self.module.take_shape(domain)
-        stored = torch.load(path, weights_only=True, mmap=True)
-        load = partial(load_resting, self.module) if self.rests else self.module.load_state_dict
-        load(stored)
+        restore_stage(self.module, path, rests=self.rests)
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
 
@@ -162,9 +158,7 @@ class Learner:
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
         check_finite(self.module.state_dict(), domain.name)
-        state = gather_state(self.module)  # by every process: what is shared out is brought together
-        if is_first_process():
-            save_state(state, self.place.stage(number))
+        state = save_stage(self.module, self.place.stage(number))
         self.rest(number)
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
         left_out = {"skipped": len(guard.left_out)}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from cpt.adapters.bank import BASE, banks_of
 from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
@@ -73,6 +74,8 @@ def test_the_model_goes_and_what_rests_stays(kind, small):
             own = {tensor.device.type for tensor in each._buffers.values()}
             assert own <= {"cpu" if options or isinstance(each, CarriedState) else "meta"}
         assert sum(len(each._buffers) for each in kept.values()) or kind == "moments"
+        for bank in banks_of(module).values():
+            assert {each.device.type for each in bank.weights(BASE).values()} == {"meta"}
 
 
 def test_what_rests_takes_the_type_of_the_module(small):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
+from cpt.training.stages import read_stage
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -49,6 +50,10 @@ class Death(Callback):
             trainer.strategy.barrier()
             os._exit(9)
 
+if {torn}:  # the shards of a stage are written, and then nothing more
+    from cpt.training import stages
+    stages.save_state = lambda *args: os._exit(9)
+
 made = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
     return made(options, callbacks=[*callbacks, Held(), Death()] if callbacks else (), **others)
@@ -64,9 +69,12 @@ main()
 def run(tmp_path, corpora, cache):
     """Runs a command, of a size of SIZES, in a folder by its name; gives the folder and the exit code."""
 
-    def started_run(name: str, *overrides: str, size: str = "bert", death: int = -1) -> tuple[Path, int]:
-        folder, script = tmp_path / name, tmp_path / f"{name}-{death}.py"
-        script.write_text(SCRIPT.format(root=str(ROOT), out=str(tmp_path / name), death=death))
+    def started_run(
+        name: str, *overrides: str, size: str = "bert", death: int = -1, torn: bool = False
+    ) -> tuple[Path, int]:
+        folder, script = tmp_path / name, tmp_path / f"{name}-{death}{torn}.py"
+        how = {"root": str(ROOT), "out": str(tmp_path / name), "death": death, "torn": torn}
+        script.write_text(SCRIPT.format(**how))
         places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
         places += [f"hydra.run.dir={folder}", "trainer.accelerator=cpu"]
         twin = bool({FSDP, DDP} & {*overrides})
@@ -99,7 +107,7 @@ def four(folder: Path, *overrides: str, corpora: Path, cache: Path) -> None:
 
 
 def state_of(folder: Path, stage: int = 2) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "stages" / f"{stage:03}.pt", weights_only=True)
+    return read_stage(folder / "stages" / f"{stage:03}.pt")
 
 
 def scores_of(folder: Path) -> dict:
@@ -257,6 +265,43 @@ def test_a_killed_run_goes_on_in_another_way(way, run, learned):
     assert code != 0
     learned("killed", *second, "method=kd")
     assert_same(alone, folder)
+
+
+def stages_of(folder: Path) -> list[str]:
+    return sorted(each.name for each in (folder / "stages").iterdir())
+
+
+def test_a_stage_that_was_half_written_does_not_count(run, learned):
+    """Its shards are there and its file is not: it is learned on from its checkpoint, by one process."""
+    alone = learned("alone", "method=ewc")
+    folder, code = run("killed", FSDP, "method=ewc", torn=True)
+    assert code != 0 and stages_of(folder) == ["001.1.shards"]
+    assert scores_of(folder)["rows"] == ["base"]
+    assert {each.suffix for each in (folder / "stages" / "001.1.shards").iterdir()} == {
+        ".distcp",
+        ".json",
+        "",
+    }
+    learned("killed", "method=ewc")
+    assert_same(alone, folder)
+    assert stages_of(folder) == ["002.pt"]
+
+
+def test_stages_in_shards_grow_and_are_filled_by_any_number_of_processes(learned):
+    """Stages of two processes: one more domain, and cells of an earlier stage, of one process and of two."""
+    every = ["method=kd", "keep_stages=true"]
+    alone, few_cells = learned("alone", *every), ["eval.columns=seen"]
+    folder = learned("grown", FSDP, *every, *few_cells, "order=[law]")
+    assert stages_of(folder) == ["001.1.shards", "001.pt"]
+    shards = [each for each in (folder / "stages" / "001.1.shards").iterdir() if each.suffix == ".distcp"]
+    sizes = [each.stat().st_size for each in shards]
+    assert len(sizes) == 2 and 0.8 < sizes[0] / sizes[1] < 1.25
+    learned("grown", *every, *few_cells)
+    assert stages_of(folder) == ["001.1.shards", "001.pt", "002.pt"]
+    assert None in scores_of(folder)["nll"][1]
+    learned("grown", FSDP, *every)
+    assert_same(alone, folder)
+    assert scores_of(folder)["nll"][1] == pytest.approx(scores_of(alone)["nll"][1], abs=NATS)
 
 
 def test_what_is_refused_is_measured_on_the_finished_run(learned, tmp_path):
