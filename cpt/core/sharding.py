@@ -43,11 +43,12 @@ def rows_of(values: Tensor, like: Tensor) -> Tensor:
     return values[start : start + len(like.to_local())]
 
 
-def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Whole values shared out as a tensor of their shape is, in their own type and memory of its own."""
+def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
+    """Whole values shared out as a tensor of their shape is, in their own type and memory of its own, on a
+    device or where that tensor is."""
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
-    return lay_out(rows_of(values.detach(), like).to(like.to_local().device, copy=True), like)
+    return lay_out(rows_of(values.detach(), like).to(device or like.to_local().device, copy=True), like)
 
 
 def with_rows(own: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:

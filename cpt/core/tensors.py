@@ -67,7 +67,7 @@ class NamedTensors(nn.Module):
         like = self.layout.get(self.parameter_of(name))
         if like is None or like.shape != values.shape:
             return values
-        return self.at_rest(shard_like(values, like))
+        return self.at_rest(shard_like(values, like, device=CPU if self.offloaded else None))
 
     def parameter_of(self, name: str) -> str:
         """The name of the parameter that a tensor is of."""

@@ -37,6 +37,7 @@ def test_rows_that_rest_on_the_cpu_stay_there(mesh):
     module.kept.shard({"weight": weight})
     module.bfloat16().float()
     module.to("meta")
+    module.kept.layout = {"weight": sharding.lay_out(torch.empty(4, 3, device="meta"), weight)}
     module.load_state_dict(stored)
     module.kept.update({"weight": module.kept.named()["weight"] + 1, "new": torch.zeros(2)})
     kept = module.kept.named()

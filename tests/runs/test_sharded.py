@@ -52,7 +52,8 @@ class Death(Callback):
 
 if {torn}:  # the shards of a stage are written, and then nothing more
     from cpt.training import stages
-    stages.save_state = lambda *args: os._exit(9)
+    summed = stages.sum_up
+    stages.sum_up = lambda folder: (summed(folder), os._exit(9))
 
 made = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
@@ -277,11 +278,7 @@ def test_a_stage_that_was_half_written_does_not_count(run, learned):
     folder, code = run("killed", FSDP, "method=ewc", torn=True)
     assert code != 0 and stages_of(folder) == ["001.1.shards"]
     assert scores_of(folder)["rows"] == ["base"]
-    assert {each.suffix for each in (folder / "stages" / "001.1.shards").iterdir()} == {
-        ".distcp",
-        ".json",
-        "",
-    }
+    assert len([*(folder / "stages" / "001.1.shards").glob("*.distcp")]) == 2
     learned("killed", "method=ewc")
     assert_same(alone, folder)
     assert stages_of(folder) == ["002.pt"]
