@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.training.stages import read_stage
+from cpt.training.stages import open_stage, read_stage
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -221,6 +221,18 @@ def test_what_is_shared_out_may_rest_on_the_cpu(method, run, learned):
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert scores_of(folder)["nll"] == scores_of(plain)["nll"]
+
+
+def test_parts_that_are_whole_in_each_process_lie_in_the_stages_file(run, learned):
+    """What LoRA adds is not shared out, and stands in the file beside the shards."""
+    how = [FSDP, "method=lora", "method.per_domain=true"]
+    plain, (folder, code) = learned("plain", *how), run("killed", *how, "parts.keep=disk", death=3)
+    kept, shards = open_stage(folder / "stages" / "001.pt")
+    assert code != 0 and shards and any(name.startswith("bank.0:") for name in kept)
+    learned("killed", *how, "parts.keep=disk")
+    expected, found = state_of(plain), state_of(folder)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_process_holds_its_share_and_the_export_is_whole(learned, tmp_path):
