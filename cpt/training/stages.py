@@ -33,6 +33,7 @@ def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
     if not any(map(is_sharded, state.values())):
         if is_first_process():
             save_state(state, path)
+            remove_others(path)
         return dict(state)
     names = names_in_shards(module, state)
     folder = new_folder(path)
@@ -106,14 +107,15 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
     """Gives a module the state of a stage; `rests` has the parts that it keeps lie in the file, if they are
     there as a whole. Of a module that is shared out every process has to call it, and reads its own rows."""
     stored, shards = open_stage(path)
-    if rests and not shards:
-        load_resting(module, stored)
-        return
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
         found = layout_of(module, name)
         return found if found is not None and found.shape == shape else None
 
-    module.load_state_dict(read_stage(path, like if any(map(is_sharded, module.parameters())) else is_whole))
+    if rests and not shards:
+        load_resting(module, stored)
+    else:
+        is_shared_out = any(map(is_sharded, module.parameters()))
+        module.load_state_dict(read_stage(path, like if is_shared_out else is_whole))
     if rests:
         rest_parts(module, path)

@@ -12,6 +12,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.training import stages
 from cpt.training.costs import stored_bytes
 from cpt.training.run_folder import RunFolder
+from cpt.training.sharding import share_out_state
 from cpt.training.stages import check_stage, read_stage, restore_stage, save_stage
 from cpt.verify import damage_in_run
 
@@ -81,12 +82,15 @@ def test_what_is_tied_is_written_once(mesh, tmp_path):
     assert len({*names.values()}) == 4  # of model and anchor
 
 
+@pytest.mark.parametrize("written", [True, False], ids=["shards", "whole"])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("rests", [True, False])
-def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, shared, rests):
+def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, shared, rests):
     path = tmp_path / "001.pt"
-    save_stage(Method(1).share_out(mesh), path)
-    other = Method(2).share_out(mesh) if shared else Method(2)
+    save_stage(Method(1).share_out(mesh) if written else Method(1), path)
+    other = Method(2)
+    if shared:
+        other.share_out(mesh).register_load_state_dict_pre_hook(share_out_state)
     restore_stage(other, path, rests=rests)
     state = {name: whole(each) if shared else each for name, each in other.state_dict().items()}
     assert is_same(state, Method(1).state_dict())
@@ -123,6 +127,14 @@ def test_a_stage_is_replaced_as_a_whole(mesh, tmp_path, monkeypatch):
     save_stage(Method(2).share_out(mesh), path)
     assert is_same(read_stage(path), Method(2).state_dict())
     assert len([*tmp_path.glob("*.shards")]) == 1
+
+
+def test_a_stage_that_one_process_writes_anew_has_no_shards(mesh, tmp_path):
+    path = tmp_path / "001.pt"
+    save_stage(Method(1).share_out(mesh), path)
+    save_stage(Method(2), path)
+    assert [each.name for each in tmp_path.glob("001*")] == ["001.pt"]
+    assert is_same(read_stage(path), Method(2).state_dict())
 
 
 DAMAGE = {
