@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cpt.adapters.bank import Bank
 from cpt.core.sharding import whole
@@ -99,6 +99,15 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
 
 def killed(*args, **how):
     raise KeyboardInterrupt
+
+
+def test_nothing_is_brought_together_to_be_written(mesh, tmp_path, monkeypatch):
+    module = Method(1).share_out(mesh)
+    with monkeypatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", killed)
+        patch.setattr(DTensor, "redistribute", killed)
+        save_stage(module, tmp_path / "001.pt")
+    assert is_same(read_stage(tmp_path / "001.pt"), Method(1).state_dict())
 
 
 @pytest.mark.parametrize("function", ["write_shards", "sum_up", "save_state"])
