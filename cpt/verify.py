@@ -20,6 +20,7 @@ from cpt.core.files import check_archive
 from cpt.evaluation.probes.results import load_results
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
+from cpt.training.stages import check_stage
 
 SHARED = re.compile(
     r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}"
@@ -72,7 +73,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("checkpoints/*.ckpt")):
         yield from error_of(check_archive, path, instead="delete it to learn that domain again")
     for path in sorted(folder.glob("stages/*.pt")):
-        yield from error_of(check_archive, path, instead=instead)
+        yield from error_of(check_stage, path, instead=instead)
     for path in sorted(
         each for kind in ("endtasks", "answers") for each in folder.glob(f"{kind}/*/*.parquet")
     ):

@@ -67,16 +67,12 @@ class Bank(NamedTensors):
         self.update({f"{domain}:{name}": model.get_parameter(name) for name in self.names})
 
     def weights(self, domain: int) -> dict[str, Tensor]:
-        """The part of a domain, or of the BASE, by the names of the model's parameters."""
+        """The part of a domain, or of the BASE, by the names of the model's parameters, where the module is:
+        what rests in a file or on the CPU is read to there."""
         if domain == BASE:
-            return self.base.named()
+            return {name: self.base.at_hand(each) for name, each in self.base.named().items()}
         named, own = self.named(), f"{domain}:"
         return {name.removeprefix(own): self.at_hand(named[name]) for name in named if name.startswith(own)}
-
-    def at_hand(self, stored: Tensor) -> Tensor:
-        """A tensor on the bank's device: what rests in a file is read to there when it is used."""
-        like = next(iter(self.base.named().values()), stored)
-        return stored.to(like.device) if self.resting else stored
 
     def rest(self, stored: Mapping[str, Tensor]) -> None:
         """Has parts lie in a file from now on: `stored` are the same tensors by the names of the buffers,
@@ -87,6 +83,15 @@ class Bank(NamedTensors):
             if type(own) is Tensor and name in stored and stored[name].shape == own.shape
         )
         self._buffers |= {name: stored[name] for name in self.resting}
+
+    def take_mapped(self, stored: Mapping[str, Tensor]) -> None:
+        """Has these parts and no others, by the names of the buffers, in the file that they are mapped
+        from."""
+        self._buffers, self.resting = {**stored}, frozenset(stored)
+
+    def shard(self, parameters: Mapping[str, Tensor]) -> None:
+        super().shard(parameters)
+        self.resting = frozenset(name for name in self.resting if not is_sharded(self._buffers[name]))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Bank":
         # What rests in a file stays there, whatever device the others go to.
@@ -132,3 +137,28 @@ def rest_parts(module: nn.Module, path: Path) -> None:
     for prefix, bank in banks.items():
         own = {name: f"{prefix}.{name}" for name in bank._buffers}
         bank.rest({name: stored[whole] for name, whole in own.items() if whole in stored})
+
+
+def load_resting(module: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Loads a state that is mapped from its file, where the parts that the module keeps stay. Those that are
+    shared out are read."""
+    state = dict(stored)
+    resting = {
+        bank: {name: state.pop(name) for name in [*state] if name.startswith(f"{prefix}.")}
+        for prefix, bank in banks_of(module).items()
+        if not bank.layout
+    }
+    module.load_state_dict(state)
+    for bank, own in resting.items():
+        bank.take_mapped({name.rpartition(".")[2]: each for name, each in own.items()})
+
+
+def resting_in(module: nn.Module) -> list[Tensor]:
+    """The tensors of a module that lie in a file."""
+    return [bank._buffers[name] for bank in banks_of(module).values() for name in bank.resting]
+
+
+def in_memory(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a module that lie in no file."""
+    resting = {id(each) for each in resting_in(module)}
+    return [each for each in (*module.parameters(), *module.buffers()) if id(each) not in resting]

@@ -36,6 +36,7 @@ EXECUTION = (
     "trainer.eval_batch_size",
     "trainer.checkpoint_every",
     "trainer.gradient_checkpointing",  # the same bits: tests/methods/test_economy.py
+    "trainer.offload",  # the same bits: tests/methods/test_offload.py
     "trainer.log_every_n_steps",
     "trainer.workers",
 )

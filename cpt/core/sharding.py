@@ -13,8 +13,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from cpt.core.processes import is_first_process
-
 
 def is_sharded(tensor: Tensor | None) -> bool:
     """Whether this process has only some rows of a tensor."""
@@ -45,11 +43,12 @@ def rows_of(values: Tensor, like: Tensor) -> Tensor:
     return values[start : start + len(like.to_local())]
 
 
-def shard_like(values: Tensor, like: Tensor) -> Tensor:
-    """Whole values shared out as a tensor of their shape is, in their own type and memory of its own."""
+def shard_like(values: Tensor, like: Tensor, *, device: torch.device | None = None) -> Tensor:
+    """Whole values shared out as a tensor of their shape is, in their own type and memory of its own, on a
+    device or where that tensor is."""
     if not isinstance(like, DTensor) or isinstance(values, DTensor):
         return values
-    return lay_out(rows_of(values.detach(), like).to(like.to_local().device, copy=True), like)
+    return lay_out(rows_of(values.detach(), like).to(device or like.to_local().device, copy=True), like)
 
 
 def with_rows(own: Sequence[Tensor], likes: Sequence[Tensor]) -> list[Tensor]:
@@ -67,9 +66,15 @@ def lay_out(own: Tensor, like: DTensor) -> DTensor:
 
 def dot(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     """sum_i a_i b_i over all entries of pairs of tensors, a scalar."""
+    pairs = zip(ones, others, strict=True)
+    return add_up([torch.dot(local(one).flatten(), local(other).flatten()) for one, other in pairs], ones)
+
+
+def add_up(terms: Sequence[Tensor], likes: Sequence[Tensor]) -> Tensor:
+    """The sum of scalars, each of the own rows of a tensor, over all rows."""
     sums: dict[bool, list[Tensor]] = {False: [], True: []}
-    for one, other in zip(ones, others, strict=True):
-        sums[is_sharded(one)].append(torch.dot(local(one).flatten(), local(other).flatten()))
+    for term, like in zip(terms, likes, strict=True):
+        sums[is_sharded(like)].append(term)
     plain, shared = (torch.stack(each).sum() if each else None for each in (sums[False], sums[True]))
     if shared is None:
         assert plain is not None
@@ -87,6 +92,7 @@ def total_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         return get_total_norm(plain, norm_type)
     filled = [each for each in shards if each.numel()]
     own = get_total_norm(filled, norm_type) if filled else shards[0].new_zeros(())
+    own = own.to(next(each.device_mesh.device_type for each in every if isinstance(each, DTensor)))
     parts = [get_total_norm(plain, norm_type).to(own)] if plain else []
     if norm_type == math.inf:
         distributed.all_reduce(own, op=distributed.ReduceOp.MAX)
@@ -126,20 +132,3 @@ def average_gradients(module: nn.Module) -> None:
         joint /= distributed.get_world_size()
         for each, mean in zip(alike, joint.split([p.numel() for p in alike]), strict=True):
             each.grad = mean.view_as(each).clone()
-
-
-def gather_state(module: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of a module. Where weights are sharded, all of it is brought together in the memory of
-    the first process's machine, a tensor at a time, and the others have nothing."""
-    state = module.state_dict()
-    if not any(map(is_sharded, state.values())):
-        return state
-    names = {name: id(each) for name, each in module.named_parameters(remove_duplicate=False)}
-    gathered: dict[int, Tensor] = {}  # what is tied once
-    for place, (name, value) in enumerate(state.items()):
-        key = names.get(name, -1 - place)
-        if key not in gathered:
-            full = whole(value)
-            gathered[key] = full.detach().cpu() if is_first_process() else full.new_empty(0)
-        state[name] = gathered[key]
-    return dict(state) if is_first_process() else {}

@@ -1,16 +1,19 @@
 """Tensors by name as a module's state: for what is kept of parameters, whose names say whose it is."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cpt.core.sharding import shard_like
+from cpt.core.sharding import local, shard_like
+
+CPU = torch.device("cpu")
 
 
 class NamedTensors(nn.Module):
-    """Tensors by any names, that go where the module goes.
+    """Tensors by any names, that go where the module goes, or rest on the CPU (`offload`) and are brought to
+    where that is when they are used (`at_hand`).
 
     `persistent` says whether they are part of the state_dict; what construction always gives again need not
     be. A state that is loaded says which there are, whatever there was."""
@@ -19,10 +22,26 @@ class NamedTensors(nn.Module):
         super().__init__()
         self.persistent = persistent
         self.layout: Mapping[str, Tensor] = {}
+        self.offloaded = False
+        self.device = next(iter(tensors.values())).device if tensors else CPU  # where the module is
         self.update(tensors or {})
 
+    def offload(self) -> None:
+        """Has the tensors rest on the CPU from now on, wherever the module goes."""
+        self.offloaded = True
+        for name, tensor in self.named().items():
+            self._buffers[to_buffer_name(name)] = self.at_rest(tensor)
+
+    def at_rest(self, tensor: Tensor) -> Tensor:
+        """A tensor where these rest."""
+        return tensor.to(CPU) if self.offloaded else tensor
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """One of the tensors where the module is: itself, if it is there."""
+        return tensor.to(self.device)
+
     def named(self) -> dict[str, Tensor]:
-        """The tensors by name."""
+        """The tensors by name, where they rest."""
         return {name.replace("/", "."): tensor for name, tensor in self.named_buffers(recurse=False)}
 
     @torch.no_grad()
@@ -33,9 +52,9 @@ class NamedTensors(nn.Module):
             if own is not None and own.shape == tensor.shape:
                 own.copy_(shard_like(tensor, own))
             else:
-                self.register_buffer(
-                    to_buffer_name(name), tensor.detach().clone(), persistent=self.persistent
-                )
+                copy = self.at_rest(tensor.detach())
+                copy = copy.clone() if copy.device == tensor.device else copy
+                self.register_buffer(to_buffer_name(name), copy, persistent=self.persistent)
 
     def shard(self, parameters: Mapping[str, Tensor]) -> None:
         """Shares out what is of sharded parameters, by their names, as these are, from now on."""
@@ -46,7 +65,9 @@ class NamedTensors(nn.Module):
     def share_out(self, name: str, values: Tensor) -> Tensor:
         """The values of a name, as its parameter is laid out if they have an entry for each of its."""
         like = self.layout.get(self.parameter_of(name))
-        return values if like is None or like.shape != values.shape else shard_like(values, like)
+        if like is None or like.shape != values.shape:
+            return values
+        return self.at_rest(shard_like(values, like, device=CPU if self.offloaded else None))
 
     def parameter_of(self, name: str) -> str:
         """The name of the parameter that a tensor is of."""
@@ -55,6 +76,16 @@ class NamedTensors(nn.Module):
     def clear(self) -> None:
         """Forgets all of them."""
         self._buffers.clear()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NamedTensors":
+        self.device = fn(torch.empty(0, device=self.device)).device
+        if not self.offloaded:
+            return super()._apply(fn, recurse)
+        for child in self.children():
+            child._apply(fn, recurse)
+        for name, tensor in self.named().items():  # another type they take, as the module does
+            self._buffers[to_buffer_name(name)] = tensor.to(fn(local(tensor).new_empty(0)).dtype)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         stored = {name.removeprefix(prefix): v for name, v in state_dict.items() if name.startswith(prefix)}
@@ -67,7 +98,9 @@ class NamedTensors(nn.Module):
     def room(self, name: str, stored: Tensor) -> Tensor:
         """A tensor that a stored one is loaded into: the own one of the name, if it has its shape."""
         own = self._buffers.get(to_buffer_name(name))
-        return own if own is not None and own.shape == stored.shape else torch.empty_like(stored)
+        if own is not None and own.shape == stored.shape:
+            return own
+        return self.at_rest(torch.empty_like(stored))
 
 
 BITS = {4: torch.int32, 8: torch.int64}
@@ -79,7 +112,7 @@ class PreciseTensors(NamedTensors):
     def __init__(self, tensors: Mapping[str, Tensor], *, persistent: bool = True) -> None:
         super().__init__({name: precise(each) for name, each in tensors.items()}, persistent=persistent)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "PreciseTensors":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NamedTensors:
         def moved(buffer: Tensor) -> Tensor:
             if not buffer.is_floating_point():
                 return fn(buffer)
@@ -96,3 +129,11 @@ def precise(values: Tensor) -> Tensor:
 def to_buffer_name(name: str) -> str:
     """The name of a buffer, in which no dot may stand."""
     return name.replace(".", "/")
+
+
+def offload(module: nn.Module) -> list[str]:
+    """Has all that a module keeps of parameters rest on the CPU; gives the names of what is kept."""
+    kept = {name: each for name, each in module.named_modules() if isinstance(each, NamedTensors)}
+    for each in kept.values():
+        each.offload()
+    return [*kept]

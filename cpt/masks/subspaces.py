@@ -78,8 +78,8 @@ class Subspaces(Constraint):
 
     def inside(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
         """What of a step, or of its own rows, is protected."""
-        left, right = left.to(step.dtype), right.to(step.dtype)
-        rows, own = rows_of(left, step), local(step)
+        own = local(step)
+        rows, right = rows_of(left, step).to(own), right.to(own)
         within = rows.T @ own  # [k, m]
         if is_sharded(step):
             sum_in_place(within)

@@ -59,7 +59,8 @@ class EWC(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
-        return self.options.strength * pull(self.model, self.anchor.named(), self.fisher.named())
+        kept = self.anchor.named(), self.fisher.named()
+        return self.options.strength * pull(self.model, *kept, elsewhere=self.anchor.offloaded)
 
     def protects(self) -> dict[nn.Parameter, Protection]:
         return keep_important(self.model, self.fisher.named()) | super().protects()
@@ -72,7 +73,9 @@ class EWC(ContinualModule):
         with torch.autocast(self.device.type, enabled=False):
             found = self.measure(probe)
         how = {"domains": self.domains, "merge": self.options.merge, "gamma": self.options.gamma}
-        old = {name: torch.zeros_like(new) for name, new in found.items()} | self.fisher.named()
-        self.fisher.update({name: merge_fishers(old[name], new, **how) for name, new in found.items()})
+        kept = self.fisher.named()
+        for name, new in found.items():
+            old = self.fisher.at_hand(kept[name]) if name in kept else torch.zeros_like(new)
+            self.fisher.update({name: merge_fishers(old, new, **how)})
         self.domains += 1
         self.anchor.take(self.model)

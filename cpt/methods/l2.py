@@ -46,4 +46,4 @@ class L2(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 ||theta - theta*||^2 over the trained parameters."""
-        return self.options.strength * pull(self.model, self.anchor.named())
+        return self.options.strength * pull(self.model, self.anchor.named(), elsewhere=self.anchor.offloaded)

@@ -53,10 +53,11 @@ class Merge(ContinualModule):
         found = self.measure(probe) if self.options.rule == "fisher" else {}
         like, start = self.joined(), self.options.start
         began = self.merged.rows() if start == "merged" else self.origin.named()
+        at_hand = self.origin.at_hand
         ended = Ended(
             like=like,
             # As the model had it, where its type is coarser than what is merged.
-            began={name: precise(local(began[name]).to(each.dtype)) for name, each in like.items()},
+            began={name: precise(at_hand(local(began[name])).to(each.dtype)) for name, each in like.items()},
             ended={name: precise(local(each)) for name, each in like.items()},
             fisher={name: precise(local(found[name])) for name in like if name in found},
             seed=self.drawing().initial_seed(),

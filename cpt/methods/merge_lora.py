@@ -80,9 +80,10 @@ class MergeLoRA(Merge):
     def put(self, rows: Mapping[str, Tensor]) -> None:
         if self.options.truncated is not None:
             for name, parameter in self.joined().items():
-                (added,) = with_rows([rows[name] - local(self.base.named()[name])], [parameter])
+                base = self.base.at_hand(local(self.base.named()[name]))
+                (added,) = with_rows([rows[name].to(base) - base], [parameter])
                 least = truncate(all_rows(added), self.options.truncated)
-                rows[name].copy_(local(self.base.named()[name]) + rows_of(least, parameter))
+                rows[name].copy_(base + rows_of(least, parameter))
         super().put(rows)
 
     def backbone(self, domain: int) -> PreTrainedModel:

@@ -46,7 +46,7 @@ class Recall(Constraint):
         self.options = options
         self.anchors: dict[nn.Parameter, str] = {}
         self.share = 1.0  # lambda of the step at hand
-        self.named = anchor.named
+        self.named, self.at_hand = anchor.named, anchor.at_hand
 
     def covered(self) -> Iterable[nn.Parameter]:
         return self.anchors if self.options.annealed or self.options.strength else ()
@@ -60,7 +60,7 @@ class Recall(Constraint):
             )
             old = local(parameter) - local(step)
             local(step).mul_(self.share)
-            apart = old + local(step) - local(present[self.anchors[parameter]])
+            apart = old + local(step) - self.at_hand(local(present[self.anchors[parameter]]))
             local(step).sub_(apart, alpha=pulled)
 
 

@@ -59,15 +59,17 @@ class SI(ContinualModule):
     def penalty(self) -> Tensor:
         """c sum_i Omega_i (theta_i - theta*_i)^2 over the trained parameters."""
         strength = 2 * self.options.strength
-        return strength * pull(self.model, self.anchor.named(), self.importance.named())
+        kept = self.anchor.named(), self.importance.named()
+        return strength * pull(self.model, *kept, elsewhere=self.anchor.offloaded)
 
     @torch.no_grad()
     def see_gradients(self) -> None:
         anchors, importances = self.anchor.named(), self.importance.named()
         for name, parameter in named_weights(self.model).items():
             if parameter.grad is not None:
-                own, anchor = local(parameter), local(anchors[name])
-                penalty = 2 * self.options.strength * local(importances[name]) * (own - anchor)
+                own, at_hand = local(parameter), self.anchor.at_hand
+                apart = own - at_hand(local(anchors[name]))
+                penalty = 2 * self.options.strength * at_hand(local(importances[name])) * apart
                 self.before[name] = (local(parameter.grad) - penalty, own.clone())
 
     @torch.no_grad()
@@ -76,7 +78,8 @@ class SI(ContinualModule):
         for name, parameter in named_weights(self.model).items():
             if name in self.before:
                 gradient, start = self.before[name]
-                local(brought[name]).sub_(gradient * (local(parameter) - start))
+                kept = local(brought[name])
+                kept.sub_((gradient * (local(parameter) - start)).to(kept.device))
         self.before.clear()
 
     @torch.no_grad()
@@ -84,7 +87,7 @@ class SI(ContinualModule):
         anchors, importances = self.anchor.named(), self.importance.named()
         present = named_weights(self.model)
         for name, brought in self.brought.named().items():
-            way = local(present[name]) - local(anchors[name])
+            way = local(present[name]).to(brought.device) - local(anchors[name])
             local(importances[name]).add_(weigh(local(brought), way, damping=self.options.damping))
             local(brought).zero_()
         self.anchor.take(self.model)

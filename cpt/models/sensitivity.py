@@ -131,4 +131,4 @@ def within_most(importance: Tensor, way: Tensor) -> Tensor:
     """A movement where the importance is among the largest twentieth, and above 0."""
     count = max(1, importance.numel() // 20)
     least = importance.flatten().kthvalue(importance.numel() - count + 1).values
-    return way * ((importance >= least) & (importance > 0))
+    return way * ((importance >= least) & (importance > 0)).to(way.device)

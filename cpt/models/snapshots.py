@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpt.core.sharding import dot, local, with_rows
+from cpt.core.sharding import add_up, local, with_rows
 from cpt.core.tensors import NamedTensors
 from cpt.models.forward import in_mode
 from cpt.models.sharding import named_weights
@@ -27,7 +27,7 @@ class Snapshot(NamedTensors):
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
         present, copies = named_weights(model), self.named()
         both = shared_names(present, copies)
-        move([copies[name] for name in both], [present[name] for name in both], share)
+        self.move([copies[name] for name in both], [present[name] for name in both], share)
         self.update({name: parameter for name, parameter in present.items() if name not in both})
 
     @torch.no_grad()
@@ -35,7 +35,14 @@ class Snapshot(NamedTensors):
         """Puts the copy back, in place, or moves the parameters by a share of the way to it."""
         present, copies = named_weights(model), self.named()
         both = shared_names(present, copies)
-        move([present[name] for name in both], [copies[name] for name in both], share)
+        self.move([present[name] for name in both], [copies[name] for name in both], share)
+
+    def move(self, tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float) -> None:
+        """Moves tensors in place by a share of the way to others of their shapes."""
+        if self.offloaded:
+            move_each(tensors, towards, share, device=self.device)
+        else:
+            move(tensors, towards, share)
 
     @contextmanager
     def teaching(self, model: nn.Module) -> Iterator[None]:
@@ -57,17 +64,31 @@ def move(tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float) -> 
     torch._foreach_lerp_(own, others, share)
 
 
+def move_each(
+    tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float, *, device: torch.device
+) -> None:
+    """The same of tensors on several devices, one after another, computed on one of them."""
+    for tensor, other in zip(tensors, towards, strict=True):
+        own = local(tensor)
+        moved = own.to(device)
+        moved.lerp_(local(other).to(moved), share)
+        if moved is not own:
+            own.copy_(moved)
+
+
 class _Pull(torch.autograd.Function):
     """The quadratic pull with its gradient in closed form: autograd would keep and cross the parameters
-    several times."""
+    several times. `elsewhere` says that anchors and weights are elsewhere, and come one after another."""
 
     @staticmethod
-    def forward(ctx: Any, anchors: list[Tensor], weights: list[Tensor] | None, *parameters: Tensor) -> Tensor:
-        own = [local(each) for each in parameters]
-        apart = torch._foreach_sub(own, [local(each) for each in anchors])
-        scaled = apart if weights is None else torch._foreach_mul(apart, [local(each) for each in weights])
+    def forward(
+        ctx: Any, elsewhere: bool, anchors: list[Tensor], weights: list[Tensor] | None, *parameters: Tensor
+    ) -> Tensor:
+        own, to = [local(each) for each in parameters], [local(each) for each in anchors]
+        factors = None if weights is None else [local(each) for each in weights]
+        terms, scaled = (pull_each if elsewhere else pull_all)(own, to, factors)
         ctx.gradients = with_rows(scaled, parameters)
-        return dot(with_rows(apart, parameters), ctx.gradients) / 2
+        return add_up(terms, parameters) / 2
 
     @staticmethod
     @once_differentiable
@@ -75,17 +96,49 @@ class _Pull(torch.autograd.Function):
         gradients = ctx.gradients
         del ctx.gradients  # they are scaled in place: one backward pass is all that they are good for
         torch._foreach_mul_([local(each) for each in gradients], gradient)
-        return None, None, *gradients
+        return None, None, None, *gradients
+
+
+Pulls = tuple[list[Tensor], list[Tensor]]  # (p - a)^T w (p - a) by parameter, and w (p - a)
+
+
+def pull_all(own: list[Tensor], anchors: list[Tensor], weights: list[Tensor] | None) -> Pulls:
+    """The terms of the pull and their gradients, of all parameters at once."""
+    apart = torch._foreach_sub(own, anchors)
+    scaled = apart if weights is None else torch._foreach_mul(apart, weights)
+    return [products(*each) for each in zip(apart, scaled, strict=True)], list(scaled)
+
+
+def pull_each(own: list[Tensor], anchors: list[Tensor], weights: list[Tensor] | None) -> Pulls:
+    """The same of one parameter after another, with its anchor and its weight brought to where it is."""
+    terms, gradients = [], []
+    for place, (parameter, anchor) in enumerate(zip(own, anchors, strict=True)):
+        apart = parameter - anchor.to(parameter.device)
+        scaled = apart if weights is None else apart * weights[place].to(parameter.device)
+        terms.append(products(apart, scaled))
+        gradients.append(scaled)
+    return terms, gradients
+
+
+def products(one: Tensor, other: Tensor) -> Tensor:
+    """sum_i a_i b_i, a scalar."""
+    return torch.dot(one.flatten(), other.flatten())
 
 
 def pull(
-    model: nn.Module, anchors: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    anchors: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> Tensor:
     """1/2 sum_i w_i (p_i - a_i)^2 over the model's trained parameters that have an anchor and a weight, by
-    name, a scalar, with w = 1 where no weights are given; for one backward pass."""
+    name, a scalar, with w = 1 where no weights are given; for one backward pass. Anchors and weights that are
+    `elsewhere` than the model are brought there one after another."""
     trained = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     names = shared_names(
         trained, anchors if weights is None else {k: anchors[k] for k in shared_names(anchors, weights)}
     )
     factors = None if weights is None else [weights[name] for name in names]
-    return _Pull.apply([anchors[name] for name in names], factors, *[trained[name] for name in names])
+    towards = [anchors[name] for name in names]
+    return _Pull.apply(elsewhere, towards, factors, *[trained[name] for name in names])

@@ -13,7 +13,8 @@ from cpt.models.sharding import named_weights, rest
 @contextmanager
 def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other weights, by the names of its parameters, while it lasts: what is tied to one of
-    them has it too. Nothing is copied, and gradients go to the weights that are given.
+    them has it too. Nothing is copied that is where the model is, and gradients go to the weights that are
+    given; what rests elsewhere is there for as long as it lasts.
 
     Of a sharded model the own rows are overwritten, and then put back: its blocks find their weights nowhere
     else. There gradients go nowhere.
@@ -21,7 +22,11 @@ def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[No
     Raises AttributeError for a name that no parameter has."""
     rest(model)
     shared = {name: weight for name, weight in weights.items() if is_sharded(model.get_parameter(name))}
-    others = {id(model.get_parameter(name)): w for name, w in weights.items() if name not in shared}
+    others = {
+        id(model.get_parameter(name)): weight.to(model.get_parameter(name).device)
+        for name, weight in weights.items()
+        if name not in shared
+    }
     own = [
         (part, name, parameter)
         for part in model.modules()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import cpt
 from cpt.adapters.bank import banks_of
 from cpt.core.randomness import key
+from cpt.core.tensors import NamedTensors, offload
 from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
@@ -47,6 +48,8 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
         module.carried = CarriedState()
     if getattr(plan.schedule, "branches", False):
         module.trunk = Snapshot(module.model, persistent=True)
+    if plan.trainer.offload:
+        offload(module)
     if plan.trainer.gradient_checkpointing:
         checkpoint_activations(module.model)
     if plan.trainer.compile:
@@ -91,6 +94,18 @@ def tell_packing(plan: Plan) -> None:
             batch_size,
             parts,
         )
+
+
+def tell_resting(plan: Plan, module: ContinualModule, device: torch.device) -> None:
+    """Tells, in a line each, where a choice of what rests where changes nothing."""
+    tell_parts(plan, module)
+    if not plan.trainer.offload:
+        return
+    kept = [each for each in module.modules() if isinstance(each, NamedTensors)]
+    if not any(not isinstance(each, CarriedState) for each in kept):
+        log.info("trainer.offload=true without effect: %s keeps no weights that rest", plan.names["method"])
+    elif device.type == "cpu":
+        log.info("trainer.offload=true without effect: on a processor all is in the host's memory")
 
 
 def tell_parts(plan: Plan, module: ContinualModule) -> None:

@@ -7,6 +7,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from cpt.adapters.bank import rest_parts
 from cpt.core.preemption import leave_all
 from cpt.optim.guard import Guard
 from cpt.training.files import save_state
@@ -53,3 +54,14 @@ class Checkpoint(Callback):
     def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.guard.check_weights(trainer, pl_module.parameters())
         trainer.save_checkpoint(self.path)
+
+
+class Resting(Callback):
+    """Parts that a checkpoint has brought back lie in the file of the stage before again, where they are
+    too."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rest_parts(pl_module, self.path)

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import PreTrainedModel
 
 from cpt.core.memory import forget_peak, give_back, peak
+from cpt.core.sharding import is_sharded, local
 from cpt.data.batch import Batch
 from cpt.models.loading import skeleton
 
@@ -25,7 +26,12 @@ def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
     # peft moves the weight of a map that it adapts one level down.
     inside = {f"model.{name}" for name in own}
     beside = [value for name, value in state.items() if name.replace(".base_layer", "") not in inside]
-    return sum({each.data_ptr(): each.nbytes for each in beside}.values())
+    return sum({place_of(each): each.nbytes for each in beside}.values())
+
+
+def place_of(tensor: Tensor) -> int:
+    """Where a tensor is in memory; of one that is shared out, whose own rows are."""
+    return local(tensor).untyped_storage()._cdata if is_sharded(tensor) else tensor.data_ptr()
 
 
 def trained_parameters(module: nn.Module) -> int:

@@ -19,7 +19,6 @@ from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
-from cpt.core.sharding import gather_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
@@ -27,18 +26,18 @@ from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.tracking.loggers import log_scores, log_stage
-from cpt.training.assembly import make_method, tell_parts
+from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
-from cpt.training.checkpointing import Checkpoint
+from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
-from cpt.training.files import save_state
 from cpt.training.leaks import Leak
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
 from cpt.training.scoring import Cells, Scorer
+from cpt.training.stages import check_stage, restore_stage, save_stage
 from cpt.training.trainer import drop_optimizer, make_trainer
 from cpt.training.verdict import confirm
 
@@ -70,7 +69,8 @@ class Learner:
         )
         self.at = 0  # the stage whose weights the module has
         self.own = own_names(module.model)
-        tell_parts(plan, module)
+        self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
+        tell_resting(plan, module, device)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def learn(self) -> None:
@@ -94,17 +94,16 @@ class Learner:
         if number == self.at:
             return
         path = self.place.stage(number)
-        check_archive(path, instead=f"delete {self.place.path} to start again")
+        check_stage(path, instead=f"delete {self.place.path} to start again")
         for domain in self.data.domains[:number]:
             self.module.take_shape(domain)
-        self.module.load_state_dict(torch.load(path, weights_only=True))
-        self.rest(number)
+        restore_stage(self.module, path, rests=self.rests)
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
 
     def rest(self, number: int) -> None:
         """Has what a method keeps of learned domains lie in the file of a stage, where that is asked for."""
-        if self.plan.parts.keep == "disk":
+        if self.rests:
             wait_for_others()  # until the first process has written it
             rest_parts(self.module, self.place.stage(number))
 
@@ -155,14 +154,13 @@ class Learner:
         guard = Guard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
-        callbacks = [compute, rates, leak, guard, *self.callbacks.entering(number), saving]
+        resting = [Resting(self.place.stage(number - 1))] * self.rests
+        callbacks = [*resting, compute, rates, leak, guard, *self.callbacks.entering(number), saving]
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
         check_finite(self.module.state_dict(), domain.name)
-        state = gather_state(self.module)  # by every process: what is shared out is brought together
-        if is_first_process():
-            save_state(state, self.place.stage(number))
+        state = save_stage(self.module, self.place.stage(number))
         self.rest(number)
         kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
         noted = {"skipped": len(guard.left_out), "rates": rates.noted, "leak": leak.noted}

@@ -124,6 +124,10 @@ class TrainerOptions(Options):
     gradient_checkpointing: bool = option(
         "activations are computed again in the backward pass, not kept: less memory, more time", YES_NO
     )
+    offload: bool = option(
+        "what a method keeps of weights (teachers, anchors, averages, parts) rests in the host's memory",
+        YES_NO,
+    )
     compile: bool = option("torch.compile of each transformer block", YES_NO)
     checkpoint_every: int = option("steps between checkpoints within a domain", whole(1))
     log_every_n_steps: int = option("steps between points of the curves", whole(1))
@@ -166,7 +170,7 @@ class TrainerOptions(Options):
 
 OURS = (
     *("steps", "epochs", "tokens", "batch_size", "eval_batch_size", "probe_samples", "checkpoint_every"),
-    *("workers", "others", "gradient_checkpointing", "compile", "reshard_after_forward"),
+    *("workers", "others", "gradient_checkpointing", "offload", "compile", "reshard_after_forward"),
 )
 
 

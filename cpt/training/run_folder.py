@@ -86,6 +86,9 @@ class RunFolder:
         ):
             for left in self.path.glob(pattern):
                 discard(left)
+        for shards in self.path.glob("stages/*.shards"):
+            if not (self.path / "stages" / f"{shards.name.split('.')[0]}.pt").exists():
+                discard(shards)
 
     def seal(self) -> None:
         """Remembers the checksums of what a finished run is asked for; the disk holds it then."""
@@ -209,4 +212,6 @@ class RunFolder:
         self.forget_checkpoints()
         if not keep:
             for old in range(stages):
-                self.stage(old).unlink(missing_ok=True)
+                self.stage(old).unlink(missing_ok=True)  # first: a stage without it does not count
+                for shards in self.path.glob(f"stages/{self.stage(old).stem}.*.shards"):
+                    discard(shards)

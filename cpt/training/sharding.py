@@ -62,6 +62,18 @@ def shareable(module: ContinualModule) -> Iterator[Tensor]:
                     yield tensor
 
 
+def layout_of(module: nn.Module, name: str) -> Tensor | None:
+    """The sharded parameter that a tensor of a module's state is, or is kept of."""
+    owner, _, last = name.rpartition(".")
+    try:
+        part = module.get_submodule(owner)
+    except AttributeError:  # a part that comes with the state
+        return None
+    if isinstance(part, NamedTensors):
+        return part.layout.get(part.parameter_of(last.replace("/", ".")))
+    return getattr(part, last, None)
+
+
 def share_out_state(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
     """Of a state that is loaded, the rows of this process."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -119,19 +131,8 @@ class Sharded(DDPStrategy):
             number, place, _ = inner.split("/")
             found = parameters_of(self.optimizers[int(number)])[int(place)]
         else:
-            found = self.layout(inner)
+            found = layout_of(self.lightning_module, inner)
         return found if found is not None and found.shape == shape else None
-
-    def layout(self, name: str) -> Tensor | None:
-        """The sharded parameter that a tensor of the module's state is, or is kept of."""
-        owner, _, last = name.rpartition(".")
-        try:
-            part = self.lightning_module.get_submodule(owner)
-        except AttributeError:  # a part that comes with the state
-            return None
-        if isinstance(part, NamedTensors):
-            return part.layout.get(part.parameter_of(last.replace("/", ".")))
-        return getattr(part, last, None)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -58,6 +58,16 @@ def save_shards(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Writes a trainer's checkpoint; every process has to call it."""
     tensors, others = split_tensors(checkpoint)
     folder = new_folder(path)
+    write_shards(tensors, folder)
+    if is_first_process():
+        sizes = {each.name: size_of(each) for each in sorted(folder.iterdir())}
+        save_state({**others, SHARDS: [folder.name, sizes]}, path)
+        remove_others(path, folder)
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes tensors into a new folder, of those that are shared out each process its own rows; every process
+    has to call it. Then the disk holds them."""
     if is_first_process():
         folder.mkdir(parents=True)
     wait_for_others()
@@ -65,13 +75,15 @@ def save_shards(checkpoint: Mapping[str, Any], path: Path) -> None:
         files.save(dict(tensors), checkpoint_id=folder, no_dist=not in_company())
     wait_for_others()
     if is_first_process():
-        written = sorted(folder.iterdir())
-        for file in (*written, folder):
+        for file in (*folder.iterdir(), folder):
             sync(file)
-        save_state({**others, SHARDS: [folder.name, {each.name: size_of(each) for each in written}]}, path)
-        for old in path.parent.glob(f"{path.stem}.*.{SHARDS}"):
-            if old != folder:
-                shutil.rmtree(old)
+
+
+def remove_others(path: Path, folder: Path | None = None) -> None:
+    """Removes the folders of shards beside a file, but for one."""
+    for old in path.parent.glob(f"{path.stem}.*.{SHARDS}"):
+        if old != folder:
+            shutil.rmtree(old)
 
 
 def new_folder(path: Path) -> Path:
@@ -92,11 +104,17 @@ def fill_in(
     folder = path.with_name(name)
     if bad := [each for each, size in sizes.items() if size_of(folder / each) != size]:
         raise ValueError(f"{folder / bad[0]} is gone or truncated; delete {path} to learn its domain again")
+    return join_tensors(checkpoint, read_shards(folder, like))
+
+
+def read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Tensor]:
+    """The tensors of a folder by name: each laid out as another, `like` its name and shape, or whole. Where
+    some are to be shared out, every process has to call it."""
     tensors = dict(rooms(folder, like))
     alone = not any(map(is_sharded, tensors.values()))
     with expecting_one_process():
         files.load(tensors, checkpoint_id=folder, no_dist=alone or not in_company())
-    return join_tensors(checkpoint, tensors)
+    return tensors
 
 
 @contextmanager

@@ -20,6 +20,9 @@ class Anchor:
     def named(self):
         return {"weight": self.value}
 
+    def at_hand(self, stored):
+        return stored
+
 
 def recalled(share, *, gradient, **options):
     """A weight that was 3 and whose anchor is 1 after a step of AdamW at a rate of 0.1."""

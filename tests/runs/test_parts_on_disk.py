@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cpt.adapters.bank import Bank, rest_parts
@@ -94,6 +95,35 @@ def test_a_run_that_is_killed_goes_on_with_what_rests(learned, killing, three, t
     killing(None)
     found, stages = learned(tmp_path / "killed", method, "memory")  # and it may rest elsewhere then
     assert found == scores and same(stages, states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 1], ids=["from its stage", "from its checkpoint"])
+def test_a_run_that_is_begun_again_holds_nothing_that_rests(
+    learned, killing, three, tmp_path, monkeypatch, step
+):
+    class Held(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            held.append([mapped(each) for each in module.bank._buffers.values()])
+
+    class Dies(Killer):
+        def on_train_start(self, trainer, *args):
+            self.on_train_batch_end(trainer)
+
+    class Reading(Bank):
+        def room(self, name, stored):
+            rooms.append(name)
+            return super().room(name, stored)
+
+    held, rooms = [], []
+    killing(Dies(step=step, domain=three[2]))
+    with pytest.raises(KilledError):
+        learned(tmp_path, "demix", "disk")
+    killing(Held())
+    monkeypatch.setattr("cpt.methods.demix.Bank", Reading)
+    learned(tmp_path, "demix", "disk")
+    assert len(held) == 2 - step and all(each and all(each) for each in held)
+    assert bool(rooms) == (step > 0)  # a checkpoint holds all parts; a stage is not read
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ AT_ONCE = {
     "trainer.gradient_clip_val=nan": "trainer.gradient_clip_val=nan; allowed: null or 0 or more",
     "trainer.checkpoint_every=1.5": f"trainer.checkpoint_every=1.5; allowed: {WHOLE}",
     "trainer.log_every_n_steps=0": f"trainer.log_every_n_steps=0; allowed: {WHOLE}",
+    "trainer.offload=2": f"trainer.offload=2; allowed: {BOOL}",
     "trainer.gradient_checkpointing=2": f"trainer.gradient_checkpointing=2; allowed: {BOOL}",
     "trainer.compile=3": f"trainer.compile=3; allowed: {BOOL}",
     "trainer.strategy=deepspeed": "trainer.strategy=deepspeed; allowed: auto, ddp, ddp_find_unused_paramete"

@@ -18,9 +18,11 @@ from cpt.core.config import identity, plain_config
 from cpt.core.naming import name_run
 from cpt.evaluation.scores import Scores
 from cpt.training.forecast.live import Live, bytes_of
-from cpt.training.forecast.outlook import go_on
+from cpt.training.forecast.outlook import BEFORE, go_on
 from cpt.training.forecast.table import aligned, duration, few
+from cpt.training.run_folder import RunFolder
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
+from tests.runs.test_parts_on_disk import mapped
 from tests.support.campaign import run_few
 
 METHODS = sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml"))
@@ -109,6 +111,55 @@ def test_what_is_laid_over_a_method_is_in_it(start, long, foretold, tmp_path, gi
     assert [each["stored"] for each in said["stages"][1:]] == done.stored[1:]
     assert said["trained_parameters"] == max(done.trained)
     assert said["step_seconds"] > 0 and said["disk"]["checkpoint, while learning"] > 0
+
+
+KEPT = ["demix", "lora method.per_domain=true", "prompt", "hat", "olora"]
+
+
+@pytest.mark.parametrize("method", run_few(KEPT, ["demix"]))
+def test_parts_that_lie_in_a_file_are_not_in_memory(start, long, foretold, killing, tmp_path, method):
+    class Held(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            inside = {id(each) for each in module.model.buffers()}
+            for each in (buffer for buffer in module.buffers() if id(buffer) not in inside):
+                where = held[-1] if trainer.global_step == 2 else {}
+                where[mapped(each)] = where.get(mapped(each), 0) + each.nbytes
+
+        def on_train_start(self, *args):
+            held.append({})
+
+    held: list[dict[bool, int]] = []
+    given = [*f"method={method}".split(), "parts.keep=disk"]
+    said = foretold(long(*given), tmp_path / "said")
+    killing(Held())
+    start(long(*given), tmp_path / "done")
+    first, last = held[0], held[-1]
+    assert len(held) == 5 and last[True] > 0 and True not in first
+    assert said["memory"]["first"]["state"] == first[False]
+    assert said["memory"]["last"]["state"] == last[False] < first[False] + 100  # of demix: which, how near
+    assert said["mapped"] == {"first": 0, "last": last[True]}
+    grown = said["grows_by_domain"]
+    assert 0 <= grown["memory"] < 100 and grown["stored"] * 4 >= last[True] > 4000
+    done = Scores.load(tmp_path / "done" / "scores.json")
+    assert [each["stored"] for each in said["stages"][1:]] == done.stored[1:]
+    assert said["memory"]["last"]["peak"] + last[True] == pytest.approx(max(done.memory), rel=0.15)
+
+
+def test_the_stage_before_lies_on_disk_until_the_last_is_committed(
+    start, long, foretold, tmp_path, monkeypatch
+):
+    there, tidy = [], RunFolder.tidy
+
+    def watched(self, *args, **options):
+        there.append(sum(path.stat().st_size for path in (self.path / "stages").glob("*")))
+        tidy(self, *args, **options)
+
+    said = foretold(long("method=demix"), tmp_path / "said")["disk"]
+    monkeypatch.setattr(RunFolder, "tidy", watched)
+    start(long("method=demix"), tmp_path / "done")
+    both, alone = (said[name] for name in (BEFORE, "stage files, the last alone"))
+    assert both == pytest.approx(max(there), rel=0.03) and 1.5 * alone < both < 2 * alone
+    assert foretold(long("order=[law]"), tmp_path / "one")["disk"][BEFORE] == 0
 
 
 THREE = "order=[law,food,space]"

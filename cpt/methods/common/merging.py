@@ -109,7 +109,7 @@ class Merged(nn.Module):
         """Merges one more domain."""
         tasks = self.tasks(domain) if self.options.rule in ("ties", "dare", "dare_ties") else {}
         for name, own in self.rows().items():
-            own.copy_(self.one_more(name, own, domain, tasks.get(name)))
+            own.copy_(self.one_more(name, self.weights.at_hand(own), domain, tasks.get(name)))
         self.domains += 1
 
     def one_more(self, name: str, merged: Tensor, domain: Ended, task: Tensor | None) -> Tensor:
@@ -127,9 +127,9 @@ class Merged(nn.Module):
                 first = self.domains == 0 and not options.base
                 return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
             case _:
-                fisher, sums = domain.fisher[name] + options.epsilon, local(self.fishers.named()[name])
-                sums += fisher
-                return torch.lerp(merged, ended, fisher / sums)
+                fisher, kept = domain.fisher[name] + options.epsilon, local(self.fishers.named()[name])
+                kept += fisher.to(kept.device)
+                return torch.lerp(merged, ended, fisher / self.fishers.at_hand(kept))
 
     def tasks(self, domain: Ended) -> dict[str, Tensor]:
         """tau by name, trimmed and dropped as the rule wants it."""
@@ -154,10 +154,10 @@ class Merged(nn.Module):
     def vote(self, name: str, task: Tensor) -> Tensor:
         """The base and the elected mean of a tensor's trimmed tau."""
         kept = (self.above, self.below, self.counts_above, self.counts_below)
-        above, below, so_many_above, so_many_below = (local(each.named()[name]) for each in kept)
-        above += task.clamp_min(0)
-        below += task.clamp_max(0)
-        so_many_above += task > 0
-        so_many_below += task < 0
-        elected = elect(above, below, so_many_above, so_many_below)
-        return local(self.base.named()[name]) + self.options.scale * elected
+        added = (task.clamp_min(0), task.clamp_max(0), task > 0, task < 0)
+        sums = []
+        for each, more in zip(kept, added, strict=True):
+            own = local(each.named()[name])
+            own += more.to(own.device)
+            sums.append(each.at_hand(own))
+        return self.base.at_hand(local(self.base.named()[name])) + self.options.scale * elect(*sums)

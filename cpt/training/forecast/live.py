@@ -60,7 +60,7 @@ def bytes_of(tensors: Iterable[Tensor], *, seen: set[int] | None = None) -> int:
     known, total = set() if seen is None else seen, 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
+        if storage.nbytes() and storage._cdata not in known:
+            known.add(storage._cdata)
             total += storage.nbytes()
     return total

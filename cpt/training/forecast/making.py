@@ -73,7 +73,7 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     # torch and the rest: not before the plan is known to be right
     from cpt.core.memory import resident
     from cpt.training import assembly, preflight
-    from cpt.training.forecast.outlook import Outlook, as_data
+    from cpt.training.forecast.outlook import Outlook, as_data, is_sharded
     from cpt.training.forecast.trial import make_trial, try_stages
     from cpt.training.forecast.work import count_work
     from cpt.training.pretraining import find_base
@@ -85,6 +85,7 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     program = resident() if ready.device.type == "cpu" else 0
     trial = make_trial(plan, world=world)
     module = assembly.make_method(trial, start)
+    assembly.tell_resting(plan, module, ready.device)
     data = assembly.make_sequence(plan, corpora, start, module)
     folder, scores = find_begun(plan, place)
     work = count_work(plan, data, folder, scores)
@@ -95,7 +96,8 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     if work.is_done:
         tried = []
     else:
-        tried = try_stages(trial, module, data, device=ready.device, scratch=corpora.cache)
+        how = {"device": ready.device, "scratch": corpora.cache, "is_sharded": is_sharded(plan, world)}
+        tried = try_stages(trial, module, data, **how)
     if not tried:
         return about | {"left": "nothing"}
     outlook = Outlook(plan, data, work, tried, world, program)

@@ -15,6 +15,7 @@ from cpt.training.plan import Plan
 PARTS = ("weights", "companions", "state", "others", "gradients", "optimizer")
 OF_AN_ARRAY = 248  # bytes of a .npz file beside an array's own numbers
 TOGETHER = "buckets"  # copies of the gradients that DistributedDataParallel sends
+BEFORE = "stage files, the last two, until the last stage is committed"
 GATHERED = "gathered"  # what of shared out weights is whole at once, with its gradients
 
 
@@ -63,13 +64,18 @@ class Outlook:
         parts[TOGETHER] = parts["gradients"] * (self.world > 1 and not self.is_sharded)
         parts["program"] = self.program
         if self.program:
-            parts["allocator"] = max(0, *(each.held - each.peak - self.program for each in tried))
+            beyond = (each.held - each.mapped - each.peak - self.program for each in tried)
+            parts["allocator"] = max(0, *beyond)
         return parts | {"peak": sum(parts.values())}
+
+    def ends(self, name: str) -> dict[str, int]:
+        """A number of the first stage and of the last."""
+        places = {"first": min(1, self.stages), "last": self.stages}
+        return {which: int(self.known(name, number)) if number else 0 for which, number in places.items()}
 
     @property
     def is_sharded(self) -> bool:
-        """Whether processes share weights out."""
-        return self.world > 1 and self.plan.trainer.strategy == "fsdp"
+        return is_sharded(self.plan, self.world)
 
     def own(self, tried: Tried, name: str) -> float:
         """Bytes of a part that one of the processes has."""
@@ -85,6 +91,7 @@ class Outlook:
         grown = max(0, files[-1] - self.tried[min(2, len(self.tried) - 1)].state) if files else 0
         return {
             "stage files, the last alone": files[-1] if files else 0,
+            BEFORE: sum(files[-2:]) if len(files) > 1 else 0,
             "stage files, all (keep_stages=true)": sum(files),
             "checkpoint, while learning": sizes[-1] + grown if sizes else 0,
             "losses by document": documents,
@@ -162,6 +169,11 @@ class Outlook:
         return own.seconds * flops / own.flops if own.flops else own.seconds
 
 
+def is_sharded(plan: Plan, world: int) -> bool:
+    """Whether so many processes share weights out."""
+    return world > 1 and plan.trainer.strategy == "fsdp"
+
+
 def at_rest(parts: Mapping[str, int]) -> int:
     """Bytes of a module between two stages."""
     return sum(parts[name] for name in ("weights", "companions", "state"))
@@ -194,6 +206,7 @@ def as_data(outlook: Outlook, *, base_step_s: float) -> dict[str, Any]:
         },
         "trained_parameters": max(trained, default=0),
         "memory": {"first": outlook.memory(min(1, last)), "last": outlook.memory(last)},
+        **{name: outlook.ends(name) for name in ("mapped", "host")},
         "grows_by_domain": growth(outlook),
         "disk": outlook.disk(),
         "seconds": seconds | {"total": sum(seconds.values())},

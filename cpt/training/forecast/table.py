@@ -81,6 +81,13 @@ def memory(data: Mapping[str, Any]) -> Iterator[str]:
         f"{count(data['trained_parameters'])} parameters are trained; each further domain adds "
         f"{grown['memory']} in memory, {grown['stored']} to the stage's file"
     )
+    if host := data["host"]["last"]:
+        yield f"beside it {megabytes(host)} of what rests lie in the host's memory at the last stage"
+    if mapped := data["mapped"]["last"]:
+        yield (
+            f"beside it {megabytes(mapped)} of parts lie in the file of the stage before the last; what of "
+            "them is read stays in memory as long as the system has room"
+        )
 
 
 def disk(data: Mapping[str, Any]) -> Iterator[str]:

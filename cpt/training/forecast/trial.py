@@ -7,13 +7,16 @@ of the first domain, so that what differs between two stages is the method's. Pr
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
+from cpt.adapters.bank import banks_of, rest_parts
 from cpt.data.budget import Budget
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.methods.base import ContinualModule
@@ -31,6 +34,7 @@ from cpt.training.forecast.watching import (
     file_size,
 )
 from cpt.training.plan import Plan
+from cpt.training.sharding import shareable
 from cpt.training.trainer import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)
@@ -82,9 +86,16 @@ class TrialSequence(DomainSequence):
 
 
 def try_stages(
-    plan: Plan, module: ContinualModule, whole: DomainSequence, *, device: torch.device, scratch: Path
+    plan: Plan,
+    module: ContinualModule,
+    whole: DomainSequence,
+    *,
+    device: torch.device,
+    scratch: Path,
+    is_sharded: bool,
 ) -> list[Tried]:
-    """What the base and the first stages were seen to need; the module is of no more use."""
+    """What the base and the first stages were seen to need; the module is of no more use. `is_sharded` says
+    whether processes are to share weights out."""
     data, found = TrialSequence(whole, plan), [Tried()]
     own = own_names(module.model)
     try_scoring(plan, module, data, found[0], device=device)
@@ -95,9 +106,24 @@ def try_stages(
         state = module.state_dict()
         tried.stored, tried.state = stored_bytes(state, own), file_size(state)
         tried.trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+        if plan.parts.keep == "disk":
+            rest_a_stage(module, scratch, sharded=is_sharded)
         try_scoring(plan, module, data, tried, device=device)
         found.append(tried)
     return found
+
+
+def rest_a_stage(module: ContinualModule, scratch: Path, *, sharded: bool) -> None:
+    """Has what a method keeps of learned domains lie in a file, as after a stage; `sharded`: but for what
+    processes share out."""
+    shared = {id(each) for each in shareable(module)} if sharded else set()
+    state: dict[str, Tensor] = {}
+    for name, bank in banks_of(module).items():
+        state |= bank.state_dict(prefix=f"{name}.", keep_vars=True)
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=scratch) as folder:
+        path = Path(folder) / "stage.pt"
+        torch.save({name: each for name, each in state.items() if id(each) not in shared}, path)
+        rest_parts(module, path)  # which stays as long as it is mapped, without a name
 
 
 def try_stage(

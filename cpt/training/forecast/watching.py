@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
+from cpt.adapters.bank import in_memory, resting_in
 from cpt.core.memory import forget_peak, peak
 from cpt.methods.base import ContinualModule
 from cpt.models.units import blocks
@@ -45,6 +46,8 @@ class Tried:
     parts: dict[str, int] = field(default_factory=dict)
     shareable: dict[str, int] = field(default_factory=dict)  # of these, what strategy=fsdp shares out
     gathered: int = 0  # bytes of the largest part of the model that is whole at once then
+    mapped: int = 0  # bytes of what lies in a stage's file
+    host: int = 0  # of what rests in the host's memory, beside an accelerator
     peak: int = 0  # of tensors
     held: int = 0  # of the process, on a processor
     trained: int = 0
@@ -80,7 +83,7 @@ class Watch(Callback):
         forget_peak(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.live.hold([*pl_module.parameters(), *pl_module.buffers()])
+        self.live.hold(in_memory(pl_module))
         self.begin()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -99,6 +102,8 @@ class Watch(Callback):
         elif self.step == WATCHED:
             self.modes.close()
             self.tried.parts = parts_of(pl_module, trainer, live=self.live)
+            self.tried.mapped = bytes_of(resting_in(pl_module))
+            self.tried.host = host_of(pl_module, live=self.live)
             self.tried.shareable = shareable_of(pl_module, trainer)
             self.tried.gathered = largest_group(pl_module.model)
         self.clock = time.perf_counter() if self.step <= WATCHED else self.clock
@@ -123,7 +128,7 @@ class WatchScoring(Callback):
         self.live, self.modes, self.phase = live, ExitStack(), Phase()
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self.live.hold([*pl_module.parameters(), *pl_module.buffers()])
+        self.live.hold(in_memory(pl_module))
         self.counter = self.modes.enter_context(count_operations())
         self.modes.enter_context(self.live)
 
@@ -152,9 +157,9 @@ def parts_of(module: ContinualModule, trainer: Trainer, *, live: Live) -> dict[s
     seen: set[int] = set()
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
     there = {
-        "weights": tensors_of(module.model),
-        "companions": tensors_of(module.beside),
-        "state": tensors_of(module),
+        "weights": in_memory(module.model),
+        "companions": in_memory(module.beside),
+        "state": in_memory(module),
         "gradients": [each.grad for each in module.parameters() if each.grad is not None],
         "optimizer": [value for value in states if isinstance(value, Tensor)],
     }
@@ -163,6 +168,11 @@ def parts_of(module: ContinualModule, trainer: Trainer, *, live: Live) -> dict[s
         for name, given in there.items()
     }
     return known | {"others": max(0, live.now - sum(known.values()))}
+
+
+def host_of(module: ContinualModule, *, live: Live) -> int:
+    """Bytes in memory that are not on the device that is watched."""
+    return bytes_of(each for each in in_memory(module) if each.device.type != live.device.type)
 
 
 def shareable_of(module: ContinualModule, trainer: Trainer) -> dict[str, int]:
@@ -186,10 +196,6 @@ def largest_group(model: PreTrainedModel) -> int:
     """Bytes of the weights of the largest block of a model, or of what is in none."""
     inside = [bytes_of(block.parameters()) for _, block in blocks(model)]
     return max(*inside, bytes_of(model.parameters()) - sum(inside))
-
-
-def tensors_of(module: torch.nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 class Saving(Callback):

@@ -1,0 +1,325 @@
+"""What rests in the host's memory: the same bits, nothing of it on the model's device, and no sum of both."""
+
+import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter
+
+from cpt.adapters.bank import BASE, banks_of
+from cpt.core.tensors import NamedTensors
+from cpt.data.batch import Batch
+from cpt.models.snapshots import Snapshot, pull
+from cpt.optim.carry import CarriedState
+from cpt.training.assembly import tell_resting
+from cpt.training.forecast.live import Live
+from cpt.training.forecast.watching import host_of, parts_of
+from tests.methods.test_contract import LEARNING, bits
+from tests.support.campaign import run_few
+from tests.support.devices import MixedDevicesError, SecondDevice
+from tests.support.killing import KilledError, Killer
+from tests.support.making import DROPOUT, ORDER, Made, made
+
+OFFLOAD = "trainer.offload=true"
+KEPT = {  # what keeps something of weights, and of what its name is
+    "ewc": (["method=ewc"], {"anchor", "fisher"}),
+    "ewc by batch": (["method=ewc", "method.estimator=batch", "method.merge=decay"], {"anchor", "fisher"}),
+    "l2": (["method=l2"], {"anchor"}),
+    "l2 to the base": (["method=l2", "method.towards=base"], {"anchor"}),
+    "kd": (["method=kd"], {"teacher"}),
+    "ema": (["method=ema"], {"average"}),
+    "dga": (["method=dga"], {"base"}),
+    "one": (["method=one"], {"base"}),
+    "wise_ft": (["method=wise_ft"], {"previous"}),
+    "demix": (["method=demix"], {"bank", "bank.base"}),
+    "demix of adapters": (["method=demix", "method.experts=adapter"], {"bank", "bank.base"}),
+    "adapter": (["method=adapter", "method.per_domain=true"], {"bank", "bank.base"}),
+    "lora": (["method=lora", "method.per_domain=true"], {"bank", "bank.base"}),
+    "prompt": (["method=prompt", "method.tokens=3"], {"bank", "bank.base"}),
+    "one prompt": (
+        ["method=prompt", "method.tokens=3", "method.per_domain=false"],
+        {"bank", "bank.base"},
+    ),
+    "hat": (["method=hat"], {"bank", "bank.base"}),
+    "hat in adapters": (["method=hat", "method.form=adapter"], {"bank", "bank.base"}),
+    "cpt_plugin": (["method=cpt_plugin"], {"bank", "bank.base"}),
+    "olora": (["method=olora"], {"kept", "kept.base"}),
+    "mas": (["method=mas"], {"anchor", "fisher"}),
+    "si": (["method=si"], {"anchor", "importance", "brought"}),
+    "recadam": (["method=recadam"], {"anchor"}),
+    "reptile": (["method=reptile"], {"anchor"}),
+    "osf": (["method=osf"], {"masks.0.bases"}),
+    "merge": (["method=merge"], {"merged.weights", "origin"}),
+    "merge by fisher": (
+        ["method=merge", "method.rule=fisher", "method.start=previous"],
+        {"merged.weights", "merged.fishers", "origin"},
+    ),
+    "merge by ties": (
+        ["method=merge", "method.rule=ties", "method.start=base"],
+        {"merged.weights", "origin"}
+        | {f"merged.{each}" for each in ("base", "above", "below", "counts_above", "counts_below")},
+    ),
+    "merge of pairs": (
+        ["method=merge_lora", "method.truncated=2"],
+        {"merged.weights", "origin", "base"},
+    ),
+    "branches": (["method=ncl", "schedule=wsd", "schedule.decay=0.5"], {"trunk"}),
+    "moments": (["method=ncl", "optim.carry=moments"], {"carried"}),
+}
+NOTHING = ["ncl", "adapter", "lora", "inclora", "das", "migu", "derpp", "replay", "joint"]
+
+
+def kept_of(module: nn.Module) -> dict[str, NamedTensors]:
+    return {name: each for name, each in module.named_modules() if isinstance(each, NamedTensors)}
+
+
+def devices(module: nn.Module) -> set[str]:
+    return {each.device.type for each in (*module.parameters(), *module.buffers())}
+
+
+FEW = ["ewc", "l2", "kd", "dga", "demix", "hat", "olora", "si", "osf", "merge by ties"]
+
+
+@pytest.mark.parametrize("kind", run_few(KEPT, FEW))
+def test_the_model_goes_and_what_rests_stays(kind, small):
+    chosen, names = KEPT[kind]
+    for options in ([], [OFFLOAD]):
+        module = made(small(*chosen, ORDER, *options)).module
+        kept = kept_of(module)
+        assert {*kept} == names
+        module.to("meta")
+        assert devices(module.model) == {"meta"}
+        for each in kept.values():
+            own = {tensor.device.type for tensor in each._buffers.values()}
+            assert own <= {"cpu" if options or isinstance(each, CarriedState) else "meta"}
+        assert sum(len(each._buffers) for each in kept.values()) or kind in ("moments", "osf")
+        for bank in banks_of(module).values():
+            assert {each.device.type for each in bank.weights(BASE).values()} == {"meta"}
+
+
+def test_what_rests_takes_the_type_of_the_module(small):
+    module = made(small("method=ewc", ORDER, OFFLOAD)).module
+    before = module.anchor.named()
+    module.to(torch.bfloat16)
+    for name, each in module.anchor.named().items():
+        assert each.device.type == "cpu" and torch.equal(each, before[name].bfloat16())
+    assert {each.dtype for each in module.fisher.buffers()} == {torch.bfloat16}
+
+
+def moved(batch: Batch, device: str) -> Batch:
+    return {name: each.to(device) if torch.is_tensor(each) else each for name, each in batch.items()}
+
+
+def work_through(work: Made, device: str) -> None:
+    """All that a method does in a domain, once each, as a run calls it."""
+    module, data = work.module, work.data
+    (batch,), probe = work.batches(1, text="food"), work.probe()[:1]
+    batch, probe = moved(batch, device), [moved(each, device) for each in probe]
+    data.enter(data.domains[1])
+    module.enter(data.domains[1])
+    module.train()
+    if module.trunk is not None:
+        module.begin_from_trunk()
+    module.before_domain(probe)
+    optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.1)
+    sum(module.losses(batch).values()).backward()
+    module.see_gradients()
+    module.mask(optimizer)
+    module.gradients(optimizer)
+    module.constrain(optimizer)
+    optimizer.step()
+    for each in module.pending:
+        each.scale(optimizer)
+    for each in module.held:
+        each.constrain(optimizer)
+    module.forget_step()
+    module.after_update()
+    module.zero_grad()
+    module.eval()
+    module.after_domain(probe)
+    module.zero_grad()
+    if module.trunk is not None:
+        module.keep_trunk()
+    with torch.no_grad():
+        for domain in (0, 1, -1):
+            module.nll(batch, domain)
+
+
+@pytest.mark.parametrize("kind", run_few([kind for kind in KEPT if kind != "moments"], FEW))
+def test_no_sum_is_of_two_devices(kind, small_gpt2, monkeypatch):
+    work = made(small_gpt2(*KEPT[kind][0], ORDER, OFFLOAD, "trainer.steps=1"))
+    work.learn(0)
+    held = [*work.module.parameters()]
+    monkeypatch.setattr(torch, "autocast", lambda *args, **options: nullcontext())  # meta has none
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    work.module.to("meta")  # the same parameters, as when they go to a GPU
+    assert all(one is other for one, other in zip(held, work.module.parameters(), strict=True))
+    with SecondDevice():
+        work_through(work, "meta")
+    assert devices(work.module.model) == {"meta"}
+    for each in kept_of(work.module).values():
+        assert {own.device.type for own in each._buffers.values()} == {"cpu"}
+
+
+def test_a_sum_of_two_devices_is_seen():
+    model, anchors = nn.Linear(3, 2), [torch.zeros(2, 3), torch.zeros(2)]
+    copies = dict(zip(["weight", "bias"], anchors, strict=True))
+    model.to("meta")
+    with SecondDevice():
+        with pytest.raises(MixedDevicesError):
+            pull(model, copies)
+        value = pull(model, copies, elsewhere=True)
+        value.backward()
+    assert value.is_meta and model.weight.grad.is_meta
+
+
+def drawn(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.randn_like(each) for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_pull_in_pieces_has_the_bits_of_the_whole(weighted):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 7))
+    anchors, weights = drawn(model), drawn(model) if weighted else None
+    found = []
+    for elsewhere in (False, True):
+        model.zero_grad()
+        value = pull(model, anchors, weights, elsewhere=elsewhere)
+        (3 * value).backward()
+        found.append([value.detach(), *(each.grad.clone() for each in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+class Largest(SecondDevice):
+    """Notes the most bytes that operations of meta tensors gave at once, of those that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = Live(torch.device("meta"))
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = super().__torch_dispatch__(function, types, args, kwargs)
+        for each in (each for each in tree_iter(found) if isinstance(each, torch.Tensor)):
+            self.live.note(each, counts=True)
+        return found
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_of_what_rests_one_tensor_at_a_time_is_on_the_device(elsewhere):
+    """Of a pull the gradients and, for a while, three tensors of a parameter; not two models more."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10)))
+    anchors, weights, size = drawn(model), drawn(model), 64 * 64 * 4
+    model.to("meta")
+    if not elsewhere:
+        anchors, weights = ({k: v.to("meta") for k, v in each.items()} for each in (anchors, weights))
+    watched = Largest()
+    watched.live.hold([*model.parameters(), *anchors.values(), *weights.values()])
+    before = watched.live.now
+    with watched:
+        value = pull(model, anchors, weights, elsewhere=elsewhere)
+    most = watched.live.peak - before
+    assert value.is_meta and before == (10 if elsewhere else 30) * size
+    assert most < 14 * size if elsewhere else most > 19 * size
+
+
+def test_a_copy_moves_one_tensor_at_a_time():
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10)))
+    copy, size = Snapshot(model, persistent=True), 64 * 64 * 4
+    copy.offload()
+    both = nn.ModuleList([model, copy]).to("meta")
+    watched = Largest()
+    watched.live.hold(both.parameters())
+    with watched:
+        copy.take(model, share=0.5)
+        copy.restore(model, share=0.5)
+    assert watched.live.peak <= 13 * size
+    assert {each.device.type for each in copy.buffers()} == {"cpu"} and devices(model) == {"meta"}
+
+
+OPTIONS = [ORDER, *DROPOUT]
+
+
+@pytest.mark.parametrize("kind", run_few(KEPT, ["ewc", "ema", "demix", "hat"]))
+def test_what_rests_elsewhere_has_the_same_bits(kind, small, start, tmp_path):
+    chosen, _ = KEPT[kind]
+    start(small(*chosen, *OPTIONS), tmp_path / "plain")
+    start(small(*chosen, *OPTIONS, OFFLOAD), tmp_path / "offloaded")
+    assert bits(tmp_path / "plain") == bits(tmp_path / "offloaded")
+
+
+@pytest.mark.parametrize("kind", run_few(KEPT, ["ewc", "olora"]))
+def test_a_killed_run_goes_on_with_it_and_without(kind, small, start, killing, tmp_path):
+    chosen, _ = KEPT[kind]
+    start(small(*chosen, *OPTIONS), tmp_path / "plain")
+    for name, first, then in (("off", [OFFLOAD], [OFFLOAD]), ("on", [], [OFFLOAD]), ("back", [OFFLOAD], [])):
+        killing(Killer(step=3, domain="food"))
+        with pytest.raises(KilledError):
+            start(small(*chosen, *OPTIONS, "trainer.checkpoint_every=2", *first), tmp_path / name)
+        killing(None)
+        start(small(*chosen, *OPTIONS, "trainer.checkpoint_every=2", *then), tmp_path / name)
+        assert bits(tmp_path / name) == bits(tmp_path / "plain"), name
+
+
+def test_parts_in_a_file_may_be_offloaded_too(small, start, tmp_path):
+    how = ["method=demix", *OPTIONS]
+    start(small(*how), tmp_path / "plain")
+    start(small(*how, OFFLOAD, "parts.keep=disk"), tmp_path / "both")
+    assert bits(tmp_path / "plain") == bits(tmp_path / "both")
+
+
+def told(caplog) -> list[str]:
+    return [each.getMessage() for each in caplog.records if "trainer.offload" in each.getMessage()]
+
+
+@pytest.mark.parametrize("method", run_few(NOTHING, ["ncl", "derpp"]))
+def test_a_method_that_keeps_no_weights_says_so(method, small, start, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    start(small(f"method={method}", ORDER, OFFLOAD), tmp_path)
+    assert told(caplog) == [f"trainer.offload=true without effect: {method} keeps no weights that rest"]
+
+
+def test_on_a_processor_it_says_so(small, caplog):
+    caplog.set_level(logging.INFO)
+    work = made(small("method=ewc", ORDER, OFFLOAD))
+    tell_resting(work.plan, work.module, torch.device("cpu"))
+    assert told(caplog) == ["trainer.offload=true without effect: on a processor all is in the host's memory"]
+    caplog.clear()
+    tell_resting(work.plan, work.module, torch.device("cuda"))
+    assert not told(caplog)
+    moments = made(small(*KEPT["moments"][0], ORDER, OFFLOAD))
+    tell_resting(moments.plan, moments.module, torch.device("cuda"))
+    assert told(caplog) == ["trainer.offload=true without effect: ncl keeps no weights that rest"]
+
+
+def test_every_method_is_told_of():
+    names = {each.removeprefix("method=") for chosen, _ in KEPT.values() for each in chosen[:1]}
+    assert {*LEARNING} - {"agem", "across", "branched", "companions", "growing"} == names | {*NOTHING}
+
+
+def test_the_plan_counts_what_rests_in_the_hosts_memory(small):
+    """Under EWC, of a model of w bytes: on the device w, in the host's memory anchor and Fisher, w each."""
+    sizes = {}
+    for name, options in {"there": [], "here": [OFFLOAD]}.items():
+        module = made(small("method=ewc", ORDER, *options)).module
+        own = sum(each.nbytes for each in module.model.parameters())
+        module.to("meta")
+        live = Live(torch.device("meta"))
+        trainer = SimpleNamespace(optimizers=[])
+        sizes[name] = {**parts_of(module, trainer, live=live), "host": host_of(module, live=live)}
+    weights = sizes["there"]["weights"]
+    assert weights > 100_000 and sizes["here"]["weights"] == weights
+    assert sizes["there"]["state"] == pytest.approx(2 * own, rel=1e-3) and sizes["there"]["host"] == 0
+    assert sizes["here"]["host"] == 2 * own and sizes["here"]["state"] < 100
+
+
+def test_the_plan_says_what_changes_nothing(small, start, capsys, caplog, tmp_path):
+    caplog.set_level(logging.INFO)
+    said = []
+    for options in ([], [OFFLOAD]):
+        start(small("method=ewc", ORDER, "plan=true", *options), tmp_path)
+        said.append([line for line in capsys.readouterr().out.splitlines() if "own state" in line])
+    assert said[0] == said[1] and len(said[0]) == 1 and len(told(caplog)) == 1
