@@ -21,6 +21,9 @@ def is_targets(value: Any) -> bool:
     return is_pattern(value) or (is_list(value, is_text) and len(value) > 0)
 
 
+TARGETS = Rule(is_targets, "all-linear, a regular expression, or a list of names")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BottleneckOptions(Options):
     """Bottlenecks beside a frozen model (cpt.adapters.bottleneck)."""
@@ -47,7 +50,7 @@ class PairOptions(Options):
     dropout: float = option("of the trained pair's input", number("0 or more and below 1"))
     targets: Any = option(
         "which linear maps: all but the head, names or their ends, or a regular expression for whole names",
-        Rule(is_targets, "all-linear, a regular expression, or a list of names"),
+        TARGETS,
     )
     embeddings: bool = option(
         "a pair on the input embedding too; a head tied to it becomes a matrix of its own, frozen", YES_NO

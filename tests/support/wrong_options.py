@@ -335,6 +335,12 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "sides=left": "both, block",
         "acts_on=frozen": "gradient, update",
     },
+    "peft": {
+        "tuner=adalora": "boft, delora, dora, fourierft, gralora, hira, hra, ia3, ln_tuning",
+        "targets=(": "all-linear, a regular expression, or a list of names",
+        "arguments=3": "keys with values, {key: value}",
+        "start=next": "base, previous",
+    },
     "prompt": {
         "tokens=-1": WHOLE_OR_0,
         "tokens=2.5": WHOLE_OR_0,
@@ -366,6 +372,7 @@ THEIRS = "lightning.pytorch.callbacks"
 
 ON_THE_MODEL = {
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
+    "method=peft +method.arguments.rank=3": "method.arguments.rank is not known; allowed: ",
     "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
     "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
     "method=prompt method.tokens=600": "method.tokens=600; allowed: a whole number, 0 to ",
