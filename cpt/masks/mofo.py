@@ -57,13 +57,14 @@ class MomentumFilter(Constraint):
     def __init__(self, options: MomentumFilterOptions) -> None:
         super().__init__(acts_on="update")
         self.share = options.share
-        self.trained: list[nn.Parameter] = []
+        self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        self.trained = list(model.parameters())
+        self.watched = [model]
 
     def covered(self) -> Iterable[nn.Parameter]:
-        return self.trained if self.share < 1 else ()
+        # Asked for anew: where weights are shared out they are other parameters than at first.
+        return [p for model in self.watched for p in model.parameters()] if self.share < 1 else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
         for parameter, step in steps:

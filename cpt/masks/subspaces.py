@@ -27,13 +27,18 @@ class Subspaces(Constraint):
         super().__init__(acts_on=acts_on)
         self.protected = protected
         self.bases = NamedTensors()  # by <name of the map>.left and .right
-        self.maps: dict[str, nn.Parameter] = {}
+        self.projections: Sequence[Projection] = ()
         self.pairs: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
 
     def over(self, maps: Sequence[Projection]) -> None:
         """Knows the maps by name."""
-        self.maps = {each.name: each.module.weight for each in maps}
-        self.pairs = None
+        self.projections, self.pairs = maps, None
+
+    @property
+    def maps(self) -> dict[str, nn.Parameter]:
+        """Their weights by name, as they are now: where weights are shared out, they are others than at
+        first."""
+        return {each.name: each.module.weight for each in self.projections}
 
     @torch.no_grad()
     def span(self, ranks: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from tests.support.making import ORDER, made
 
 def of_share(share, *parameters):
     chosen = MomentumFilter(MomentumFilterOptions(share=share))
-    chosen.trained = list(parameters)
+    chosen.watched = [nn.ParameterList(parameters)]
     return chosen
 
 
