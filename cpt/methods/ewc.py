@@ -24,14 +24,10 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch
 from cpt.masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.common.consolidation import join
 from cpt.methods.common.options import ConsolidationOptions
 from cpt.models.sensitivity import fisher, keep_important
 from cpt.models.snapshots import Snapshot, pull
-
-
-def merge_fishers(old: Tensor, new: Tensor, *, domains: Tensor, merge: str, gamma: float) -> Tensor:
-    """The Fisher of so many domains and that of one more."""
-    return (domains * old + new) / (domains + 1) if merge == "mean" else gamma * old + new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +41,6 @@ class EWC(ContinualModule):
     """Pulls each weight back to where the previous domain left it, by its Fisher."""
 
     needs_32_bits = True  # its Fisher does
-    term = "ewc"  # what the penalty is called
     options: EWCOptions
 
     def __init__(self, options: EWCOptions, shared: Shared) -> None:
@@ -55,7 +50,7 @@ class EWC(ContinualModule):
         self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return super().losses(batch) | {self.term: self.penalty()}
+        return super().losses(batch) | {"ewc": self.penalty()}
 
     def penalty(self) -> Tensor:
         """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
@@ -65,17 +60,9 @@ class EWC(ContinualModule):
     def protects(self) -> dict[nn.Parameter, Protection]:
         return keep_important(self.model, self.fisher.named()) | super().protects()
 
-    def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
-        """How much each weight matters to the domain, by the names of the parameters."""
-        return fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
-
     def after_domain(self, probe: Iterable[Batch]) -> None:
         with torch.autocast(self.device.type, enabled=False):
-            found = self.measure(probe)
-        how = {"domains": self.domains, "merge": self.options.merge, "gamma": self.options.gamma}
-        kept = self.fisher.named()
-        for name, new in found.items():
-            old = self.fisher.at_hand(kept[name]) if name in kept else torch.zeros_like(new)
-            self.fisher.update({name: merge_fishers(old, new, **how)})
+            found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+        join(self.fisher, found, self.domains, self.options)
         self.domains += 1
         self.anchor.take(self.model)

@@ -11,16 +11,21 @@ places keeps a sample's length out of Omega. As in EWC, Omega is joined to that 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.core.options import option
 from cpt.core.rules import number, one_of
+from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch
+from cpt.masks.base import Protection
+from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.common.consolidation import join
 from cpt.methods.common.options import ConsolidationOptions
-from cpt.methods.ewc import EWC
 from cpt.models.forward import at
-from cpt.models.sensitivity import sensitivity
+from cpt.models.sensitivity import keep_important, sensitivity
+from cpt.models.snapshots import Snapshot, pull
 
 OUTPUTS = ("logits", "hidden")
 
@@ -33,13 +38,35 @@ class MASOptions(ConsolidationOptions):
     output: str = option("f: what is to stay as it is", one_of(*OUTPUTS))
 
 
-class MAS(EWC):
+class MAS(ContinualModule):
     """Pulls each weight back to where the previous domain left it, by how much the outputs depend on it."""
 
-    term = "mas"
+    needs_32_bits = True  # its importances do
     options: MASOptions
 
+    def __init__(self, options: MASOptions, shared: Shared) -> None:
+        super().__init__(options, shared)
+        self.anchor = Snapshot(self.model, persistent=True)
+        self.importance = NamedTensors({n: torch.zeros_like(p) for n, p in self.model.named_parameters()})
+        self.register_buffer("domains", torch.zeros((), dtype=torch.int64))
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        kept = self.anchor.named(), self.importance.named()
+        penalty = pull(self.model, *kept, elsewhere=self.anchor.offloaded)
+        return super().losses(batch) | {"mas": self.options.strength * penalty}
+
+    def protects(self) -> dict[nn.Parameter, Protection]:
+        return keep_important(self.model, self.importance.named()) | super().protects()
+
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        with torch.autocast(self.device.type, enabled=False):
+            found = self.measure(probe)
+        join(self.importance, found, self.domains, self.options)
+        self.domains += 1
+        self.anchor.take(self.model)
+
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+        """Omega of a domain, by the names of the parameters."""
         how = {"estimator": self.options.estimator, "power": 1, "label": "MAS"}
         return sensitivity(self.model, probe, self.squared_norms, **how)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
@@ -19,9 +19,10 @@ from cpt.core.sharding import local, rows_of, with_rows
 from cpt.core.sharding import whole as all_rows
 from cpt.core.tensors import PreciseTensors
 from cpt.data.batch import Batch
-from cpt.methods.base import Shared
+from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.common.merging import Merging, put
 from cpt.methods.common.options import MergingOptions
-from cpt.methods.merge import Merge
+from cpt.models.sensitivity import fisher
 from cpt.models.sharding import named_weights
 
 
@@ -36,55 +37,55 @@ class MergeLoRAOptions(MergingOptions, PairOptions):
             raise ValueError("exported=peft has no pair to write once pairs are merged; allowed: merged")
 
 
-class MergeLoRA(Merge):
+class MergeLoRA(ContinualModule):
     """Learns each domain through a pair of its own, and merges the products."""
 
     options: MergeLoRAOptions
 
     def __init__(self, options: MergeLoRAOptions, shared: Shared) -> None:
         super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
+        self.merging = Merging(options, self.model, self.maps())
         if options.truncated is not None:
-            self.base = PreciseTensors(self.joined(), persistent=False)
+            self.base = PreciseTensors(self.maps(), persistent=False)
 
-    def joined(self) -> Mapping[str, Tensor]:
+    def maps(self) -> dict[str, nn.Parameter]:
+        """The frozen weights beside which pairs are learned, by name."""
         present = named_weights(self.model)
         names = [f"{name}.base_layer.weight" for name in lora.layers(self.model)]
         return {name: present[name] for name in names}
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        super().before_domain(probe)
+        self.merging.begin(self.model)
         if self.domain.index > 0:
-            self.draw()
-
-    def draw(self) -> None:
-        """Puts a new pair, with product 0, beside each map."""
-        lora.draw_pair(self.model, self.drawing().initial_seed())
+            lora.draw_pair(self.model, self.drawing().initial_seed())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
+        seed = self.drawing().initial_seed()
         lora.merge(self.model)
-        self.draw()
-        super().after_domain(probe)
+        lora.draw_pair(self.model, seed)  # with product 0
+        found = self.measure(probe) if self.options.rule == "fisher" else {}
+        rows = self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
+        if self.options.truncated is not None:
+            self.truncate(rows, self.options.truncated)
+        put(rows, self.maps())
 
     def measure(self, probe: Iterable[Batch]) -> dict[str, Tensor]:
+        """The diagonal Fisher of the maps' weights, which are not trained themselves."""
         trained = [each for each in self.model.parameters() if each.requires_grad]
-        self.model.requires_grad_(False)
-        for each in self.joined().values():
-            each.requires_grad_(True)
-        found = super().measure(probe)
-        self.model.requires_grad_(False)
-        for each in trained:
-            each.requires_grad_(True)
+        for each in (*trained, *self.maps().values()):
+            each.requires_grad_(not each.requires_grad)
+        with torch.autocast(self.device.type, enabled=False):
+            found = fisher(self.model, probe, objective=self.objective, estimator=self.options.estimator)
+        for each in (*trained, *self.maps().values()):
+            each.requires_grad_(not each.requires_grad)
         return found
 
-    @torch.no_grad()
-    def put(self, rows: Mapping[str, Tensor]) -> None:
-        if self.options.truncated is not None:
-            for name, parameter in self.joined().items():
-                base = self.base.at_hand(local(self.base.named()[name]))
-                (added,) = with_rows([rows[name].to(base) - base], [parameter])
-                least = truncate(all_rows(added), self.options.truncated)
-                rows[name].copy_(base + rows_of(least, parameter))
-        super().put(rows)
+    def truncate(self, rows: Mapping[str, Tensor], rank: int) -> None:
+        """Leaves of what is added to the base's maps its best approximation of a rank."""
+        for name, parameter in self.maps().items():
+            base = self.base.at_hand(local(self.base.named()[name]))
+            (added,) = with_rows([rows[name].to(base) - base], [parameter])
+            rows[name].copy_(base + rows_of(truncate(all_rows(added), rank), parameter))
 
     def backbone(self, domain: int) -> PreTrainedModel:
         return lora.without_pairs(self.model, merged=True)

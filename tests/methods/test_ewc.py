@@ -13,7 +13,7 @@ from cpt.core import collectives
 from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
-from cpt.methods.ewc import merge_fishers
+from cpt.methods.common.consolidation import merge_importances
 from cpt.models.loading import build, load_tokenizer
 from cpt.models.objectives import Causal
 from cpt.training.costs import Compute
@@ -246,11 +246,13 @@ def test_two_identical_domains(merge, factor, ewc):
 def test_the_mean_counts_each_domain_once():
     found = torch.zeros(())
     for number, new in enumerate([2.0, 4.0, 9.0]):
-        found = merge_fishers(found, torch.tensor(new), domains=torch.tensor(number), merge="mean", gamma=0.5)
+        found = merge_importances(
+            found, torch.tensor(new), domains=torch.tensor(number), merge="mean", gamma=0.5
+        )
     assert found.item() == pytest.approx(5.0)
     decayed = torch.zeros(())
     for number, new in enumerate([2.0, 4.0, 9.0]):
-        decayed = merge_fishers(
+        decayed = merge_importances(
             decayed, torch.tensor(new), domains=torch.tensor(number), merge="decay", gamma=0.5
         )
     assert decayed.item() == pytest.approx(0.25 * 2 + 0.5 * 4 + 9)

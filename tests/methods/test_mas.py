@@ -32,13 +32,13 @@ def by_hand(work, output="logits", times=1):
 def test_importance_is_the_mean_absolute_gradient_by_sample(output, mas):
     work = mas(f"method.output={output}", "trainer.probe_samples=6")
     work.learn(0)
-    assert_close(work.module.fisher.named(), by_hand(work, output), rtol=1e-3, atol=1e-5)
+    assert_close(work.module.importance.named(), by_hand(work, output), rtol=1e-3, atol=1e-5)
 
 
 def test_labels_are_not_read(mas):
     work = mas("trainer.probe_samples=4")
     work.learn(0)
-    before = {name: value.clone() for name, value in work.module.fisher.named().items()}
+    before = {name: value.clone() for name, value in work.module.importance.named().items()}
     probe = [batch | {"targets": (batch["targets"] + 7) % 50} for batch in work.probe()]
     with torch.random.fork_rng():
         found = work.module.eval().measure(probe)
@@ -49,8 +49,8 @@ def test_importances_add_up(mas):
     """gamma 1: the paper's sum over domains."""
     work = mas("trainer.probe_samples=4")
     work.learn(0)
-    first = {name: value.clone() for name, value in work.module.fisher.named().items()}
+    first = {name: value.clone() for name, value in work.module.importance.named().items()}
     work.learn(1)
     new = by_hand(work)
     expected = {name: first[name] + new[name] for name in first}
-    assert_close(work.module.fisher.named(), expected, rtol=1e-3, atol=1e-4)
+    assert_close(work.module.importance.named(), expected, rtol=1e-3, atol=1e-4)

@@ -60,11 +60,13 @@ def test_fisher_weighs_what_its_domain_knows(merge):
     work = merge("method.rule=fisher")
     before = work.weights()
     work.learn(0)
-    sums = work.module.merged.fishers.named()
+    sums = work.module.merging.merged.fishers.named()
     assert all((each > 0).any() for each in sums.values())
     work.learn(1)
     assert not same(before, work.weights())
-    assert all((work.module.merged.fishers.named()[name] >= each).all() for name, each in sums.items())
+    assert all(
+        (work.module.merging.merged.fishers.named()[name] >= each).all() for name, each in sums.items()
+    )
 
 
 def test_pairs_are_merged_by_their_products(small):

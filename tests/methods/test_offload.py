@@ -47,24 +47,24 @@ KEPT = {  # what keeps something of weights, and of what its name is
     "hat in adapters": (["method=hat", "method.form=adapter"], {"bank", "bank.base"}),
     "cpt_plugin": (["method=cpt_plugin"], {"bank", "bank.base"}),
     "olora": (["method=olora"], {"kept", "kept.base"}),
-    "mas": (["method=mas"], {"anchor", "fisher"}),
+    "mas": (["method=mas"], {"anchor", "importance"}),
     "si": (["method=si"], {"anchor", "importance", "brought"}),
     "recadam": (["method=recadam"], {"anchor"}),
     "reptile": (["method=reptile"], {"anchor"}),
     "osf": (["method=osf"], {"masks.0.bases"}),
-    "merge": (["method=merge"], {"merged.weights", "origin"}),
+    "merge": (["method=merge"], {"merging.merged.weights", "merging.origin"}),
     "merge by fisher": (
         ["method=merge", "method.rule=fisher", "method.start=previous"],
-        {"merged.weights", "merged.fishers", "origin"},
+        {"merging.merged.weights", "merging.merged.fishers", "merging.origin"},
     ),
     "merge by ties": (
         ["method=merge", "method.rule=ties", "method.start=base"],
-        {"merged.weights", "origin"}
-        | {f"merged.{each}" for each in ("base", "above", "below", "counts_above", "counts_below")},
+        {"merging.merged.weights", "merging.origin"}
+        | {f"merging.merged.{each}" for each in ("base", "above", "below", "counts_above", "counts_below")},
     ),
     "merge of pairs": (
         ["method=merge_lora", "method.truncated=2"],
-        {"merged.weights", "origin", "base"},
+        {"merging.merged.weights", "merging.origin", "base"},
     ),
     "branches": (["method=ncl", "schedule=wsd", "schedule.decay=0.5"], {"trunk"}),
     "moments": (["method=ncl", "optim.carry=moments"], {"carried"}),

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from cpt.core.randomness import key
 from cpt.core.sharding import dot, local, rows_of, total_norm, whole, with_rows
-from cpt.core.tensors import NamedTensors, PreciseTensors
+from cpt.core.tensors import NamedTensors, PreciseTensors, precise
 from cpt.methods.common.options import MergingOptions
+from cpt.models.snapshots import Snapshot
 
 ALIKE = 0.9995  # of a cosine: from there on the arc is a line
 
@@ -161,3 +162,46 @@ class Merged(nn.Module):
             own += more.to(own.device)
             sums.append(each.at_hand(own))
         return self.base.at_hand(local(self.base.named()[name])) + self.options.scale * elect(*sums)
+
+
+class Merging(nn.Module):
+    """The merged weights of a model, of the parameters that are given by name, and what a domain starts
+    from."""
+
+    def __init__(self, options: MergingOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.start = options.start
+        self.merged = Merged(options, weights)
+        # What a domain starts from; of start=merged that is the model.
+        self.origin = Snapshot(model, persistent=options.start == "previous")
+
+    def begin(self, model: nn.Module) -> None:
+        """Gives a model what a domain starts from."""
+        if self.start != "merged":
+            self.origin.restore(model)
+
+    def end(
+        self, model: nn.Module, weights: Mapping[str, Tensor], *, fisher: Mapping[str, Tensor], seed: int
+    ) -> dict[str, Tensor]:
+        """Merges what a domain has ended with; gives the merged weights by name, the own rows of each."""
+        began = self.merged.rows() if self.start == "merged" else self.origin.named()
+        at_hand = self.origin.at_hand
+        ended = Ended(
+            like=weights,
+            # As the model had it, where its type is coarser than what is merged.
+            began={name: precise(at_hand(local(began[name])).to(own.dtype)) for name, own in weights.items()},
+            ended={name: precise(local(own)) for name, own in weights.items()},
+            fisher={name: precise(local(fisher[name])) for name in weights if name in fisher},
+            seed=seed,
+        )
+        self.merged.add(ended)
+        if self.start == "previous":
+            self.origin.take(model)
+        return self.merged.rows()
+
+
+@torch.no_grad()
+def put(rows: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Gives parameters the merged weights, by name."""
+    for name, own in weights.items():
+        local(own).copy_(rows[name])
