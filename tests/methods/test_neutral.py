@@ -44,6 +44,8 @@ CASES = {  # what it is compared with, what makes the method that, and what does
         ["method.mask.threshold=0", "method.mask.acts_on=update"],
         ["method.mask.threshold=0.7"],
     ),
+    "moelora": ("lora", ["method.experts=1"], ["method.experts=2"]),
+    "nlora": ("inclora", ["method.strength=0", STRONG], ["method.strength=1", STRONG]),
     "olora": ("inclora", ["method.strength=0", STRONG], ["method.strength=1", STRONG]),
     "replay": ("ncl", ["method.mixture.past=0"], ["method.mixture.past=0.5"]),
     "wise_ft": ("ncl", ["method.previous=0"], ["method.previous=0.5"]),
