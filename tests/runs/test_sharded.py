@@ -133,6 +133,8 @@ METHODS = {
     **{name: [f"method={name}"] for name in ("adapter", "olora", "inclora", "prompt", "cpt_plugin")},
     "pairs apart": ["method=inclora", "method.stored=pairs"],
     "a chain of prompts": ["method=progprompt", "method.residual=8"],
+    "mixed by text": ["method=sapt", "replay=past"],
+    "mixed by text, mocl": ["method=sapt", "method.key=cosine", "method.query=encoder"],
     "mixed by token": ["method=moelora"],
     "sparse pairs": ["method=nlora", "method.strength=1e-4"],
     "merge": ["method=merge", "method.rule=slerp"],

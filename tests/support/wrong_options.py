@@ -344,6 +344,13 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "start=zero": "vocabulary, previous",
     },
     "replay": {"mixture.past=2": BELOW},
+    "sapt": {
+        "key=dot": "attention, cosine",
+        "query=decoder": "embeddings, encoder",
+        "bottleneck=0": WHOLE,
+        "scale=0": "above 0",
+        "strength=-1": "0 or more",
+    },
     "wise_ft": dict.fromkeys(
         [f"previous={given}" for given in ("-0.1", "1.1", "nan", "half", "true")], SHARE
     ),
@@ -394,6 +401,7 @@ ON_THE_MODEL = {
     f"+callbacks.x._target_={THEIRS}.ModelCheckpoint": "callbacks.x=ModelCheckpoint is not taken: trainer.c",
     f"+callbacks.x._target_={THEIRS}.TQDMProgressBar": "callbacks.x=TQDMProgressBar is not taken: cpt has",
     f"+logger.x._target_={THEIRS}.Timer": f"logger.x._target_={THEIRS}.Timer; allowed: a lightning.pytorch",
+    "method=sapt method.targets=[head.dense]": "method.targets=[head.dense]; allowed: what finds maps outsi",
     "method=moelora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular exp",
     "method=das method.contrast_dropout=null": "two passes of ModernBertForMaskedLM with method.contrast_dro",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
@@ -405,6 +413,7 @@ PACKED = "domains=tasks domains.root=null domains.packing=isolated"
 NOT_SHARED = "domains.packing=isolated does not go with a"
 ON_A_CAUSAL = {  # of a GPT-2
     f"{PACKED} method=prompt": "domains.packing=isolated does not go with method=prompt, whose vectors",
+    f"{PACKED} method=sapt": "domains.packing=isolated does not go with method=sapt, whose pairs are weig",
     f"{PACKED} method=progprompt": "domains.packing=isolated does not go with method=progprompt, whose vec",
     f"{PACKED} model.config.model_type=bloom": f"{NOT_SHARED} bloom, which takes no positions; allowed: ",
     f"{PACKED} model.config.model_type=mamba": f"{NOT_SHARED} mamba, which carries a state from token ",
