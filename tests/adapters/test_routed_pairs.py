@@ -115,6 +115,25 @@ def test_padding_is_no_part_of_the_query(name, form):
     torch.testing.assert_close(padded, router_of(model).whole[0])
 
 
+def test_keys_stand_in_the_order_of_their_pairs():
+    model, keys = attached("roberta", SAPT), []
+    for number in range(3):
+        keys.append(router_of(model).key.detach().clone())
+        first = lora.pair_of(next(iter(lora.layers(model).values())))[0].detach().clone()
+        begin_routed(model, torch.Generator().manual_seed(number))
+    assert torch.equal(router_of(model).earlier, torch.cat(keys))
+    earlier = lora.pair_of(next(iter(lora.layers(model).values())), "earlier")[0]
+    assert torch.equal(earlier[-R:], first) and len(earlier) == 3 * R
+
+
+def test_a_copy_can_be_made_between_a_pass_and_its_gradients():
+    model = routed("roberta")
+    loss = model(**inputs_of(model)).logits.sum()
+    assert router_of(deepcopy(model)).logits is None
+    loss.backward()
+    assert router_of(model).key.grad is not None
+
+
 def test_a_running_mean_leaves_padding_on_the_left_out():
     states = torch.tensor([[[9.0], [2.0], [4.0]]])
     assert running_mean(states, torch.tensor([[0, 1, 1]])).flatten().tolist() == [0, 2, 3]

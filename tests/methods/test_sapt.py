@@ -9,7 +9,7 @@ from cpt.adapters import lora
 from cpt.adapters.routed_pairs import router_of
 from cpt.masks.base import recording
 from cpt.methods.sapt import attention_divergence, kept_attention
-from tests.support.making import ORDER, made, same
+from tests.support.making import ORDER, made, same, state_bytes
 from tests.support.pairs import pair_of
 
 BODY = "method.targets=[Wqkv,Wo,Wi]"  # SAPT has no pair in the head
@@ -118,6 +118,15 @@ def test_no_domain_is_known_at_test_time_and_the_weights_are_told(sapt):
     assert list(work.module.used(0).values()) == pytest.approx(whole.tolist(), rel=1e-5)
     scorer.begin()
     assert scorer.taken == {}
+
+
+def test_a_domain_adds_a_pair_a_key_and_what_it_took(sapt):
+    work, sizes = sapt("trainer.steps=1"), []
+    for number in (0, 1):
+        work.learn(number)
+        sizes.append(state_bytes(work.module))
+    pairs = sum(value.nbytes for value in pair_of(work.module).values())
+    assert sizes[1] - sizes[0] == pairs + router_of(work.module.model).key.nbytes + 2 * 4
 
 
 def test_a_mask_does_not_see_the_pass_of_the_query(sapt):
