@@ -37,6 +37,8 @@ class PromptVectors(nn.Module):
     the weight at work has: 0 changes nothing. The prompt stands behind so many tokens as
     `before` says; with `leading`, the first outputs are cut off."""
 
+    written_whole = True  # a causal model writes without a cache, and behind no padding
+
     def __init__(
         self,
         weight: Tensor,

@@ -89,7 +89,7 @@ def test_without_replay_a_line_tells_that_nothing_is_kept(sapt, caplog):
     caplog.set_level("INFO", logger="cpt")
     work = sapt("trainer.steps=1")
     work.learn(0)
-    assert "method.strength=1 without effect: no text of past domains is replayed" in caplog.text
+    assert "method.strength=0.1 without effect: no text of past domains is replayed" in caplog.text
     assert work.module.losses(work.batches()[0] | {"domains": torch.zeros(8)})["reflection"] == 0
 
 
