@@ -44,11 +44,15 @@ TARGETS = {
     "lora, query and value": 0.85,
     "inclora": 0.85,
     "olora": 0.85,
+    "nlora": 0.9,
+    "moelora": 1.1,  # 1.3 times lora's
+    "sapt": 1.1,
     "demix": 1.0,
     "hat": 1.15,
     "hat, adapter": 1.15,
     "cpt_plugin": 1.2,
     "prompt": 264 / 164,  # its 100 tokens beside the sample's
+    "progprompt": 184 / 164,  # of two domains
 }
 VARIANTS = {
     DENSE: ["method=ncl"],
@@ -63,6 +67,7 @@ VARIANTS = {
     "lora + migu": ["method=lora", "mask=migu"],
     "demix, adapters": ["method=demix", "method.experts=adapter"],
     "hat, adapter": ["method=hat", "method.form=adapter"],
+    "sapt, mocl": ["method=sapt", "method.key=cosine", "method.query=encoder"],
     "prompt, 20 tokens": ["method=prompt", "method.tokens=20"],
     "replay, general": ["method=replay", "replay@method.mixture=general"],
 }

@@ -42,7 +42,7 @@ class BottleneckOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions(Options):
+class MapPairOptions(Options):
     """Low-rank pairs beside linear maps (cpt.adapters.lora)."""
 
     r: int = option("rank of a pair", whole(1))
@@ -52,6 +52,18 @@ class PairOptions(Options):
         "which linear maps: all but the head, names or their ends, or a regular expression for whole names",
         TARGETS,
     )
+
+    @property
+    def pair(self) -> dict[str, Any]:
+        """What a function that attaches pairs is told; it stands in JSON."""
+        targets = self.targets if isinstance(self.targets, str) else list(self.targets)
+        return {"r": self.r, "alpha": self.alpha, "dropout": self.dropout, "targets": targets}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(MapPairOptions):
+    """Low-rank pairs that are summed, whatever the text."""
+
     embeddings: bool = option(
         "a pair on the input embedding too; a head tied to it becomes a matrix of its own, frozen", YES_NO
     )
@@ -60,7 +72,7 @@ class PairOptions(Options):
     @property
     def pair(self) -> dict[str, Any]:
         """What cpt.adapters.lora.attach_pairs is told."""
-        return {name: getattr(self, name) for name in ("r", "alpha", "dropout", "targets", "embeddings")}
+        return super().pair | {"embeddings": self.embeddings}
 
 
 @dataclass(frozen=True, kw_only=True)

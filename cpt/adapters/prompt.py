@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from cpt.adapters.bank import Scope
+from cpt.adapters.bank import BASE, Bank, Scope
 from cpt.models.forward import body, reader
 from cpt.models.loading import positions_of
 from cpt.models.sharding import call_within
@@ -36,6 +36,8 @@ class PromptVectors(nn.Module):
     """Widens the input of a model's body by the prompt `weight` [n, D], and cuts its output back. n is what
     the weight at work has: 0 changes nothing. The prompt stands behind so many tokens as
     `before` says; with `leading`, the first outputs are cut off."""
+
+    written_whole = True  # a causal model writes without a cache, and behind no padding
 
     def __init__(
         self,
@@ -57,6 +59,12 @@ class PromptVectors(nn.Module):
     def positions_taken(self) -> int:
         """Of a model's positions, those that a text can not have."""
         return len(self.weight)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(f"{prefix}weight", self.weight)
+        if len(stored) != len(self.weight):  # n is what the state has
+            self.weight = nn.Parameter(self.weight.new_empty(stored.shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def widen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The body's pre-hook: in each row [B, T] n places for the prompt."""
@@ -131,6 +139,22 @@ class PromptVectors(nn.Module):
         if mask is not None:
             given["encoder_attention_mask"] = insert_prompt(mask, 1, len(self.weight), before=self.before)
         return args, given
+
+
+class PromptChain(Bank):
+    """Prompts of domains, of which that of domain k stands in front of those before it (Progressive Prompts;
+    Razdaibiedina et al., ICLR 2023): its part is [P_k; ...; P_1]."""
+
+    def weights(self, domain: int) -> dict[str, Tensor]:
+        weights = super().weights
+        if domain == BASE:
+            return weights(BASE)
+        links = [weights(each) for each in reversed(self.domains) if each <= domain]
+        return {name: torch.cat([each[name] for each in links]) for name in links[0]}
+
+    def before(self, domain: int) -> list[int]:
+        """The domains before one that have a prompt, ascending."""
+        return [each for each in self.domains if each < domain]
 
 
 def insert_prompt(given: Tensor, value: int, width: int, *, before: int) -> Tensor:

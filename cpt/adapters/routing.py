@@ -9,6 +9,8 @@ Here x_<i are the scored tokens that stand before i in the same row: all of them
 masked one those that are predicted (a pseudo-likelihood). Every row begins at the prior. The released code
 takes the token before i alone for x_<i."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,27 +25,66 @@ from cpt.models.swapping import swap_weights
 LEAST = 1e-3  # of the largest weight: parts with less are not told
 
 
-class Router:
-    """Scores texts with the parts of a bank, and remembers which of them it took for each text.
+class Scorer(ABC):
+    """Scores texts with the parts of a model, and remembers which of them it took for each text.
 
     What it remembers is of the last evaluation, and no part of any state_dict."""
 
+    needs_domain = False  # whether a text's domain must be known at test time
+
+    def __init__(self) -> None:
+        self.taken: dict[int, dict[int, Tensor]] = {}  # by domain and part: weights summed over positions
+
+    @property
+    @abstractmethod
+    def parts(self) -> list[int]:
+        """All parts there are."""
+
+    @abstractmethod
+    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        """Negative log-likelihood (nats) at the scored positions, [K], of text of the domain; for one text
+        after another, and of each one batch after another."""
+
+    def begin(self) -> None:
+        """An evaluation begins: what was remembered of the one before is forgotten."""
+        self.taken.clear()
+
+    def take(self, domain: int, parts: list[int], weights: Tensor) -> None:
+        """Remembers the weights [n, K] of the parts."""
+        taken = self.taken.setdefault(domain, {})
+        for part, weight in zip(parts, weights.detach().sum(1, dtype=torch.double), strict=True):
+            taken[part] = taken.get(part, 0) + weight
+
+    def used(self, domain: int) -> dict[int, float]:
+        """The parts that scored a domain's text in the last evaluation, with their mean weights over the
+        positions of all processes, whose sum is 1; parts with less than a thousandth of the largest are left
+        out. Asked by every process, also by one that scored none of the text."""
+        taken = self.taken.get(domain, {})
+        sums = sum_on_cpu(
+            torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double)
+        )
+        told = torch.where(sums < LEAST * sums.max(), 0, sums)
+        shares = (told / told.sum()).tolist()
+        return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
+
+
+class Router(Scorer):
+    """Scores texts with the parts of a bank, one of which at a time is in the model."""
+
     def __init__(self, bank: Bank, routing: Routing, objective: Objective) -> None:
+        super().__init__()
         self.bank, self.routing, self.objective = bank, routing, objective
         self.text: tuple[int, list[int]] | None = None  # that is being scored: its domain and parts
         self.rows = 0  # of it, that a cached prior has seen
         self.prior = torch.empty(0)  # of its parts, [n]
         self.cache = torch.empty(0)  # sum of the posteriors that make up a cached prior, [n]
-        self.taken: dict[int, dict[int, Tensor]] = {}  # by domain and part: weights summed over positions
 
     @property
     def needs_domain(self) -> bool:
-        """Whether a text's domain must be known at test time."""
         return self.routing.learned == "domain"
 
     @property
     def parts(self) -> list[int]:
-        """All parts there are."""
         return [BASE, *self.bank.domains]
 
     def rule(self, domain: int) -> str:
@@ -62,8 +103,6 @@ class Router:
         return 1 if self.rule(domain) == "nearest" else self.routing.top_k
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
-        """Negative log-likelihood (nats) at the scored positions, [K], of text of the domain; for one text
-        after another, and of each one batch after another."""
         parts = self.mixed(domain)
         self.go_on(domain, parts, batch["positions"].device)
         likelihood = torch.stack([self.likelihood(model, batch, part) for part in parts])
@@ -80,9 +119,8 @@ class Router:
             return -self.objective.nll(model, batch)
 
     def begin(self) -> None:
-        """An evaluation begins: what was remembered of the one before is forgotten."""
+        super().begin()
         self.text = None
-        self.taken.clear()
 
     def go_on(self, domain: int, parts: list[int], device: torch.device) -> None:
         """Begins anew with another text."""
@@ -113,24 +151,6 @@ class Router:
         self.rows, self.cache = self.rows + 1, self.cache + posterior
         if self.rows == self.routing.cached:
             self.prior = self.cache / self.rows
-
-    def take(self, domain: int, parts: list[int], weights: Tensor) -> None:
-        """Remembers the weights [n, K] of the parts."""
-        taken = self.taken[domain]
-        for part, weight in zip(parts, weights.detach().sum(1, dtype=torch.double), strict=True):
-            taken[part] = taken.get(part, 0) + weight
-
-    def used(self, domain: int) -> dict[int, float]:
-        """The parts that scored a domain's text in the last evaluation, with their mean weights over the
-        positions of all processes, whose sum is 1; parts with less than a thousandth of the largest are left
-        out. Asked by every process, also by one that scored none of the text."""
-        taken = self.taken.get(domain, {})
-        sums = sum_on_cpu(
-            torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double)
-        )
-        told = torch.where(sums < LEAST * sums.max(), 0, sums)
-        shares = (told / told.sum()).tolist()
-        return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
 
 
 def preceding(likelihood: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

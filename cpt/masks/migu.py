@@ -189,9 +189,9 @@ class MagnitudeMask(GradientMask):
         self.inside, self.present = False, {}
 
     def record(self, place: slice, side: str | None, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Adds a map's output on tokens of source or target; what is computed again in the backward pass, or
-        by a part of the model on its own, does not count."""
-        if self.inside:
+        """Adds a map's output on tokens of source or target; what is computed again in the backward pass, by
+        a part of the model on its own, or without gradients on the way, does not count."""
+        if self.inside and torch.is_grad_enabled():
             self.sums[place] += magnitudes(output, self.present.get(side) if side else None)
 
     def activate(self, domain: int) -> None:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters.bank import Bank, Scope, beyond
 from cpt.adapters.options import Routing
-from cpt.adapters.routing import Router
+from cpt.adapters.routing import Router, Scorer
 from cpt.core.options import Options
 from cpt.core.randomness import key
 from cpt.data.batch import Batch
@@ -76,7 +76,7 @@ class ContinualModule(Staged):
         self.carried: CarriedState | None = None
         self.trunk: Snapshot | None = None  # where a domain's decay is a branch
         self.bank: Bank | None = None
-        self.router: Router | None = None
+        self.router: Scorer | None = None
         self.guard = Guard()
         self.pending: list[Before] = []
         self.held: list[Held] = []

@@ -53,11 +53,7 @@ class Prompt(ContinualModule):
 
     def __init__(self, options: PromptOptions, shared: Shared) -> None:
         check_tokens(options.tokens, length=shared.length, model=shared.model)
-        if shared.objective.sharing is not None:
-            raise ValueError(
-                "domains.packing=isolated does not go with method=prompt, whose vectors stand behind the "
-                "first token of a row; allowed: domains.packing=none"
-            )
+        check_rows(shared, method="prompt")
         self.prompting = {"tokens": options.tokens, "causal": shared.objective.causal}
         scope = attach_prompt(shared.model, **self.prompting)
         super().__init__(options, shared, scope=scope)
@@ -107,6 +103,15 @@ class Prompt(ContinualModule):
         names = order if self.options.per_domain else order[-1:]
         parts = {name: self.weights(number) for number, name in enumerate(names)}
         return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
+
+
+def check_rows(shared: Shared, *, method: str) -> None:
+    """Raises ValueError where samples share rows."""
+    if shared.objective.sharing is not None:
+        raise ValueError(
+            f"domains.packing=isolated does not go with method={method}, whose vectors stand behind the "
+            "first token of a row; allowed: domains.packing=none"
+        )
 
 
 def check_tokens(tokens: int, *, length: int, model: PreTrainedModel) -> None:

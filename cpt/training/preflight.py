@@ -193,11 +193,12 @@ def stand_for(options: ModelOptions, objective: str, *, vocabulary: int) -> Obje
 
 
 def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:
-    """The method can be made of the model: tried on its skeleton."""
+    """The method can be made of the model and takes the order: tried on the model's skeleton."""
     shared = make_shared(plan, model, objective)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
             module = plan.method.make(shared)
+            module.stages(plan.order)
         except ValueError:  # a refusal
             raise
         except Exception as error:  # whatever an operation raises that a skeleton can not do

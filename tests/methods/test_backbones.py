@@ -12,6 +12,7 @@ from cpt.models.forward import body
 from cpt.training.plan import make_plan
 from cpt.training.pretraining import make_base
 from tests.support import making
+from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, options, write_task
 from tests.support.making import ORDER
 
@@ -32,7 +33,11 @@ METHODS = {
     "hat": [],
     "cpt_plugin": [],
     "prompt": ["method.tokens=4"],
+    "progprompt": ["method.tokens=4"],
+    "moelora": [],
+    "sapt": [],
 }
+FEW = {*METHODS} - {"progprompt", "moelora", "sapt"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def end_tasks(cfg, root):
     return EndTasks.read(given, order=plan.order, tokenizer=start.tokenizer)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", run_few(METHODS, FEW))
 def test_a_backbone_learns_and_the_learner_is_untouched(method, small, tasks_root, tmp_path, monkeypatch):
     kept, whole = [], classifier.predict
     monkeypatch.setattr(classifier, "predict", lambda made, *rest: kept.append(made) or whole(made, *rest))

@@ -25,6 +25,7 @@ METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted
 LEARNING = [name for name in METHODS if name != "none"]
 # One method of each kind of state; of promises that cost many runs, the others are kept in the campaign.
 KINDS = {"none", "ncl", "joint", "das", "ewc", "derpp", "hat", "demix", "olora", "companions"}
+MOCL = ["method=sapt", "method.key=cosine", "method.query=encoder", "mask=migu", "replay=past"]
 
 
 def of_each_kind(methods: list[str]) -> list:
@@ -177,6 +178,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
         ["method=adapter", "method.per_domain=true", "mask=migu", "mask.migu.acts_on=update"],
         ["method=demix", "routing@method.routing=posterior", "replay=general"],
         ["method=hat", "method.form=adapter", "mask=migu"],
+        pytest.param(MOCL, marks=pytest.mark.campaign),
     ],
     ids=lambda choices: " ".join(choices),
 )

@@ -127,6 +127,10 @@ def test_probes_and_evaluation_leave_no_trace(method, config):
         "method=kd method.distilled=hidden mask=migu mask.migu.acts_on=update",
         "method=derpp method.matched=logits replay=general freeze.embeddings=true freeze.layers=1",
         "method=das method.units=[heads,neurons,outputs,tokens] method.contrast_text=corrupted",
+        pytest.param(
+            "method=sapt method.key=cosine method.query=encoder replay=past", marks=pytest.mark.campaign
+        ),
+        pytest.param("method=progprompt method.residual=4", marks=pytest.mark.campaign),
     ],
 )
 def test_what_a_method_may_be_told(choices, small_t5, start, tmp_path, monkeypatch):

@@ -50,6 +50,8 @@ CASES = {  # what it is compared with, what makes the method that, and what does
         ["method.mask.threshold=0", "method.mask.acts_on=update"],
         ["method.mask.threshold=0.7"],
     ),
+    "moelora": ("lora", ["method.experts=1"], ["method.experts=2"]),
+    "nlora": ("inclora", ["method.strength=0", STRONG], ["method.strength=1", STRONG]),
     "olora": ("inclora", ["method.strength=0", STRONG], ["method.strength=1", STRONG]),
     "osf": ("ncl", ["method.protected=0", "method.growth=0"], ["method.protected=0.5"]),
     "recadam": ("ncl", ["method.strength=0", "method.annealed=false"], ["method.strength=1"]),

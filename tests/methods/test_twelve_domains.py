@@ -21,6 +21,9 @@ GROWS_BY = {
     "lora method.per_domain=true": lambda trained: trained,
     "inclora": lambda trained: 0,
     "inclora method.stored=pairs": lambda trained: trained,
+    "nlora": lambda trained: 0,
+    "moelora": lambda trained: 0,
+    "progprompt method.tokens=3": lambda trained: trained,
     "prompt method.tokens=3": lambda trained: trained,
     "prompt method.tokens=3 method.per_domain=false": lambda trained: 0,
     "demix": lambda trained: trained + 4,  # and where its expert began, and what one more candidate scored

@@ -322,6 +322,16 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "r=0": WHOLE,
     },
     "migu": {"mask.threshold=1": BELOW},
+    "moelora": {
+        "experts=0": WHOLE,
+        "r=0": WHOLE,
+        "targets=(": "all-linear, a regular expression, or a list",
+    },
+    "nlora": {
+        "strength=-1": "0 or more",
+        "penalty=entries": "product, factors",
+        "stored=both": "merged, pairs",
+    },
     "olora": {
         "strength=-1": "0 or more",
         "norm=-1": "0 or more",
@@ -341,6 +351,11 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "arguments=3": "keys with values, {key: value}",
         "start=next": "base, previous",
     },
+    "progprompt": {
+        "tokens=2.5": WHOLE_OR_0,
+        "residual=0": f"null or {WHOLE}",
+        "start=zero": "vocabulary, previous",
+    },
     "prompt": {
         "tokens=-1": WHOLE_OR_0,
         "tokens=2.5": WHOLE_OR_0,
@@ -356,6 +371,13 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
     "reptile": {"every=0": WHOLE, "share=2": SHARE},
     "si": {"strength=-1": "0 or more", "damping=0": "above 0"},
     "replay": {"mixture.past=2": BELOW},
+    "sapt": {
+        "key=dot": "attention, cosine",
+        "query=decoder": "embeddings, encoder",
+        "bottleneck=0": WHOLE,
+        "scale=0": "above 0",
+        "strength=-1": "0 or more",
+    },
     "wise_ft": dict.fromkeys(
         [f"previous={given}" for given in ("-0.1", "1.1", "nan", "half", "true")], SHARE
     ),
@@ -375,6 +397,7 @@ ON_THE_MODEL = {
     "method=peft +method.arguments.rank=3": "method.arguments.rank is not known; allowed: ",
     "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
     "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
+    "method=progprompt method.tokens=166": "method.tokens=166 for each of 3 domains; allowed: 0 to 165",
     "method=prompt method.tokens=600": "method.tokens=600; allowed: a whole number, 0 to ",
     "+method.tau=1": "method.tau is not known; allowed: none",
     "method=das +method.temprature=1": "method.temprature is not known; did you mean method.temperature?",
@@ -409,6 +432,8 @@ ON_THE_MODEL = {
     f"+callbacks.x._target_={THEIRS}.ModelCheckpoint": "callbacks.x=ModelCheckpoint is not taken: trainer.c",
     f"+callbacks.x._target_={THEIRS}.TQDMProgressBar": "callbacks.x=TQDMProgressBar is not taken: cpt has",
     f"+logger.x._target_={THEIRS}.Timer": f"logger.x._target_={THEIRS}.Timer; allowed: a lightning.pytorch",
+    "method=sapt method.targets=[head.dense]": "method.targets=[head.dense]; allowed: what finds maps outsi",
+    "method=moelora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular exp",
     "method=das method.contrast_dropout=null": "two passes of ModernBertForMaskedLM with method.contrast_dro",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
@@ -419,6 +444,8 @@ PACKED = "domains=tasks domains.root=null domains.packing=isolated"
 NOT_SHARED = "domains.packing=isolated does not go with a"
 ON_A_CAUSAL = {  # of a GPT-2
     f"{PACKED} method=prompt": "domains.packing=isolated does not go with method=prompt, whose vectors",
+    f"{PACKED} method=sapt": "domains.packing=isolated does not go with method=sapt, whose pairs are weig",
+    f"{PACKED} method=progprompt": "domains.packing=isolated does not go with method=progprompt, whose vec",
     f"{PACKED} model.config.model_type=bloom": f"{NOT_SHARED} bloom, which takes no positions; allowed: ",
     f"{PACKED} model.config.model_type=mamba": f"{NOT_SHARED} mamba, which carries a state from token ",
 }

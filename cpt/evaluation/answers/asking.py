@@ -6,6 +6,7 @@ r of w has batches r, r + w, … So what is answered does not change with the nu
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -102,21 +103,30 @@ def write_answers(
 ) -> dict[int, str]:
     """What the model writes to each question of a share, by its number, by greedy decoding: at most so many
     tokens, to the one that ends an answer, without special tokens. Prompts are padded on the left for a
-    causal model, on the right for an encoder."""
-    order = sorted(range(len(questions)), key=lambda number: len(questions[number].prompt))
+    causal model, on the right for an encoder; of a causal model with a part that takes rows of its own
+    (`written_whole`) those of one length go together, and nothing is cached."""
+
+    def length(number: int) -> int:
+        return len(questions[number].prompt)
+
+    batches = in_batches(sorted(range(len(questions)), key=length), batch_size)
+    seq2seq = model.config.is_encoder_decoder
+    whole = not seq2seq and any(getattr(part, "written_whole", False) for part in model.modules())
+    if whole:
+        batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
     end = questions[0].end
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     how = GenerationConfig(
         max_new_tokens=most,
         do_sample=False,
         num_beams=1,
+        use_cache=not whole,
         eos_token_id=end,
         pad_token_id=padding,
         decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
     )
-    seq2seq = model.config.is_encoder_decoder
     written: dict[int, str] = {}
-    for chosen in shared_out(in_batches(order, batch_size), share):
+    for chosen in shared_out(batches, share):
         prompts = [questions[number].prompt for number in chosen]
         inputs = pad_prompts(prompts, padding=padding, left=not seq2seq)
         with generating(model, how):

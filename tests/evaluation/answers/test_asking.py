@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from cpt.adapters.prompt import attach_prompt
 from cpt.evaluation.answers.asking import (
     Question,
     pad_prompts,
@@ -110,6 +111,17 @@ def test_what_is_written_is_greedy_in_any_batch(kind, batch_size):
         assert found == dict(enumerate(texts))
         differing |= set(texts)
     assert len(differing) > 1
+
+
+@torch.no_grad()
+def test_a_causal_model_with_a_prompt_writes_what_it_is_likeliest_to():
+    """A row at a time and without a cache, which a prompt does not take."""
+    model, tokenizer = causal(seed=1), framed()
+    attach_prompt(model, tokens=3, causal=True)
+    found = write_answers(model, tokenizer, questions(), most=6, batch_size=4, step=lambda count: None)
+    wanted = [greedy(model, each.prompt, most=6) for each in questions()]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
+    assert found == dict(enumerate(texts)) and len({*texts}) > 1
 
 
 def test_an_answer_ends_at_its_end():

@@ -1,0 +1,106 @@
+"""N-LoRA (Yang et al., COLING 2025): IncLoRA whose new pair changes few entries of W, so that domains collide
+in few.
+
+    L = L_lm + lambda sum over maps ||B_t A_t||_1                       (`penalty: product`, the paper)
+    L = L_lm + lambda sum over maps and ranks i ||b_i||_1 ||a_i||_1     (`penalty: factors`)
+
+B_t A_t [d_out, d_in] is what the pair adds to W but for alpha / r; b_i [d_out] is a column of B_t and a_i
+[d_in] a row of A_t. The second is a bound of the first, equal to it at rank 1, and no matrix as large as W is
+made for it. The released code has ||A_t B_t||_1 of the product [r, r] the other way round, which exists only
+where d_in = d_out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from cpt.adapters import lora
+from cpt.adapters.options import StoredPairOptions
+from cpt.core.options import option
+from cpt.core.rules import number, one_of
+from cpt.data.batch import Batch
+from cpt.methods.base import ContinualModule, Shared
+
+Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
+
+
+class _ProductNorm(torch.autograd.Function):
+    """||B A||_1 of a pair. Its gradients, sign(B A) A^T and B^T sign(B A), are made along with it, so that
+    the product is there for one map at a time and never waits for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        exact = torch.promote_types(a.dtype, torch.float32)
+        with torch.autocast(a.device.type, enabled=False):
+            wide_a, wide_b = a.to(exact), b.to(exact)
+            product = wide_b @ wide_a
+            signs = product.sign()
+            ctx.save_for_backward((wide_b.T @ signs).to(a), (signs @ wide_a.T).to(b))
+            return product.abs_().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Pair:
+        of_a, of_b = ctx.saved_tensors
+        return gradient * of_a, gradient * of_b
+
+
+def product_norm(pairs: Iterable[Pair]) -> Tensor:
+    """The sum over pairs of ||B A||_1, a scalar."""
+    return torch.stack([_ProductNorm.apply(a, b) for a, b in pairs]).sum()
+
+
+def factors_norm(pairs: Iterable[Pair]) -> Tensor:
+    """The sum over pairs and ranks of ||b_i||_1 ||a_i||_1, a scalar."""
+    terms = [(b.abs().sum(0, dtype=torch.float) * a.abs().sum(1, dtype=torch.float)).sum() for a, b in pairs]
+    return torch.stack(terms).sum()
+
+
+PENALTIES = ("product", "factors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NLoRAOptions(StoredPairOptions):
+    """Options of N-LoRA."""
+
+    strength: float = option("lambda, the penalty's weight", number("0 or more"))
+    penalty: str = option("of the newest pair: B A, or a bound from its factors", one_of(*PENALTIES))
+
+
+class NLoRA(ContinualModule):
+    """Trains a new pair per domain on top of the earlier ones, whose product has few entries. `strength` is
+    lambda."""
+
+    options: NLoRAOptions
+
+    def __init__(self, options: NLoRAOptions, shared: Shared) -> None:
+        super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
+        lora.follow(self.model)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domain.index > 0:
+            lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        terms = super().losses(batch)
+        if self.options.strength:
+            terms["sparsity"] = self.options.strength * self.sparsity()
+        return terms
+
+    def sparsity(self) -> Tensor:
+        """The norm that the options say, of the newest pairs of all maps, a scalar."""
+        newest = [lora.pair_of(layer) for layer in lora.layers(self.model).values()]
+        return product_norm(newest) if self.options.penalty == "product" else factors_norm(newest)
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        return lora.without_pairs(self.model, merged=True)
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if self.options.exported == "merged":
+            return super().export(folder, order)
+        return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})

@@ -1,0 +1,159 @@
+"""SAPT (Zhao et al., ACL 2024) and, as another key and query of it, MoCL (Wang et al., NAACL 2024): a new
+LoRA pair per domain, and all pairs weighed by attention of the text to a key of each.
+
+    h = W x + alpha / r sum_k a_k B_k A_k x,    a of the text (`cpt.adapters.routed_pairs`)
+
+    attention   L = L_lm + lambda 1/B sum over rows of domains i < t of KL(mean a of domain i || a(row))
+    cosine      L = L_lm + lambda 1/B sum over rows of domain t of (1 - cos(e(row), k_t))
+
+Of domain t its pair, its key and what makes the query are trained; the mean a of each domain is of its probe
+at its end, 0 for the pairs to come. SAPT compares on rows that a generator has made up, and learns nothing
+else from them; here on rows that `replay` brings, B rows a batch. No domain is known at test time.
+
+Released, SAPT: e is a maximum over all places, padding too, where the name says mean; earlier pairs run under
+no_grad, so that the layers below learn nothing through them; maps must have d_in = d_out. MoCL on LoRA: one
+mean a for a whole batch, and alpha / r left out. Both choose checkpoints by the test set, or train on 16
+texts per class."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.adapters import export
+from cpt.adapters.bank import BASE
+from cpt.adapters.options import MapPairOptions
+from cpt.adapters.routed_pairs import SampleRouter, attach_routed, begin_routed, routed_part, router_of
+from cpt.adapters.routing import Scorer
+from cpt.core.collectives import sum_in_place
+from cpt.core.options import option
+from cpt.core.rules import number, one_of, whole
+from cpt.core.tensors import NamedTensors
+from cpt.data.batch import Batch
+from cpt.methods.base import ContinualModule, Shared
+from cpt.models.objectives import Objective
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPTOptions(MapPairOptions):
+    """Options of SAPT and MoCL."""
+
+    key: str = option("how a text is compared with a pair's key", one_of("attention", "cosine"))
+    query: str = option("what a text is taken as: the mean of which vectors", one_of("embeddings", "encoder"))
+    bottleneck: int = option("of key=attention: rows of W_down", whole(1))
+    scale: float = option("of key=cosine: what cosines are multiplied by", number("above 0"))
+    strength: float = option(
+        "lambda: of KL on replayed rows with key=attention, of 1 - cos on new ones with key=cosine",
+        number("0 or more"),
+    )
+
+
+class Attending(Scorer):
+    """Scores all texts with all pairs, weighed by their attention."""
+
+    def __init__(self, router: SampleRouter, objective: Objective, attention: NamedTensors) -> None:
+        super().__init__()
+        self.router, self.objective, self.attention = router, objective, attention
+
+    @property
+    def parts(self) -> list[int]:
+        return list(range(len(self.attention.named()))) or [BASE]
+
+    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        nll = self.objective.nll(model, batch)
+        self.take(domain, self.parts, self.router.whole.exp()[batch["rows"]].T)
+        return nll
+
+
+def kept_attention(kept: Sequence[Tensor], width: int) -> Tensor:
+    """The mean a of domains, [i + 1] or so many pairs as there were, as rows of one matrix [n, width]."""
+    return torch.stack([torch.cat([each, each.new_zeros(width - len(each))]) for each in kept])
+
+
+def attention_divergence(kept: Tensor, logits: Tensor) -> Tensor:
+    """KL(p || a) (nats) of rows [n] from p [n, t] and log a [n, t]."""
+    return (torch.xlogy(kept, kept) - kept * logits.to(kept)).sum(1)
+
+
+class SAPT(ContinualModule):
+    """Trains a new pair and its key per domain, beside all earlier ones, and the query that weighs them."""
+
+    options: SAPTOptions
+
+    def __init__(self, options: SAPTOptions, shared: Shared) -> None:
+        if shared.objective.sharing is not None:
+            raise ValueError(
+                "domains.packing=isolated does not go with method=sapt, whose pairs are weighed for each row "
+                "of a batch; allowed: domains.packing=none"
+            )
+        names = ("key", "query", "bottleneck", "scale")
+        self.attaching = options.pair | {name: getattr(options, name) for name in names}
+        self.attaching["causal"] = shared.objective.causal
+        super().__init__(options, shared, scope=attach_routed(shared.model, **self.attaching))
+        self.attention = NamedTensors()  # mean a of each domain's text at the domain's end
+        self.router = Attending(router_of(self.model), shared.objective, self.attention)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The mean a of each domain so far, [t] each."""
+        named = self.attention.named()
+        return [named[str(domain)] for domain in range(len(named))]
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domain.index > 0:
+            begin_routed(self.model, self.drawing())
+        elif self.options.key == "attention" and self.options.strength and not self.replay.past:
+            log.info(
+                "method.strength=%g without effect: no text of past domains is replayed (replay=past)",
+                self.options.strength,
+            )
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        terms = super().losses(batch)
+        if self.options.strength:
+            name = {"attention": "reflection", "cosine": "matching"}[self.options.key]
+            distances = self.forgotten(batch) if name == "reflection" else self.unmatched(batch)
+            terms[name] = self.options.strength * distances.sum() / len(batch["domains"])
+        return terms
+
+    def forgotten(self, batch: Batch) -> Tensor:
+        """KL(mean a of its domain || a) of each row of the last pass that is of an earlier domain, [n]."""
+        rows, logits = batch["domains"], router_of(self.model).whole
+        past = (rows >= 0) & (rows < self.domain.index)
+        if not past.any():
+            return logits[:0, 0]
+        kept = kept_attention(self.kept, logits.shape[1]).to(logits)
+        return attention_divergence(kept[rows[past]], logits[past])
+
+    def unmatched(self, batch: Batch) -> Tensor:
+        """1 - cos(e, k_t) of each row of the last pass that is of this domain, [n]."""
+        cosines = router_of(self.model).cosines[:, -1, -1]
+        return 1 - cosines[batch["domains"] == self.domain.index]
+
+    @torch.no_grad()
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        router = router_of(self.model)
+        sums = torch.zeros(len(router.keys) + 1, dtype=torch.double, device=self.device)
+        for batch in probe:
+            self.objective.encode(self.model, batch)
+            taken = router.whole.exp()[batch["rows"]].double()
+            sums += torch.cat([taken.sum(0), taken.new_tensor([len(taken)])])
+        sum_in_place(sums)
+        mean = (sums[:-1] / sums[-1].clamp_min(1)).float()
+        self.attention.update({str(self.domain.index): mean})
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        parts = {order[-1]: routed_part(self.model)}
+        return export.export_parts(folder, self.model, parts, attach=attach_routed, options=self.attaching)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """How much of each pair, in columns, the text of each domain took at the domain's end, in rows."""
+        kept = self.kept
+        own = {"sapt/attention": kept_attention(kept, len(kept))} if kept else {}
+        return super().diagnostics() | own

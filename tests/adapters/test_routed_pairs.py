@@ -1,0 +1,225 @@
+"""Pairs that are weighed by the text, against sums over pairs written out, on tiny models in float64."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cpt.adapters import lora
+from cpt.adapters.routed_pairs import attach_routed, begin_routed, routed_part, router_of, running_mean
+from cpt.models.forward import reader
+from tests.models.test_units import build, inputs_of
+
+R, ALPHA, PAIRS = 2, 5.0, 3
+SAPT, MOCL = {"key": "attention", "query": "embeddings"}, {"key": "cosine", "query": "encoder"}
+FAMILIES = ["roberta", "gpt2", "llama", "opt", "t5"]  # of llama, keys and values are narrower than the input
+CAUSAL = ["gpt2", "llama", "opt"]
+
+
+def attached(name: str, form: dict[str, str]):
+    """A model with a pair, without more."""
+    model, how = build(name), {"r": R, "alpha": ALPHA, "dropout": 0.0, "targets": "all-linear"}
+    attach_routed(model, **how, **form, bottleneck=4, scale=8.0, causal=name in CAUSAL)
+    return model.double()
+
+
+def routed(name: str, form: dict[str, str] = SAPT, *, pairs: int = PAIRS):
+    """A model with pairs whose B are not 0."""
+    model = attached(name, form)
+    for number in range(pairs):
+        if number:
+            begin_routed(model, torch.Generator().manual_seed(number))
+        torch.manual_seed(number)
+        for layer in lora.layers(model).values():
+            with torch.no_grad():
+                lora.pair_of(layer)[1].normal_(std=0.05)
+    return model.eval()
+
+
+def summaries(model, inputs, form) -> torch.Tensor:
+    """e of each row, [B, 1, D], or at each place of a causal model, [B, T, D]."""
+    if form["query"] == "embeddings":
+        states = model.get_input_embeddings()(inputs["input_ids"])
+    else:
+        alone = lora.without_pairs(model, merged=False)
+        read = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
+        states = reader(alone)(**read).last_hidden_state
+    if not router_of(model).causal:
+        return states.mean(1, keepdim=True)
+    return torch.stack([states[:, : place + 1].mean(1) for place in range(states.shape[1])], dim=1)
+
+
+def weights_by_hand(model, inputs, form) -> torch.Tensor:
+    """a [B, 1 or T, t]."""
+    router, means = router_of(model), summaries(model, inputs, form)
+    keys = torch.cat([router.earlier, router.key])
+    if form["key"] == "cosine":
+        return (8 * functional.cosine_similarity(means[..., None, :], keys, dim=-1)).softmax(-1)
+    query = functional.silu(means @ router.down.weight.T @ router.up.weight.T)
+    query = functional.layer_norm(query, query.shape[-1:], router.norm.weight, router.norm.bias)
+    return (query @ keys.T / keys.shape[1] ** 0.5).softmax(-1)
+
+
+@pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
+    model, noted = routed(name, form), {}
+    inputs = inputs_of(model)
+    for layer in lora.layers(model).values():
+        layer.register_forward_hook(lambda module, args, output: noted.update({module: (args[0], output)}))
+    model(**inputs)
+    a = weights_by_hand(model, inputs, form)
+    assert a.shape[2] == PAIRS and a.std(0).max() > 1e-3 and len(noted) > 4
+    assert {layer.in_features == layer.out_features for layer in noted} == {True, False}
+    for layer, (x, output) in noted.items():
+        pairs_a, pairs_b = (
+            torch.cat(both, dim)
+            for both, dim in zip(
+                zip(lora.pair_of(layer, "earlier"), lora.pair_of(layer), strict=True), (0, 1), strict=True
+            )
+        )
+        expected = layer.get_base_layer()(x)
+        for pair in range(PAIRS):
+            own = slice(pair * R, (pair + 1) * R)
+            weight = a[..., pair : pair + 1]
+            weight = weight.expand(-1, 7, -1).flatten(0, 1) if x.ndim == 2 else weight
+            expected = expected + ALPHA / R * weight * (x @ pairs_a[own].T @ pairs_b[:, own].T)
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
+@torch.no_grad()
+def test_a_place_of_a_causal_model_does_not_know_what_comes(form):
+    model = routed("gpt2", form)
+    inputs = inputs_of(model)
+    before = model(**inputs).logits
+    changed = inputs["input_ids"].clone()
+    changed[:, 4:] = (changed[:, 4:] + 1) % 30 + 3
+    after = model(input_ids=changed).logits
+    assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4], after[:, 4])
+
+
+@pytest.mark.parametrize("form", [SAPT, MOCL], ids=["sapt", "mocl"])
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+@torch.no_grad()
+def test_padding_is_no_part_of_the_query(name, form):
+    model = routed(name, form)
+    ids = inputs_of(model)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    model(input_ids=ids, attention_mask=mask)
+    padded = router_of(model).whole[0].clone()
+    model(input_ids=ids[:1, :5])
+    torch.testing.assert_close(padded, router_of(model).whole[0])
+
+
+def test_keys_stand_in_the_order_of_their_pairs():
+    model, keys = attached("roberta", SAPT), []
+    for number in range(3):
+        keys.append(router_of(model).key.detach().clone())
+        first = lora.pair_of(next(iter(lora.layers(model).values())))[0].detach().clone()
+        begin_routed(model, torch.Generator().manual_seed(number))
+    assert torch.equal(router_of(model).earlier, torch.cat(keys))
+    earlier = lora.pair_of(next(iter(lora.layers(model).values())), "earlier")[0]
+    assert torch.equal(earlier[-R:], first) and len(earlier) == 3 * R
+
+
+def test_a_copy_can_be_made_between_a_pass_and_its_gradients():
+    model = routed("roberta")
+    loss = model(**inputs_of(model)).logits.sum()
+    assert router_of(deepcopy(model)).logits is None
+    loss.backward()
+    assert router_of(model).key.grad is not None
+
+
+def test_a_running_mean_leaves_padding_on_the_left_out():
+    states = torch.tensor([[[9.0], [2.0], [4.0]]])
+    assert running_mean(states, torch.tensor([[0, 1, 1]])).flatten().tolist() == [0, 2, 3]
+    assert running_mean(states, None).flatten().tolist() == [9, 5.5, 5]
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+def test_gradients_go_through_the_frozen_pairs(name):
+    """The released code runs them under no_grad: what it gives here is another number."""
+    model = routed(name)
+    inputs = inputs_of(model)
+    first = next(iter(lora.layers(model).values()))
+    weight, step = lora.pair_of(first)[1], 1e-6
+
+    def loss():
+        return model(**inputs).logits.square().sum()
+
+    loss().backward()
+    found, trained = weight.grad[1, 0].item(), [n for n, p in model.named_parameters() if p.grad is not None]
+    assert not any(".earlier." in name for name in trained) and any("pair_router.key" in n for n in trained)
+    with torch.no_grad():
+        weight[1, 0] += step
+        higher = loss()
+        weight[1, 0] -= 2 * step
+        slope = (higher - loss()).item() / (2 * step)
+    assert found == pytest.approx(slope, rel=1e-5)
+
+
+@torch.no_grad()
+def test_a_query_of_the_encoder_leaves_modes_and_hooks_alone():
+    model = routed("roberta", MOCL).train()
+    inner, passes = reader(model), []
+    inner.register_forward_hook(lambda *args: passes.append(1))
+    model(**inputs_of(model))
+    assert passes == [1] and all(part.training for part in model.modules())
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "t5"])
+@torch.no_grad()
+def test_a_state_of_more_pairs_is_taken_and_a_copy_is_the_model(name):
+    model = routed(name)
+    inputs = inputs_of(model)
+    expected = model(**inputs).logits
+    other = attached(name, SAPT).eval()
+    for _ in range(2):
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other(**inputs).logits, expected)
+    copy = deepcopy(model)
+    router_of(model).key.zero_()
+    assert torch.equal(copy(**inputs).logits, expected)
+    assert not torch.equal(model(**inputs).logits, expected)
+    third = attached(name, SAPT).eval()
+    missing, unknown = third.load_state_dict(routed_part(copy), strict=False)
+    assert not unknown and missing
+    assert torch.equal(third(**inputs).logits, expected)
+
+
+@torch.no_grad()
+def test_what_is_written_with_a_cache_is_weighed_as_its_beginning():
+    model = routed("gpt2")
+    ids = inputs_of(model)["input_ids"]
+    begun = model(input_ids=ids, use_cache=True)
+    last = router_of(model).logits[:, -1:].clone()
+    model(input_ids=ids[:, :1], past_key_values=begun.past_key_values, use_cache=True)
+    assert torch.equal(router_of(model).logits, last)
+
+
+@torch.no_grad()
+def test_a_decoder_is_weighed_by_what_the_encoder_read():
+    """Of several beams too: each is of the row that it goes on with."""
+    model = routed("t5")
+    ids = inputs_of(model)["input_ids"]
+    how = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "num_beams": 2,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 0,
+    }
+    together = model.generate(input_ids=ids, **how)
+    alone = [model.generate(input_ids=row[None], **how)[0] for row in ids]
+    assert torch.equal(together, torch.stack(alone))
+
+
+def test_a_map_that_sees_tokens_of_no_known_sample_is_told():
+    model = routed("roberta")
+    model(**inputs_of(model))
+    with pytest.raises(ValueError, match=r"sees \[5\] for a batch of \[3, 7\]; allowed: method.targets"):
+        router_of(model).weights_at(torch.zeros(5, 4))

@@ -1,0 +1,146 @@
+"""SAPT and MoCL: what learns, what keeps a text with its pair, which pairs score it."""
+
+import math
+
+import pytest
+import torch
+
+from cpt.adapters import lora
+from cpt.adapters.routed_pairs import router_of
+from cpt.masks.base import recording
+from cpt.methods.sapt import attention_divergence, kept_attention
+from tests.support.making import ORDER, made, same, state_bytes
+from tests.support.pairs import pair_of
+
+BODY = "method.targets=[Wqkv,Wo,Wi]"  # SAPT has no pair in the head
+MOCL = ["method.key=cosine", "method.query=encoder"]
+ROWS = torch.tensor([0, 1, 1, 0, -1, 1, 0, 1])  # the domains that the rows of a batch are of
+STRONG = ["optim.lr=0.01", "optim.weight_decay=0.5"]
+
+
+@pytest.fixture
+def sapt(small):
+    return lambda *overrides: made(small("method=sapt", ORDER, "trainer.steps=3", *overrides))
+
+
+def test_the_divergence_is_the_kl_of_padded_means():
+    kept = kept_attention([torch.tensor([1.0]), torch.tensor([0.25, 0.75])], 3)
+    assert kept.tolist() == [[1, 0, 0], [0.25, 0.75, 0]]
+    a = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.375, 0.5]])
+    found = attention_divergence(kept, a.log())
+    assert found.tolist() == pytest.approx([math.log(2), math.log(2)])
+    assert attention_divergence(kept, kept.log().clamp_min(-50)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("form", [[], MOCL], ids=["sapt", "mocl"])
+def test_one_domain_is_that_of_lora(form, sapt, small):
+    work = sapt(BODY, "method.strength=0", *form)
+    plain = made(small("method=lora", ORDER, "trainer.steps=3", BODY))
+    for each in (work, plain):
+        each.learn(0)
+    own = {name: value for name, value in work.weights().items() if "pair_router" not in name}
+    assert same(own, plain.weights())
+    batch = work.batches()[0]
+    assert torch.equal(work.module.nll(batch, 0)[0], plain.module.nll(batch, 0)[0])
+
+
+@pytest.mark.parametrize("form", [[], MOCL], ids=["sapt", "mocl"])
+def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt):
+    work = sapt(*STRONG, *form)
+    work.learn(0)
+    first, before = pair_of(work.module), work.weights()
+    key = router_of(work.module.model).key.detach().clone()
+    work.learn(1)
+    router, after = router_of(work.module.model), work.weights()
+    moved = {name for name, value in before.items() if not torch.equal(after[name], value)}
+    wanted = {n for n in before if ".default." in n or "pair_router" in n}
+    assert moved == wanted == {n for n, p in work.module.model.named_parameters() if p.requires_grad}
+    assert torch.equal(router.earlier, key)
+    for name, layer in lora.layers(work.module.model).items():
+        for half, earlier in zip("AB", lora.pair_of(layer, "earlier"), strict=True):
+            assert torch.equal(earlier, first[f"{name}.lora_{half}.default.weight"])
+
+
+def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
+    work, seen = sapt("replay=past", "replay.past=0.5", "method.strength=2"), []
+    losses = work.module.losses
+    work.learn(0)
+    assert [each.tolist() for each in work.module.kept] == [[1.0]]
+    work.module.losses = lambda batch: seen.append(losses(batch)) or seen[-1]
+    work.learn(1)
+    assert len(seen) == 3 and all(terms["reflection"] > 0 for terms in seen)
+    router, batch = router_of(work.module.model), work.batches()[0] | {"domains": ROWS}
+    terms = losses(batch)
+    own = router.whole[batch["domains"] == 0]
+    expected = 2 * -own[:, 0].sum() / len(batch["domains"])  # of domain 0, p = (1, 0)
+    torch.testing.assert_close(terms["reflection"], expected)
+    moved = [n for n, p in work.module.model.named_parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(
+        terms["reflection"], [work.module.model.get_parameter(n) for n in moved], allow_unused=True
+    )
+    assert {n for n, g in zip(moved, gradients, strict=True) if g is not None} == {
+        n for n in moved if "pair_router" in n
+    }
+    means = work.module.diagnostics()["sapt/attention"]
+    assert means.shape == (2, 2) and torch.allclose(means.sum(1), torch.ones(2)) and means[0, 1] == 0
+
+
+def test_without_replay_a_line_tells_that_nothing_is_kept(sapt, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    work = sapt("trainer.steps=1")
+    work.learn(0)
+    assert "method.strength=0.1 without effect: no text of past domains is replayed" in caplog.text
+    assert work.module.losses(work.batches()[0] | {"domains": torch.zeros(8)})["reflection"] == 0
+
+
+def test_mocl_pulls_the_new_key_to_new_texts(sapt):
+    work = sapt(*MOCL, "method.strength=3")
+    for number in (0, 1):
+        work.learn(number)
+    router, batch = router_of(work.module.model), work.batches()[0] | {"domains": ROWS}
+    terms = work.module.losses(batch)
+    new = router.cosines[:, 0, 1][batch["domains"] == 1]
+    torch.testing.assert_close(terms["matching"], 3 * (1 - new).sum() / len(batch["domains"]))
+    torch.testing.assert_close(router.logits.exp(), (8 * router.cosines).softmax(-1))
+    [gradient] = torch.autograd.grad(terms["matching"], [router.key])
+    assert gradient.any()
+
+
+def test_no_domain_is_known_at_test_time_and_the_weights_are_told(sapt):
+    work = sapt(*STRONG)
+    for number in (0, 1):
+        work.learn(number)
+    scorer, batch = work.module.router, work.batches()[0]
+    scorer.begin()
+    one, other = (work.module.nll(batch, domain)[0] for domain in (0, 1))
+    assert torch.equal(one, other) and not work.module.needs_domain
+    whole = router_of(work.module.model).whole.exp()[batch["rows"]].mean(0)
+    assert list(work.module.used(0).values()) == pytest.approx(whole.tolist(), rel=1e-5)
+    scorer.begin()
+    assert scorer.taken == {}
+
+
+def test_a_domain_adds_a_pair_a_key_and_what_it_took(sapt):
+    work, sizes = sapt("trainer.steps=1"), []
+    for number in (0, 1):
+        work.learn(number)
+        sizes.append(state_bytes(work.module))
+    pairs = sum(value.nbytes for value in pair_of(work.module).values())
+    assert sizes[1] - sizes[0] == pairs + router_of(work.module.model).key.nbytes + 2 * 4
+
+
+def test_a_mask_does_not_see_the_pass_of_the_query(sapt):
+    sums = []
+    for form in ([], MOCL):
+        work = sapt("mask=migu", "trainer.steps=1", *form)
+        work.learn(0)
+        [mask] = work.module.masks
+        mask.sums.zero_()
+        with torch.no_grad():
+            for layer in lora.layers(work.module.model).values():
+                lora.pair_of(layer)[1].zero_()
+                lora.pair_of(layer)[0].fill_(0.1)
+        with recording([mask]):
+            work.module.losses(work.batches()[0] | {"domains": torch.zeros(8)})
+        sums.append(mask.sums.clone())
+    torch.testing.assert_close(*sums)
