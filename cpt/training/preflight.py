@@ -197,8 +197,7 @@ def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> No
     shared = make_shared(plan, model, objective)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         try:
-            module = plan.method.make(shared)
-            module.stages(plan.order)
+            (module := plan.method.make(shared)).stages(plan.order)
         except ValueError:  # a refusal
             raise
         except Exception as error:  # whatever an operation raises that a skeleton can not do

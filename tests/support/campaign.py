@@ -16,7 +16,8 @@ def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
 # method that is not named here runs always.
 STOOD_FOR = (
     "adapter", "across", "branched", "cpt_plugin", "dga", "ema", "ewc", "growing", "inclora", "joint", "kd",
-    "l2", "lora", "peft", "mas", "merge_lora", "migu", "moelora", "nlora", "one", "progprompt", "prompt", "replay", "reptile", "si", "wise_ft",
+    "l2", "lora", "peft", "mas", "merge_lora", "migu", "moelora", "nlora", "one", "progprompt", "prompt",
+    "replay", "reptile", "si", "wise_ft",
 )  # fmt: skip
 MANY = "|".join(STOOD_FOR)
 MOST = f"{MANY}|ema|hat|ncl|none|osf|agem|merge|recadam|companions"  # of what few have to show
