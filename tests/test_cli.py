@@ -20,7 +20,7 @@ def ran(*arguments, cwd, program=RUN):
     ("arguments", "said"),
     [
         ("method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
-        ("mask=mgui", "mask=mgui is not known; did you mean migu? allowed: migu, none"),
+        ("mask=mgui", "mask=mgui is not known; did you mean migu? allowed: migu, mofo, none"),
         ("--config-dir=nowhere", "nowhere' not found; allowed: a folder that there is"),
         ("experiment=mine", "experiment=mine is not known; allowed: das6, "),
         ("+experiment=mine", "experiment=mine is not known; allowed: das6, "),
@@ -33,7 +33,10 @@ def ran(*arguments, cwd, program=RUN):
         ),
         ("domains.packages.torch=[torch]", "domains.packages.pandas; one more: +domains.packages.torch=…"),
         ("order", "order cannot be read: missing EQUAL at '<EOF>'; allowed: key=value"),
-        ("-m seed=0,1 mask=migu,mgui", "mask=mgui is not known; did you mean migu? allowed: migu, none"),
+        (
+            "-m seed=0,1 mask=migu,mgui",
+            "mask=mgui is not known; did you mean migu? allowed: migu, mofo, none",
+        ),
         ("-m experiment=smoke,mine", "experiment=mine is not known; allowed: das6, "),
         ("-m routing@method.routing=last,first method=hat", "routing=first is not known; allowed: domain, "),
     ],

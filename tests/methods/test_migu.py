@@ -482,7 +482,7 @@ def sum_of_kept(width: int) -> int:
     [
         ({"threshold": 1.0}, "threshold=1.0; allowed: 0 or more and below 1"),
         ({"threshold": -0.1}, "threshold=-0.1; allowed"),
-        ({"importance": "loss"}, "importance=loss; allowed: output, gradient, weight, random"),
+        ({"importance": "loss"}, "importance=loss; allowed: output, fisher, gradient, weight, random"),
         ({"acts_on": "rows"}, "acts_on=rows; allowed: gradient, update, frozen"),
         ({"only": "no such map"}, "only=no such map leaves nothing to mask; allowed: a regular expression"),
     ],

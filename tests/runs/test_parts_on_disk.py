@@ -27,6 +27,7 @@ METHODS = [
     "hat method.form=adapter",
     "cpt_plugin",
     "olora",
+    "peft method.per_domain=true",
 ]
 WITHOUT = ["ncl", "adapter", "lora", "inclora", "ewc"]
 OPTIONS = ["trainer.steps=2", "trainer.checkpoint_every=1", "keep_stages=true"]
@@ -137,7 +138,7 @@ def test_a_method_without_such_parts_says_so(learned, tmp_path, caplog, method):
 
 def test_every_method_is_told_of():
     names = {method.split()[0] for method in (*METHODS, *WITHOUT)}
-    with_parts = {"demix", "adapter", "lora", "prompt", "hat", "cpt_plugin", "olora"}
+    with_parts = {"demix", "adapter", "lora", "prompt", "hat", "cpt_plugin", "olora", "peft"}
     found = {path.stem for path in (ROOT / "cpt" / "methods").glob("*.py") if "Bank(" in path.read_text()}
     assert found == with_parts <= names
 

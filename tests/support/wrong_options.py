@@ -113,7 +113,7 @@ AT_ONCE = {
     "method._target_=nowhere.Method": "method._target_=nowhere.Method: there is no module nowhere",
     "method=adapter +method.routing.unlearnd=base": "method.routing.unlearnd is not known; did you mean meth",
     "mask=migu mask.migu.threshold=1": "mask.migu.threshold=1; allowed: 0 or more and below 1",
-    "mask=migu mask.migu.importance=size": "mask.migu.importance=size; allowed: output, gradient, weight, ra",
+    "mask=migu mask.migu.importance=size": "mask.migu.importance=size; allowed: output, fisher, gradient, we",
     "mask=migu mask.migu.only=(": "mask.migu.only=(; allowed: null or a regular expression",
     "mask=migu +mask.migu.treshold=0": "mask.migu.treshold is not known; did you mean mask.migu.threshold?",
     "+mask.mine=5": "mask.mine=5 has no class; allowed: null, or +mask.mine._target_=module.Class",

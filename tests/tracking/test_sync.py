@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 from cpt.core.config import digest
-from cpt.evaluation.scores import COSTS, Scores
+from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.reporting.run_table import summarise_run
 from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.tracking import sync, wandb_run
@@ -120,7 +120,7 @@ def synced(tmp_path_factory):
 
 def early():
     """The scores of a run that was killed before its first row."""
-    none = {name: [] for name in ("rows", "nll", "parts", "rates", *COSTS)}
+    none = {name: [] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
     return dataclasses.replace(scores(finished=False, endtasks=False), **none, metrics={}, phases={})
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cpt.core.config import digest
-from cpt.evaluation.scores import COSTS
+from cpt.evaluation.scores import COSTS, NOTED
 from cpt.reporting.run_table import summarise_run
 from cpt.tracking.loggers import About, LongCSV, log_scores, log_stage, track
 from cpt.tracking.wandb_run import open_run
@@ -155,7 +155,7 @@ def resumed(tmp_path_factory):
 
 def until(whole, rows):
     """The scores when so many rows were done."""
-    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "parts", "rates", *COSTS)}
+    by_row = {name: getattr(whole, name)[:rows] for name in ("rows", "nll", "parts", *NOTED, *COSTS)}
     return dataclasses.replace(whole, **by_row, endtasks={})
 
 
