@@ -87,7 +87,7 @@ def devices(module: nn.Module) -> set[str]:
 WITHOUT = (
     "moments",
     "sapt",
-)  # moments are the optimizer's; peft leaves a new pair of a meta model on the CPU
+)  # of the optimizer; peft leaves a meta model's new pair on the CPU
 FEW = ["ewc", "l2", "kd", "dga", "demix", "hat", "olora", "si", "osf", "merge by ties"]
 
 
