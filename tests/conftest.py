@@ -4,6 +4,8 @@ import functools
 import logging
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -59,6 +61,15 @@ SMALL_T5 += ["model.vocabulary=400"]
 
 
 LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of tests in which a model learns
+
+
+def pytest_configure() -> None:
+    """Has programs that tests start heed signals, though these tests may be started where some are ignored:
+    in the background of a shell, by nohup."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_IGN:
+                signal.signal(number, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before what -m leaves out is found
