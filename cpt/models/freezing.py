@@ -71,7 +71,7 @@ def norms(model: nn.Module) -> Iterator[nn.Parameter]:
 def biases(model: nn.Module) -> Iterator[nn.Parameter]:
     """Whatever is called a bias of a map or a norm: what is added to all tokens alike."""
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[2] == "bias" and parameter.ndim == 1:
+        if name.rpartition(".")[2] == "bias":
             yield parameter
 
 
