@@ -188,12 +188,16 @@ class Staged(LightningModule):
     ) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if self.steps:
-            for before in self.pending:
-                before.scale(optimizer)
-            for held in self.held:
-                held.constrain(optimizer)
+            self.correct_step(optimizer)
             self.after_update()
         self.forget_step()
+
+    def correct_step(self, optimizer: Optimizer) -> None:
+        """Leaves of the step that was made what masks and constraints do."""
+        for before in self.pending:
+            before.scale(optimizer)
+        for held in self.held:
+            held.constrain(optimizer)
 
     def forget_step(self) -> None:
         """What was noted of the parameters before a step is no longer needed."""

@@ -139,10 +139,7 @@ def work_through(work: Made, device: str) -> None:
     module.gradients(optimizer)
     module.constrain(optimizer)
     optimizer.step()
-    for each in module.pending:
-        each.scale(optimizer)
-    for each in module.held:
-        each.constrain(optimizer)
+    module.correct_step(optimizer)
     module.forget_step()
     module.after_update()
     module.zero_grad()

@@ -33,6 +33,7 @@ from cpt.training.forecast.watching import (
     WatchScoring,
     file_size,
 )
+from cpt.training.leaks import Leak
 from cpt.training.plan import Plan
 from cpt.training.sharding import shareable
 from cpt.training.trainer import drop_optimizer, make_trainer
@@ -147,7 +148,7 @@ def try_stage(
         plan.trainer.lightning,
         label=f"trying {stage.name}",
         steps=WATCHED + timed,
-        callbacks=[Guard(policy=plan.run.on_nonfinite), watch, *saving],
+        callbacks=[Guard(policy=plan.run.on_nonfinite), Leak(), watch, *saving],
     )
     trainer.fit(module, datamodule=data)
     if trainer.max_steps != data.steps(stage):  # as a stage does that is learned to its end
