@@ -127,7 +127,8 @@ TABLES: dict[str, tuple[str, Callable[[DataFrame, Scores], DataFrame]]] = {
 def stage_row(scores: Scores, row: int) -> dict[str, float]:
     """The points over `stage` after so many stages: `ppl/<text>`, the perplexity on each test text; of
     `stages/…`, `learned` is its mean over the domains learned so far, `tokens`, `flops` and `seconds` (of
-    learning) are what the run has taken up to here, `memory`, `trained` and `stored` are the stage's own."""
+    learning) are what the run has taken up to here, `memory`, `trained`, `stored` and `leak` are the stage's
+    own."""
     losses = [line for line in list_losses(scores, [row]) if line.unit == "perplexity"]
     so_far = [line.value for line in losses if line.on in scores.rows[1 : row + 1]]
     costs = [line for line in list_costs(scores) if line.stage is not None and line.stage <= row]
@@ -139,6 +140,7 @@ def stage_row(scores: Scores, row: int) -> dict[str, float]:
             points[f"stages/{name.removesuffix('_learn')}"] = sum(taken)
         elif len(taken) > row:
             points[f"stages/{name}"] = taken[row]
+    points |= {"stages/leak": scores.leak[row][0]} if row < len(scores.leak) and scores.leak[row] else {}
     return {"stage": row, **points}
 
 

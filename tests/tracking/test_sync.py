@@ -51,6 +51,7 @@ def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
         costs = (
             {"seen": 100, "flops": 10**12, "memory": 5 + row, "trained": 7, "stored": 8 * row} if row else {}
         )
+        costs |= {"leak": [0.25, 0.5]} if row == 2 else {}
         made.append(name, nll=nll, parts=parts, **costs)
     made.metrics["LC"]["interval"] = {"nats": [3.0, 3.5]}
     made.phases = {"start": {"read the texts": 2.0}, "learn": dict.fromkeys(domains, 10.0)}
@@ -199,6 +200,7 @@ def test_rows_costs_and_end_tasks_are_points_over_the_stages(synced):
     assert [row["stages/tokens"] for row in rows] == [0, 100, 200]
     assert [row["stages/stored"] for row in rows] == [0, 8, 16]
     assert [row["stages/seconds"] for row in rows] == [0, 10, 20]
+    assert [row.get("stages/leak") for row in rows] == [None, None, 0.25]
     law = [(row["stage"], row["tasks/law"]) for row in logged if "tasks/law" in row]
     assert law == [(1, pytest.approx(0.6)), (2, pytest.approx(0.5))]
     assert [key for row in rows for key in row if key.startswith("units/importance/heads")]
