@@ -72,15 +72,17 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     with defer_signals():  # libraries do not bear to be left while they are read in
         from cpt.core.threads import keep_threads
         from cpt.tracking.loggers import About, track
-        from cpt.training import assembly, preflight
+        from cpt.training import assembly
         from cpt.training.callbacks import CustomCallbacks
         from cpt.training.examinations import make_examinations
         from cpt.training.identity import settle_identity
         from cpt.training.loop import Learner, time_phase
         from cpt.training.pretraining import make_base
+        from cpt.training.readiness import prepare
         from cpt.training.verdict import confirm
 
-    ready = preflight.prepare(plan, place.path)  # before hours of reading
+    ready = prepare(plan, place)  # before hours of reading
+    plan = ready.plan
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
     with time_phase(took, "read the texts"):

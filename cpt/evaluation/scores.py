@@ -75,6 +75,7 @@ class Scores(Layout):
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
     probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
     conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
+    numerics: dict[str, str] = field(default_factory=dict)  # the precision, and how attention was computed
     similarity: dict[str, Any] = field(default_factory=dict)  # SIMILARITY, where it decided the order
     needs_domain: bool = False  # whether a text's domain must be known at test time
     alone: bool = False  # whether each domain was learned from the base, so that no model has met them all

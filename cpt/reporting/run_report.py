@@ -105,6 +105,7 @@ def _show_run(scores: Scores) -> Block:
         *([["moved inside what is protected", _leaks(scores)]] if any(scores.leak) else []),
         ["domain at test time", "must be known" if scores.needs_domain else "need not be known"],
         *([["load the model (from this folder)", scores.loading]] if scores.loading else []),
+        *([["computed", _computed(scores)]] if scores.numerics else []),
         ["versions", ", ".join(f"{name} {version}" for name, version in scores.versions.items())],
     ]
     return Block(head=["run", run["name"]], cells=cells, words=2)
@@ -123,6 +124,11 @@ def _skipped(scores: Scores) -> str:
     counts = zip(scores.rows, scores.skipped, strict=True)
     told = ", ".join(f"{count} of {row}" for row, count in counts if count)
     return f"{told}: loss or gradient were not finite (on_nonfinite)"
+
+
+def _computed(scores: Scores) -> str:
+    known = scores.numerics
+    return f"in {known['precision']}, attention by {known['attention'].replace('auto', 'default')}"
 
 
 def _leaks(scores: Scores) -> str:

@@ -145,11 +145,11 @@ def encode_by_model(plan: Plan, corpora: Corpora) -> Encode:
 
     from cpt.data.packing import padding_id
     from cpt.models.forward import hidden_states, mean_over
-    from cpt.training import preflight
     from cpt.training.pretraining import make_base
+    from cpt.training.readiness import find_device
 
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-    device = preflight.try_trainer(plan.trainer, [], {}).strategy.root_device
+    device = find_device(plan.trainer)
     model, pad = base.model().eval().to(device), padding_id(base.tokenizer)
 
     @torch.inference_mode()

@@ -42,7 +42,7 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
     tell_rate(plan)
     tell_packing(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
-    module = plan.method.make(make_shared(plan, start.model(), start.objective))
+    module = plan.method.make(make_shared(plan, make_model(plan, start), start.objective))
     module.beside.update(module.companions())
     if plan.carry != "none":
         module.carried = CarriedState()
@@ -55,6 +55,14 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
     if plan.trainer.compile:
         compile_blocks(module.model)
     return module
+
+
+def make_model(plan: Plan, start: Base) -> PreTrainedModel:
+    """The base model, with attention computed as the plan says."""
+    model = start.model()
+    if plan.trainer.attention != "auto":
+        model.set_attn_implementation(plan.trainer.attention)
+    return model
 
 
 def make_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Shared:
@@ -188,6 +196,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
         },
         similarity=tell_similarity(plan),
         config_digest=plan.config_digest,
+        numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attention},
         versions={
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in PACKAGES},

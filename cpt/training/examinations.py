@@ -6,9 +6,9 @@ from cpt.methods.base import ContinualModule
 from cpt.training.answers import Asking, make_asking
 from cpt.training.endtasks import Examination, make_examination
 from cpt.training.plan import Plan
-from cpt.training.preflight import Ready
 from cpt.training.pretraining import Base
 from cpt.training.probes import Probing, make_probing
+from cpt.training.readiness import Ready
 from cpt.training.run_folder import RunFolder
 
 Measured = Examination | Asking | Probing

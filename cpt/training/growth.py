@@ -17,7 +17,7 @@ from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-KEPT = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads")
+KEPT = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads", "precision")
 # Whose files are replaced as a whole and never written into, so that they may have a second name.
 REPLACED = ("answers", "diagnostics", "documents", "endtasks", "probes", "stages")
 

@@ -27,10 +27,10 @@ from cpt.data.orders import WORDS
 # shard (deepspeed) masks and what is kept of a model would be those of a shard, without a word.
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp")
 PRECISIONS = (
-    *("32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
+    *("auto", "32-true", "32", 32, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "16", 16, "bf16"),
     *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
 )
-SHARDED_PRECISIONS = ("32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true")
+SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,11 @@ class TrainerOptions(Options):
     eval_batch_size: int = option("samples per forward pass of evaluation and probes, per process", whole(1))
     probe_samples: int = option("samples that importance, Fisher and routing are estimated on", whole(1))
     gradient_clip_val: float | None = option("global norm; null: no clipping", or_null(number("0 or more")))
-    precision: Any = option("of weights and computation", one_of(*PRECISIONS))
+    precision: Any = option(
+        "of weights and computation; auto: bf16-mixed where a block of the model is faster in it",
+        one_of(*PRECISIONS),
+    )
+    attention: str = option("how it is computed, by the name that transformers has for it", TEXT)
     gradient_checkpointing: bool = option(
         "activations are computed again in the backward pass, not kept: less memory, more time", YES_NO
     )
@@ -170,7 +174,15 @@ class TrainerOptions(Options):
 
 OURS = (
     *("steps", "epochs", "tokens", "batch_size", "eval_batch_size", "probe_samples", "checkpoint_every"),
-    *("workers", "others", "gradient_checkpointing", "offload", "compile", "reshard_after_forward"),
+    *(
+        "workers",
+        "others",
+        "gradient_checkpointing",
+        "attention",
+        "offload",
+        "compile",
+        "reshard_after_forward",
+    ),
 )
 
 

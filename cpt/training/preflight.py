@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from hydra.utils import instantiate
-from lightning import Trainer
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
 from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -38,64 +34,15 @@ from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.options import BYTES, ModelOptions
 from cpt.models.resizing import check_head, check_rows
 from cpt.models.span import Span
-from cpt.training import callbacks as custom
 from cpt.training.assembly import make_shared
-from cpt.training.options import TrainerOptions
 from cpt.training.plan import Plan
-from cpt.training.trainer import make_trainer, quiet
 
 if TYPE_CHECKING:
-    from cpt.evaluation.probes.harness import Harness
+    pass
 
 log = logging.getLogger(__name__)
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
-
-
-@dataclass(frozen=True)
-class Ready:
-    """What a plan that can be run has been made ready with: its loggers and callbacks, how many `processes`
-    work on this machine, the device of this one, and the tasks of its probe."""
-
-    loggers: list[Logger]
-    callbacks: dict[str, Callback]
-    processes: int
-    device: torch.device
-    harness: Harness | None
-
-
-def prepare(plan: Plan, folder: Path) -> Ready:
-    """Makes what needs no text. Raises ValueError for a plan that cannot be run."""
-    quiet()
-    check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
-    check_model(plan)
-    check_shared_out(plan)
-    loggers = custom.make_loggers(plan.logger.others, folder)
-    logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
-    callbacks = custom.make_callbacks(plan.callbacks, logged=logged)
-    tried = try_trainer(plan.trainer, loggers, callbacks)
-    return Ready(loggers, callbacks, tried.num_devices, tried.strategy.root_device, make_harness(plan))
-
-
-def check_shared_out(plan: Plan) -> None:
-    """A method that needs 32 bits has them where weights are shared out: what is whole can be widened for a
-    while, what is in shares not."""
-    options = plan.trainer
-    if options.strategy == "fsdp" and options.precision == "bf16-true" and plan.method.load().needs_32_bits:
-        raise ValueError(
-            f"trainer.precision=bf16-true does not go with method={plan.names['method']} and strategy=fsdp; "
-            "allowed: 32-true, bf16-mixed"
-        )
-
-
-def make_harness(plan: Plan) -> Harness | None:
-    """The tasks of the probe, read by the process that measures them; None where there is none."""
-    if plan.probe is None or not is_first_process():
-        return None
-    log.info("reading the tasks of the probe")
-    from cpt.evaluation.probes.harness import Harness  # 8 seconds, and a package that may not be there
-
-    return Harness(plan.probe, precision=plan.trainer.precision)
 
 
 @contextmanager
@@ -134,6 +81,9 @@ def check_model(plan: Plan) -> None:
     where = options.checkpoint or "model.config"
     with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO[objective].from_config(config)
+    if plan.trainer.attention != "auto":
+        with naming_cause(f"trainer.attention={plan.trainer.attention}"):
+            model.set_attn_implementation(plan.trainer.attention)
     stand_in = stand_for(options, objective, vocabulary=config.get_text_config().vocab_size)
     if plan.source.isolated:
         check_isolation(model)
@@ -285,16 +235,3 @@ def tell_parts(folder: Path) -> None:
         log.warning("%s has parts for %s; it starts %s: %s", folder, ", ".join([*others, last]), used, advice)
     elif (folder / "adapters").is_dir():
         log.warning("%s has adapters, which are left out; merge them with peft to start with them", folder)
-
-
-def try_trainer(
-    options: TrainerOptions, loggers: Sequence[Logger], callbacks: Mapping[str, Callback]
-) -> Trainer:
-    """A trainer with these options on this machine. Raises ValueError where lightning.Trainer takes them
-    not."""
-    names = ("accelerator", "devices", "strategy", "precision")
-    place = " ".join(f"trainer.{name}={getattr(options, name)}" for name in names)
-    with naming_cause(place):
-        return make_trainer(
-            options.lightning, label="", loggers=loggers, callbacks=list(callbacks.values()), steps=1
-        )

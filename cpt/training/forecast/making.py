@@ -72,13 +72,15 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     """What a run would do and cost, in Python's own types."""
     # torch and the rest: not before the plan is known to be right
     from cpt.core.memory import resident
-    from cpt.training import assembly, preflight
+    from cpt.training import assembly
     from cpt.training.forecast.outlook import Outlook, as_data, is_sharded
     from cpt.training.forecast.trial import make_trial, try_stages
     from cpt.training.forecast.work import count_work
     from cpt.training.pretraining import find_base
+    from cpt.training.readiness import prepare
 
-    ready, began = preflight.prepare(plan, place.path), time.perf_counter()
+    ready, began = prepare(plan, place, remember=False), time.perf_counter()
+    plan = ready.plan
     corpora = assembly.read_corpora(plan)
     start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
     world = ready.processes * plan.trainer.num_nodes

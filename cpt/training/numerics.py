@@ -1,0 +1,160 @@
+"""How a run computes where its config leaves that open (`auto`): in which precision, and how attention.
+
+A precision is chosen by the time that a block of this very model takes here; a file of the run's folder
+remembers it, so that a run goes on as it began, elsewhere too."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cpt.core.files import replace as write_whole
+from cpt.core.processes import is_first_process
+from cpt.models import loading
+from cpt.models.forward import hidden_states
+from cpt.training.options import TrainerOptions
+from cpt.training.plan import Plan
+from cpt.training.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+CHOICES = ("32-true", "bf16-mixed")
+COARSE = ("bf16-mixed", "bf16", "bf16-true")
+GAIN = 1.1  # times as fast as 32-true, which bf16-mixed must at least be
+SECONDS = 2.0  # of measuring
+MOST = 4096  # tokens of a measured step
+ENTRIES = 512  # of the vocabulary of the block that is measured
+ROUNDS = 3  # at least, of which the first is not counted
+LONG = 512  # tokens of a row from which on torch's own attention is faster (benchmarks/attention.py)
+WAIT = 600  # seconds that other processes wait for the first one's choice
+
+
+def settle_numerics(plan: Plan, place: RunFolder, device: torch.device, *, remember: bool = True) -> Plan:
+    """The plan with a precision, and with a way to compute attention where transformers' own is slow; told in
+    a line each. Raises ValueError where what the folder remembers is damaged."""
+    options = plan.trainer
+    if options.precision == "auto":
+        options = replace(options, precision=choose_precision(plan, place, device, remember=remember))
+    if options.attention == "auto" and (found := suit_attention(plan, options, device)):
+        options = replace(options, attention=found)
+    return replace(plan, trainer=options)
+
+
+def choose_precision(plan: Plan, place: RunFolder, device: torch.device, *, remember: bool) -> str:
+    """What the run began with; of a new one, what is fast enough here to be worth its coarser numbers."""
+    path = place.path / "precision"
+    if not is_first_process() and remember:
+        wait_for(path)
+    if path.exists():
+        begun = path.read_text(encoding="utf-8")
+        if begun not in CHOICES:
+            raise ValueError(
+                f"{path} is damaged; write the precision into it that the run began with: "
+                f"{' or '.join(CHOICES)}"
+            )
+        log.info("trainer.precision=auto: %s, as this run began", begun)
+        return begun
+    chosen = measure_precision(plan, device)
+    if remember:
+        write_whole(path, chosen)
+    return chosen
+
+
+def wait_for(path: Path) -> None:
+    """Returns when the first process has written a file. Raises ValueError where it does not."""
+    end = time.monotonic() + WAIT
+    while not path.exists():
+        if time.monotonic() > end:
+            raise ValueError(
+                f"{path} was not written by the first process for {WAIT} s; allowed: a precision by name"
+            )
+        time.sleep(0.1)
+
+
+def measure_precision(plan: Plan, device: torch.device) -> str:
+    """The faster of the choices, by steps of one block; says what it took."""
+    began = time.perf_counter()
+    step, tokens = make_step(plan, device)
+    taken: dict[str, list[float]] = {name: [] for name in CHOICES}
+    while len(taken[CHOICES[-1]]) < ROUNDS or time.perf_counter() - began < SECONDS:
+        for name in CHOICES:
+            taken[name].append(clock(lambda name=name: step(name), device))
+    plain, mixed = (statistics.median(taken[name][1:]) for name in CHOICES)
+    chosen = CHOICES[plain / mixed >= GAIN]
+    log.info(
+        "trainer.precision=auto: %s; a step of one block, %d tokens, is %.2f times as fast in bf16-mixed as "
+        "in 32-true here (measured for %.1f s; bf16-mixed from %.1f on)",
+        chosen,
+        tokens,
+        plain / mixed,
+        time.perf_counter() - began,
+        GAIN,
+    )
+    return chosen
+
+
+def make_step(plan: Plan, device: torch.device) -> tuple[Callable[[str], None], int]:
+    """A training step of a block of the model, in a precision by name, and its tokens."""
+    model = make_block(plan, device)
+    length = plan.model.length
+    rows = max(1, min(plan.trainer.batch_size // plan.trainer.accumulate_grad_batches, MOST // length))
+    ids = (torch.arange(rows * length, device=device) * 7919 % (ENTRIES - 1) + 1).view(rows, length)
+
+    def step(precision: str) -> None:
+        with attending(model, suit_attention(plan, replace(plan.trainer, precision=precision), device)):
+            with torch.autocast(device.type, torch.bfloat16, enabled=precision != CHOICES[0]):
+                hidden: Tensor = hidden_states(model, {"input_ids": ids})
+            hidden.float().square().mean().backward()
+            model.zero_grad()
+
+    return step, rows * length
+
+
+def make_block(plan: Plan, device: torch.device) -> PreTrainedModel:
+    """A model like that of the plan, of one block and few tokens, with random weights; other random numbers
+    stay as they are."""
+    options = plan.model
+    given = options.checkpoint
+    config = loading.configuration(given) if given else loading.AutoConfig.for_model(**dict(options.config))
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, ENTRIES, 0
+    kind = loading.objective_name(options.objective, config)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        return loading.AUTO[kind].from_config(config).train()
+
+
+@contextmanager
+def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
+    """Computes attention so while it lasts; None: as ever."""
+    before = model.config._attn_implementation
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        if implementation is not None:
+            model.set_attn_implementation(before)
+
+
+def clock(work: Callable[[], None], device: torch.device) -> float:
+    """Seconds of some work, on a GPU with what it has begun."""
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def suit_attention(plan: Plan, options: TrainerOptions, device: torch.device) -> str | None:
+    """`eager` where torch's own attention is slow: its backward pass on a processor in 16 bits, of short
+    rows. None: as transformers has it."""
+    if options.attention != "auto":
+        return options.attention
+    slow = device.type == "cpu" and options.precision in COARSE and plan.model.length < LONG
+    return "eager" if slow else None
