@@ -13,6 +13,8 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from cpt.core.processes import in_company
+
 
 def is_sharded(tensor: Tensor | None) -> bool:
     """Whether this process has only some rows of a tensor."""
@@ -118,6 +120,8 @@ def clip_gradients(parameters: Sequence[nn.Parameter], most: float, norm: Tensor
 def average_gradients(module: nn.Module) -> None:
     """Makes gradients of what is whole in each process of a sharded module their mean over the processes, as
     those of sharded weights are already; 0 counts where only other processes have one."""
+    if not in_company():
+        return
     parameters = [each for each in module.parameters() if each.requires_grad]
     own = [each for each in parameters if not is_sharded(each)]
     if not own or not any(map(is_sharded, module.parameters())):

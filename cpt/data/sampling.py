@@ -14,6 +14,9 @@ from cpt.data.budget import share_batch
 from cpt.data.packing import Packed
 from cpt.data.replay import Pool
 
+TOGETHER = 32  # steps whose samples are found at once
+Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # part, row and key of samples, each [B]
+
 
 class Stream(Dataset):
     """The training batches of one domain for one process.
@@ -46,6 +49,7 @@ class Stream(Dataset):
         self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
         self.steps, self.ends = sum(steps), np.cumsum([self.new(count) for count in steps])
         self.starts = np.concatenate([[0], self.ends[:-1]])
+        self.located: tuple[int, Located] | None = None  # from a step on: what is new of TOGETHER steps
 
     def __len__(self) -> int:
         return self.steps * self.accumulate
@@ -67,10 +71,12 @@ class Stream(Dataset):
         samples = steps * self.batch_size
         return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
 
-    def samples(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def samples(self, step: int) -> Located:
         """Part, row and key of the samples of a step, each [B]; parts after its own are those of the earlier
         pools. What is drawn from them stands in random places, so that each process has its mixture."""
-        found, first = [self.locate(np.arange(self.new(step), self.new(step + 1)))], len(self.names)
+        found, first = [self.locate_step(step)], len(self.names)
+        if not self.earlier:
+            return found[0]
         for pool in self.earlier:
             begin, end = (pool.count(each * self.batch_size) for each in (step, step + 1))
             parts, rows, keys = pool.locate(np.arange(begin, end))
@@ -81,7 +87,17 @@ class Stream(Dataset):
         order = amid(new, shuffle(np.arange(drawn), new + drawn, stream=stream))
         return tuple(np.concatenate(each)[order] for each in zip(*found, strict=True))
 
-    def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def locate_step(self, step: int) -> Located:
+        """Part, row and key of the new samples of a step, each [B]; those of some steps are found at once."""
+        first = step - step % TOGETHER
+        if self.located is None or self.located[0] != first:
+            last = min(first + TOGETHER, self.steps)
+            self.located = first, self.locate(np.arange(self.new(first), self.new(last)))
+        here = slice(*(self.new(each) - self.new(first) for each in (step, step + 1)))
+        parts, rows, keys = (each[here] for each in self.located[1])
+        return parts, rows, keys
+
+    def locate(self, positions: np.ndarray) -> Located:
         """Part, row and key of the samples at positions of the stream, each [B]."""
         if len(self.names) > 1:
             positions = shuffle(positions, int(self.ends[-1]), stream=key(self.seed, "mixture"))

@@ -117,7 +117,7 @@ class Staged(LightningModule):
 
     def seeded(self, moment: int | str) -> None:
         """Makes what is drawn from now on a function of seed, domain, moment and process."""
-        torch.manual_seed(key(self.seed, self.domain.name, moment, self.global_rank) % 2**63)
+        seed_devices(key(self.seed, self.domain.name, moment, self.global_rank) % 2**63, self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         with recording(self.masks):
@@ -243,6 +243,15 @@ class Staged(LightningModule):
         # DistributedDataParallel would send the first process's buffers to all at every step: copies of the
         # model, which are equal anyway, and memories that are each process's own.
         return [name for name, _ in self.named_buffers()]
+
+
+def seed_devices(seed: int, device: torch.device) -> None:
+    """Seeds torch. A processor's generator alone where nothing else computes: torch.manual_seed also notes
+    for GPUs to come where it was called from, which takes as long as a small layer."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
 
 
 def shapes(module: nn.Module) -> dict[str, torch.Size]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Choice, Options, option, prefix_errors
-from cpt.core.rules import Rule, is_list, is_number, number
+from cpt.core.rules import YES_NO, Rule, is_list, is_number, number, or_null
 from cpt.core.sections import GIVEN, Section
 
 BETAS = Rule(
@@ -36,6 +36,9 @@ class AdamWOptions(Options):
     betas: Any = option("of the moments", BETAS)
     eps: float = option("added to the root of the second moment", RULES["eps"])
     weight_decay: float = option("of matrices, times the learning rate", RULES["weight_decay"])
+    fused: bool | None = option(
+        "a step in one pass over each parameter; null: as torch chooses", or_null(YES_NO), default=None
+    )
     carry: Any = option(CARRY, CARRIES, default="none")
 
 
@@ -52,7 +55,7 @@ class SGDOptions(Options):
 KNOWN: Mapping[str, type[Options]] = {"torch.optim.AdamW": AdamWOptions, "torch.optim.SGD": SGDOptions}
 # Further arguments of theirs, which are handed on as they are given.
 FURTHER = {
-    "torch.optim.AdamW": ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    "torch.optim.AdamW": ("amsgrad", "maximize", "foreach", "capturable", "differentiable"),
     "torch.optim.SGD": ("dampening", "nesterov", "maximize", "foreach", "differentiable", "fused"),
 }
 

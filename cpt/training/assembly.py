@@ -74,10 +74,18 @@ def make_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Sha
         masks=[mask.make() for mask in plan.masks],
         replay=plan.replay,
         freeze=plan.freeze,
-        optimizer=partial(plan.optim.load(), **plan.optim.arguments),
+        optimizer=partial(plan.optim.load(), **optimizer_arguments(plan)),
         schedule=(lambda at: plan.schedule(at.joined)) if plan.carry == "all" else plan.schedule,
         seed=plan.run.seed,
     )
+
+
+def optimizer_arguments(plan: Plan) -> dict[str, Any]:
+    """What the optimizer is told. One that scales gradients back itself, as fused ones do, would have them
+    clipped before that: in 16-mixed it is not fused."""
+    scaled = plan.trainer.precision in ("16-mixed", "16", 16)
+    fused = "fused" in plan.optim.arguments and scaled
+    return {**plan.optim.arguments, **({"fused": False} if fused else {})}
 
 
 def tell_rate(plan: Plan) -> None:

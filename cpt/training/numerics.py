@@ -31,7 +31,7 @@ SECONDS = 2.0  # of measuring
 MOST = 4096  # tokens of a measured step
 ENTRIES = 512  # of the vocabulary of the block that is measured
 ROUNDS = 3  # at least, of which the first is not counted
-LONG = 512  # tokens of a row from which on torch's own attention is faster (benchmarks/attention.py)
+SHORT = 512  # tokens of a row up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 WAIT = 600  # seconds that other processes wait for the first one's choice
 
 
@@ -156,5 +156,5 @@ def suit_attention(plan: Plan, options: TrainerOptions, device: torch.device) ->
     rows. None: as transformers has it."""
     if options.attention != "auto":
         return options.attention
-    slow = device.type == "cpu" and options.precision in COARSE and plan.model.length < LONG
+    slow = device.type == "cpu" and options.precision in COARSE and plan.model.length <= SHORT
     return "eager" if slow else None

@@ -110,10 +110,8 @@ def test_what_is_measured_is_a_block_of_this_model(model, request):
         (("trainer.precision=bf16-true",), "eager"),
         (("trainer.precision=bf16-mixed", "trainer.attention=sdpa"), "sdpa"),
         (("trainer.attention=eager",), "eager"),
-        (
-            ("trainer.precision=bf16-mixed", "model.length=512", "model.config.max_position_embeddings=600"),
-            "auto",
-        ),
+        (("trainer.precision=bf16-mixed", "model.length=512"), "eager"),
+        (("trainer.precision=bf16-mixed", "model.length=513"), "auto"),
     ],
 )
 def test_attention_is_eager_on_a_processor_in_16_bits_of_short_rows(given, found, small, tmp_path):

@@ -1,0 +1,90 @@
+"""How attention is computed fastest on a processor: torch's own and eager, in 32 and in 16 bits, forward and
+backward, in turns.
+
+    python benchmarks/attention.py
+
+`trainer.attention=auto` rests on it: eager in 16 bits, of rows of up to 512 tokens."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from measuring import RESULTS, paired, save, wait_until_quiet
+from torch import Tensor
+from torch.nn import functional
+
+SHAPES = [
+    *((32, 4, 64, 32), (16, 4, 128, 64), (8, 12, 256, 64)),
+    *((4, 12, 384, 64), (4, 12, 512, 64), (2, 12, 1024, 64)),
+]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DROPOUT = (0.0, 0.1)
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """As transformers has it."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    weights = scores.softmax(-1, dtype=torch.float32).to(query)
+    return functional.dropout(weights, dropout) @ value
+
+
+def own(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+
+
+KINDS: dict[str, Callable[..., Tensor]] = {"sdpa": own, "eager": eager}
+
+
+def clock(kind: str, heads: list[Tensor], dropout: float, *, calls: int) -> float:
+    """Seconds of a pass forward and backward."""
+    began = time.process_time()
+    for _ in range(calls):
+        inputs = [each.detach().requires_grad_() for each in heads]
+        KINDS[kind](*inputs, dropout).sum().backward()
+    return (time.process_time() - began) / calls
+
+
+def measure(shape: tuple[int, int, int, int], dropout: float, *, rounds: int) -> dict[str, dict]:
+    batch, count, length, width = shape
+    made = [torch.randn(batch, length, count, width).transpose(1, 2) for _ in range(3)]
+    heads = {name: [each.to(dtype) for each in made] for name, dtype in DTYPES.items()}
+    subjects = [(dtype, kind) for dtype in DTYPES for kind in KINDS]
+    seconds: dict[tuple[str, str], list[float]] = {each: [] for each in subjects}
+    calls = max(1, int(2e7 / (batch * count * length**2)))
+    for turn in range(rounds + 1):
+        for dtype, kind in subjects:
+            taken = clock(kind, heads[dtype], dropout, calls=calls)
+            if turn:
+                seconds[dtype, kind].append(taken)
+    return {
+        dtype: {
+            "sdpa over eager": paired(seconds[dtype, "eager"], seconds[dtype, "sdpa"]),
+            **{f"{kind}_ms": 1000 * statistics.median(seconds[dtype, kind]) for kind in KINDS},
+        }
+        for dtype in DTYPES
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=300, help="seconds to wait for a quiet machine")
+    parser.add_argument("--out", default=str(RESULTS / "attention.json"))
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    waited = wait_until_quiet(chosen.patience)
+    found = {}
+    for shape in SHAPES:
+        for dropout in DROPOUT:
+            name = f"{shape[0]} x {shape[1]} heads x {shape[2]} tokens x {shape[3]}, dropout {dropout}"
+            found[name] = measure(shape, dropout, rounds=chosen.rounds)
+            told = {dtype: f"{each['sdpa over eager']['median']:.2f}" for dtype, each in found[name].items()}
+            print(name, told, flush=True)
+    save("attention", {"threads": chosen.threads, "waited": waited, "found": found}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()
