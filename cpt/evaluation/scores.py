@@ -37,7 +37,7 @@ NOTED = ("rates", "leak")  # lists of a stage
 PHASES = ("start", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
-    *("similarity", "leak"),
+    *("similarity", "leak", "numerics"),
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
