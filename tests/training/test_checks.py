@@ -126,7 +126,7 @@ def test_the_precisions_are_lightnings():
     )
 
     theirs = [*get_args(_PRECISION_INPUT_INT), *get_args(_PRECISION_INPUT_STR)]
-    assert set(run_options.PRECISIONS) == {*theirs, *get_args(_PRECISION_INPUT_STR_ALIAS)}
+    assert set(run_options.PRECISIONS) == {"auto", *theirs, *get_args(_PRECISION_INPUT_STR_ALIAS)}
 
 
 def test_what_a_sweep_gives_later_is_not_missed(composed):
