@@ -60,6 +60,8 @@ VARIANTS = {
     "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=sdpa"],
     "ncl, not fused": ["method=ncl", "optim.fused=false"],
     "ncl + migu": ["method=ncl", "mask=migu"],
+    "migu, backward": ["method=migu", "method.mask.backend=backward"],
+    "migu, backward, frozen": ["method=migu", "method.mask.backend=backward", "method.mask.acts_on=frozen"],
     "das without contrast": ["method=das", "method.contrast=0"],
     "das + tokens": ["method=das", "method.units=[heads,neurons,outputs,tokens]"],
     "kd, hidden": ["method=kd", "method.distilled=hidden"],

@@ -30,11 +30,14 @@ class GradientMask(nn.Module):
 
     lasting = False  # whether the factors are the same at every step of a domain
 
+    limits = False  # whether gradients of some rows alone are computed, for which maps are taken apart
+
     def __init__(self, *, acts_on: str) -> None:
         super().__init__()
         ACTS_ON.check("acts_on", acts_on)
         self.acts_on = acts_on
         self.recording = False  # whether the forward passes under way are those of the training loss
+        self.alone = True  # whether these are all that the optimizer step has
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         """Looks at the model: at first, and again when it has another shape; what is known of its parts
@@ -46,6 +49,9 @@ class GradientMask(nn.Module):
     def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
         """Work before a domain's first step, behind the method's; not repeated when it is resumed. What it
         finds is in the state."""
+
+    def decide(self) -> None:
+        """Called when the forward passes of a training loss are made, before its backward pass."""
 
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Parameters with their factors, broadcastable to them; asked for once per optimizer step."""
@@ -108,15 +114,18 @@ class Held:
 
 
 @contextmanager
-def recording(masks: Iterable[GradientMask]) -> Iterator[None]:
-    """While it lasts, forward passes are those of the training loss."""
+def recording(masks: Sequence[GradientMask], *, alone: bool = True) -> Iterator[None]:
+    """While it lasts, forward passes are those of the training loss; `alone` says whether they are all that
+    the step has."""
     for mask in masks:
-        mask.recording = True
+        mask.recording, mask.alone = True, alone
     try:
         yield
     finally:
         for mask in masks:
             mask.recording = False
+    for mask in masks:
+        mask.decide()
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from cpt.core.sharding import whole as all_rows
 from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
+from cpt.masks.rows import RowGradients
 from cpt.models.forward import in_mode
 from cpt.models.isolation import text_of
 from cpt.models.objectives import Objective
@@ -47,6 +48,7 @@ from cpt.models.stacks import SOURCE, TARGET, tokens_of
 from cpt.models.units import Projection, projections
 
 log = logging.getLogger(__name__)
+KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
 
 
 def count_kept(threshold: float, width: int) -> int:
@@ -98,7 +100,19 @@ class MagnitudeMaskOptions(Options):
     head: bool = option("also the linear maps outside the blocks", YES_NO)
     tied: bool = option("of these also the one that shares the embedding's weight", YES_NO)
     skip_first_domain: bool = option("the first domain is learned without the mask", YES_NO)
+    backend: str = option(
+        "what computes the gradients: hooks (all rows', then scaled), or backward (the chosen rows' alone)",
+        one_of("hooks", "backward"),
+    )
     seed: int = option("of importance=random", whole(0))
+
+    def check_together(self) -> None:
+        if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
+            raise ValueError(
+                f"backend=backward does not go with importance={self.importance}, which is known after the "
+                f"backward pass or not by its rows; allowed: importance={', '.join(KNOWN_IN_TIME)}, or "
+                "backend=hooks"
+            )
 
 
 class MagnitudeMask(GradientMask):
@@ -117,7 +131,9 @@ class MagnitudeMask(GradientMask):
         self.ranked: list[str] = []
         self.hooks: list[RemovableHandle] = []
         self.present: dict[str, Tensor | None] = {}
-        self.inside = False
+        self.limited: list[RowGradients] = []
+        self.inside = self.limiting = False
+        self.mask: Tensor | None = None  # of the step at hand, [rows]
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
@@ -164,6 +180,37 @@ class MagnitudeMask(GradientMask):
         for each, place in zip(self.maps, self.places, strict=True):
             measured, side = each.measured or each.module, tokens_of(model, each.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
+        self.limit()
+
+    def limit(self) -> None:
+        """Has the maps compute the gradients of the chosen rows alone, where that is asked for."""
+        for each in self.limited:
+            each.remove()
+        self.limited = [
+            RowGradients(
+                each.module,
+                axis=each.axis,
+                rows=partial(self.rows, place),
+                wanted=lambda: self.limiting,
+            )
+            for each, place in zip(self.maps, self.places, strict=True)
+            if self.limits and each.measured is None
+        ]
+
+    def decide(self) -> None:
+        if self.limiting:
+            self.choose()
+
+    def rows(self, place: slice) -> Tensor:
+        """The places within a map of the rows that the step at hand changes."""
+        return self.choose()[place].nonzero().flatten()
+
+    def choose(self) -> Tensor:
+        """1 for the rows that the step at hand changes, else 0, [rows]."""
+        if self.mask is None:
+            segments = [self.get_buffer(name) for name in self.ranked]
+            self.mask = choose_rows(self.scores(), segments, self.options.threshold)
+        return self.mask
 
     def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
         """The linear maps outside the blocks that are asked for; none where only parts are trained."""
@@ -180,7 +227,10 @@ class MagnitudeMask(GradientMask):
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """The whole model begins a forward pass: of the training loss, or one that does not count."""
-        self.inside = self.recording and self.options.importance == "output" and torch.is_grad_enabled()
+        counted = self.recording and torch.is_grad_enabled()
+        self.inside = counted and self.options.importance == "output"
+        # Parts of a step that are still to come may choose other rows.
+        self.limiting |= bool(self.limited) and counted and self.alone and not self.skipping
         self.present = {SOURCE: text_of(kwargs)}
         if self.inside and "decoder_input_ids" in kwargs:
             self.present[TARGET] = text_of_target(kwargs["decoder_input_ids"], module.config.pad_token_id)
@@ -196,6 +246,7 @@ class MagnitudeMask(GradientMask):
 
     def activate(self, domain: int) -> None:
         self.skipping = self.options.skip_first_domain and domain == 0
+        self.mask, self.limiting = None, False
         self.sums.zero_()
 
     def before_domain(self, model: PreTrainedModel, objective: Objective, probe: Iterable[Batch]) -> None:
@@ -220,13 +271,15 @@ class MagnitudeMask(GradientMask):
             return torch.rand(len(self.sums), generator=draw).to(self.sums)
         return torch.cat([row_norms(each, self.options.importance) for each in self.maps])
 
+    @property
+    def limits(self) -> bool:
+        return self.options.backend == "backward"
+
     @torch.no_grad()
     def factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         if self.skipping or not self.maps:
             return
-        mask = choose_rows(
-            self.scores(), [self.get_buffer(name) for name in self.ranked], self.options.threshold
-        )
+        mask, self.mask, self.limiting = self.choose(), None, False
         self.chosen += mask
         self.steps += 1
         self.sums.zero_()

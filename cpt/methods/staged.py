@@ -120,7 +120,7 @@ class Staged(LightningModule):
         seed_devices(key(self.seed, self.domain.name, moment, self.global_rank) % 2**63, self.device)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with recording(self.masks):
+        with recording(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
             terms = self.losses(batch)
         self.guard.see(terms)
         if self.trainer.global_step % self.trainer.log_every_n_steps == 0:

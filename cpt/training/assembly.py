@@ -43,6 +43,7 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
     tell_packing(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     module = plan.method.make(make_shared(plan, make_model(plan, start), start.objective))
+    tell_rows(plan, module)
     module.beside.update(module.companions())
     if plan.carry != "none":
         module.carried = CarriedState()
@@ -108,6 +109,17 @@ def tell_packing(plan: Plan) -> None:
             "domains.packing=isolated without effect: the samples of trainer.batch_size=%d come one by one "
             "(trainer.accumulate_grad_batches=%d)",
             batch_size,
+            parts,
+        )
+
+
+def tell_rows(plan: Plan, module: ContinualModule) -> None:
+    """Tells, in a line, where rows are not known before a backward pass."""
+    parts = plan.trainer.accumulate_grad_batches
+    if parts > 1 and any(mask.limits for mask in module.masks):
+        log.info(
+            "the mask's backend=backward without effect: parts of a step that are to come choose rows too "
+            "(trainer.accumulate_grad_batches=%d)",
             parts,
         )
 

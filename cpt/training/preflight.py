@@ -153,6 +153,11 @@ def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> No
         except Exception as error:  # whatever an operation raises that a skeleton can not do
             log.debug("method %s was not tried on a skeleton: %s", plan.names["method"], error)
             return
+    if plan.trainer.compile and any(mask.limits for mask in module.masks):
+        raise ValueError(
+            "trainer.compile=true does not go with backend=backward of a mask, which takes maps apart; "
+            "allowed: backend=hooks"
+        )
     check_frozen(plan, module)
 
 

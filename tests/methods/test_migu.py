@@ -39,6 +39,7 @@ VALUES = {
     "head": False,
     "tied": False,
     "skip_first_domain": False,
+    "backend": "hooks",
     "seed": 0,
 }
 

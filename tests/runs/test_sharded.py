@@ -134,6 +134,7 @@ METHODS = {
     "ewc": ["method=ewc", "method.strength=1000"],
     "ewc by batch": ["method=ewc", "method.strength=1000", "method.estimator=batch"],
     "migu": ["method=migu"],
+    "migu by rows": ["method=migu", "method.mask.backend=backward"],
     "migu by gradient": ["method=migu", "method.mask.importance=gradient", "method.mask.acts_on=frozen"],
     "migu by weight": ["method=migu", "method.mask.importance=weight", "method.mask.acts_on=update"],
     "demix": ["method=demix", "routing@method.routing=posterior"],

@@ -59,7 +59,7 @@ AT_ONCE = {
     "trainer.strategy=deepspeed": "trainer.strategy=deepspeed; allowed: auto, ddp, ddp_find_unused_paramete"
     "rs_true, ddp_find_unused_parameters_false, fsdp",
     "strategy=fsdp trainer.precision=16-mixed": "trainer.precision=16-mixed does not go with strategy=fsdp; "
-    "allowed: 32-true, 32, bf16-mixed, bf16, bf16-true",
+    "allowed: auto, 32-true, 32, bf16-mixed, bf16, bf16-true",
     "strategy=fsdp trainer.reshard_after_forward=2": "trainer.reshard_after_forward=2; allowed: null or ",
     "strategy=fsdp endtask=submodules": "endtask asks a model as a whole, of which strategy=fsdp leaves",
     "strategy=fsdp method._target_=tests.support.seams.Growing": "method: tests.support.seams.Growing is not",
@@ -67,7 +67,7 @@ AT_ONCE = {
     "trainer.workers=abc": "trainer.workers=abc; allowed: a whole number, 0 or more",
     "trainer.devices=0": "trainer.devices=0; allowed: 1, 2, …; auto or -1 for all; a list like [0,2]",
     "trainer.devices=true": "trainer.devices=true; allowed: 1, 2, …",
-    "trainer.precision=8": "trainer.precision=8; allowed: 32-true, 32, 16-mixed, bf16-mixed",
+    "trainer.precision=8": "trainer.precision=8; allowed: auto, 32-true, 32, 16-mixed, bf16-mixed",
     "+trainer.max_time=00:00:10": f"trainer.max_time=00:00:10 {BUDGET}",
     "+trainer.max_epochs=1": f"trainer.max_epochs=1 {BUDGET}",
     "+trainer.max_steps=1": f"trainer.max_steps=1 {BUDGET}",
@@ -114,6 +114,9 @@ AT_ONCE = {
     "method=adapter +method.routing.unlearnd=base": "method.routing.unlearnd is not known; did you mean meth",
     "mask=migu mask.migu.threshold=1": "mask.migu.threshold=1; allowed: 0 or more and below 1",
     "mask=migu mask.migu.importance=size": "mask.migu.importance=size; allowed: output, fisher, gradient, we",
+    "mask=migu mask.migu.backend=forward": "mask.migu.backend=forward; allowed: hooks, backward",
+    "mask=migu mask.migu.backend=backward mask.migu.importance=gradient": "mask.migu.backend=backward does not go with importance=gradient",
+    "trainer.attention=7": "trainer.attention=7; allowed",
     "mask=migu mask.migu.only=(": "mask.migu.only=(; allowed: null or a regular expression",
     "mask=migu +mask.migu.treshold=0": "mask.migu.treshold is not known; did you mean mask.migu.threshold?",
     "+mask.mine=5": "mask.mine=5 has no class; allowed: null, or +mask.mine._target_=module.Class",
