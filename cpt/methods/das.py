@@ -60,7 +60,7 @@ class DAS(ContinualModule):
             self.soft.raise_to(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(batch, soft=self.soft)
+        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.domains:

@@ -50,4 +50,4 @@ class DGA(ContinualModule):
         self.soft.set(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self.contrast.losses(batch, soft=self.soft)
+        return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)

@@ -6,11 +6,17 @@
 
 with mean-pooled last hidden states: o and o+ of two dropout passes of the full model, o- of a pass in which
 each unit is multiplied by its importance, so that only earlier knowledge speaks. Without dropout o+ would be
-o, whose similarity has no gradient: nothing would pull, and all samples would only be pushed apart."""
+o, whose similarity has no gradient: nothing would pull, and all samples would only be pushed apart.
+
+Its three passes take most of a step's time. With fewer `samples` N is smaller, and so is the number of
+candidates; `every` k-th step with k times the weight is right in the mean; `fixed` negatives push the anchors
+away and are not themselves moved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import gather_rows
-from cpt.data.batch import Batch
+from cpt.data.batch import Batch, inputs_of
 from cpt.masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
@@ -41,7 +47,8 @@ def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temper
 @dataclass(frozen=True)
 class Contrast:
     """The contrastive term, `strength` times L_con at a `temperature`, of a batch's `uncorrupted` text (as
-    released) or of the `corrupted` text that the language-model loss sees.
+    released) or of the `corrupted` text that the language-model loss sees: of a share of its `samples`, in
+    each step whose number `every` divides, with negatives that are `fixed` or not.
 
     Its passes have dropout at `rate` (None: the model's own); raises ValueError where a sample's two passes
     could not differ."""
@@ -52,6 +59,9 @@ class Contrast:
     temperature: float
     text: str
     rate: float | None
+    samples: float
+    every: int
+    fixed: bool
 
     def __post_init__(self) -> None:
         if self.strength > 0:
@@ -66,13 +76,17 @@ class Contrast:
             temperature=options.temperature,
             text=options.contrast_text,
             rate=options.contrast_dropout,
+            samples=options.contrast_samples,
+            every=options.contrast_every,
+            fixed=options.contrast_negatives == "fixed",
         )
 
-    def losses(self, batch: Batch, *, soft: SoftMask) -> dict[str, Tensor]:
-        """The language-model loss, and the contrast against the importances of the soft mask."""
+    def losses(self, batch: Batch, *, soft: SoftMask, step: int) -> dict[str, Tensor]:
+        """The language-model loss, and in a step with the contrast that against the importances of the soft
+        mask."""
         logits, hidden = self.objective.outputs(self.model, batch)
         terms = {"lm": nll_of(logits, batch).sum() * batch["weight"]}
-        return terms | self.term(batch, hidden=hidden, soft=soft)
+        return terms | (self.term(batch, hidden=hidden, soft=soft) if step % self.every == 0 else {})
 
     def term(self, batch: Batch, *, hidden: Tensor, soft: SoftMask) -> dict[str, Tensor]:
         """The contrastive term, a scalar, of a batch and the hidden states [B, T, D] of the pass over its own
@@ -81,15 +95,23 @@ class Contrast:
         if self.strength == 0:
             return {}
         text = self.of_text(batch)
+        count = ceil(self.samples * len(text["input_ids"]))
+        same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
+        text = self.first(text, count)
         with dropout(self.model, self.rate), keep_activations(self.model):
-            same = text["input_ids"] is batch["input_ids"] and "decoder_input_ids" not in batch
-            anchor = mean_over(hidden, text.get("attention_mask")) if same else self.represented(text)
+            anchor = mean_over(hidden[:count], text.get("attention_mask")) if same else self.represented(text)
             positive = self.represented(text)
-            with gate_units(soft.groups, soft.gates()):
+            with gate_units(soft.groups, soft.gates()), torch.set_grad_enabled(not self.fixed):
                 negative = self.represented(text)
-        return {
-            "contrast": self.strength * contrastive(anchor, positive, negative, temperature=self.temperature)
-        }
+        found = contrastive(anchor, positive, negative, temperature=self.temperature)
+        return {"contrast": self.strength * self.every * found}
+
+    def first(self, batch: Batch, count: int) -> Batch:
+        """The first samples of a batch, of which nothing is scored; all of them as they are."""
+        if count == len(batch["input_ids"]):
+            return batch
+        some = {name: value[:count] for name, value in inputs_of(batch).items()}
+        return self.objective.lay_out(cast(Batch, some))
 
     def of_text(self, batch: Batch) -> Batch:
         """The batch with the ids [B, T] that are contrasted."""

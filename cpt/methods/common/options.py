@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cpt.core.options import Options, option
-from cpt.core.rules import YES_NO, number, one_of, or_null
+from cpt.core.rules import YES_NO, number, one_of, or_null, whole
 
 ESTIMATORS = ("per_sample", "batch")  # of cpt.models.sensitivity
 RULES = ("average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fisher")
@@ -17,6 +17,15 @@ class ContrastOptions(Options):
     contrast_text: str = option("the text that is contrasted", one_of("uncorrupted", "corrupted"))
     contrast_dropout: float | None = option(
         "rate of its passes; null: the model's own", or_null(number("0 or more and below 1"))
+    )
+    contrast_samples: float = option(
+        "share of each batch's samples that are contrasted", number("above 0, at most 1")
+    )
+    contrast_every: int = option(
+        "steps from one with the contrast to the next, in which its weight is as many times lambda", whole(1)
+    )
+    contrast_negatives: str = option(
+        "whether the passes of what was known have gradients", one_of("trained", "fixed")
     )
     temperature: float = option("tau", number("above 0"))
 

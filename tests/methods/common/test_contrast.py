@@ -104,8 +104,19 @@ class Uncorrupting(Causal):
         return torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
 
 
-def contrast(model, *, strength=1.0, temperature=0.1, text="corrupted", rate=0.3, objective=None):
-    return Contrast(model, objective or Causal(), strength, temperature, text, rate)
+def contrast(
+    model,
+    *,
+    strength=1.0,
+    temperature=0.1,
+    text="corrupted",
+    rate=0.3,
+    objective=None,
+    samples=1.0,
+    every=1,
+    fixed=False,
+):
+    return Contrast(model, objective or Causal(), strength, temperature, text, rate, samples, every, fixed)
 
 
 def soft_mask(model, kinds=("heads", "neurons", "outputs")):
@@ -201,6 +212,55 @@ def test_a_positive_is_not_its_anchor(own):
     anchor, positive, _ = pairs
     assert not torch.allclose(anchor, positive, rtol=1e-3)
     assert [(m, name, rate, m.training) for m, name, rate in rates(model)] == before
+
+
+@pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
+def test_a_share_of_the_samples_is_contrasted_as_if_there_were_no_others(text):
+    model, whole = roberta(rate=0.0), batch_of(5)
+    batch, soft, hidden = masked(whole), soft_mask(model), torch.randn(5, 12, 32)
+    options = {"text": text, "objective": Uncorrupting(), "strength": 2.0}
+    few = {
+        name: value[:3] for name, value in masked(whole).items() if name in ("input_ids", "attention_mask")
+    }
+    few |= {name: batch[name][batch["rows"] < 3] for name in ("positions", "targets", "rows")}
+    torch.manual_seed(5)
+    expected = contrast(model, **options).term(few, hidden=hidden[:3], soft=soft)["contrast"]
+    torch.manual_seed(5)
+    found = contrast(model, **options, samples=0.5).term(batch, hidden=hidden, soft=soft)["contrast"]
+    assert found.item() == expected.item()
+
+
+def test_in_some_steps_only_it_weighs_as_much_more():
+    model, batch = roberta(rate=0.0), batch_of(4)
+    soft = soft_mask(model)
+
+    def terms(step, **options):
+        torch.manual_seed(5)
+        return contrast(model, **options).losses({**batch, "weight": 1.0}, soft=soft, step=step)
+
+    plain, rare = terms(0), terms(0, every=3)
+    assert rare["contrast"].item() == pytest.approx(3 * plain["contrast"].item())
+    assert rare["lm"] == plain["lm"]
+    assert [step for step in range(7) if "contrast" in terms(step, every=3)] == [0, 3, 6]
+
+
+def test_fixed_negatives_have_their_values_and_no_gradients():
+    model, batch = roberta(rate=0.1), batch_of(4)
+    soft, hidden, vectors = soft_mask(model), torch.randn(4, 12, 32), []
+    represented = Contrast.represented
+
+    def noted(self, batch):
+        vectors.append(represented(self, batch))
+        return vectors[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contrast, "represented", noted)
+        terms = []
+        for fixed in (False, True):
+            torch.manual_seed(5)
+            terms.append(contrast(model, fixed=fixed).term(batch, hidden=hidden, soft=soft)["contrast"])
+    assert terms[0].item() == terms[1].item()
+    assert [each.requires_grad for each in vectors] == [True, True, True, False]
 
 
 def test_gradients_reach_all_three_passes():
