@@ -1,0 +1,235 @@
+"""ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, goes over
+its memory to recover, and reads each text behind the prompt of its domain.
+
+    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks (`cpt.models.growth`)
+    recovery   L_lm(theta; memory) for the first steps of the stage, with a course of the rate of its own and
+               a new optimizer behind it
+    prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] learned with all else
+    memory     that of `replay=past`, which also mixes it into the domain's steps
+
+Each of them stands alone. Text of no domain that has been learned is read with the latest prompt, and by the
+base with none.
+
+Released, layers are copied as they are, which carries each out twice, width is copied within layer norms, and
+noise is added to copies alone: none of it keeps the function, and recovery has to mend it. Here growth is
+exact but for blocks of post-norm models, and how far it moves the loss is measured and told."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from cpt.adapters import export
+from cpt.adapters.prompt import attach_prompt, draw_prompt
+from cpt.core.options import Options, option
+from cpt.core.rules import Rule, is_list, is_number, number, whole
+from cpt.data.batch import Batch, label_batch
+from cpt.data.datamodule import Domain
+from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.prompt import check_rows, check_tokens
+from cpt.models import growth
+from cpt.models.forward import in_mode
+from cpt.models.loading import skeleton
+from cpt.models.swapping import swap_weights
+
+log = logging.getLogger(__name__)
+TRIED = 16  # tokens of the rows that the loss is compared on
+ROUNDING = 1000  # times the precision of the weights: what rounding may make of a loss
+
+
+def by_domain(rule: Rule) -> Rule:
+    """A value, or a list with one for each domain after the first."""
+    return Rule(
+        lambda value: rule.allows(value) or (is_list(value, rule.allows) and len(value) > 0),
+        f"{rule.allowed}; or a list, one for each domain after the first, of which the last goes on",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ELLEOptions(Options):
+    """Options of ELLE."""
+
+    neurons: float | Sequence[float] = option(
+        "what the width of feed-forward networks is multiplied by before each domain after the first",
+        by_domain(Rule(lambda value: is_number(value) and value >= 1, "1 or more")),
+    )
+    heads: int | Sequence[int] = option(
+        "key/value heads that each attention gains there, with the query heads that share them",
+        by_domain(whole(0)),
+    )
+    layers: int | Sequence[int] = option("blocks that each stack gains there", by_domain(whole(0)))
+    noise: float = option(
+        "of neurons and heads: how far copies are apart, as a share of the weights' standard deviation",
+        number("0 or more"),
+    )
+    recovery: float = option(
+        "steps on the text before a domain, ahead of its own and as a share of them", number("0 or more")
+    )
+    prompt: int = option(
+        "n, vectors of each domain behind the first token, in front with a decoder", whole(0)
+    )
+
+    def growth(self, domain: int) -> dict[str, float]:
+        """What the model gains before a domain."""
+        given = {"neurons": self.neurons, "heads": self.heads, "layers": self.layers}
+        if domain < 1:
+            return {"neurons": 1, "heads": 0, "layers": 0}
+        return {
+            name: value[min(domain, len(value)) - 1] if isinstance(value, Sequence) else value
+            for name, value in given.items()
+        }
+
+
+class ELLE(ContinualModule):
+    """Trains all of a model that grows."""
+
+    sharded = False  # weights take another shape between two stages
+
+    options: ELLEOptions
+
+    def __init__(self, options: ELLEOptions, shared: Shared) -> None:
+        self.name = ""  # of the weight that stands for the prompt in the model
+        self.prompting = {"tokens": 0, "causal": shared.objective.causal}
+        if options.prompt:
+            check_tokens(options.prompt, length=shared.length, model=shared.model, option="method.prompt")
+            check_rows(shared, method="elle")
+            [self.name] = attach_prompt(shared.model, **self.prompting).names
+        super().__init__(options, shared)
+        self.prompts = nn.ParameterList()
+        self.moved: Tensor | None = None
+        self.told = ""
+
+    def stages(self, order: Sequence[str]) -> list[Domain]:
+        found = super().stages(order)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # also where a skeleton is asked
+            model = skeleton(self.model)
+            for stage in found:
+                self.grow(model, stage)
+        return [replace(each, recovery=self.options.recovery) for each in found]
+
+    def grow(self, model: PreTrainedModel, stage: Domain) -> None:
+        """Grows a model for a stage. Raises ValueError where it can not."""
+        gained, noise = self.options.growth(stage.index), self.options.noise
+        growth.grow_neurons(model, growth.more_neurons(model, gained["neurons"]), noise=noise)
+        growth.grow_heads(model, gained["heads"], noise=noise)
+        growth.grow_layers(model, gained["layers"])
+
+    def shape(self, stage: Domain) -> None:
+        self.moved, self.told = None, ""
+        if self.options.prompt:
+            self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
+        if self.options.growth(stage.index) == self.options.growth(0):
+            return
+        if self.trunk is not None:  # the domain goes on from there
+            self.trunk.restore(self.model)
+        tried = self.draw_tried()
+        before, sizes = self.loss_of(tried), self.model.num_parameters()
+        self.grow(self.model, stage)
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+        self.moved = (self.loss_of(tried) - before).abs().max().view(1)
+        self.told = f"grown from {sizes:,} to {self.model.num_parameters():,} parameters; "
+        self.told += self.tell_moved(before)
+        if self.trunk is not None:
+            self.trunk.take(self.model)
+
+    def draw_tried(self) -> Batch:
+        """A row of drawn tokens, all of which are to be predicted."""
+        entries = self.model.get_input_embeddings().num_embeddings
+        ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
+        both = ids if self.model.config.is_encoder_decoder else None
+        return label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
+
+    @torch.no_grad()
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Nats of each token, [K]."""
+        with in_mode(self.model, training=False):
+            return self.objective.nll(self.model, batch)
+
+    def tell_moved(self, before: Tensor) -> str:
+        """What growing has done to the loss of each of some drawn tokens."""
+        moved = float(self.moved)
+        precision = torch.finfo(self.model.dtype).eps
+        if moved <= ROUNDING * precision * float(before.max()):
+            return f"exact: the loss of a token moves by {moved:.1e} nats at most"
+        return (
+            f"not exact, as further blocks are not where a norm follows each sum (post-norm): the loss of a "
+            f"token moves by up to {moved:.2f} nats"
+        )
+
+    def activate(self, domain: int) -> None:
+        super().activate(domain)
+        if self.options.prompt:
+            self.model.get_parameter(self.name).requires_grad_(False)
+        met = bool(self.replay.past or self.options.recovery)  # whether earlier domains' text is
+        for place, prompt in enumerate(self.prompts):
+            prompt.requires_grad_(place == domain or met)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.told:
+            log.info("%s: %s", self.domain.name, self.told)
+        if self.domain.index == 0 and not self.replay.past:
+            log.info("no text of past domains is mixed in (replay=past), as ELLE does")
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        with self.reading(batch["domains"]):
+            return super().losses(batch)
+
+    @contextmanager
+    def reading(self, domains: Tensor) -> Iterator[None]:
+        """While it lasts, each of B rows is read with the prompt of its domain, [B]."""
+        if not self.prompts:
+            yield
+            return
+        count = len(self.prompts)
+        parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
+        with swap_weights(self.model, {self.name: torch.stack([*self.prompts])[parts]}):
+            yield
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        ahead = self.trainer.datamodule.recovery_steps(self.domain)
+        if ahead and self.trainer.global_step == ahead and self.carried is None:
+            optimizer.state.clear()
+
+    def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
+        ids = batch["input_ids"]
+        with self.reading(torch.full((len(ids),), domain, device=ids.device)):
+            return super().nll(batch, domain)
+
+    @property
+    def needs_domain(self) -> bool:
+        return self.options.prompt > 0
+
+    def part_of(self, domain: int) -> int:
+        """The domain whose prompt text of a domain is read with; -1: none."""
+        return domain if 0 <= domain < len(self.prompts) else len(self.prompts) - 1
+
+    def used(self, domain: int) -> dict[int, float]:
+        return {self.part_of(domain): 1.0} if self.options.prompt else {}
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        if not self.options.prompt:
+            return super().backbone(domain)
+        copy, part = deepcopy(self.model).requires_grad_(True), self.part_of(domain)
+        owner, _, name = self.name.rpartition(".")
+        if part >= 0:
+            setattr(copy.get_submodule(owner), name, nn.Parameter(self.prompts[part].detach().clone()))
+        return copy
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if not self.options.prompt:
+            return super().export(folder, order)
+        parts = {name: {self.name: self.prompts[place]} for place, name in enumerate(order)}
+        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """How far growing has moved the loss of drawn tokens (nats)."""
+        own = {} if self.moved is None else {"elle/moved": self.moved}
+        return super().diagnostics() | own
