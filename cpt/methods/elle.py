@@ -1,7 +1,8 @@
 """ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, goes over
 its memory to recover, and reads each text behind the prompt of its domain.
 
-    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks (`cpt.models.growth`)
+    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks (`cpt.models.growth`), hidden
+               features (`cpt.models.repeating`)
     recovery   L_lm(theta; memory) for the first steps of the stage, with a course of the rate of its own and
                a new optimizer behind it
     prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] learned with all else
@@ -15,11 +16,12 @@ noise is added to copies alone: none of it keeps the function, and recovery has 
 exact but for blocks of post-norm models, and how far it moves the loss is measured and told."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from transformers import PreTrainedModel
 from cpt.adapters import export
 from cpt.adapters.prompt import attach_prompt, draw_prompt
 from cpt.core.options import Options, option
-from cpt.core.rules import Rule, is_list, is_number, number, whole
+from cpt.core.rules import Rule, is_list, is_number, number, show, whole
 from cpt.data.batch import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
@@ -37,10 +39,13 @@ from cpt.methods.prompt import check_rows, check_tokens
 from cpt.models import growth
 from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
+from cpt.models.reconfiguring import replace_parameter
+from cpt.models.repeating import grow_hidden
 from cpt.models.swapping import swap_weights
 
 log = logging.getLogger(__name__)
 TRIED = 16  # tokens of the rows that the loss is compared on
+NOTHING = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # gained by a model that stays as it is
 ROUNDING = 1000  # times the precision of the weights: what rounding may make of a loss
 
 
@@ -65,8 +70,12 @@ class ELLEOptions(Options):
         by_domain(whole(0)),
     )
     layers: int | Sequence[int] = option("blocks that each stack gains there", by_domain(whole(0)))
+    hidden: int | Sequence[int] = option(
+        "how many times as large the hidden size becomes there, with heads that have no size of their own",
+        by_domain(whole(1)),
+    )
     noise: float = option(
-        "of neurons and heads: how far copies are apart, as a share of the weights' standard deviation",
+        "of all but blocks: how far copies are apart, as a share of the weights' standard deviation",
         number("0 or more"),
     )
     recovery: float = option(
@@ -78,9 +87,9 @@ class ELLEOptions(Options):
 
     def growth(self, domain: int) -> dict[str, float]:
         """What the model gains before a domain."""
-        given = {"neurons": self.neurons, "heads": self.heads, "layers": self.layers}
         if domain < 1:
-            return {"neurons": 1, "heads": 0, "layers": 0}
+            return NOTHING
+        given = {name: getattr(self, name) for name in NOTHING}
         return {
             name: value[min(domain, len(value)) - 1] if isinstance(value, Sequence) else value
             for name, value in given.items()
@@ -116,22 +125,38 @@ class ELLE(ContinualModule):
 
     def grow(self, model: PreTrainedModel, stage: Domain) -> None:
         """Grows a model for a stage. Raises ValueError where it can not."""
-        gained, noise = self.options.growth(stage.index), self.options.noise
-        growth.grow_neurons(model, growth.more_neurons(model, gained["neurons"]), noise=noise)
-        growth.grow_heads(model, gained["heads"], noise=noise)
-        growth.grow_layers(model, gained["layers"])
+        noise = self.options.noise
+        ways: dict[str, Callable[[Any], None]] = {
+            "hidden": lambda times: grow_hidden(model, times, noise=noise),
+            "neurons": lambda times: growth.grow_neurons(
+                model, growth.more_neurons(model, times), noise=noise
+            ),
+            "heads": lambda more: growth.grow_heads(model, more, noise=noise),
+            "layers": lambda more: growth.grow_layers(model, more),
+        }
+        gained = self.options.growth(stage.index)
+        for name, way in ways.items():
+            try:
+                way(gained[name])
+            except ValueError as error:
+                value, neutral = getattr(self.options, name), NOTHING[name]
+                raise ValueError(
+                    f"method.{name}={show(value)}: before {stage.name}, {error}; allowed: {neutral}, or a "
+                    "value that its configuration can say"
+                ) from error
 
     def shape(self, stage: Domain) -> None:
         self.moved, self.told = None, ""
         if self.options.prompt:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
-        if self.options.growth(stage.index) == self.options.growth(0):
+        if (gained := self.options.growth(stage.index)) == NOTHING:
             return
         if self.trunk is not None:  # the domain goes on from there
             self.trunk.restore(self.model)
         tried = self.draw_tried()
         before, sizes = self.loss_of(tried), self.model.num_parameters()
         self.grow(self.model, stage)
+        self.repeat_prompts(gained["hidden"])
         for parameter in self.frozen:
             parameter.requires_grad_(False)
         self.moved = (self.loss_of(tried) - before).abs().max().view(1)
@@ -139,6 +164,14 @@ class ELLE(ContinualModule):
         self.told += self.tell_moved(before)
         if self.trunk is not None:
             self.trunk.take(self.model)
+
+    def repeat_prompts(self, times: int) -> None:
+        """Gives the prompts the hidden features of the model, each so many times."""
+        if times > 1 and self.options.prompt:
+            owner = self.model.get_submodule(self.name.rpartition(".")[0])
+            replace_parameter(owner, "weight", owner.weight.repeat(1, times))
+            for place, prompt in enumerate(self.prompts):
+                self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
 
     def draw_tried(self) -> Batch:
         """A row of drawn tokens, all of which are to be predicted."""

@@ -14,32 +14,27 @@ Blocks: behind the last of each stack come copies of the last ones, whose maps t
 Where a block begins with its norm they change nothing. Where a norm follows the sum (BERT, RoBERTa) it is
 carried out once more, so that this is not exact.
 
-The configuration goes along, so that the model can be saved, and read by others as it is. Which fields these
-are is told by the configuration's own names; a model of the new configuration is made without memory, and
-whatever it has not got in the same shape is refused."""
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from copy import deepcopy
-from typing import Any
+The configuration goes along (`cpt.models.reconfiguring`): what it can not say is refused. A model that was
+refused is of no more use; one on the meta device is as good to ask."""
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.core.errors import reason
 from cpt.models import economy
+from cpt.models.reconfiguring import (
+    BY_LAYER,
+    GROUPS,
+    HEADS,
+    LAYERS,
+    NEURONS,
+    SIZES,
+    adjusted,
+    describe,
+    replace_parameter,
+    set_fields,
+)
 from cpt.models.units import Between, Written, blocks, sublayers
-
-NEURONS = (
-    "intermediate_size", "d_ff", "n_inner", "hidden_dim", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"
-)  # fmt: skip
-HEADS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
-GROUPS = ("num_key_value_heads",)
-SIZES = ("head_dim", "d_kv")
-LAYERS = ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
-BY_LAYER = "layer_types"  # what a configuration says of each layer
-NUMBERS = (int, float, tuple)  # what modules know of their sizes; no bool, which is a mode
 
 
 def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
@@ -82,11 +77,8 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
     stacks: dict[str, int] = {}
     for name, _ in blocks(model):
         stacks[name.rpartition(".")[0]] = stacks.get(name.rpartition(".")[0], 0) + 1
-    if more > min(stacks.values()):
-        raise ValueError(
-            f"{more} more layers for {describe(model)}; allowed: 0 to {min(stacks.values())}, "
-            "as many as there are to copy"
-        )
+    if more > (most := min(stacks.values())):
+        raise ValueError(f"{more} more blocks for {describe(model)}, whose stacks have {most} to copy")
     with adjusted(model, f"layers of {describe(model)}") as skeleton:
         config = model.config
         set_fields(model, {name: getattr(config, name, 0) + more for name in LAYERS})
@@ -177,11 +169,6 @@ def take(weight: Tensor, axis: int, places: Tensor) -> Tensor:
     return weight.index_select(axis, places.to(weight.device))
 
 
-def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
-    """Gives a module a parameter of another shape, trained if the one before was."""
-    setattr(module, name, nn.Parameter(value.detach(), requires_grad=getattr(module, name).requires_grad))
-
-
 @torch.no_grad()
 def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
     """A block without storage with the weights, the type, the configuration and the modes of another one; a
@@ -202,57 +189,3 @@ def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
     if origin._compiled_call_impl is not None:
         block.compile(**economy.COMPILER)
     return block.train(origin.training)
-
-
-@contextmanager
-def adjusted(model: PreTrainedModel, what: str) -> Iterator[Any]:
-    """While it lasts a model and its configuration are changed; then the model is what the configuration
-    makes: gives what makes one without memory. Raises ValueError for `what` a configuration can not say."""
-
-    def skeleton() -> PreTrainedModel:
-        try:
-            type(model.config).from_dict(model.config.to_dict())  # as it will be read, which checks it
-            with torch.device("meta"):
-                return type(model)(deepcopy(model.config))
-        except Exception as error:  # whatever a configuration raises
-            raise ValueError(f"{what} can not be grown: {reason(error)}") from error
-
-    yield skeleton
-    wanted = skeleton()
-    check_shapes(model, wanted, what)
-    follow(model, wanted)
-
-
-def set_fields(model: PreTrainedModel, values: Mapping[str, Any]) -> None:
-    """Sets those of some fields that a configuration has."""
-    known = model.config.attribute_map
-    for name, value in values.items():
-        if name in known or name in vars(model.config):
-            setattr(model.config, name, value)
-
-
-def check_shapes(model: PreTrainedModel, wanted: PreTrainedModel, what: str) -> None:
-    """Raises ValueError where a model has not all that one of its configuration has, in the same shapes."""
-    own = {name: value.shape for name, value in model.state_dict().items()}
-    for name, value in wanted.state_dict().items():
-        if own.get(name) != value.shape:
-            raise ValueError(
-                f"{what} can not be grown: its configuration makes {name} {list(value.shape)}, "
-                f"not {list(own.get(name, ()))}"
-            )
-
-
-def follow(model: PreTrainedModel, wanted: PreTrainedModel) -> None:
-    """Gives modules the sizes that those of another model know of, and stacks their configurations."""
-    parts = dict(model.named_modules())
-    for name, other in wanted.named_modules():
-        part = parts[name]
-        for key, value in vars(other).items():
-            if type(value) in NUMBERS and vars(part).get(key) != value:
-                setattr(part, key, value)
-        if (config := getattr(other, "config", None)) is not None and part.config is not model.config:
-            vars(part.config).update(deepcopy(vars(config)))
-
-
-def describe(model: PreTrainedModel) -> str:
-    return f"a {model.config.model_type}"
