@@ -162,8 +162,6 @@ class ELLE(ContinualModule):
         self.moved = (self.loss_of(tried) - before).abs().max().view(1)
         self.told = f"grown from {sizes:,} to {self.model.num_parameters():,} parameters; "
         self.told += self.tell_moved(before)
-        if self.trunk is not None:
-            self.trunk.take(self.model)
 
     def repeat_prompts(self, times: int) -> None:
         """Gives the prompts the hidden features of the model, each so many times."""

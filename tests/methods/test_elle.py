@@ -12,6 +12,7 @@ from torch import Tensor
 
 import cpt.adapters.export
 from cpt.core.randomness import key
+from cpt.masks.migu import magnitudes
 from cpt.models.units import blocks, sublayers
 from tests.methods.test_contract import bits
 from tests.support.killing import KilledError
@@ -197,6 +198,14 @@ def test_each_row_is_read_with_its_domains_prompt(size, request):
     assert grads == [False, True, False]
 
 
+def test_a_mask_counts_a_prompt_and_no_padding():
+    output, present = torch.randn(2, 3 + 4, 5), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    counted = torch.cat([output[0, :6], output[1, :5]]).abs().sum(0)
+    torch.testing.assert_close(magnitudes(output, present), counted)
+    work = output[:, 3:].abs() * present[..., None]
+    torch.testing.assert_close(magnitudes(output[:, 3:], present), work.sum((0, 1)))
+
+
 @pytest.mark.parametrize(("options", "learning"), [([], [1]), (["replay=past"], [0, 1])])
 def test_the_prompts_learn_whose_text_is_met(options, learning, small):
     work = made(small(*NOTHING, "method.prompt=2", ORDER, "optim.lr=0.02", "trainer.steps=3", *options))
@@ -258,11 +267,13 @@ def test_killed_between_growing_and_the_first_step(kind, killing, small, start, 
 
 def test_a_branch_grows_where_it_goes_on(small):
     """And not from the weights that its decay has ended with."""
-    work = made(small(*NOTHING, "method.neurons=2", ORDER, "trainer.steps=4", *BRANCH))
+    work = made(small(*NOTHING, "method.neurons=2", ORDER, "trainer.steps=4", "optim.lr=0.02", *BRANCH))
     work.learn(0)
+    decayed = work.weights()
     work.module.trunk.restore(work.module.model)
-    work.data.enter(work.data.domains[0])
     before = loss(work)
+    work.module.model.load_state_dict(decayed, strict=False)
+    assert (loss(work) - before).abs().max() > 1e-4
     work.module.take_shape(work.data.domains[1])
     work.module.begin_from_trunk()
     assert width(work) == 96 and (loss(work) - before).abs().max() < 1e-5
