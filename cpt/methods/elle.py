@@ -29,7 +29,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
+from cpt.adapters.bank import BASE
 from cpt.adapters.prompt import attach_prompt, draw_prompt
+from cpt.adapters.routing import Scorer
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_list, is_number, number, show, whole
 from cpt.data.batch import Batch, label_batch
@@ -39,6 +41,7 @@ from cpt.methods.prompt import check_rows, check_tokens
 from cpt.models import growth
 from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
+from cpt.models.objectives import Objective
 from cpt.models.reconfiguring import replace_parameter
 from cpt.models.repeating import grow_hidden
 from cpt.models.swapping import swap_weights
@@ -96,6 +99,42 @@ class ELLEOptions(Options):
         }
 
 
+class ByPrompt(Scorer):
+    """Reads each text with the prompt of its domain."""
+
+    needs_domain = True
+
+    def __init__(self, name: str, prompts: nn.ParameterList, objective: Objective) -> None:
+        super().__init__()
+        self.name, self.prompts, self.objective = name, prompts, objective
+
+    @property
+    def parts(self) -> list[int]:
+        return list(range(len(self.prompts))) or [BASE]
+
+    def part_of(self, domain: int) -> int:
+        """The domain whose prompt text of a domain is read with: the latest for one that has none."""
+        return domain if domain in self.parts else self.parts[-1]
+
+    @contextmanager
+    def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:
+        """While it lasts, each of B rows is read with the prompt of its domain, [B]."""
+        if not self.prompts:
+            yield
+            return
+        count = len(self.prompts)
+        parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
+        with swap_weights(model, {self.name: torch.stack([*self.prompts])[parts]}):
+            yield
+
+    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        ids = batch["input_ids"]
+        with self.reading(model, torch.full((len(ids),), domain, device=ids.device)):
+            nll = self.objective.nll(model, batch)
+        self.take(domain, [self.part_of(domain)], torch.ones_like(nll)[None])
+        return nll
+
+
 class ELLE(ContinualModule):
     """Trains all of a model that grows."""
 
@@ -104,14 +143,17 @@ class ELLE(ContinualModule):
     options: ELLEOptions
 
     def __init__(self, options: ELLEOptions, shared: Shared) -> None:
-        self.name = ""  # of the weight that stands for the prompt in the model
-        self.prompting = {"tokens": 0, "causal": shared.objective.causal}
+        self.attaching = {"tokens": 0, "causal": shared.objective.causal}
+        self.prompting: ByPrompt | None = None
+        names: tuple[str, ...] = ()
         if options.prompt:
             check_tokens(options.prompt, length=shared.length, model=shared.model, option="method.prompt")
             check_rows(shared, method="elle")
-            [self.name] = attach_prompt(shared.model, **self.prompting).names
+            names = attach_prompt(shared.model, **self.attaching).names
         super().__init__(options, shared)
         self.prompts = nn.ParameterList()
+        if names:
+            self.prompting = self.router = ByPrompt(names[0], self.prompts, shared.objective)
         self.moved: Tensor | None = None
         self.told = ""
 
@@ -147,7 +189,7 @@ class ELLE(ContinualModule):
 
     def shape(self, stage: Domain) -> None:
         self.moved, self.told = None, ""
-        if self.options.prompt:
+        if self.prompting is not None:
             self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
         if (gained := self.options.growth(stage.index)) == NOTHING:
             return
@@ -165,8 +207,8 @@ class ELLE(ContinualModule):
 
     def repeat_prompts(self, times: int) -> None:
         """Gives the prompts the hidden features of the model, each so many times."""
-        if times > 1 and self.options.prompt:
-            owner = self.model.get_submodule(self.name.rpartition(".")[0])
+        if times > 1 and self.prompting is not None:
+            owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
             replace_parameter(owner, "weight", owner.weight.repeat(1, times))
             for place, prompt in enumerate(self.prompts):
                 self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
@@ -197,8 +239,8 @@ class ELLE(ContinualModule):
 
     def activate(self, domain: int) -> None:
         super().activate(domain)
-        if self.options.prompt:
-            self.model.get_parameter(self.name).requires_grad_(False)
+        if self.prompting is not None:
+            self.model.get_parameter(self.prompting.name).requires_grad_(False)
         met = bool(self.replay.past or self.options.recovery)  # whether earlier domains' text is
         for place, prompt in enumerate(self.prompts):
             prompt.requires_grad_(place == domain or met)
@@ -210,55 +252,30 @@ class ELLE(ContinualModule):
             log.info("no text of past domains is mixed in (replay=past), as ELLE does")
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
-        with self.reading(batch["domains"]):
+        if self.prompting is None:
             return super().losses(batch)
-
-    @contextmanager
-    def reading(self, domains: Tensor) -> Iterator[None]:
-        """While it lasts, each of B rows is read with the prompt of its domain, [B]."""
-        if not self.prompts:
-            yield
-            return
-        count = len(self.prompts)
-        parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
-        with swap_weights(self.model, {self.name: torch.stack([*self.prompts])[parts]}):
-            yield
+        with self.prompting.reading(self.model, batch["domains"]):
+            return super().losses(batch)
 
     def gradients(self, optimizer: Optimizer) -> None:
         ahead = self.trainer.datamodule.recovery_steps(self.domain)
         if ahead and self.trainer.global_step == ahead and self.carried is None:
             optimizer.state.clear()
 
-    def nll(self, batch: Batch, domain: int) -> tuple[Tensor, Tensor]:
-        ids = batch["input_ids"]
-        with self.reading(torch.full((len(ids),), domain, device=ids.device)):
-            return super().nll(batch, domain)
-
-    @property
-    def needs_domain(self) -> bool:
-        return self.options.prompt > 0
-
-    def part_of(self, domain: int) -> int:
-        """The domain whose prompt text of a domain is read with; -1: none."""
-        return domain if 0 <= domain < len(self.prompts) else len(self.prompts) - 1
-
-    def used(self, domain: int) -> dict[int, float]:
-        return {self.part_of(domain): 1.0} if self.options.prompt else {}
-
     def backbone(self, domain: int) -> PreTrainedModel:
-        if not self.options.prompt:
+        if self.prompting is None:
             return super().backbone(domain)
-        copy, part = deepcopy(self.model).requires_grad_(True), self.part_of(domain)
-        owner, _, name = self.name.rpartition(".")
-        if part >= 0:
+        copy, part = deepcopy(self.model).requires_grad_(True), self.prompting.part_of(domain)
+        owner, _, name = self.prompting.name.rpartition(".")
+        if part != BASE:
             setattr(copy.get_submodule(owner), name, nn.Parameter(self.prompts[part].detach().clone()))
         return copy
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
-        if not self.options.prompt:
+        if self.prompting is None:
             return super().export(folder, order)
-        parts = {name: {self.name: self.prompts[place]} for place, name in enumerate(order)}
-        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.prompting)
+        parts = {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
+        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.attaching)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """How far growing has moved the loss of drawn tokens (nats)."""

@@ -182,7 +182,7 @@ def test_each_row_is_read_with_its_domains_prompt(size, request):
     batch = next(iter(work.batches()))
     batch["domains"] = torch.tensor([0, 1, 2, -1] * 2)
     work.module.eval()
-    with torch.no_grad(), work.module.reading(batch["domains"]):
+    with torch.no_grad(), work.module.prompting.reading(work.module.model, batch["domains"]):
         found = work.module.objective.nll(work.module.model, batch)
     apart = set()
     for row, domain in enumerate(batch["domains"].tolist()):
@@ -192,7 +192,7 @@ def test_each_row_is_read_with_its_domains_prompt(size, request):
         apart.add(round(float(prompted(work, batch, domain).sum()), 4))
     assert len(apart) == 3
     found.sum()
-    with work.module.reading(torch.tensor([1] * 8)):
+    with work.module.prompting.reading(work.module.model, torch.tensor([1] * 8)):
         work.module.objective.nll(work.module.model, batch).sum().backward()
     grads = [None if each.grad is None else bool(each.grad.any()) for each in work.module.prompts]
     assert grads == [False, True, False]
@@ -220,14 +220,16 @@ def test_the_prompts_learn_whose_text_is_met(options, learning, small):
 
 def test_text_that_is_not_learned_yet_is_read_with_the_latest_prompt(small):
     work = made(small(*NOTHING, "method.prompt=1", THREE, "trainer.steps=1"))
-    assert work.module.needs_domain and work.module.used(0) == {-1: 1.0}
+    part_of = work.module.prompting.part_of
+    assert work.module.needs_domain and part_of(0) == -1
     work.learn(0)
-    assert work.module.used(2) == work.module.used(-1) == work.module.used(0) == {0: 1.0}
+    assert part_of(2) == part_of(-1) == part_of(0) == 0
     work.learn(1)
-    assert [work.module.used(domain) for domain in (0, 1, 2, -1)] == [{0: 1.0}, {1: 1.0}, {1: 1.0}, {1: 1.0}]
+    assert [part_of(domain) for domain in (0, 1, 2, -1)] == [0, 1, 1, 1]
     batch = work.probe()[0]
     found, counts = work.module.eval().nll(batch, 0)
     torch.testing.assert_close(found.detach(), prompted(work, batch, 0))
+    assert work.module.used(0) == {0: 1.0}
     assert (counts == 1).all() and (found.detach() - prompted(work, batch, 1)).abs().max() > 1e-6
 
 
