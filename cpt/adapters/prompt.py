@@ -34,8 +34,8 @@ WHOLE = WeakTensorKeyDictionary()  # of what was cut back for a decoder, what it
 
 class PromptVectors(nn.Module):
     """Widens the input of a model's body by the prompt `weight` [n, D], and cuts its output back. n is what
-    the weight at work has: 0 changes nothing. The prompt stands behind so many tokens as
-    `before` says; with `leading`, the first outputs are cut off."""
+    the weight at work has: 0 changes nothing; it may be one for each row, [B, n, D]. The prompt stands behind
+    so many tokens as `before` says; with `leading`, the first outputs are cut off."""
 
     written_whole = True  # a causal model writes without a cache, and behind no padding
 
@@ -58,7 +58,7 @@ class PromptVectors(nn.Module):
     @property
     def positions_taken(self) -> int:
         """Of a model's positions, those that a text can not have."""
-        return len(self.weight)
+        return self.weight.shape[-2]
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         stored = state_dict.get(f"{prefix}weight", self.weight)
@@ -73,7 +73,7 @@ class PromptVectors(nn.Module):
         self.check(given)
         for name, value in (FILLED | {"input_ids": self.placeholder}).items():
             if name in given:
-                given[name] = insert_prompt(given[name], value, len(self.weight), before=self.before)
+                given[name] = insert_prompt(given[name], value, self.positions_taken, before=self.before)
         if "inputs_embeds" in given:
             given["inputs_embeds"] = self.put_in(given["inputs_embeds"])
         if "position_ids" in given:
@@ -88,7 +88,7 @@ class PromptVectors(nn.Module):
             raise ValueError("a model with a prompt needs input_ids or inputs_embeds")
         for name in ALONE & given.keys():
             raise ValueError(f"a model with a prompt takes no {name}; to generate: use_cache=False")
-        length, width, mask = text.shape[1], len(self.weight), given.get("attention_mask")
+        length, width, mask = text.shape[1], self.positions_taken, given.get("attention_mask")
         if self.limit is not None and length + width > self.limit:
             raise ValueError(f"{length} tokens and a prompt of {width}; allowed: {self.limit} together")
         if mask is not None and (mask.ndim != 2 or not mask[:, 0].all()):
@@ -96,7 +96,7 @@ class PromptVectors(nn.Module):
 
     def positions(self, given: Tensor) -> Tensor:
         """Positions [B, T] that count on through the prompt, [B, T + n]."""
-        first, width = given[:, :1], len(self.weight)
+        first, width = given[:, :1], self.positions_taken
         steps = torch.arange(1, width + 1, device=given.device)
         return torch.cat([first, first + steps, given[:, 1:] + width], dim=1)
 
@@ -107,7 +107,7 @@ class PromptVectors(nn.Module):
     def put_in(self, embeddings: Tensor) -> Tensor:
         """Widened embeddings [B, T + n, D] with the prompt at its places."""
         prompt = self.weight.to(embeddings).expand(len(embeddings), -1, -1)
-        before, behind = self.before, self.before + len(self.weight)
+        before, behind = self.before, self.before + self.positions_taken
         return torch.cat([embeddings[:, :before], prompt, embeddings[:, behind:]], dim=1)
 
     def cut(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -124,7 +124,7 @@ class PromptVectors(nn.Module):
 
     def narrowed(self, hidden: Tensor) -> Tensor:
         """[B, T, D] of [B, T + n, D]."""
-        width = len(self.weight)
+        width = self.positions_taken
         if self.leading:
             return hidden[:, width:]
         return torch.cat([hidden[:, :1], hidden[:, 1 + width :]], dim=1)
@@ -137,7 +137,7 @@ class PromptVectors(nn.Module):
             raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
         given = {**kwargs, "encoder_hidden_states": WHOLE[seen]}
         if mask is not None:
-            given["encoder_attention_mask"] = insert_prompt(mask, 1, len(self.weight), before=self.before)
+            given["encoder_attention_mask"] = insert_prompt(mask, 1, self.positions_taken, before=self.before)
         return args, given
 
 

@@ -15,8 +15,8 @@ from cpt.core.randomness import key, shuffle
 from cpt.data.batch import Batch, Collator, Sizes
 from cpt.data.budget import Budget
 from cpt.data.packing import Packed
-from cpt.data.replay import Pool, Replay
-from cpt.data.sampling import From, Share, Stream, Subset
+from cpt.data.replay import Pool, Replay, exact
+from cpt.data.sampling import From, Recovery, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedules import Progress
 
@@ -42,11 +42,13 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Domain:
-    """What is learned in one stage: the text of its name, or a mixture of several texts."""
+    """What is learned in one stage: the text of its name, or a mixture of several texts; before it, for a
+    share of its steps, those of the stages before."""
 
     name: str
     index: int  # place in the order
     parts: tuple[str, ...]
+    recovery: float = 0.0  # steps on the texts before it, as a share of its own
 
 
 class DomainSequence(LightningDataModule):
@@ -104,18 +106,25 @@ class DomainSequence(LightningDataModule):
         self.domain = domain
 
     def steps(self, domain: Domain) -> int:
-        """Optimizer steps that a domain is learned for."""
-        return sum(self.steps_by_part(domain))
+        """Optimizer steps of a domain's stage."""
+        return self.recovery_steps(domain) + sum(self.steps_by_part(domain))
+
+    def recovery_steps(self, domain: Domain) -> int:
+        """Those of them, the first, that are made on the texts before it alone; none where there is none."""
+        if not domain.recovery or not self.past(domain):
+            return 0
+        return math.ceil(exact(domain.recovery) * sum(self.steps_by_part(domain)))
 
     def steps_by_part(self, domain: Domain) -> list[int]:
         texts = [self.train[part] for part in domain.parts]
         return [self.budget.steps_for(text, length=text.tokens_per_row) for text in texts]
 
     def progress(self, step: int) -> Progress:
-        """Where the run is at a step of the current domain."""
+        """Where the run is at a step of the current domain's stage; recovery has a course of its own."""
         steps, place = [self.steps(domain) for domain in self.domains], self.domains.index(self.domain)
-        before = sum(steps[:place])
-        return Progress(step, steps[place], place, len(steps), before + step, sum(steps), steps[0])
+        before, ahead = sum(steps[:place]), self.recovery_steps(self.domain)
+        within = (step, ahead) if step < ahead else (step - ahead, steps[place] - ahead)
+        return Progress(*within, place, len(steps), before + step, sum(steps), steps[0])
 
     def past(self, domain: Domain) -> list[str]:
         """The texts that were learned before a domain, each once."""
@@ -124,9 +133,19 @@ class DomainSequence(LightningDataModule):
 
     def earlier(self, domain: Domain) -> list[Pool]:
         """What a domain's batches replay."""
-        past = {name: self.train[name] for name in self.past(domain)}
         general = {GENERAL: self.train[GENERAL]} if self.replay.general else {}
-        return self.replay.pools(past, general, stage=domain.name, seed=self.seed)
+        return self.replay.pools(self.past_texts(domain), general, stage=domain.name, seed=self.seed)
+
+    def past_texts(self, domain: Domain) -> dict[str, Packed]:
+        """The training texts that were learned before a domain."""
+        return {name: self.train[name] for name in self.past(domain)}
+
+    def recovery(self, domain: Domain) -> Recovery | None:
+        """What a domain's stage begins with, before its own text."""
+        if not (steps := self.recovery_steps(domain)):
+            return None
+        pool = self.replay.memory_pool(self.past_texts(domain), stage=domain.name, seed=self.seed)
+        return Recovery(pool, steps)
 
     def train_dataloader(self) -> DataLoader:
         """The current domain from the trainer's step on; resuming costs the same anywhere."""
@@ -140,6 +159,7 @@ class DomainSequence(LightningDataModule):
             rank=self.trainer.global_rank,
             world=self.trainer.world_size,
             earlier=self.earlier(self.domain),
+            recovery=self.recovery(self.domain),
             places=self.places,
         )
         return self.loader(stream, From(self.trainer.global_step * self.accumulate, len(stream)))

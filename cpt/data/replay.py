@@ -75,6 +75,11 @@ class Replay(Options):
             if texts
         ]
 
+    def memory_pool(self, past: Mapping[str, Packed], *, stage: str, seed: int) -> Pool:
+        """What a stage draws from where it goes over the texts before it alone: the same memory."""
+        place = (stage, "recovery")
+        return Pool(past, share=Fraction(1), adds=False, memory=self.memory, seed=seed, place=place)
+
 
 @dataclass(frozen=True)
 class Pool:

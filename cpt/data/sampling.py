@@ -2,6 +2,8 @@
 resumed."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,6 +20,14 @@ TOGETHER = 32  # steps whose samples are found at once
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # part, row and key of samples, each [B]
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """Steps that a stage begins with, on earlier text alone."""
+
+    pool: Pool
+    steps: int
+
+
 class Stream(Dataset):
     """The training batches of one domain for one process.
 
@@ -25,7 +35,8 @@ class Stream(Dataset):
     several parts holds the positions of all its parts in one shuffle, so it gives exactly the samples that
     they would give one after another. Step s goes on where step s - 1 ended, by `batch_size` positions less
     what is displaced by draws from earlier text, and shares its samples out among the processes and their
-    accumulated parts. `places` are those of the texts in the order, for those that are of a domain."""
+    accumulated parts. The steps of a `recovery` come before all of that. `places` are those of the texts in
+    the order, for those that are of a domain."""
 
     def __init__(
         self,
@@ -39,12 +50,15 @@ class Stream(Dataset):
         rank: int,
         world: int,
         earlier: Sequence[Pool] = (),
+        recovery: Recovery | None = None,
         places: Mapping[str, int] | None = None,
     ) -> None:
         share_batch(batch_size, accumulate=accumulate, world=world)
         self.names, self.objective, self.seed, self.earlier = list(texts), objective, seed, tuple(earlier)
-        self.texts = [*texts.values(), *(text for pool in earlier for text in pool.texts.values())]
-        drawn_from = [*texts, *(name for pool in earlier for name in pool.texts)]
+        self.recovery, self.ahead = recovery, recovery.steps if recovery else 0
+        pools = [*earlier, *([recovery.pool] if recovery else [])]
+        self.texts = [*texts.values(), *(text for pool in pools for text in pool.texts.values())]
+        drawn_from = [*texts, *(name for pool in pools for name in pool.texts)]
         self.domains = np.array([(places or {}).get(name, -1) for name in drawn_from])
         self.batch_size, self.accumulate, self.rank, self.world = batch_size, accumulate, rank, world
         self.steps, self.ends = sum(steps), np.cumsum([self.new(count) for count in steps])
@@ -52,19 +66,25 @@ class Stream(Dataset):
         self.located: tuple[int, Located] | None = None  # from a step on: what is new of TOGETHER steps
 
     def __len__(self) -> int:
-        return self.steps * self.accumulate
+        return (self.ahead + self.steps) * self.accumulate
 
     def __getitem__(self, number: int) -> Batch:
         """Batch `number` of this process. `weight` is what each scored token's loss is multiplied by, so that
         the mean over processes and accumulated parts is the mean over the scored tokens of the whole step."""
         step, part = divmod(number, self.accumulate)
-        parts, rows, keys = self.samples(step)
+        parts, rows, keys = self.recovered(step) if step < self.ahead else self.samples(step - self.ahead)
         piece = part * self.world + self.rank
         mine = slice(*(len(rows) * each // (self.accumulate * self.world) for each in (piece, piece + 1)))
         batch, _ = assemble_batch(self.texts, self.objective, parts[mine], rows[mine], keys[mine])
         batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
         batch["weight"] = torch.tensor(self.accumulate * self.world / max(1, self.scored(parts, rows)))
         return self.objective.lay_out(batch)
+
+    def recovered(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Part, row and key of the samples of a step of recovery, each [B]."""
+        pool = cast(Recovery, self.recovery).pool
+        parts, rows, keys = pool.locate(np.arange(step * self.batch_size, (step + 1) * self.batch_size))
+        return parts + len(self.texts) - len(pool.texts), rows, keys
 
     def new(self, steps: int) -> int:
         """How many positions of the stream so many steps take."""

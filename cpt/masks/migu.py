@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -57,10 +58,12 @@ def count_kept(threshold: float, width: int) -> int:
 
 
 def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
-    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding."""
+    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding. A
+    prompt, which rows of an output [B, n + T, d] have more, counts."""
     tokens = output.detach().reshape(-1, output.shape[-1])
     if present is not None:
-        tokens = tokens[present.flatten().bool()]
+        more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
+        tokens = tokens[functional.pad(present, (more, 0), value=1).flatten().bool()]
     if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
         return tokens.abs().sum(0, dtype=torch.float32)
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)

@@ -114,10 +114,10 @@ def check_rows(shared: Shared, *, method: str) -> None:
         )
 
 
-def check_tokens(tokens: int, *, length: int, model: PreTrainedModel) -> None:
+def check_tokens(tokens: int, *, length: int, model: PreTrainedModel, option: str = "method.tokens") -> None:
     """Raises ValueError where a prompt and the samples are longer than the model's positions."""
     limit = positions_of(model)
     most = "or more" if limit is None else f"to {limit - length}, the positions beyond model.length={length}"
     whole = isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0
     if not whole or (limit is not None and length + tokens > limit):
-        raise ValueError(f"method.tokens={tokens}; allowed: a whole number, 0 {most}")
+        raise ValueError(f"{option}={tokens}; allowed: a whole number, 0 {most}")

@@ -97,8 +97,9 @@ class Staged(LightningModule):
     def branch_step(self) -> int:
         """The step of the domain before which the next one goes on: all have been made, or those before a
         decay that is a branch."""
-        steps = self.trainer.datamodule.steps(self.domain)
-        return steps if self.trunk is None else self.schedule.branch_step(steps)
+        data = self.trainer.datamodule
+        steps, ahead = data.steps(self.domain), data.recovery_steps(self.domain)
+        return steps if self.trunk is None else ahead + self.schedule.branch_step(steps - ahead)
 
     def begin_from_trunk(self) -> None:
         """Puts back the weights before a branch; the optimizer has its state by now. A stage that is resumed

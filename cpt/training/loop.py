@@ -68,7 +68,6 @@ class Learner:
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=place
         )
         self.at = 0  # the stage whose weights the module has
-        self.own = own_names(module.model)
         self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
         tell_resting(plan, module, device)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
@@ -162,7 +161,8 @@ class Learner:
         check_finite(self.module.state_dict(), domain.name)
         state = save_stage(self.module, self.place.stage(number))
         self.rest(number)
-        kept = {"trained": trained_parameters(self.module), "stored": stored_bytes(state, self.own)}
+        beside = stored_bytes(state, own_names(self.module.model))
+        kept = {"trained": trained_parameters(self.module), "stored": beside}
         noted = {"skipped": len(guard.left_out), "rates": rates.noted, "leak": leak.noted}
         return kept | compute.costs(fitting) | noted
 

@@ -36,8 +36,9 @@ METHODS = {
     "progprompt": ["method.tokens=4"],
     "moelora": [],
     "sapt": [],
+    "elle": [],
 }
-FEW = {*METHODS} - {"progprompt", "moelora", "sapt"}
+FEW = {*METHODS} - {"progprompt", "moelora", "sapt", "elle"}
 
 
 @pytest.fixture(scope="module")

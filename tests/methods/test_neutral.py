@@ -17,6 +17,11 @@ CASES = {  # what it is compared with, what makes the method that, and what does
     "das frozen": ("ncl", [*DAS, "method.acts_on=frozen"], ["method.domains=true"]),
     "derpp": ("ncl", ["method.memory=20", "method.alpha=0", "method.beta=0"], ["method.beta=0.5"]),
     "ema": ("ncl", ["method.decay=0"], ["method.decay=0.5"]),
+    "elle": (
+        "ncl",
+        ["method.neurons=1", "method.layers=0", "method.recovery=0", "method.prompt=0"],
+        ["method.prompt=1"],
+    ),
     "ewc": ("ncl", ["method.strength=0"], ["method.strength=5000"]),
     "hat": ("ncl", ["method.units=[]", "method.shared=trained"], ["method.units=[neurons]"]),
     "kd": ("ncl", ["method.strength=0"], ["method.strength=1"]),

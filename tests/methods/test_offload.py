@@ -73,7 +73,7 @@ KEPT = {  # what keeps something of weights, and of what its name is
     "moments": (["method=ncl", "optim.carry=moments"], {"carried"}),
 }
 NOTHING = ["ncl", "adapter", "lora", "inclora", "das", "migu", "derpp", "replay", "joint"]
-NOTHING += ["agem", "moelora", "nlora"]
+NOTHING += ["agem", "elle", "moelora", "nlora"]
 
 
 def kept_of(module: nn.Module) -> dict[str, NamedTensors]:

@@ -226,7 +226,7 @@ def test_two_processes_have_the_same_parts_as_one(method, small, start, corpora,
         assert {text: pytest.approx(weights, abs=1e-3) for text, weights in expected.items()} == row
 
 
-@pytest.mark.parametrize("method", run_few(["agem", "growing", "companions"], ["growing"]))
+@pytest.mark.parametrize("method", run_few(["agem", "growing", "companions", "elle"], ["elle"]))
 def test_two_processes_agree_where_a_seam_is_used(method, small, start, corpora, cache, tmp_path):
     """A projected gradient, a grown block and a peer are the same in both, and as in one process; the memory
     of A-GEM alone is each process's own."""

@@ -15,9 +15,9 @@ def run_few(names: Iterable[Any], few: Collection[Any]) -> list:
 # Rows of the tables of methods that the campaign has: those whose kind of state another method stands for. A
 # method that is not named here runs always.
 STOOD_FOR = (
-    "adapter", "across", "branched", "cpt_plugin", "dga", "ema", "ewc", "growing", "inclora", "joint", "kd",
-    "l2", "lora", "peft", "mas", "merge_lora", "migu", "moelora", "nlora", "one", "progprompt", "prompt",
-    "replay", "reptile", "si", "wise_ft",
+    "adapter", "across", "branched", "cpt_plugin", "dga", "elle", "ema", "ewc", "growing", "inclora", "joint",
+    "kd", "l2", "lora", "peft", "mas", "merge_lora", "migu", "moelora", "nlora", "one", "progprompt",
+    "prompt", "replay", "reptile", "si", "wise_ft",
 )  # fmt: skip
 MANY = "|".join(STOOD_FOR)
 MOST = f"{MANY}|ema|hat|ncl|none|osf|agem|merge|recadam|companions"  # of what few have to show

@@ -63,6 +63,7 @@ AT_ONCE = {
     "strategy=fsdp trainer.reshard_after_forward=2": "trainer.reshard_after_forward=2; allowed: null or ",
     "strategy=fsdp endtask=submodules": "endtask asks a model as a whole, of which strategy=fsdp leaves",
     "strategy=fsdp method._target_=tests.support.seams.Growing": "method: tests.support.seams.Growing is not",
+    "strategy=fsdp method=elle": "method: cpt.methods.elle.ELLE is not right where weights are shared out",
     "+trainer.reshard_after_forward=true": "trainer.reshard_after_forward=true is of strategy=fsdp; allowed",
     "trainer.workers=abc": "trainer.workers=abc; allowed: a whole number, 0 or more",
     "trainer.devices=0": "trainer.devices=0; allowed: 1, 2, …; auto or -1 for all; a list like [0,2]",
@@ -263,6 +264,15 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "precision=int8": "float16, bfloat16, float32",
     },
     "dga": {"contrast_text=both": "uncorrupted, corrupted"},
+    "elle": {
+        "neurons=0.5": "1 or more; or a list, one for each domain after the first, of which the last goes",
+        "heads=-1": f"{WHOLE_OR_0}; or a list",
+        "layers=[]": f"{WHOLE_OR_0}; or a list",
+        "hidden=1.5": f"{WHOLE}; or a list",
+        "noise=-1": "0 or more",
+        "recovery=-1": "0 or more",
+        "prompt=1.5": WHOLE_OR_0,
+    },
     "ema": dict.fromkeys([f"decay={given}" for given in ("1", "-0.1", "1.5", "nan", "slow", "null")], BELOW),
     "ewc": {
         "strength=-1": "0 or more",
@@ -405,6 +415,9 @@ ON_THE_MODEL = {
     "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
     "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
     "method=progprompt method.tokens=166": "method.tokens=166 for each of 3 domains; allowed: 0 to 165",
+    "method=elle method.prompt=497": "method.prompt=497; allowed: a whole number, 0 to 496, the posi",
+    "method=elle method.heads=1": "method.heads=1: before law, heads of a modernbert can not be grown: ",
+    "method=elle method.layers=[0,3]": "method.layers=[0,3]: before space, 3 more blocks for a modernbert, ",
     "method=prompt method.tokens=600": "method.tokens=600; allowed: a whole number, 0 to ",
     "+method.tau=1": "method.tau is not known; allowed: none",
     "method=das +method.temprature=1": "method.temprature is not known; did you mean method.temperature?",
@@ -451,6 +464,7 @@ PACKED = "domains=tasks domains.root=null domains.packing=isolated"
 NOT_SHARED = "domains.packing=isolated does not go with a"
 ON_A_CAUSAL = {  # of a GPT-2
     f"{PACKED} method=prompt": "domains.packing=isolated does not go with method=prompt, whose vectors",
+    f"{PACKED} method=elle": "domains.packing=isolated does not go with method=elle, whose vectors",
     f"{PACKED} method=sapt": "domains.packing=isolated does not go with method=sapt, whose pairs are weig",
     f"{PACKED} method=progprompt": "domains.packing=isolated does not go with method=progprompt, whose vec",
     f"{PACKED} model.config.model_type=bloom": f"{NOT_SHARED} bloom, which takes no positions; allowed: ",

@@ -120,7 +120,7 @@ class Outlook:
         for row in self.work.rows:
             found["scoring"] += self.scoring(row)
             if row.left_steps:
-                found["steps"] += row.left_steps * self.reference(row.number).step.seconds
+                found["steps"] += row.left_steps * self.step_s(row.number)
                 found["before and after domains"] += self.around(row)
                 found["checkpoints"] += self.saving(row)
         return found
@@ -128,6 +128,12 @@ class Outlook:
     def reference(self, number: int) -> Tried:
         """What stands for a stage: the first for itself, the second for all others."""
         return self.tried[min(number, 2, len(self.tried) - 1)]
+
+    def step_s(self, number: int) -> float:
+        """Seconds of a step of a stage, by the operations that it takes."""
+        own = self.reference(number).step
+        flops = go_on([each.step.flops for each in self.tried[1:]], number)
+        return own.seconds * flops / own.flops if own.flops > 0 else own.seconds
 
     def around(self, row: Row) -> float:
         """Seconds of what a method does before a domain and after it; what computes grows with its probe."""

@@ -22,6 +22,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard
 from cpt.training.costs import own_names, stored_bytes
+from cpt.training.forecast.growing import grows, outgrow
 from cpt.training.forecast.live import Live
 from cpt.training.forecast.watching import (
     WATCHED,
@@ -98,19 +99,20 @@ def try_stages(
     """What the base and the first stages were seen to need; the module is of no more use. `is_sharded` says
     whether processes are to share weights out."""
     data, found = TrialSequence(whole, plan), [Tried()]
-    own = own_names(module.model)
     try_scoring(plan, module, data, found[0], device=device)
     for number, stage in enumerate(data, start=1):
         log.info("trying stage %d of %d", number, len(data))
         tried = Tried()
         try_stage(plan, module, data, stage, tried, device=device, scratch=scratch)
         state = module.state_dict()
-        tried.stored, tried.state = stored_bytes(state, own), file_size(state)
+        tried.stored, tried.state = stored_bytes(state, own_names(module.model)), file_size(state)
         tried.trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
         if plan.parts.keep == "disk":
             rest_a_stage(module, scratch, sharded=is_sharded)
         try_scoring(plan, module, data, tried, device=device)
         found.append(tried)
+    for stage in whole.domains[STAGES:] if grows(module) else ():
+        found.append(outgrow(module, stage, found[-1]))
     return found
 
 

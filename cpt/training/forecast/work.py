@@ -107,8 +107,10 @@ def tokens_of(data: DomainSequence, stage: Domain) -> int:
         return 0
     each = zip(stage.parts, data.steps_by_part(stage), strict=True)
     own = sum(steps * data.budget.batch_size * data.train[part].tokens_per_row for part, steps in each)
-    past = data.replay.past * bool(data.past(stage))
-    return int(own * (1 + (past + data.replay.general) * data.replay.adds))
+    before = [data.train[part].tokens_per_row for part in data.past(stage)]
+    past = data.replay.past * bool(before)
+    ahead = data.recovery_steps(stage) * data.budget.batch_size * sum(before) / max(1, len(before))
+    return int(own * (1 + (past + data.replay.general) * data.replay.adds) + ahead)
 
 
 def steps_made(place: RunFolder, number: int, name: str) -> int:

@@ -1,0 +1,283 @@
+"""ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, goes over
+its memory to recover, and reads each text behind the prompt of its domain.
+
+    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks (`cpt.models.growth`), hidden
+               features (`cpt.models.repeating`)
+    recovery   L_lm(theta; memory) for the first steps of the stage, with a course of the rate of its own and
+               a new optimizer behind it
+    prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] learned with all else
+    memory     that of `replay=past`, which also mixes it into the domain's steps
+
+Each of them stands alone. Text of no domain that has been learned is read with the latest prompt, and by the
+base with none.
+
+Released, layers are copied as they are, which carries each out twice, width is copied within layer norms, and
+noise is added to copies alone: none of it keeps the function, and recovery has to mend it. Here growth is
+exact but for blocks of post-norm models, and how far it moves the loss is measured and told."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from cpt.adapters import export
+from cpt.adapters.bank import BASE
+from cpt.adapters.prompt import attach_prompt, draw_prompt
+from cpt.adapters.routing import Scorer
+from cpt.core.options import Options, option
+from cpt.core.rules import Rule, is_list, is_number, number, show, whole
+from cpt.data.batch import Batch, label_batch
+from cpt.data.datamodule import Domain
+from cpt.methods.base import ContinualModule, Shared
+from cpt.methods.prompt import check_rows, check_tokens
+from cpt.models import growth
+from cpt.models.forward import in_mode
+from cpt.models.loading import skeleton
+from cpt.models.objectives import Objective
+from cpt.models.reconfiguring import replace_parameter
+from cpt.models.repeating import grow_hidden
+from cpt.models.swapping import swap_weights
+
+log = logging.getLogger(__name__)
+TRIED = 16  # tokens of the rows that the loss is compared on
+NOTHING = {"neurons": 1, "heads": 0, "layers": 0, "hidden": 1}  # gained by a model that stays as it is
+ROUNDING = 1000  # times the precision of the weights: what rounding may make of a loss
+
+
+def by_domain(rule: Rule) -> Rule:
+    """A value, or a list with one for each domain after the first."""
+    return Rule(
+        lambda value: rule.allows(value) or (is_list(value, rule.allows) and len(value) > 0),
+        f"{rule.allowed}; or a list, one for each domain after the first, of which the last goes on",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ELLEOptions(Options):
+    """Options of ELLE."""
+
+    neurons: float | Sequence[float] = option(
+        "what the width of feed-forward networks is multiplied by before each domain after the first",
+        by_domain(Rule(lambda value: is_number(value) and value >= 1, "1 or more")),
+    )
+    heads: int | Sequence[int] = option(
+        "key/value heads that each attention gains there, with the query heads that share them",
+        by_domain(whole(0)),
+    )
+    layers: int | Sequence[int] = option("blocks that each stack gains there", by_domain(whole(0)))
+    hidden: int | Sequence[int] = option(
+        "how many times as large the hidden size becomes there, with heads that have no size of their own",
+        by_domain(whole(1)),
+    )
+    noise: float = option(
+        "of all but blocks: how far copies are apart, as a share of the weights' standard deviation",
+        number("0 or more"),
+    )
+    recovery: float = option(
+        "steps on the text before a domain, ahead of its own and as a share of them", number("0 or more")
+    )
+    prompt: int = option(
+        "n, vectors of each domain behind the first token, in front with a decoder", whole(0)
+    )
+
+    def growth(self, domain: int) -> dict[str, float]:
+        """What the model gains before a domain."""
+        if domain < 1:
+            return NOTHING
+        given = {name: getattr(self, name) for name in NOTHING}
+        return {
+            name: value[min(domain, len(value)) - 1] if isinstance(value, Sequence) else value
+            for name, value in given.items()
+        }
+
+
+class ByPrompt(Scorer):
+    """Reads each text with the prompt of its domain."""
+
+    needs_domain = True
+
+    def __init__(self, name: str, prompts: nn.ParameterList, objective: Objective) -> None:
+        super().__init__()
+        self.name, self.prompts, self.objective = name, prompts, objective
+
+    @property
+    def parts(self) -> list[int]:
+        return list(range(len(self.prompts))) or [BASE]
+
+    def part_of(self, domain: int) -> int:
+        """The domain whose prompt text of a domain is read with: the latest for one that has none."""
+        return domain if domain in self.parts else self.parts[-1]
+
+    @contextmanager
+    def reading(self, model: PreTrainedModel, domains: Tensor) -> Iterator[None]:
+        """While it lasts, each of B rows is read with the prompt of its domain, [B]."""
+        if not self.prompts:
+            yield
+            return
+        count = len(self.prompts)
+        parts = torch.where((domains >= 0) & (domains < count), domains, count - 1)
+        with swap_weights(model, {self.name: torch.stack([*self.prompts])[parts]}):
+            yield
+
+    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        ids = batch["input_ids"]
+        with self.reading(model, torch.full((len(ids),), domain, device=ids.device)):
+            nll = self.objective.nll(model, batch)
+        self.take(domain, [self.part_of(domain)], torch.ones_like(nll)[None])
+        return nll
+
+
+class ELLE(ContinualModule):
+    """Trains all of a model that grows."""
+
+    sharded = False  # weights take another shape between two stages
+
+    options: ELLEOptions
+
+    def __init__(self, options: ELLEOptions, shared: Shared) -> None:
+        self.attaching = {"tokens": 0, "causal": shared.objective.causal}
+        self.prompting: ByPrompt | None = None
+        names: tuple[str, ...] = ()
+        if options.prompt:
+            check_tokens(options.prompt, length=shared.length, model=shared.model, option="method.prompt")
+            check_rows(shared, method="elle")
+            names = attach_prompt(shared.model, **self.attaching).names
+        super().__init__(options, shared)
+        self.prompts = nn.ParameterList()
+        if names:
+            self.prompting = self.router = ByPrompt(names[0], self.prompts, shared.objective)
+        self.moved: Tensor | None = None
+        self.told = ""
+
+    def stages(self, order: Sequence[str]) -> list[Domain]:
+        found = super().stages(order)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # also where a skeleton is asked
+            model = skeleton(self.model)
+            for stage in found:
+                self.grow(model, stage)
+        return [replace(each, recovery=self.options.recovery) for each in found]
+
+    def grow(self, model: PreTrainedModel, stage: Domain) -> None:
+        """Grows a model for a stage. Raises ValueError where it can not."""
+        noise = self.options.noise
+        ways: dict[str, Callable[[Any], None]] = {
+            "hidden": lambda times: grow_hidden(model, times, noise=noise),
+            "neurons": lambda times: growth.grow_neurons(
+                model, growth.more_neurons(model, times), noise=noise
+            ),
+            "heads": lambda more: growth.grow_heads(model, more, noise=noise),
+            "layers": lambda more: growth.grow_layers(model, more),
+        }
+        gained = self.options.growth(stage.index)
+        for name, way in ways.items():
+            try:
+                way(gained[name])
+            except ValueError as error:
+                value, neutral = getattr(self.options, name), NOTHING[name]
+                raise ValueError(
+                    f"method.{name}={show(value)}: before {stage.name}, {error}; allowed: {neutral}, or a "
+                    "value that its configuration can say"
+                ) from error
+
+    def shape(self, stage: Domain) -> None:
+        self.moved, self.told = None, ""
+        if self.prompting is not None:
+            self.prompts.append(nn.Parameter(draw_prompt(self.model, self.options.prompt)))
+        if (gained := self.options.growth(stage.index)) == NOTHING:
+            return
+        if self.trunk is not None:  # the domain goes on from there
+            self.trunk.restore(self.model)
+        tried = self.draw_tried()
+        before, sizes = self.loss_of(tried), self.model.num_parameters()
+        self.grow(self.model, stage)
+        self.repeat_prompts(gained["hidden"])
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+        self.moved = (self.loss_of(tried) - before).abs().max().view(1)
+        self.told = f"grown from {sizes:,} to {self.model.num_parameters():,} parameters; "
+        self.told += self.tell_moved(before)
+
+    def repeat_prompts(self, times: int) -> None:
+        """Gives the prompts the hidden features of the model, each so many times."""
+        if times > 1 and self.prompting is not None:
+            owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
+            replace_parameter(owner, "weight", owner.weight.repeat(1, times))
+            for place, prompt in enumerate(self.prompts):
+                self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
+
+    def draw_tried(self) -> Batch:
+        """A row of drawn tokens, all of which are to be predicted."""
+        entries = self.model.get_input_embeddings().num_embeddings
+        ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
+        both = ids if self.model.config.is_encoder_decoder else None
+        return label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
+
+    @torch.no_grad()
+    def loss_of(self, batch: Batch) -> Tensor:
+        """Nats of each token, [K]."""
+        with in_mode(self.model, training=False):
+            return self.objective.nll(self.model, batch)
+
+    def tell_moved(self, before: Tensor) -> str:
+        """What growing has done to the loss of each of some drawn tokens."""
+        moved = float(self.moved)
+        precision = torch.finfo(self.model.dtype).eps
+        if moved <= ROUNDING * precision * float(before.max()):
+            return f"exact: the loss of a token moves by {moved:.1e} nats at most"
+        return (
+            f"not exact, as further blocks are not where a norm follows each sum (post-norm): the loss of a "
+            f"token moves by up to {moved:.2f} nats"
+        )
+
+    def activate(self, domain: int) -> None:
+        super().activate(domain)
+        if self.prompting is not None:
+            self.model.get_parameter(self.prompting.name).requires_grad_(False)
+        met = bool(self.replay.past or self.options.recovery)  # whether earlier domains' text is
+        for place, prompt in enumerate(self.prompts):
+            prompt.requires_grad_(place == domain or met)
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.told:
+            log.info("%s: %s", self.domain.name, self.told)
+        if self.domain.index == 0 and not self.replay.past:
+            log.info("no text of past domains is mixed in (replay=past), as ELLE does")
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        if self.prompting is None:
+            return super().losses(batch)
+        with self.prompting.reading(self.model, batch["domains"]):
+            return super().losses(batch)
+
+    def gradients(self, optimizer: Optimizer) -> None:
+        ahead = self.trainer.datamodule.recovery_steps(self.domain)
+        if ahead and self.trainer.global_step == ahead and self.carried is None:
+            optimizer.state.clear()
+
+    def backbone(self, domain: int) -> PreTrainedModel:
+        if self.prompting is None:
+            return super().backbone(domain)
+        copy, part = deepcopy(self.model).requires_grad_(True), self.prompting.part_of(domain)
+        owner, _, name = self.prompting.name.rpartition(".")
+        if part != BASE:
+            setattr(copy.get_submodule(owner), name, nn.Parameter(self.prompts[part].detach().clone()))
+        return copy
+
+    def export(self, folder: Path, order: Sequence[str]) -> str:
+        if self.prompting is None:
+            return super().export(folder, order)
+        parts = {name: {self.prompting.name: self.prompts[place]} for place, name in enumerate(order)}
+        return export.export_parts(folder, self.model, parts, attach=attach_prompt, options=self.attaching)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """How far growing has moved the loss of drawn tokens (nats)."""
+        own = {} if self.moved is None else {"elle/moved": self.moved}
+        return super().diagnostics() | own

@@ -1,0 +1,207 @@
+"""A model that grows is the same function, and one that others can load."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cpt.models import growth, repeating
+from cpt.models.economy import checkpoint_activations
+from cpt.models.loading import skeleton
+from cpt.models.units import blocks, sublayers
+from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
+
+pytestmark = pytest.mark.slow
+
+NOISE = 0.5
+MODES = {
+    "neurons": lambda model: growth.grow_neurons(model, 20, noise=NOISE),
+    "many neurons": lambda model: growth.grow_neurons(model, 120, noise=NOISE),
+    "heads": lambda model: growth.grow_heads(model, 4 // shared_by(model), noise=NOISE),
+    "layers": lambda model: growth.grow_layers(model, 2),
+    "hidden": lambda model: repeating.grow_hidden(model, 2, noise=NOISE),
+    "all": lambda model: [MODES[mode](model) for mode in ("hidden", "neurons", "layers")],
+}
+POST_NORM = ("bert", "roberta")
+OWN_SIZE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "t5", "t5-gated")  # of heads
+NAMES = [*POST_NORM, "modernbert", "gpt2", "gpt_neox", *OWN_SIZE]
+EXACT = [
+    (name, mode)
+    for name in NAMES
+    for mode in MODES
+    if (mode != "heads" or name in OWN_SIZE) and (mode not in ("layers", "all") or name not in POST_NORM)
+]
+
+
+def shared_by(model: nn.Module) -> int:
+    """Query heads of a key/value head."""
+    return model.config.num_attention_heads // (
+        getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    )
+
+
+@torch.no_grad()
+def outputs(model: nn.Module) -> Tensor:
+    return logits(model, inputs_of(model)).double()
+
+
+def drawn(seed: int = 0) -> None:
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "mode"), EXACT)
+def test_the_function_stays(name, mode, tied):
+    for dtype, apart in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = build(name, tie_word_embeddings=tied).to(dtype)
+        before, size = outputs(model), model.num_parameters()
+        drawn()
+        MODES[mode](model)
+        assert model.num_parameters() > size
+        assert before.std() > 0.1 and (outputs(model) - before).abs().max() < apart
+
+
+@pytest.mark.parametrize("mode", ["heads", "hidden", "layers", "neurons"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "modernbert", "phi3", "t5-gated"])
+def test_others_load_what_has_grown(name, mode, tmp_path):
+    if (name, mode) not in EXACT and mode == "heads":
+        pytest.skip("its heads have no size of their own")
+    model = build(name)
+    for _ in range(1 if mode == "heads" else 2):
+        drawn()
+        MODES[mode](model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert {n: p.shape for n, p in loaded.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    assert (outputs(loaded) - outputs(model)).abs().max() < 1e-6
+
+
+def test_so_many_are_gained():
+    model = build("llama")
+    drawn()
+    growth.grow_neurons(model, 20, noise=0)
+    growth.grow_heads(model, 2, noise=0)
+    growth.grow_layers(model, 1)
+    found = sublayers(model, ("heads",)), sublayers(model, ("neurons",))
+    assert [[each.count for each in kind] for kind in found] == [[8] * 3, [68] * 3]
+    assert model.config.num_key_value_heads == 4 and model.config.head_dim == 8
+    assert model.model.layers[2].self_attn.layer_idx == 2
+    assert model.model.layers[2].mlp.gate_proj.out_features == 68
+
+
+def test_copies_get_gradients_of_their_own():
+    """With equal shares they would learn the same for ever."""
+    for noise, parted in ((0.0, False), (NOISE, True)):
+        model = build("llama")
+        drawn()
+        growth.grow_neurons(model, 48, noise=noise)
+        drawn()
+        chosen = growth.draw_units(48, 48)  # what each of the new ones is a copy of, in the first block
+        loss(model, inputs_of(model)).backward()
+        up = model.model.layers[0].mlp.up_proj.weight
+        assert torch.equal(up[48:], up[chosen])
+        assert torch.allclose(up.grad[48:], up.grad[chosen]) != parted
+
+
+def test_all_are_drawn_once_before_one_comes_twice():
+    drawn()
+    assert sorted(growth.draw_units(5, 5).tolist()) == [0, 1, 2, 3, 4]
+    counts = growth.draw_units(5, 13).bincount(minlength=5)
+    assert counts.sum() == 13 and counts.min() == 2 and counts.max() == 3
+
+
+@pytest.mark.parametrize("name", POST_NORM)
+def test_a_block_behind_a_norm_is_not_exact_and_near(name):
+    """The last norm is carried out twice more, whose scale and shift are not 1 and 0."""
+    model = build(name)
+    before = outputs(model)
+    growth.grow_layers(model, 1)
+    assert 1e-3 < (outputs(model) - before).abs().max() < 3 * before.std()
+
+
+def test_new_blocks_begin_as_copies_that_add_nothing():
+    model = build("gpt2")
+    growth.grow_layers(model, 2)
+    (_, first), _, (_, third), _ = blocks(model)
+    for name, value in third.named_parameters():
+        if name.startswith(("attn.c_proj", "mlp.c_proj")):
+            assert not value.any()
+        else:
+            assert torch.equal(value, first.get_parameter(name))
+            assert value.data_ptr() != first.get_parameter(name).data_ptr()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "modernbert"])
+def test_new_blocks_learn_and_are_computed_again_like_the_others(name):
+    model = build(name).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    checkpoint_activations(model)
+    growth.grow_layers(model, 1)
+    flags = [getattr(block, "gradient_checkpointing", None) for _, block in blocks(model)]
+    assert set(flags) == {True} and all(block.training for _, block in blocks(model))
+    loss(model, inputs_of(model)).backward()
+    new = [each.out.module.weight for each in sublayers(model, ("neurons",))]
+    assert all(weight.grad.any() for weight in new)
+
+
+def test_frozen_weights_stay_frozen():
+    model = build("gpt2").requires_grad_(False)
+    for mode in ("neurons", "layers", "hidden"):
+        drawn()
+        MODES[mode](model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+REFUSED = {
+    ("bert", "heads"): "heads of a bert can not be grown: The hidden size (32) is not a multiple of the",
+    ("gpt2", "heads"): "heads of a gpt2 can not be grown: `embed_dim` must be divisible by num_heads",
+    ("electra", "heads"): "heads of a electra can not be grown: its configuration makes electra.encoder",
+    ("bloom", "neurons"): "neurons of a bloom can not be grown: its configuration makes transformer.h.0",
+    ("gemma2", "hidden"): "hidden size of a gemma2 can not be grown exactly, as far as is known; known: ",
+    ("gpt2", "layers"): "3 more blocks for a gpt2, whose stacks have 2 to copy",
+}
+HOW = {
+    "heads": lambda model: growth.grow_heads(model, 1, noise=0),
+    "neurons": MODES["neurons"],
+    "hidden": MODES["hidden"],
+    "layers": lambda model: growth.grow_layers(model, 3),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=" ".join)
+def test_what_a_configuration_can_not_say_is_refused(case):
+    name, mode = case
+    for model in (build(name), skeleton(build(name))):
+        with pytest.raises(ValueError) as refused:
+            HOW[mode](model)
+        assert str(refused.value).startswith(REFUSED[case]) and "\n" not in str(refused.value)
+
+
+def test_every_family_grows_or_is_refused():
+    for name in FAMILIES:
+        for mode in MODES:
+            model, exact = build(name), True
+            before = outputs(model)
+            try:
+                MODES[mode](model)
+            except ValueError as error:
+                assert "can not be grown" in str(error)
+                assert mode not in ("neurons", "layers") or name == "bloom"
+                continue
+            exact = (outputs(model) - before).abs().max() < 1e-5
+            assert exact or mode in ("layers", "all")
+
+
+def test_a_model_grows_as_its_skeleton_does():
+    model = build("t5-gated", tie_word_embeddings=True)
+    empty = skeleton(model)
+    for mode in ("neurons", "heads", "layers", "hidden"):
+        MODES[mode](model)
+        MODES[mode](empty)
+    own, other = ({n: p.shape for n, p in each.named_parameters()} for each in (model, empty))
+    assert own == other and model.config.to_dict() == deepcopy(empty.config).to_dict()
