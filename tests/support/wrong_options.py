@@ -116,8 +116,8 @@ AT_ONCE = {
     "mask=migu mask.migu.threshold=1": "mask.migu.threshold=1; allowed: 0 or more and below 1",
     "mask=migu mask.migu.importance=size": "mask.migu.importance=size; allowed: output, fisher, gradient, we",
     "mask=migu mask.migu.backend=forward": "mask.migu.backend=forward; allowed: hooks, backward",
-    "mask=migu mask.migu.backend=backward mask.migu.importance=gradient": "mask.migu.backend=backward does not"
-    " go with importance=gradient",
+    "mask=migu mask.migu.backend=backward mask.migu.importance=gradient": "mask.migu.backend=backward "
+    "does not go with importance=gradient",
     "method=das method.contrast_samples=0": "method.contrast_samples=0; allowed: above 0, at most 1",
     "method=das method.contrast_every=0": "method.contrast_every=0; allowed: a whole number, 1 or more",
     "method=dga method.contrast_negatives=none": "method.contrast_negatives=none; allowed: trained, fixed",
