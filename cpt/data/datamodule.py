@@ -15,7 +15,7 @@ from cpt.core.randomness import key, shuffle
 from cpt.data.batch import Batch, Collator, Sizes
 from cpt.data.budget import Budget
 from cpt.data.packing import Packed
-from cpt.data.replay import Pool, Replay
+from cpt.data.replay import Mixture, Pool, exact
 from cpt.data.sampling import From, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedules import Progress
@@ -61,6 +61,7 @@ class DomainSequence(LightningDataModule):
     trainer: Trainer  # Lightning's, while it fits or validates
     domain: Domain = Domain("", -1, ())  # before the first is entered
     asked: Sequence[str] | None = None  # the held-out texts that are scored; None: all
+    generated: Mapping[str, Packed] | None = None  # what the model wrote before the current domain, by text
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class DomainSequence(LightningDataModule):
         held_out: Mapping[str, Packed],
         objective: Collator,
         budget: Budget,
-        replay: Replay,
+        replay: Mixture,
         seed: int,
         accumulate: int,
         eval_batch_size: int,
@@ -122,10 +123,26 @@ class DomainSequence(LightningDataModule):
         before = self.domains[: self.domains.index(domain)]
         return list(dict.fromkeys(part for each in before for part in each.parts))
 
+    def replayed(self, domain: Domain) -> dict[str, int]:
+        """The texts that a domain's batches replay, each with the samples that are drawn of it at most."""
+        samples = self.steps(domain) * self.budget.batch_size
+        found: dict[str, int] = {}
+        past = self.past(domain) if self.replay.past else []
+        for share, names in ((self.replay.past, past), (self.replay.general, [GENERAL])):
+            drawn = samples * exact(share).numerator // exact(share).denominator
+            found |= dict.fromkeys(names, -(-drawn // max(1, len(names))))
+        return {name: count for name, count in found.items() if count}
+
     def earlier(self, domain: Domain) -> list[Pool]:
-        """What a domain's batches replay."""
-        past = {name: self.train[name] for name in self.past(domain)}
-        general = {GENERAL: self.train[GENERAL]} if self.replay.general else {}
+        """What a domain's batches replay: real text, or what the model wrote in its place."""
+        if self.replay.generates:
+            if self.generated is None:
+                raise ValueError(f"nothing has been generated yet that {domain.name} could replay")
+            texts = self.generated
+        else:
+            texts = self.train
+        past = {name: texts[name] for name in self.past(domain) if name in texts}
+        general = {GENERAL: texts[GENERAL]} if self.replay.general and GENERAL in texts else {}
         return self.replay.pools(past, general, stage=domain.name, seed=self.seed)
 
     def train_dataloader(self) -> DataLoader:

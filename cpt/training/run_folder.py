@@ -19,6 +19,7 @@ from cpt.core.files import check_archive, replace, replacing
 from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
+BEGINNINGS = "beginnings"
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
@@ -184,6 +185,15 @@ class RunFolder:
     def answers(self, row: int, name: str) -> Path:
         """What the model of a stage has answered."""
         return self.path / "answers" / f"{row:03d}-{name}"
+
+    def generated(self, number: int, name: str) -> Path:
+        """What the model has written before a stage, which replays it."""
+        return self.path / "generated" / f"{number:03d}-{name}"
+
+    @property
+    def beginnings(self) -> Path:
+        """Where texts began that may be written anew."""
+        return self.path / "generated" / BEGINNINGS
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

@@ -68,7 +68,7 @@ class TrialSequence(DomainSequence):
             held_out={text: whole.held_out[text]},
             objective=whole.objective,
             budget=plan.budget,
-            replay=replace(whole.replay, memory=None),
+            replay=whole.replay.on_text(),
             seed=whole.seed,
             accumulate=whole.accumulate,
             eval_batch_size=whole.eval_batch_size,
