@@ -20,6 +20,7 @@ from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
 BEGINNINGS = "beginnings"
+HELD = ("stages", "checkpoints", "documents", "diagnostics")  # folders of files that appear as a whole
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
@@ -76,7 +77,7 @@ class RunFolder:
 
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""
-        patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
+        patterns = [f"{name}/*.partial" for name in (*HELD, "generated/beginnings")]
         for pattern in (
             ".scores.json.*.tmp",
             "*.partial",
