@@ -116,14 +116,12 @@ class Outlook:
     def seconds(self, *, base_step_s: float) -> dict[str, float]:
         """Seconds of what is left, by what they go to."""
         found = {"base model": base_step_s * self.plan.model.base.steps if base_step_s else 0.0}
-        found |= dict.fromkeys(
-            ("steps", "before and after domains", "checkpoints", "scoring", "writing"), 0.0
-        )
+        kinds = ("steps", "before and after domains", "checkpoints", "scoring", "generated text")
+        found |= dict.fromkeys(kinds, 0.0)
+        writing_s = self.known("writing_s", 1) / self.world
         for row in self.work.rows:
             found["scoring"] += self.scoring(row)
-            found["writing"] += (
-                row.left_generated * self.tried[min(1, len(self.tried) - 1)].writing_s / self.world
-            )
+            found["generated text"] += row.left_generated * writing_s
             if row.left_steps:
                 found["steps"] += row.left_steps * self.reference(row.number).step.seconds
                 found["before and after domains"] += self.around(row)
