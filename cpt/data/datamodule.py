@@ -15,7 +15,7 @@ from cpt.core.randomness import key, shuffle
 from cpt.data.batch import Batch, Collator, Sizes
 from cpt.data.budget import Budget
 from cpt.data.packing import Packed
-from cpt.data.replay import Mixture, Pool, exact
+from cpt.data.replay import Generated, Mixture, Pool, exact
 from cpt.data.sampling import From, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedules import Progress
@@ -54,7 +54,8 @@ class DomainSequence(LightningDataModule):
 
     `train` and `held_out` are the packed texts by name: those of the domains, in the order of the matrix's
     columns, and that of `general`, if there is one, last. `replay` says how much earlier text stands among a
-    domain's samples: that of the stages before it, and the general text.
+    domain's samples: that of the stages before it, and the general text; `forms` are the domains' examples as
+    they are written, where the model is to learn that.
 
     Raises ValueError for sizes below 1 and for replay that cannot be had."""
 
@@ -78,6 +79,7 @@ class DomainSequence(LightningDataModule):
         probe_samples: int,
         workers: int,
         eval_tokens: int | None = None,
+        forms: Mapping[str, Packed] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"accumulate_grad_batches": accumulate, "eval_batch_size": eval_batch_size}
@@ -87,7 +89,7 @@ class DomainSequence(LightningDataModule):
         self.domains, self.train, self.held_out = tuple(domains), train, held_out
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
-        self.replay, self.eval_tokens = replay, eval_tokens
+        self.replay, self.eval_tokens, self.forms = replay, eval_tokens, forms or {}
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
         self.places = {
@@ -143,7 +145,11 @@ class DomainSequence(LightningDataModule):
             texts = self.train
         past = {name: texts[name] for name in self.past(domain) if name in texts}
         general = {GENERAL: texts[GENERAL]} if self.replay.general and GENERAL in texts else {}
-        return self.replay.pools(past, general, stage=domain.name, seed=self.seed)
+        pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
+        if self.forms and isinstance(self.replay, Generated):
+            forms = {part: self.forms[part] for part in domain.parts}
+            pools.append(self.replay.form_pool(forms, stage=domain.name, seed=self.seed))
+        return pools
 
     def train_dataloader(self) -> DataLoader:
         """The current domain from the trainer's step on; resuming costs the same anywhere."""

@@ -1,11 +1,11 @@
 """Text that a model writes in place of a domain's own: where it begins, what of it is kept, and rows of it.
 
-`beginnings/TEXT.json`     the first tokens of some rows of a domain, kept when it is learned
+`kept/TEXT.json`           the first tokens of some rows of a domain, or its choices: kept when it is learned
 `NUMBER-STAGE/TEXT.jsonl`  what was written before a stage, a line for each text
 `NUMBER-STAGE/TEXT.arrow`  what is kept of it, in rows as a model is given them
 `NUMBER-STAGE/facts.json`  what came of it, by text
 
-A domain is in `beginnings` from its own stage on; its text is not read again to replay it."""
+What is kept of a domain is there from its own stage on; its text is not read again to replay it."""
 
 from __future__ import annotations
 
@@ -75,23 +75,23 @@ def draw_beginnings(text: Packed, name: str, *, count: int, prefix: int) -> list
     return text.ids(longer)[:, :prefix].tolist()
 
 
-def save_beginnings(path: Path, beginnings: Sequence[Sequence[int]]) -> None:
-    told = json.dumps(beginnings)
-    replace(path, json.dumps({"beginnings": beginnings, "own": xxhash.xxh3_128_hexdigest(told.encode())}))
+def save_kept(path: Path, kept: Any) -> None:
+    """Writes what stays of a domain, any JSON value, with its checksum."""
+    own = xxhash.xxh3_128_hexdigest(json.dumps(kept).encode())
+    replace(path, json.dumps({"kept": kept, "own": own}))
 
 
-def load_beginnings(path: Path, *, instead: str) -> list[list[int]]:
-    """Raises ValueError where a domain's beginnings are gone or damaged; `instead` says what to do then."""
+def load_kept(path: Path, *, instead: str) -> Any:
+    """Raises ValueError where what stays of a domain is gone or damaged; `instead` says what to do then."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        found = known["beginnings"]
-        if known["own"] != xxhash.xxh3_128_hexdigest(json.dumps(found).encode()):
+        if known["own"] != xxhash.xxh3_128_hexdigest(json.dumps(known["kept"]).encode()):
             raise ValueError("it differs from its checksum")
     except FileNotFoundError:
         raise ValueError(f"{path} is gone; {instead}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); {instead}") from None
-    return found
+    return known["kept"]
 
 
 def write_sample(sample: Sample) -> bytes:

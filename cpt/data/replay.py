@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # a config is checked without torch
 
 
 SHARE = number("0 or more and below 1")
+SIGN = "An example of {domain}:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +127,44 @@ class Generated(Mixture):
         "text that each is written behind, which is not replayed; {domain} stands for the domain's name",
         or_null(TEXT),
     )
+    forms: float = option(
+        "of domains of examples: share of the batch in which the domain's own examples are learned as a whole, "
+        "question and answer, so that the model can write some later",
+        SHARE,
+    )
     temperature: float = option("of sampling: logits are divided by it", number("above 0"))
     top_p: float = option(
         "sampled are the likeliest tokens whose probability comes to it", number("above 0, at most 1")
     )
     batch_size: int = option("texts that a process writes at once", whole(1))
+
+    def check_examples(self, *, batch_size: int) -> None:
+        """Raises ValueError for what does not go with domains of examples."""
+        if self.prompt is not None and "{domain}" not in self.prompt:
+            raise ValueError(
+                f"replay.prompt={self.prompt} does not say of which domain an example is to be written; "
+                "allowed: null, or a text with {domain}"
+            )
+        if self.general:
+            raise ValueError(
+                f"replay.general={self.general} with replay=generated and domains of examples, which are no "
+                "text; allowed: 0"
+            )
+        new = batch_size * (1 - exact(self.past) - exact(self.forms))
+        if new < 1 and (not self.adds or new <= 0):
+            raise ValueError(
+                f"replay.past={self.past} and replay.forms={self.forms}, which leaves {float(new):g} new "
+                f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more"
+            )
+
+    def sign(self, domain: str) -> str:
+        """What examples of a domain are written behind."""
+        return (self.prompt or SIGN).replace("{domain}", domain)
+
+    def form_pool(self, texts: Mapping[str, Packed], *, stage: str, seed: int) -> Pool:
+        """What a stage learns to write."""
+        place = (stage, "forms")
+        return Pool(texts, share=exact(self.forms), adds=self.adds, memory=None, seed=seed, place=place)
 
     def check_length(self, length: int) -> None:
         """Raises ValueError for beginnings that leave nothing to write in rows of `length` tokens."""

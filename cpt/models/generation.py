@@ -73,7 +73,7 @@ class Keyed(LogitsProcessor):
 def sample_texts(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], uniforms: Tensor, *, sampling: Sampling
 ) -> list[tuple[list[int], float]]:
-    """What a causal model writes behind contexts of one length: of each the ids, with the end if one was
+    """What a model writes behind contexts of one length, which an encoder reads if there is one: of each the ids, with the end if one was
     written, and their mean nll (nats). Of text b token t is a function of uniforms[b, t] and what stands
     before it; at most uniforms.shape[1] tokens are written."""
     given = torch.tensor(contexts, device=model.device)
@@ -84,6 +84,7 @@ def sample_texts(
         use_cache=not is_written_whole(model),
         eos_token_id=sampling.end,
         pad_token_id=sampling.end,
+        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
     )
     keyed = Keyed(sampling, uniforms.to(model.device))
     with generating(model, how):
@@ -92,8 +93,8 @@ def sample_texts(
             attention_mask=torch.ones_like(given),
             logits_processor=LogitsProcessorList([keyed]),
         )
-    texts = []
-    for row, nll in zip(found[:, given.shape[1] :].tolist(), keyed.nll, strict=True):
+    texts, first = [], 1 if model.config.is_encoder_decoder else given.shape[1]
+    for row, nll in zip(found[:, first:].tolist(), keyed.nll, strict=True):
         size = row.index(sampling.end) + 1 if sampling.end in row else len(row)
         texts.append((row[:size], float(nll[:size].mean())))
     return texts

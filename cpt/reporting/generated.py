@@ -13,7 +13,7 @@ from cpt.reporting.page import Block
 
 TOLD = (
     "Written by the model before the stage, and replayed in it in place of the text of past domains. Real: "
-    "tokens of them that are kept beginnings. Perplexity: of what was written, to the model that wrote it. "
+    "tokens of them that are kept beginnings. Left out: by their perplexity, or as no valid example. Perplexity: of what was written, to the model that wrote it. "
     "All of it: generated/STAGE/TEXT.jsonl, a line for each text."
 )
 
@@ -46,7 +46,7 @@ def _cells(facts: dict[str, Any]) -> list[str]:
         f"{facts['tokens']:,}",
         f"{facts['real']:,}",
         f"{facts['texts']:,}",
-        perplexity(exp(facts["nll"])),
+        "–" if facts["nll"] is None else perplexity(exp(facts["nll"])),
         f"{facts['left_out']:,}",
         "–" if theirs is None else perplexity(exp(theirs)),
     ]

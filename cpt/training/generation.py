@@ -38,11 +38,11 @@ from cpt.data.generated import (
     end_of,
     file_of,
     keep_samples,
-    load_beginnings,
+    load_kept,
     open_rows,
-    save_beginnings,
+    save_kept,
 )
-from cpt.data.packing import frame_of
+from cpt.data.packing import Packed, frame_of
 from cpt.data.replay import Generated
 from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualModule
@@ -54,8 +54,6 @@ from cpt.training.samples import Samples, agree_with_first, is_whole
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from cpt.training.plan import Plan
-    from cpt.training.pretraining import Base
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # counts changes of what is written, or of how
@@ -93,24 +91,47 @@ class Generation:
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         """Has the data replay what the module, as it is after the stages before, writes for a stage: now, or
         what was written when the stage was first begun."""
-        self.keep_beginnings(stage)
+        self.keep_of(stage)
         budgets, folder = self.budgets(stage), self.place.generated(number, stage.name)
         if budgets and not agree_with_first(is_whole(folder)):
             self.write(folder, [self.task(*each) for each in budgets.items()], stage, device)
-        how = {"length": self.length, "tokenizer": self.tokenizer}
-        self.data.generated = {name: open_rows(folder, name, **how) for name in budgets}
+        found = {name: self.open(folder, name) for name in budgets}
+        self.data.generated = {name: rows for name, rows in found.items() if rows is not None}
 
-    def keep_beginnings(self, stage: Domain) -> None:
-        """Keeps where the texts of a stage begin, while they are there to be learned. Raises ValueError where
-        their rows are shorter than a beginning."""
+    def keep_of(self, stage: Domain) -> None:
+        """Keeps what there is to be of the texts of a stage, while they are there to be learned. Raises
+        ValueError where their rows are shorter than a beginning."""
         general = [GENERAL] * (self.options.general > 0)
-        if is_first_process() and self.options.prefix:
-            for name in (*stage.parts, *general):
-                path = file_of(self.place.beginnings, name, "json")
-                if not path.exists():
-                    how = {"count": self.options.starts, "prefix": self.options.prefix}
-                    save_beginnings(path, draw_beginnings(self.data.train[name], name, **how))
+        for name in (*stage.parts, *general) if is_first_process() else ():
+            path = file_of(self.place.kept_of_texts, name, "json")
+            if not path.exists() and (kept := self.kept(name)) is not None:
+                save_kept(path, kept)
         wait_for_others()
+
+    def kept(self, text: str) -> Any:
+        """What stays of a text: where some of its rows begin; None where nothing does."""
+        if not self.options.prefix:
+            return None
+        how = {"count": self.options.starts, "prefix": self.options.prefix}
+        return draw_beginnings(self.data.train[text], text, **how)
+
+    def recall(self, text: str) -> Any:
+        """What was kept of a text. Raises ValueError where it is gone or damaged."""
+        instead = f"bring it back from a copy, or delete {self.place.path} to start again"
+        return load_kept(file_of(self.place.kept_of_texts, text, "json"), instead=instead)
+
+    def room(self, context: Sequence[int]) -> int:
+        """Tokens that can be written behind a context."""
+        return self.length - len(context)
+
+    def open(self, folder: Path, text: str) -> Packed | None:
+        """What is replayed in place of a text; None where nothing could be kept."""
+        return open_rows(folder, text, length=self.length, tokenizer=self.tokenizer)
+
+    def keep(self, folder: Path, task: Task) -> dict[str, Any]:
+        """Makes rows of what was written; gives the facts about it."""
+        how = {"length": self.length, "tokenizer": self.tokenizer}
+        return keep_samples(folder, task.text, tokens=task.budget, wanted=self.wanted(task), **how)
 
     def budgets(self, stage: Domain) -> dict[str, int]:
         """Tokens that are kept in place of each text that a stage replays."""
@@ -122,8 +143,7 @@ class Generation:
         begin, prompt = frame_of(self.tokenizer)[0], self.prompt(text)
         before = [*begin, *prompt] if prompt else []
         if self.options.prefix:
-            instead = f"bring it back from a copy, or delete {self.place.path} to start again"
-            given = load_beginnings(file_of(self.place.beginnings, text, "json"), instead=instead)
+            given = self.recall(text)
             contexts = [[*before, *each] for each in given]
         else:
             given, contexts = [begin], [before or begin or [self.sampling.end]]
@@ -215,8 +235,7 @@ class Generation:
         """The texts of a block of a task."""
         numbers = block * self.options.batch_size + np.arange(self.options.batch_size)
         contexts = [task.contexts[number % len(task.contexts)] for number in numbers]
-        room = self.length - len(contexts[0])
-        uniforms = draws(sample_keys(stream, numbers), room, stream=key("tokens"))
+        uniforms = draws(sample_keys(stream, numbers), self.room(contexts[0]), stream=key("tokens"))
         found = sample_texts(model, contexts, torch.from_numpy(uniforms), sampling=self.sampling)
         given = [task.given[number % len(task.given)] for number in numbers]
         return [self.sample(*each) for each in zip(given, *zip(*found, strict=True), strict=True)]
@@ -229,11 +248,7 @@ class Generation:
 
     def finish(self, begun: Path, folder: Path, tasks: Sequence[Task], stage: Domain) -> None:
         """Makes rows of what was written; then the folder is there as a whole."""
-        how = {"length": self.length, "tokenizer": self.tokenizer}
-        facts = {
-            task.text: keep_samples(begun, task.text, tokens=task.budget, wanted=self.wanted(task), **how)
-            for task in tasks
-        }
+        facts = {task.text: self.keep(begun, task) for task in tasks}
         files.replace(begun / FACTS, json.dumps(facts, indent=1))
         (begun / PLACE).unlink()
         seal(begun)
@@ -253,20 +268,3 @@ def advance(progress: tqdm, stage: Domain, tokens: int) -> None:
     """Called after every round; all processes leave if a signal has come to any."""
     progress.update(tokens)
     leave_together(f"in the texts that are generated before {stage.name}")
-
-
-def make_generation(
-    plan: Plan, place: RunFolder, start: Base, *, module: ContinualModule, data: DomainSequence
-) -> Generation | None:
-    """What writes the texts that a run replays; None where it replays none, or text as it is. Raises
-    ValueError where there would be nothing to write."""
-    options = module.replay
-    if not isinstance(options, Generated):
-        return None
-    made = Generation(options, place, module, data, start.tokenizer, start.length, plan.run.seed)
-    texts = list(dict.fromkeys(text for stage in data for text in data.replayed(stage)))
-    for text in texts:
-        made.prompt(text)
-    if is_first_process():
-        made.tell(texts)
-    return made

@@ -24,7 +24,7 @@ def check_kind(plan: Plan, objective: str) -> None:
             f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "
             "allowed: probe=none, or a causal model like model=tiny_gpt2"
         )
-    if objective != "causal" and plan.mixture.generates:
+    if objective != "causal" and plan.mixture.generates and plan.source.encoding is None:
         fills = "masks" if objective == "masked" else "spans"
         raise ValueError(
             f"replay=generated asks a model to write text, and model={options.name} fills {fills}; allowed: "

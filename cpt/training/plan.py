@@ -195,11 +195,13 @@ def check_generated(plan: Plan) -> None:
     mixture = plan.mixture
     if not isinstance(mixture, Generated):
         return
-    mixture.check_length(plan.model.length)
-    if plan.source.encoding is not None:
+    if plan.source.encoding is None:
+        mixture.check_length(plan.model.length)
+    else:
+        mixture.check_examples(batch_size=plan.budget.batch_size)
+    if plan.source.chats:
         raise ValueError(
-            "replay=generated does not go with domains of examples, whose questions no model learns to "
-            "write; allowed: replay=past, or domains of raw text"
+            "replay=generated does not go with chats, which no model learns to write; allowed: replay=past"
         )
     if plan.trainer.strategy == "fsdp":
         raise ValueError(

@@ -19,7 +19,6 @@ from cpt.core.files import check_archive, replace, replacing
 from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
-BEGINNINGS = "beginnings"
 HELD = ("stages", "checkpoints", "documents", "diagnostics")  # folders of files that appear as a whole
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
@@ -77,7 +76,7 @@ class RunFolder:
 
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""
-        patterns = [f"{name}/*.partial" for name in (*HELD, "generated/beginnings")]
+        patterns = [f"{name}/*.partial" for name in (*HELD, "generated/kept")]
         for pattern in (
             ".scores.json.*.tmp",
             "*.partial",
@@ -192,9 +191,9 @@ class RunFolder:
         return self.path / "generated" / f"{number:03d}-{name}"
 
     @property
-    def beginnings(self) -> Path:
-        """Where texts began that may be written anew."""
-        return self.path / "generated" / BEGINNINGS
+    def kept_of_texts(self) -> Path:
+        """What stays of the texts that the model is to write for."""
+        return self.path / "generated" / "kept"
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

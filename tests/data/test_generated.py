@@ -15,8 +15,8 @@ from cpt.data.generated import (
     draw_beginnings,
     file_of,
     keep_samples,
-    load_beginnings,
-    save_beginnings,
+    load_kept,
+    save_kept,
     write_sample,
 )
 from cpt.data.replay import Generated
@@ -109,11 +109,11 @@ def test_beginnings_are_those_of_the_probe():
 def test_damaged_beginnings_are_not_gone_on_with(tmp_path: Path):
     path = tmp_path / "law.json"
     with pytest.raises(ValueError, match=r"law.json is gone; bring it back$"):
-        load_beginnings(path, instead="bring it back")
-    save_beginnings(path, [[1, 2], [3, 4]])
-    assert load_beginnings(path, instead="") == [[1, 2], [3, 4]]
+        load_kept(path, instead="bring it back")
+    save_kept(path, [[1, 2], [3, 4]])
+    assert load_kept(path, instead="") == [[1, 2], [3, 4]]
     known = json.loads(path.read_text())
-    for wrong in (path.read_text()[:-9], json.dumps(known | {"beginnings": [[1, 2], [3, 5]]}), "[]"):
+    for wrong in (path.read_text()[:-9], json.dumps(known | {"kept": [[1, 2], [3, 5]]}), "[]"):
         path.write_text(wrong)
         with pytest.raises(ValueError, match=r"law.json is damaged \(.*; bring it back$"):
-            load_beginnings(path, instead="bring it back")
+            load_kept(path, instead="bring it back")

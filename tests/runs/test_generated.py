@@ -130,7 +130,7 @@ def test_no_past_text_is_read_to_replay_it(start, small_gpt2, tmp_path, monkeypa
     assert read["generated", "law"] == {"law", "food"}  # of food where it begins, when its turn comes
     assert read["generated", "food"] == {"food", "space"}
     assert read["generated", "space"] == {"space"}
-    kept = json.loads((tmp_path / "generated/generated/beginnings/law.json").read_text())["beginnings"]
+    kept = json.loads((tmp_path / "generated/generated/kept/law.json").read_text())["kept"]
     assert len(kept) <= 5 and {len(ids) for ids in kept} == {3}
 
 
@@ -276,8 +276,8 @@ def test_a_run_that_grows_writes_for_the_new_stage_alone(start, small_gpt2, tmp_
 
 def test_without_its_beginnings_a_run_does_not_go_on(start, small_gpt2, tmp_path):
     start(small_gpt2(TWO, *FEW), tmp_path)
-    (tmp_path / "generated/beginnings/law.json").unlink()
-    with pytest.raises(ValueError, match=r"beginnings/law.json is gone; bring it back from a copy, or"):
+    (tmp_path / "generated/kept/law.json").unlink()
+    with pytest.raises(ValueError, match=r"kept/law.json is gone; bring it back from a copy, or"):
         start(small_gpt2(THREE, *FEW), tmp_path)
 
 
@@ -343,7 +343,7 @@ def test_a_finished_run_is_read_through(start, small_gpt2, tmp_path, capsys):
     assert verify.main([str(tmp_path / "run")]) == 0
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "run", copy)
-    (copy / "generated/beginnings/law.json").write_text("{}")
+    (copy / "generated/kept/law.json").write_text("{}")
     (copy / "generated/002-food/law.jsonl").write_text("")
     assert verify.main([str(copy)]) == 1
     told = capsys.readouterr().out

@@ -100,10 +100,10 @@ def count_row(
         there = number == done - 1 or place.stage(number).exists() or number == 0
         missing = [text for text in texts if text not in measured] if there else []
         row = Row(number, stage.name, steps, tokens_of(data, stage), texts, 0, missing)
-        return replace(row, generated=tokens_generated(data, stage) if number else 0)
+        return replace(row, generated=tokens_generated(data, stage, plan.model.length) if number else 0)
     made = steps_made(place, number, stage.name) if number == done and number else 0
     row = Row(number, stage.name, steps, tokens_of(data, stage), texts, steps - made, texts)
-    generated = tokens_generated(data, stage) if number else 0
+    generated = tokens_generated(data, stage, plan.model.length) if number else 0
     there = place.generated(number, stage.name).exists()
     return replace(row, generated=generated, left_generated=0 if there else generated)
 
@@ -118,12 +118,11 @@ def tokens_of(data: DomainSequence, stage: Domain) -> int:
     return int(own * (1 + (past + data.replay.general) * data.replay.adds))
 
 
-def tokens_generated(data: DomainSequence, stage: Domain) -> int:
+def tokens_generated(data: DomainSequence, stage: Domain, length: int) -> int:
     """Tokens that the model writes before a stage, those that are left out again among them."""
     mixture = data.replay
     if not isinstance(mixture, Generated):
         return 0
-    length = next(iter(data.train.values())).length
     budgets = [mixture.budget(count * length) for count in data.replayed(stage).values()]
     return sum(map(mixture.wanted, budgets))
 
