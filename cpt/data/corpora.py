@@ -86,9 +86,14 @@ class Corpora:
 
     def forms(self, name: str, encoder: Encoder, *, sign: str) -> Packed:
         """The training examples of a domain in the form in which they are written."""
-        known_by = self.tokenizer_digest(encoder.tokenizer)
-        how = {"sign": sign, "name": name, "cache": self.cache, "tokenizer_digest": known_by}
-        return encode_forms(self.by_name[name], encoder=encoder, **how)
+        return encode_forms(
+            self.by_name[name],
+            encoder=encoder,
+            sign=sign,
+            name=name,
+            cache=self.cache,
+            tokenizer_digest=self.tokenizer_digest(encoder.tokenizer),
+        )
 
     def choices(self, name: str) -> tuple[str, ...]:
         """The choices that all training examples of a domain have."""

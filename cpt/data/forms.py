@@ -3,6 +3,7 @@ the question and, behind a mark, its answer (LFPT5: Qin and Joty, ICLR 2022, arX
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from datasets.arrow_writer import ArrowWriter
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.files import replace
 from cpt.data.answered import COLUMNS, Answered, examples_of, row_of
 from cpt.data.corpus import Corpus
 from cpt.data.encoding import Encoder
@@ -21,6 +21,7 @@ from cpt.data.examples import Example
 from cpt.data.generated import EXCERPT, Sample, file_of, read_facts, read_samples
 from cpt.data.packing import padding_id
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 MARK = "__ans__"
 
@@ -73,10 +74,16 @@ def encode_forms(
                 f"no example of {name} fits into model.length={encoder.length} in the form in which it would "
                 "be written (replay=generated); allowed: a larger model.length, replay=past"
             )
-        replace(folder / "count", str(count))
 
     folder = make_once(cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)
-    return open_answered(folder / "rows.arrow", encoder)
+    made = open_answered(folder / "rows.arrow", encoder)
+    if left := corpus.facts["documents"]["train"] - len(made):
+        log.info(
+            "%s: %d of %d examples do not fit into model.length=%d as they would be written, and none is "
+            "learned in that form (replay.forms)",
+            *(name, left, left + len(made), encoder.length),
+        )
+    return made
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> int:

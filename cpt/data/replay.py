@@ -128,8 +128,8 @@ class Generated(Mixture):
         or_null(TEXT),
     )
     forms: float = option(
-        "of domains of examples: share of the batch in which the domain's own examples are learned as a whole, "
-        "question and answer, so that the model can write some later",
+        "of domains of examples: share of the batch in which the domain's own are learned as a whole, with "
+        "their questions, so that the model can write some later",
         SHARE,
     )
     temperature: float = option("of sampling: logits are divided by it", number("above 0"))

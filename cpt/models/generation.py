@@ -73,9 +73,9 @@ class Keyed(LogitsProcessor):
 def sample_texts(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], uniforms: Tensor, *, sampling: Sampling
 ) -> list[tuple[list[int], float]]:
-    """What a model writes behind contexts of one length, which an encoder reads if there is one: of each the ids, with the end if one was
-    written, and their mean nll (nats). Of text b token t is a function of uniforms[b, t] and what stands
-    before it; at most uniforms.shape[1] tokens are written."""
+    """What a model writes behind contexts of one length, which its encoder reads if it has one: of each the
+    ids, with the end if one was written, and their mean nll (nats). Of text b token t is a function of
+    uniforms[b, t] and what stands before it; at most uniforms.shape[1] tokens are written."""
     given = torch.tensor(contexts, device=model.device)
     how = GenerationConfig(
         max_new_tokens=uniforms.shape[1],

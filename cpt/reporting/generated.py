@@ -13,8 +13,9 @@ from cpt.reporting.page import Block
 
 TOLD = (
     "Written by the model before the stage, and replayed in it in place of the text of past domains. Real: "
-    "tokens of them that are kept beginnings. Left out: by their perplexity, or as no valid example. Perplexity: of what was written, to the model that wrote it. "
-    "All of it: generated/STAGE/TEXT.jsonl, a line for each text."
+    "tokens of them that are kept beginnings. Perplexity: of what was written, to the model that wrote it. "
+    "Left out: the highest perplexities, and what is no example of its task. All of it: "
+    "generated/STAGE/TEXT.jsonl, a line for each text."
 )
 
 

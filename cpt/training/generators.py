@@ -44,24 +44,15 @@ class ExampleGeneration(Generation):
         return Task(text, self.data.places.get(text, BASE), [self.prompt(text)], [[]], budget)
 
     def prompt(self, text: str) -> list[int]:
-        found = self.encoder.prompt(write_form(Example(text, "", "", text), self.options.sign(text)))
-        if len(found) >= self.length:
-            raise ValueError(
-                f"replay.prompt={self.options.prompt} takes {len(found)} tokens and leaves nothing to write of "
-                f"model.length={self.length}; allowed: fewer"
-            )
-        return found
+        return self.encoder.prompt(write_form(Example(text, "", "", text), self.options.sign(text)))
 
     def room(self, context: Sequence[int]) -> int:
         return self.length if self.encoder.seq2seq else self.length - len(context)
 
     def keep(self, folder: Path, task: Task) -> dict[str, Any]:
-        how = {
-            "encoder": self.encoder,
-            "sign": self.options.sign(task.text),
-            "choices": self.recall(task.text),
-        }
-        facts = keep_examples(folder, task.text, tokens=task.budget, wanted=self.wanted(task), **how)
+        how = {"encoder": self.encoder, "sign": self.options.sign(task.text)}
+        how |= {"tokens": task.budget, "wanted": self.wanted(task)}
+        facts = keep_examples(folder, task.text, choices=self.recall(task.text), **how)
         if facts["invalid"]:
             log.info(
                 "%d of %d examples written for %s are no examples of it%s",
@@ -78,8 +69,8 @@ class ExampleGeneration(Generation):
     def tell(self, texts: Sequence[str]) -> None:
         if texts and not self.options.forms:
             log.info(
-                "replay.forms=0: no domain's examples are learned as a whole, so that the model can only write "
-                "what it knows of them by other ways"
+                "replay.forms=0: no domain's examples are learned as a whole, so that the model writes what "
+                "it knows of them by other ways"
             )
         elif not texts:
             super().tell(texts)
