@@ -3,11 +3,9 @@
 import json
 import logging
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cpt.data.answered import Answered
 from cpt.data.datamodule import DomainSequence
@@ -157,18 +155,6 @@ def test_no_example_of_the_past_is_read(start, config, tmp_path, gifted, monkeyp
     }
 
 
-def test_a_model_that_has_learned_writes_examples(start, small_gpt2, tasks, tmp_path: Path):
-    """By its own sampling: most are valid, and none is one that it was taught."""
-    places = ["domains=tasks", f"domains.root={tasks}", f"model.length={LENGTH}"]
-    learning = ["trainer.steps=250", "optim.lr=5e-3", "replay.tokens=2000", "trainer.checkpoint_every=1000"]
-    start(small_gpt2(*places, *FEW, *learning, TWO), tmp_path)
-    told = facts(tmp_path, "002-food")["law"]
-    assert told["texts"] > told["invalid"] and told["tokens"] <= 2000
-    assert np.isfinite(matrix(tmp_path)).all()
-    state = torch.load(sorted((tmp_path / "stages").glob("*.pt"))[-1], weights_only=True)
-    assert not any("form" in name for name in state)
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -177,7 +163,7 @@ def test_a_model_that_has_learned_writes_examples(start, small_gpt2, tasks, tmp_
         (["replay.past=0.6", "replay.forms=0.4"], "replay.past=0.6 and replay.forms=0.4, which leaves 0 new"),
         (
             ["replay.forms=0", f"replay.prompt='{'{domain} ' * 90}'"],
-            "its answer and what may not be cut take 361 tokens, and model.length=160; allowed: a larger",
+            "tokens, and model.length=160; allowed: a larger model.length, or a shorter template",
         ),
         ([f"replay.prompt='{'{domain} ' * 90}'"], "no example of law fits into model.length=160 in the form"),
     ],
