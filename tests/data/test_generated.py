@@ -44,7 +44,7 @@ def test_the_budget_is_met_to_the_token(tokens, drop):
     sizes, nll = np.array([each.size for each in samples]), np.array([each.nll for each in samples])
     options = Generated(
         **{"past": 0.1, "general": 0.0, "adds": False, "tokens": tokens, "drop": drop, "prefix": 0},
-        **{"starts": 1, "prompt": None, "temperature": 1.0, "top_p": 1.0, "batch_size": 1},
+        **{"starts": 1, "prompt": None, "temperature": 1.0, "top_p": 1.0, "batch_size": 1, "forms": 0.0},
     )
     wanted = options.wanted(tokens)
     kept = choose_tokens(sizes, nll, tokens=tokens, wanted=wanted)
