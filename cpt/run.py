@@ -75,6 +75,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.training import assembly
         from cpt.training.callbacks import CustomCallbacks
         from cpt.training.examinations import make_examinations
+        from cpt.training.generators import make_generation
         from cpt.training.identity import settle_identity
         from cpt.training.loop import Learner, time_phase
         from cpt.training.pretraining import make_base
@@ -105,6 +106,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
             module=module,
             data=data,
             examinations=examinations,
+            generation=make_generation(plan, place, corpora, start, module=module, data=data),
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, place.path / "callbacks"),

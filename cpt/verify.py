@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from cpt.core.checksums import FILE, Checksums
 from cpt.core.files import check_archive
+from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
@@ -78,6 +79,10 @@ def damage_in_run(folder: Path) -> Iterator[str]:
         each for kind in ("endtasks", "answers") for each in folder.glob(f"{kind}/*/*.parquet")
     ):
         yield from error_of(read_through, path)
+    for path in sorted(folder.glob("generated/*/facts.json")):
+        yield from damage_in_cache(path.parent)
+    for path in sorted(folder.glob("generated/kept/*.json")):
+        yield from error_of(load_kept, path, instead=instead)
     for path in sorted(folder.glob("probes/*/*.json")):
         yield from (f"{line}; {AGAIN}" for line in error_of(load_results, path))
     yield from error_of(Identity.load, place)

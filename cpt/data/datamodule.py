@@ -15,7 +15,7 @@ from cpt.core.randomness import key, shuffle
 from cpt.data.batch import Batch, Collator, Sizes
 from cpt.data.budget import Budget
 from cpt.data.packing import Packed
-from cpt.data.replay import Pool, Replay, exact
+from cpt.data.replay import Generated, Mixture, Pool, exact
 from cpt.data.sampling import From, Recovery, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
 from cpt.optim.schedules import Progress
@@ -56,13 +56,15 @@ class DomainSequence(LightningDataModule):
 
     `train` and `held_out` are the packed texts by name: those of the domains, in the order of the matrix's
     columns, and that of `general`, if there is one, last. `replay` says how much earlier text stands among a
-    domain's samples: that of the stages before it, and the general text.
+    domain's samples: that of the stages before it, and the general text; `forms` are the domains' examples as
+    they are written, where the model is to learn that.
 
     Raises ValueError for sizes below 1 and for replay that cannot be had."""
 
     trainer: Trainer  # Lightning's, while it fits or validates
     domain: Domain = Domain("", -1, ())  # before the first is entered
     asked: Sequence[str] | None = None  # the held-out texts that are scored; None: all
+    generated: Mapping[str, Packed] | None = None  # what the model wrote before the current domain, by text
 
     def __init__(
         self,
@@ -72,13 +74,14 @@ class DomainSequence(LightningDataModule):
         held_out: Mapping[str, Packed],
         objective: Collator,
         budget: Budget,
-        replay: Replay,
+        replay: Mixture,
         seed: int,
         accumulate: int,
         eval_batch_size: int,
         probe_samples: int,
         workers: int,
         eval_tokens: int | None = None,
+        forms: Mapping[str, Packed] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"accumulate_grad_batches": accumulate, "eval_batch_size": eval_batch_size}
@@ -88,7 +91,7 @@ class DomainSequence(LightningDataModule):
         self.domains, self.train, self.held_out = tuple(domains), train, held_out
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
-        self.replay, self.eval_tokens = replay, eval_tokens
+        self.replay, self.eval_tokens, self.forms = replay, eval_tokens, forms or {}
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
         self.places = {
@@ -131,14 +134,40 @@ class DomainSequence(LightningDataModule):
         before = self.domains[: self.domains.index(domain)]
         return list(dict.fromkeys(part for each in before for part in each.parts))
 
+    def replayed(self, domain: Domain) -> dict[str, int]:
+        """The texts that a domain's batches replay, each with the samples that are drawn of it at most."""
+        samples = self.steps(domain) * self.budget.batch_size
+        found: dict[str, int] = {}
+        past = self.past(domain) if self.replay.past else []
+        for share, names in ((self.replay.past, past), (self.replay.general, [GENERAL])):
+            drawn = samples * exact(share).numerator // exact(share).denominator
+            found |= dict.fromkeys(names, -(-drawn // max(1, len(names))))
+        return {name: count for name, count in found.items() if count}
+
     def earlier(self, domain: Domain) -> list[Pool]:
-        """What a domain's batches replay."""
-        general = {GENERAL: self.train[GENERAL]} if self.replay.general else {}
-        return self.replay.pools(self.past_texts(domain), general, stage=domain.name, seed=self.seed)
+        """What a domain's batches replay: real text, or what the model wrote in its place."""
+        texts = self.memory(domain)
+        general = {GENERAL: texts[GENERAL]} if self.replay.general and GENERAL in texts else {}
+        past = self.past_texts(domain)
+        pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
+        if self.forms and isinstance(self.replay, Generated):
+            forms = {part: self.forms[part] for part in domain.parts}
+            pools.append(self.replay.form_pool(forms, stage=domain.name, seed=self.seed))
+        return pools
+
+    def memory(self, domain: Domain) -> Mapping[str, Packed]:
+        """The texts that are replayed from, by name: what the model wrote of them where it is to, or their
+        training texts."""
+        if not self.replay.generates:
+            return self.train
+        if self.generated is None:
+            raise ValueError(f"nothing has been generated yet that {domain.name} could replay")
+        return self.generated
 
     def past_texts(self, domain: Domain) -> dict[str, Packed]:
-        """The training texts that were learned before a domain."""
-        return {name: self.train[name] for name in self.past(domain)}
+        """What there is of the texts that were learned before a domain."""
+        texts = self.memory(domain)
+        return {name: texts[name] for name in self.past(domain) if name in texts}
 
     def recovery(self, domain: Domain) -> Recovery | None:
         """What a domain's stage begins with, before its own text."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.data.chats import encode_chat, split_chat
 from cpt.data.examples import Example
-from cpt.data.packing import terminator
+from cpt.data.packing import frame_of, terminator
 from cpt.data.sources.base import Encoding
 
 
@@ -107,10 +107,7 @@ class Encoder:
     @cached_property
     def frame(self) -> tuple[list[int], list[int]]:
         """What the tokenizer puts before and behind a text."""
-        bare = self.tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-        around = self.tokenizer("a", verbose=False)["input_ids"]
-        begin = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
-        return around[:begin], around[begin + len(bare) :]
+        return frame_of(self.tokenizer)
 
     @cached_property
     def ending(self) -> list[int]:

@@ -196,6 +196,14 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ending[:1]
 
 
+def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind a text."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    around = tokenizer("a", verbose=False)["input_ids"]
+    begin = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
+    return around[:begin], around[begin + len(bare) :]
+
+
 @dataclass
 class Cut:
     """Rows of `length` ids, cut from documents as they come, each token with the number of its document; what

@@ -5,53 +5,46 @@ Ibrahim et al., TMLR 2024 (arXiv 2403.08763), where replayed samples displace ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from cpt.core.options import Options, option
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.core.rules import YES_NO, Rule, is_steps, number, or_null
+from cpt.core.rules import TEXT, YES_NO, Rule, is_steps, number, or_null, whole
 
 if TYPE_CHECKING:  # a config is checked without torch
     from cpt.data.packing import Packed
 
 
 SHARE = number("0 or more and below 1")
+SIGN = "An example of {domain}:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay(Options):
-    """How much earlier text is mixed in: instead of new samples or, with `adds`, on top of them."""
+class Mixture(Options):
+    """How much is mixed in beside new text: instead of new samples or, with `adds`, on top of them."""
 
     past: float = option("share of the batch for the past domains together, in turn", SHARE)
     general: float = option("share of the batch for the general text", SHARE)
-    memory: int | None = option(
-        "samples that are kept of all past domains together; null: all their training text",
-        or_null(Rule(is_steps, "a whole number of samples, 1 or more")),
-    )
     adds: bool = option("replayed samples make the batch larger; false: they displace new ones", YES_NO)
+
+    generates: ClassVar[bool] = False  # whether the model writes what is mixed in
 
     def check_together(self) -> None:
         if sum(map(exact, (self.past, self.general))) >= 1:
             raise ValueError(
                 f"past={self.past} and general={self.general}; allowed: shares whose sum is below 1"
             )
-        if self.memory is not None and not self.past:
-            raise ValueError(f"memory={self.memory} with past={self.past}; allowed: past above 0, or null")
 
     def check(self, *, domains: int, general: bool, batch_size: int) -> None:
         """Raises ValueError if it asks for more than there is: past domains that do not fit into the memory,
         general text, or more of a batch than can be displaced."""
-        if self.memory is not None and self.memory < domains:
-            raise ValueError(
-                f"replay.memory={self.memory} for {domains} past domains; "
-                "allowed: a sample or more for each, or null"
-            )
         if self.general and not general:
             raise ValueError(
                 f"replay.general={self.general}, but there is no general text to train on; allowed: 0"
@@ -64,11 +57,20 @@ class Replay(Options):
                 f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more, or adds=true"
             )
 
+    @property
+    def limit(self) -> int | None:
+        """Samples that can be drawn of all past domains together; None: all there are."""
+        return None
+
+    def on_text(self) -> Replay:
+        """The same shares of all text there is."""
+        return Replay(past=self.past, general=self.general, adds=self.adds, memory=None)
+
     def pools(
         self, past: Mapping[str, Packed], general: Mapping[str, Packed], *, stage: str, seed: int
     ) -> list[Pool]:
         """What a stage draws from: the texts before it, by name, and the general text."""
-        kinds = [("past", self.past, past, self.memory), ("general", self.general, general, None)]
+        kinds = [("past", self.past, past, self.limit), ("general", self.general, general, None)]
         return [
             Pool(texts, share=exact(share), adds=self.adds, memory=memory, seed=seed, place=(stage, kind))
             for kind, share, texts, memory in kinds
@@ -78,7 +80,112 @@ class Replay(Options):
     def memory_pool(self, past: Mapping[str, Packed], *, stage: str, seed: int) -> Pool:
         """What a stage draws from where it goes over the texts before it alone: the same memory."""
         place = (stage, "recovery")
-        return Pool(past, share=Fraction(1), adds=False, memory=self.memory, seed=seed, place=place)
+        return Pool(past, share=Fraction(1), adds=False, memory=self.limit, seed=seed, place=place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Mixture):
+    """Text that was learned, or general text, as it is."""
+
+    memory: int | None = option(
+        "samples that are kept of all past domains together; null: all their training text",
+        or_null(Rule(is_steps, "a whole number of samples, 1 or more")),
+    )
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.memory is not None and not self.past:
+            raise ValueError(f"memory={self.memory} with past={self.past}; allowed: past above 0, or null")
+
+    def check(self, *, domains: int, general: bool, batch_size: int) -> None:
+        if self.memory is not None and self.memory < domains:
+            raise ValueError(
+                f"replay.memory={self.memory} for {domains} past domains; "
+                "allowed: a sample or more for each, or null"
+            )
+        super().check(domains=domains, general=general, batch_size=batch_size)
+
+    @property
+    def limit(self) -> int | None:
+        return self.memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated(Mixture):
+    """Text that the model writes before a stage, of each past domain, in place of that domain's own."""
+
+    generates: ClassVar[bool] = True
+
+    tokens: int | None = option(
+        "tokens that are written of each past domain before a stage, at most as many as it replays; null: so "
+        "many",
+        or_null(Rule(is_steps, "a whole number of tokens, 1 or more")),
+    )
+    drop: float = option(
+        "share of the tokens written that is left out again: texts of the highest perplexity to the model "
+        "that wrote them",
+        SHARE,
+    )
+    prefix: int = option("tokens of real text that each text goes on from; 0: none is kept", whole(0))
+    starts: int = option("such beginnings that are kept of a domain, from its probe", whole(1))
+    prompt: str | None = option(
+        "text that each is written behind, which is not replayed; {domain} stands for the domain's name",
+        or_null(TEXT),
+    )
+    forms: float = option(
+        "of domains of examples: share of the batch in which the domain's own are learned as a whole, with "
+        "their questions, so that the model can write some later",
+        SHARE,
+    )
+    temperature: float = option("of sampling: logits are divided by it", number("above 0"))
+    top_p: float = option(
+        "sampled are the likeliest tokens whose probability comes to it", number("above 0, at most 1")
+    )
+    batch_size: int = option("texts that a process writes at once", whole(1))
+
+    def check_examples(self, *, batch_size: int) -> None:
+        """Raises ValueError for what does not go with domains of examples."""
+        if self.prompt is not None and "{domain}" not in self.prompt:
+            raise ValueError(
+                f"replay.prompt={self.prompt} does not say of which domain an example is to be written; "
+                "allowed: null, or a text with {domain}"
+            )
+        if self.general:
+            raise ValueError(
+                f"replay.general={self.general} with replay=generated and domains of examples, which are no "
+                "text; allowed: 0"
+            )
+        new = batch_size * (1 - exact(self.past) - exact(self.forms))
+        if new < 1 and (not self.adds or new <= 0):
+            raise ValueError(
+                f"replay.past={self.past} and replay.forms={self.forms}, which leaves {float(new):g} new "
+                f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more"
+            )
+
+    def sign(self, domain: str) -> str:
+        """What examples of a domain are written behind."""
+        return (self.prompt or SIGN).replace("{domain}", domain)
+
+    def form_pool(self, texts: Mapping[str, Packed], *, stage: str, seed: int) -> Pool:
+        """What a stage learns to write."""
+        place = (stage, "forms")
+        return Pool(texts, share=exact(self.forms), adds=self.adds, memory=None, seed=seed, place=place)
+
+    def check_length(self, length: int) -> None:
+        """Raises ValueError for beginnings that leave nothing to write in rows of `length` tokens."""
+        if self.prefix >= length:
+            raise ValueError(
+                f"replay.prefix={self.prefix}, which leaves nothing to write of model.length={length}; "
+                "allowed: fewer"
+            )
+
+    def budget(self, replayed: int) -> int:
+        """Tokens that are kept of a text of which so many are replayed."""
+        return replayed if self.tokens is None else min(int(self.tokens), replayed)
+
+    def wanted(self, budget: int) -> int:
+        """Tokens that have to be written so that so many can be kept."""
+        return math.ceil(budget / (1 - exact(self.drop)))
 
 
 @dataclass(frozen=True)

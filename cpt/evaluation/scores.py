@@ -34,7 +34,7 @@ VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
 NOTED = ("rates", "leak")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
-PHASES = ("start", "learn", "score", "endtasks", "answers", "probes")
+PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
     *("similarity", "leak", "numerics"),

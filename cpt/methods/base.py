@@ -22,7 +22,7 @@ from cpt.core.options import Options
 from cpt.core.randomness import key
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import Replay
+from cpt.data.replay import Mixture
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import Before, GradientMask, Held, Protection
 from cpt.methods.staged import Staged
@@ -43,7 +43,7 @@ class Shared:
     objective: Objective
     length: int  # tokens of a sample
     masks: Sequence[GradientMask]  # of the config; a method's own come after them
-    replay: Replay
+    replay: Mixture
     freeze: Freeze
     optimizer: Callable[..., Optimizer]  # of parameter groups
     schedule: Callable[[Progress], float]

@@ -7,7 +7,7 @@ for bit."""
 from dataclasses import dataclass, replace
 
 from cpt.core.options import Options, option
-from cpt.data.replay import NOTHING, Replay
+from cpt.data.replay import NOTHING, Mixture
 from cpt.methods.base import ContinualModule, Shared
 
 
@@ -15,7 +15,7 @@ from cpt.methods.base import ContinualModule, Shared
 class ExperienceReplayOptions(Options):
     """Options of REPLAY."""
 
-    mixture: Replay = option("how much earlier text is mixed in: one of conf/replay")
+    mixture: Mixture = option("how much earlier text is mixed in: one of conf/replay")
 
 
 class ExperienceReplay(ContinualModule):

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+from collections.abc import Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,8 @@ from cpt.core.tensors import NamedTensors, offload
 from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.data.packing import Packed
+from cpt.data.replay import Generated, Mixture
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
@@ -174,7 +177,16 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
         probe_samples=options.probe_samples,
         workers=options.workers,
         eval_tokens=plan.evaluation.tokens,
+        forms=make_forms(corpora, start, learned, replay),
     )
+
+
+def make_forms(corpora: Corpora, start: Base, learned: Sequence[str], replay: Mixture) -> dict[str, Packed]:
+    """The domains' examples as they are written, where the model is to learn that; else nothing."""
+    if not isinstance(replay, Generated) or corpora.encoding is None or not replay.past or not replay.forms:
+        return {}
+    encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
+    return {name: corpora.forms(name, encoder, sign=replay.sign(name)) for name in learned}
 
 
 def tell_similarity(plan: Plan) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from cpt.core.places import CONF
 from cpt.core.rules import is_text, number, show
 from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data.options import DataOptions
-from cpt.data.replay import NOTHING, Replay
+from cpt.data.replay import NOTHING, Mixture
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import check_given
@@ -68,7 +68,7 @@ class Sections:
     model: ModelOptions | None
     method: Choice | None
     masks: Mapping[str, Choice | None]
-    replay: Replay | None
+    replay: Mixture | None
     source: Source | None
     optim: Choice | None
     schedule: Any

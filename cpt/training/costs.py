@@ -1,6 +1,8 @@
 """What a method costs: what it trains, keeps beside the model, reads and computes."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -151,3 +153,11 @@ class Compute(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tokens, self.memory = state["tokens"], state["memory"]
         self.flops = {phase: state[phase] for phase in self.flops}
+
+
+@contextmanager
+def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the seconds of a phase to the others."""
+    began = time.perf_counter()
+    yield
+    took[phase] = took.get(phase, 0.0) + time.perf_counter() - began

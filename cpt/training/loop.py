@@ -1,9 +1,7 @@
 """The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,9 @@ from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
-from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
+from cpt.training.costs import Compute, own_names, stored_bytes, time_phase, trained_parameters
 from cpt.training.examinations import Measured
+from cpt.training.generation import Generation
 from cpt.training.leaks import Leak
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
@@ -56,6 +55,7 @@ class Learner:
         module: ContinualModule,
         data: DomainSequence,
         examinations: Sequence[Measured],
+        generation: Generation | None,
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
@@ -63,7 +63,7 @@ class Learner:
     ) -> None:
         self.plan, self.place, self.module, self.data = plan, place, module, data
         self.examinations, self.scores, self.loggers = examinations, scores, loggers
-        self.callbacks, self.device = callbacks, device
+        self.callbacks, self.device, self.generation = callbacks, device, generation
         self.scorer = Scorer(
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=place
         )
@@ -146,6 +146,9 @@ class Learner:
                 checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
             )
             log.info("going on within %s", domain.name)
+        if self.generation is not None:
+            with time_phase(self.scores.phases["generate"], domain.name):
+                self.generation.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()
@@ -285,11 +288,3 @@ def gather_documents(
 def array(values: torch.Tensor) -> np.ndarray:
     """The same for numpy, which has no bfloat16."""
     return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
-
-
-@contextmanager
-def time_phase(took: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds the seconds of a phase to the others."""
-    began = time.perf_counter()
-    yield
-    took[phase] = took.get(phase, 0.0) + time.perf_counter() - began

@@ -14,7 +14,7 @@ from cpt.core.rules import TEXT, or_null
 from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
 from cpt.data.options import DataOptions
-from cpt.data.replay import Replay
+from cpt.data.replay import Generated, Mixture
 from cpt.data.similarity import Similarity
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
@@ -46,7 +46,7 @@ class Plan:
     parts: PartsOptions
     method: Choice
     masks: tuple[Choice, ...]
-    replay: Replay
+    replay: Mixture
     source: Source
     order: list[str]  # where the texts decide it, the first named one until cpt.training.arrangement
     budget: Budget
@@ -67,6 +67,12 @@ class Plan:
     def by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
         return orders.by_texts(self.run.order)
+
+    @property
+    def mixture(self) -> Mixture:
+        """What is mixed into the batches: by the run, or by a method that has a mixture of its own."""
+        own = getattr(self.method.options, "mixture", None)
+        return own if isinstance(own, Mixture) else self.replay
 
     @property
     def digests(self) -> dict[str, str]:
@@ -124,6 +130,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         config_digest=digest(identity(settings)),
         lost_rate=lost_rate(cfg),
     )
+    check_generated(plan)
     return check_sharded(plan)
 
 
@@ -181,6 +188,26 @@ def check_sharded(plan: Plan) -> Plan:
                 f"allowed: {group}=none, and {group}=… with strategy=single once the run is finished"
             )
     return plan
+
+
+def check_generated(plan: Plan) -> None:
+    """Raises ValueError where nothing that is to be replayed can be generated."""
+    mixture = plan.mixture
+    if not isinstance(mixture, Generated):
+        return
+    if plan.source.encoding is None:
+        mixture.check_length(plan.model.length)
+    else:
+        mixture.check_examples(batch_size=plan.budget.batch_size)
+    if plan.source.chats:
+        raise ValueError(
+            "replay=generated does not go with chats, which no model learns to write; allowed: replay=past"
+        )
+    if plan.trainer.strategy == "fsdp":
+        raise ValueError(
+            "replay=generated asks a model as a whole to write, of which strategy=fsdp leaves every process "
+            "a share; allowed: strategy=single, ddp"
+        )
 
 
 def check_answered(model: ModelOptions, source: Source) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -24,7 +24,6 @@ from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.core.signatures import check_arguments
-from cpt.data.chats import check_template
 from cpt.methods.base import ContinualModule
 from cpt.models import loading, tokenizers
 from cpt.models.answers import CausalAnswers
@@ -35,10 +34,8 @@ from cpt.models.options import BYTES, ModelOptions
 from cpt.models.resizing import check_head, check_rows
 from cpt.models.span import Span
 from cpt.training.assembly import make_shared
+from cpt.training.kinds import check_kind
 from cpt.training.plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +66,7 @@ def check_model(plan: Plan) -> None:
     config = configure_new(options) if options.checkpoint is None else configure_given(options)
     objective = loading.objective_name(options.objective, config)
     check_corruption(options, objective)
-    if plan.source.encoding is not None:
-        loading.check_answers(objective, isolated=plan.source.isolated)
-    if plan.source.chats:
-        check_chats(options, objective)
-    if objective == "masked" and plan.probe is not None:
-        raise ValueError(
-            f"probe=lm_eval asks a model to go on with a text, and model={options.name} fills masks; "
-            "allowed: probe=none, or a causal model like model=tiny_gpt2"
-        )
+    check_kind(plan, objective)
     where = options.checkpoint or "model.config"
     with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO[objective].from_config(config)
@@ -93,24 +82,6 @@ def check_model(plan: Plan) -> None:
     if options.resize or (objective == "span" and options.checkpoint and not sentinels_of(options)):
         check_head(model)
     check_method(plan, model, stand_in)
-
-
-def check_chats(options: ModelOptions, objective: str) -> None:
-    """Raises ValueError for a model that takes no chats: one with two stacks, one without a template."""
-    if objective in loading.SEQ2SEQ:
-        raise ValueError(
-            f"model={options.name} does not go with chats, as it has two stacks; allowed: a causal model, or "
-            "examples with a question and an answer (domains.format=…)"
-        )
-    tokenizer = loading.load_tokenizer(options.checkpoint) if options.checkpoint else None
-    if tokenizer is None or not tokenizer.chat_template:
-        which = "a tokenizer that is learned here" if tokenizer is None else f"that of {options.checkpoint}"
-        raise ValueError(
-            f"model={options.name} does not go with chats: {which} has no chat template; allowed: "
-            "model=checkpoint of an instruction-tuned model, or examples with a question and an answer "
-            "(domains.format=…)"
-        )
-    check_template(tokenizer)
 
 
 def check_corruption(options: ModelOptions, objective: str) -> None:

@@ -19,6 +19,7 @@ from cpt.core.files import check_archive, replace, replacing
 from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
+HELD = ("stages", "checkpoints", "documents", "diagnostics")  # folders of files that appear as a whole
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
@@ -75,7 +76,7 @@ class RunFolder:
 
     def clean(self) -> None:
         """Removes what processes that died left half written. The caller holds the lock."""
-        patterns = [f"{name}/*.partial" for name in ("stages", "checkpoints", "documents", "diagnostics")]
+        patterns = [f"{name}/*.partial" for name in (*HELD, "generated/kept")]
         for pattern in (
             ".scores.json.*.tmp",
             "*.partial",
@@ -184,6 +185,15 @@ class RunFolder:
     def answers(self, row: int, name: str) -> Path:
         """What the model of a stage has answered."""
         return self.path / "answers" / f"{row:03d}-{name}"
+
+    def generated(self, number: int, name: str) -> Path:
+        """What the model has written before a stage, which replays it."""
+        return self.path / "generated" / f"{number:03d}-{name}"
+
+    @property
+    def kept_of_texts(self) -> Path:
+        """What stays of the texts that the model is to write for."""
+        return self.path / "generated" / "kept"
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

@@ -130,6 +130,18 @@ AT_ONCE = {
     "replay=past replay.general=0.9": "replay.past=0.25 and general=0.9; allowed: shares whose sum is below",
     "replay=general replay.memory=5": "replay.memory=5 with past=0.0; allowed: past above 0, or null",
     "replay=past replay.adds=maybe": f"replay.adds=maybe; allowed: {BOOL}",
+    "replay=generated replay.past=0.9 replay.general=0.1": "replay.past=0.9 and general=0.1; allowed: shares",
+    "replay=generated +replay.memory=5": "replay.memory is not known; allowed: replay.past, replay.general",
+    "replay=generated replay.tokens=0": "replay.tokens=0; allowed: null or a whole number of tokens, 1 or",
+    "replay=generated replay.drop=1": f"replay.drop=1; allowed: {BELOW}",
+    "replay=generated replay.prefix=-1": f"replay.prefix=-1; allowed: {WHOLE_OR_0}",
+    "replay=generated replay.prefix=9999": "replay.prefix=9999, which leaves nothing to write of model.len",
+    "replay=generated replay.starts=0": f"replay.starts=0; allowed: {WHOLE}",
+    "replay=generated replay.prompt=5": "replay.prompt=5; allowed: null or a text",
+    "replay=generated replay.temperature=0": "replay.temperature=0; allowed: above 0",
+    "replay=generated replay.top_p=0": "replay.top_p=0; allowed: above 0, at most 1",
+    "replay=generated replay.batch_size=0": f"replay.batch_size=0; allowed: {WHOLE}",
+    "replay=generated strategy=fsdp": "replay=generated asks a model as a whole to write, of which strategy",
     "schedule=cosine schedule.final=-1": f"schedule.final=-1; allowed: {SHARE}",
     "schedule._target_=cpt.optim.schedules.Wsd": "schedule._target_=cpt.optim.schedules.Wsd: cpt.optim.sched",
     "optim=sgd optim.momentum=-1": "optim.momentum=-1; allowed: 0 or more",
@@ -410,6 +422,8 @@ AT_ONCE["method=merge_lora method.exported=peft"] = "method.exported=peft has no
 THEIRS = "lightning.pytorch.callbacks"
 
 ON_THE_MODEL = {
+    "replay=generated": "replay=generated asks a model to write text, and model=tiny_modernbert fills mas",
+    "method=replay replay@method.mixture=generated": "replay=generated asks a model to write text, and mode",
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=peft +method.arguments.rank=3": "method.arguments.rank is not known; allowed: ",
     "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
@@ -472,6 +486,7 @@ ON_A_CAUSAL = {  # of a GPT-2
 }
 
 ON_A_DECODER = {  # of a T5
+    "replay=generated": "replay=generated asks a model to write text, and model=tiny_t5 fills spans; ",
     PACKED: "domains.packing=isolated does not go with a model of two stacks; allowed: domains.packing=none",
     "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",
     "model.objective=causal": "model.objective=causal does not go with a t5 model; allowed: span",

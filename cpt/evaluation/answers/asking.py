@@ -3,8 +3,7 @@
 The batches are a function of the questions; several processes share them out, each those of its `share`: rank
 r of w has batches r, r + w, … So what is answered does not change with the number of processes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.data.batch import Batch, Rows
+from cpt.models.generation import generating, is_written_whole
 from cpt.models.objectives import Objective
 
 
@@ -111,7 +111,7 @@ def write_answers(
 
     batches = in_batches(sorted(range(len(questions)), key=length), batch_size)
     seq2seq = model.config.is_encoder_decoder
-    whole = not seq2seq and any(getattr(part, "written_whole", False) for part in model.modules())
+    whole = is_written_whole(model)
     if whole:
         batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
     end = questions[0].end
@@ -136,18 +136,6 @@ def write_answers(
         written |= {number: text.strip() for number, text in zip(chosen, texts, strict=True)}
         step(len(chosen))
     return written
-
-
-@contextmanager
-def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
-    """A model that generates so and in no other way: what a call leaves open, like a penalty for repeating,
-    would be as its checkpoint says."""
-    before = model.generation_config
-    model.generation_config = how
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 def pad_prompts(prompts: Sequence[list[int]], *, padding: int, left: bool) -> dict[str, Tensor]:

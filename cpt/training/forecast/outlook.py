@@ -116,9 +116,12 @@ class Outlook:
     def seconds(self, *, base_step_s: float) -> dict[str, float]:
         """Seconds of what is left, by what they go to."""
         found = {"base model": base_step_s * self.plan.model.base.steps if base_step_s else 0.0}
-        found |= dict.fromkeys(("steps", "before and after domains", "checkpoints", "scoring"), 0.0)
+        kinds = ("steps", "before and after domains", "checkpoints", "scoring", "generated text")
+        found |= dict.fromkeys(kinds, 0.0)
+        writing_s = self.known("writing_s", 1) / self.world
         for row in self.work.rows:
             found["scoring"] += self.scoring(row)
+            found["generated text"] += row.left_generated * writing_s
             if row.left_steps:
                 found["steps"] += row.left_steps * self.step_s(row.number)
                 found["before and after domains"] += self.around(row)
@@ -193,6 +196,7 @@ def as_data(outlook: Outlook, *, base_step_s: float) -> dict[str, Any]:
             **{"stage": row.name, "steps": row.steps, "left_steps": row.left_steps, "tokens": row.tokens},
             **{"scored_texts": len(row.texts), "scored_tokens": work.scored(row.texts)},
             "left_scored_tokens": work.scored(row.left_texts),
+            **({"generated_tokens": row.generated} if outlook.data.replay.generates else {}),
             **({"stored": int(outlook.known("stored", row.number))} if row.number else {}),
         }
         for row in work.rows

@@ -54,13 +54,14 @@ def texts(data: Mapping[str, Any]) -> Iterator[str]:
 
 def stages(data: Mapping[str, Any]) -> Iterator[str]:
     names = ("steps", "tokens", "scored_texts", "scored_tokens")
+    generates = any("generated_tokens" in each for each in data["stages"])
     left = any(each["steps"] != each["left_steps"] for each in data["stages"])
     left |= data["scored_tokens"]["scored_tokens"] != data["scored_tokens"]["left_scored_tokens"]
-    names += ("left_steps", "left_scored_tokens") if left else ()
+    names += ("generated_tokens",) * generates + ("left_steps", "left_scored_tokens") * left
     rows = [[each["stage"], *(count(each[name]) for name in names)] for each in data["stages"]]
     whole = ["all", *(count(sum(each[name] for each in data["stages"])) for name in names)]
     heads = ["stage", "steps", "tokens read", "texts scored", "tokens scored"]
-    heads += ["steps left", "scored left"] if left else []
+    heads += ["tokens generated"] * generates + ["steps left", "scored left"] * left
     yield from aligned([heads, *few(rows), whole])
     scored = data["scored_tokens"]
     policy = " ".join(f"eval.{name}={value}" for name, value in data["policy"].items() if value is not None)

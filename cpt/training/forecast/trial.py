@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -19,7 +21,10 @@ from torch import Tensor
 from cpt.adapters.bank import banks_of, rest_parts
 from cpt.data.budget import Budget
 from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.replay import Generated
 from cpt.methods.base import ContinualModule
+from cpt.models.forward import in_mode
+from cpt.models.generation import Sampling, sample_texts
 from cpt.optim.guard import Guard
 from cpt.training.costs import own_names, stored_bytes
 from cpt.training.forecast.growing import grows, outgrow
@@ -41,6 +46,7 @@ from cpt.training.trainer import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)
 TIMED = 3  # steps of a stage, after those that are watched
+WRITTEN, NO_TOKEN = 32, -1  # tokens of each text that is written, and what ends none of them
 STAGES = 3  # tried; from the second to the third a method has grown by a domain
 TIMED_STAGES = 2  # the first, and the one that stands for all others
 
@@ -69,7 +75,7 @@ class TrialSequence(DomainSequence):
             held_out={text: whole.held_out[text]},
             objective=whole.objective,
             budget=plan.budget,
-            replay=replace(whole.replay, memory=None),
+            replay=whole.replay.on_text(),
             seed=whole.seed,
             accumulate=whole.accumulate,
             eval_batch_size=whole.eval_batch_size,
@@ -107,6 +113,8 @@ def try_stages(
         state = module.state_dict()
         tried.stored, tried.state = stored_bytes(state, own_names(module.model)), file_size(state)
         tried.trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
+        if isinstance(whole.replay, Generated) and number == 1:
+            tried.writing_s = time_writing(whole.replay, module, data, device=device)
         if plan.parts.keep == "disk":
             rest_a_stage(module, scratch, sharded=is_sharded)
         try_scoring(plan, module, data, tried, device=device)
@@ -114,6 +122,25 @@ def try_stages(
     for stage in whole.domains[STAGES:] if grows(module) else ():
         found.append(outgrow(module, stage, found[-1]))
     return found
+
+
+def time_writing(
+    mixture: Generated, module: ContinualModule, data: TrialSequence, *, device: torch.device
+) -> float:
+    """Seconds of a token that a block of texts takes, as the first domain's model writes it."""
+    text = data.train[data.text]
+    rows = np.resize(np.arange(len(text)), mixture.batch_size)
+    contexts = text.ids(rows)[:, : max(1, mixture.prefix)].tolist()
+    model, before = module.backbone(0), module.model.device
+    entries = model.get_input_embeddings().num_embeddings
+    sampling = Sampling(mixture.temperature, mixture.top_p, entries, end=NO_TOKEN)
+    uniforms = torch.rand(mixture.batch_size, min(WRITTEN, text.length - len(contexts[0])))
+    with in_mode(model.to(device), training=False):
+        began = time.perf_counter()
+        sample_texts(model, contexts, uniforms, sampling=sampling)
+        took = time.perf_counter() - began
+    model.to(before)
+    return took / uniforms.numel()
 
 
 def rest_a_stage(module: ContinualModule, scratch: Path, *, sharded: bool) -> None:

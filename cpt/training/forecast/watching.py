@@ -58,6 +58,7 @@ class Tried:
     seen: Phase = field(default_factory=Phase)  # per token of a text that was learned
     unseen: Phase = field(default_factory=Phase)  # of another
     scoring_peak: int = 0
+    writing_s: float = 0.0  # of a token that the model writes
 
 
 class Watch(Callback):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.packing import Packed
+from cpt.data.replay import Generated
 from cpt.evaluation.scores import Scores
 from cpt.models.objectives import Objective
 from cpt.training.plan import Plan
@@ -27,6 +28,8 @@ class Row:
     texts: list[str]
     left_steps: int
     left_texts: list[str]
+    generated: int = 0  # tokens that the model writes before it
+    left_generated: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,13 @@ def count_row(
         measured = scores.measured(number)
         there = number == done - 1 or place.stage(number).exists() or number == 0
         missing = [text for text in texts if text not in measured] if there else []
-        return Row(number, stage.name, steps, tokens_of(data, stage), texts, 0, missing)
+        row = Row(number, stage.name, steps, tokens_of(data, stage), texts, 0, missing)
+        return replace(row, generated=tokens_generated(data, stage, plan.model.length) if number else 0)
     made = steps_made(place, number, stage.name) if number == done and number else 0
-    return Row(number, stage.name, steps, tokens_of(data, stage), texts, steps - made, texts)
+    row = Row(number, stage.name, steps, tokens_of(data, stage), texts, steps - made, texts)
+    generated = tokens_generated(data, stage, plan.model.length) if number else 0
+    there = place.generated(number, stage.name).exists()
+    return replace(row, generated=generated, left_generated=0 if there else generated)
 
 
 def tokens_of(data: DomainSequence, stage: Domain) -> int:
@@ -111,6 +118,15 @@ def tokens_of(data: DomainSequence, stage: Domain) -> int:
     past = data.replay.past * bool(before)
     ahead = data.recovery_steps(stage) * data.budget.batch_size * sum(before) / max(1, len(before))
     return int(own * (1 + (past + data.replay.general) * data.replay.adds) + ahead)
+
+
+def tokens_generated(data: DomainSequence, stage: Domain, length: int) -> int:
+    """Tokens that the model writes before a stage, those that are left out again among them."""
+    mixture = data.replay
+    if not isinstance(mixture, Generated):
+        return 0
+    budgets = [mixture.budget(count * length) for count in data.replayed(stage).values()]
+    return sum(map(mixture.wanted, budgets))
 
 
 def steps_made(place: RunFolder, number: int, name: str) -> int:

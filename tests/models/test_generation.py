@@ -1,0 +1,130 @@
+"""Text that a model writes: sampled as its distribution says, a function of numbers and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from cpt.core.randomness import draws, key, sample_keys
+from cpt.models.generation import Sampling, sample_texts
+
+END, ENTRIES, VOCABULARY = 3, 90, 96
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_head=2, n_layer=2, vocab_size=VOCABULARY, n_positions=64)
+    made = GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        made.transformer.wte.weight.mul_(5)  # sharp enough for texts to differ from chance
+    made.generation_config.repetition_penalty = 5.0  # a checkpoint's habits are not this run's
+    made.generation_config.eos_token_id = 7
+    return made
+
+
+@pytest.fixture
+def contexts():
+    return np.random.default_rng(0).integers(4, ENTRIES, (40, 5)).tolist()
+
+
+def numbers(count, most):
+    return torch.from_numpy(draws(sample_keys(key("texts"), np.arange(count)), most, stream=key("tokens")))
+
+
+def sampling(**given) -> Sampling:
+    return Sampling(**{"temperature": 1.0, "top_p": 1.0, "entries": ENTRIES, "end": END, **given})
+
+
+# --- one token
+
+
+@pytest.mark.parametrize(
+    ("uniform", "top_p", "token"),
+    [
+        *[(0.0, 1.0, 2), (0.49, 1.0, 2), (0.51, 1.0, 0), (0.79, 1.0, 0), (0.81, 1.0, 1), (0.999999, 1.0, 1)],
+        *[(0.6, 0.5, 2), (0.61, 0.7, 2), (0.63, 0.7, 0), (0.9999, 0.7, 0), (0.99, 0.01, 2)],
+    ],
+)
+def test_a_number_chooses_by_the_distribution_function(uniform, top_p, token):
+    """Of .3, .2, .5: from the likeliest on, and cut to those that come to top_p."""
+    logits = torch.tensor([[0.3, 0.2, 0.5]]).log() + 4
+    assert sampling(top_p=top_p).choose(logits, torch.tensor([uniform])).tolist() == [token]
+
+
+def test_a_temperature_sharpens_and_flattens():
+    logits = torch.tensor([[0.3, 0.2, 0.5]]).log()
+    for temperature in (0.5, 2.0):
+        share = (0.5 ** (1 / temperature)) / sum(each ** (1 / temperature) for each in (0.3, 0.2, 0.5))
+        below, above = torch.tensor([share - 1e-6]), torch.tensor([share + 1e-6])
+        how = sampling(temperature=temperature)
+        assert how.choose(logits, below).item() == 2 and how.choose(logits, above).item() == 0
+
+
+def test_tokens_come_as_often_as_they_are_likely(model, contexts):
+    many = numbers(4000, 1)
+    found = sample_texts(model, [contexts[0]] * 4000, many, sampling=sampling())
+    counts = np.bincount([ids[0] for ids, _ in found], minlength=VOCABULARY)
+    logits = model(torch.tensor([contexts[0]])).logits[0, -1]
+    logits[ENTRIES:] = -torch.inf
+    expected = logits.softmax(-1).detach().numpy() * 4000
+    often = expected > 40
+    assert often.sum() >= 3
+    np.testing.assert_allclose(counts[often], expected[often], atol=5 * np.sqrt(expected[often].max()))
+    assert counts[ENTRIES:].sum() == 0
+
+
+# --- texts
+
+
+def by_hand(model, context, uniforms, how):
+    """A text, token by token, by whole forward passes in double precision."""
+    ids, nll = list(context), []
+    for uniform in uniforms.tolist():
+        logits = model(torch.tensor([ids])).logits[0, -1].double()
+        logits[how.entries :] = -torch.inf
+        probabilities = (logits / how.temperature).softmax(-1)
+        order = sorted(range(VOCABULARY), key=lambda token: (-probabilities[token].item(), token))
+        kept, total = [], 0.0
+        for token in order:
+            if total >= how.top_p:
+                break
+            kept.append(token)
+            total += probabilities[token].item()
+        below = 0.0
+        for token in kept:
+            below += probabilities[token].item()
+            if below > uniform * total:
+                break
+        ids.append(token)
+        nll.append(-logits.log_softmax(-1)[token].item())
+        if token == how.end:
+            break
+    return ids[len(context) :], float(np.mean(nll))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.7, "top_p": 0.8}])
+def test_texts_are_those_of_a_walk_by_hand(model, contexts, given):
+    how, uniforms = sampling(**given), numbers(12, 20)
+    found = sample_texts(model, contexts[:12], uniforms, sampling=how)
+    for (ids, nll), context, row in zip(found, contexts, uniforms, strict=False):
+        expected, mean = by_hand(model, context, row, how)
+        assert ids == expected and nll == pytest.approx(mean, abs=1e-4)
+
+
+def test_a_text_does_not_depend_on_its_batch(model, contexts):
+    uniforms = numbers(40, 20)
+    together = sample_texts(model, contexts, uniforms, sampling=sampling())
+    assert any(END in ids for ids, _ in together) and len({len(ids) for ids, _ in together}) > 3
+    for size in (1, 7):
+        parts = [
+            sample_texts(model, contexts[at : at + size], uniforms[at : at + size], sampling=sampling())
+            for at in range(0, 40, size)
+        ]
+        assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in together]
+
+
+def test_a_checkpoint_has_its_own_habits_back(model, contexts):
+    sample_texts(model, contexts[:2], numbers(2, 3), sampling=sampling())
+    assert model.generation_config.repetition_penalty == 5.0 and model.generation_config.eos_token_id == 7
