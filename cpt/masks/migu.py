@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from cpt.adapters.experts import TextRows
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.randomness import key
@@ -39,7 +40,7 @@ from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
 from cpt.models.forward import in_mode
-from cpt.models.isolation import text_of
+from cpt.models.isolation import text_of, text_of_target
 from cpt.models.objectives import Objective
 from cpt.models.sensitivity import fisher
 from cpt.models.sharding import named_weights
@@ -62,13 +63,6 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
         return tokens.abs().sum(0, dtype=torch.float32)
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
-
-
-def text_of_target(ids: Tensor, pad: int | None) -> Tensor | None:
-    """Where a decoder's inputs [B, L] are no padding, which the first may look like; None: everywhere."""
-    absent = ids == pad if pad is not None else torch.zeros_like(ids, dtype=torch.bool)
-    absent[:, 0] = False
-    return ~absent if absent.any() else None
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
@@ -162,7 +156,8 @@ class MagnitudeMask(GradientMask):
             model.register_forward_hook(self.close, always_call=True),
         ]
         for each, place in zip(self.maps, self.places, strict=True):
-            measured, side = each.measured or each.module, tokens_of(model, each.name)
+            measured = each.measured or each.module
+            side = None if isinstance(measured, TextRows) else tokens_of(model, each.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
 
     def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:
