@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -214,7 +215,8 @@ class Mixture(nn.Module):
         highest, chosen = logits.topk(min(self.top_k, len(works)))
         gates, chosen = highest.softmax(-1), chosen + works.start
         sorted_, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(sorted_, torch.arange(self.count, device=x.device), right=True).tolist()
+        others = torch.arange(1, self.count, device=x.device)
+        starts = [0, *torch.searchsorted(sorted_, others).tolist(), len(order)]
         text = self.text_in(len(flat))
         self.pass_on(logits, gates, chosen, text)
         times = gates.shape[1]
@@ -222,7 +224,7 @@ class Mixture(nn.Module):
         return Plan(
             x=x,
             rows=rows.view(*[1] * (x.ndim - 2), *rows.shape),
-            counts=[end - start for start, end in zip([0, *ends], ends, strict=False)],
+            counts=[end - start for start, end in pairwise(starts)],
             back=torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device)),
             gates=gates,
             text=None if text is None else text.repeat_interleave(times)[order],
