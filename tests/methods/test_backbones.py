@@ -30,6 +30,7 @@ METHODS = {
     "lora": ["method.per_domain=true"],
     "adapter": [],
     "demix": [],
+    "lifelong_moe": [],
     "hat": [],
     "cpt_plugin": [],
     "prompt": ["method.tokens=4"],
@@ -37,7 +38,7 @@ METHODS = {
     "moelora": [],
     "sapt": [],
 }
-FEW = {*METHODS} - {"progprompt", "moelora", "sapt"}
+FEW = {*METHODS} - {"progprompt", "moelora", "sapt", "lifelong_moe"}
 
 
 @pytest.fixture(scope="module")

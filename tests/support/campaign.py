@@ -66,7 +66,7 @@ RESTING = {
     "test_tasks.py::test_answers_are_learned_in_a_sequence": "(?!method=lora|replay=past).*",
     "test_guard.py::test_all_processes_hear_of_one": "stop",
     "test_guard.py::test_a_transient_one_stops_the_run_and_costs_nothing": "(loss|gradient)-(first|last)",
-    "test_distributed.py::test_two_processes_have_the_same_parts_as_one": "method=hat",
+    "test_distributed.py::test_two_processes_have_the_same_parts_as_one": "method=(hat|lifelong_moe)",
     "test_distributed_tasks.py::test_a_signal_within_the_answers_ends_both_and_they_go_on": ".*",
     "test_replay.py::test_processes_and_parts_share_out_the_same_step": "(2|8)-.*",
     "test_replay.py::test_what_cannot_be_on_the_command_line": "(?!chosen0).*",
