@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.experts import mixtures_of, working
+from cpt.masks.base import recording
 from cpt.methods.lifelong_moe import balance_loss
 from cpt.models.forward import divergence
 from tests.support.making import DROPOUT, ORDER, Made, made, same
@@ -192,6 +193,34 @@ def test_the_term_balances_by_the_first_choices_of_the_step_before(moe):
     assert torch.equal(module.shares.named()["firsts"], shares)
 
 
+def test_padding_is_neither_balanced_nor_ranked(moe):
+    """Where text differs in length, a place counts as in any other part of a batch."""
+    work = moe("method.balance=3", "method.opening=0", "mask=migu", *STRONG)
+    work.learn(0)
+    module, (batch,) = work.module, work.batches()
+    (mixture,), (mask,) = module.mixtures, module.masks
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][:5, 8:] = 0
+    made_of: dict[str, torch.Tensor] = {}
+    [each] = [each for each in mask.maps if each.name.endswith("groups.0.experts.0.maps.0")]
+    handle = each.module.register_forward_hook(lambda m, args, output: made_of.update(all=output))
+    mask.sums.zero_()
+    module.shares.update({"firsts": torch.tensor([[0.8, 0.2]])})
+    noted = []
+    pass_on = mixture.pass_on
+    mixture.pass_on = lambda *found: noted.append(found) or pass_on(*found)
+    with recording(module.masks):
+        found = float(module.losses(batch)["balance"].detach())
+    handle.remove()
+    logits, _, chosen, text = noted[0]
+    expected = 2 * (torch.tensor([0.8, 0.2]) * logits.softmax(-1)[text].sum(0)).sum() / (8 * 16)
+    assert found == pytest.approx(3 * float(expected.detach()), rel=1e-5) and int(text.sum()) == 8 * 16 - 40
+    own = mask.sums[mask.places[mask.maps.index(each)]]
+    experts, order = chosen.flatten().sort(stable=True)
+    rows = text.repeat_interleave(2)[order][experts == 1]
+    torch.testing.assert_close(own, made_of["all"].flatten(0, -2)[rows].abs().sum(0))
+
+
 def test_without_text_of_a_domain_known_shares_are_told(moe):
     work = moe("method.experts=2", *STRONG)
     (batch,) = work.batches()
@@ -258,25 +287,25 @@ def test_what_has_no_effect_is_told(moe, caplog):
 
 
 @pytest.mark.parametrize("dense", ["trained", "frozen"])
-def test_what_is_not_learned_by_dropout_alone(dense, moe):
-    """The teacher has no dropout: a model that has not moved is not pulled, but for its own."""
-    work = moe(f"method.dense={dense}", "method.opening=1", *DROPOUT, *STRONG)
-    apart = []
+def test_the_teacher_has_no_dropout(dense, moe, monkeypatch):
+    """The model that learns has; both are the same model, which comes back as it was."""
+    work, modes = moe(f"method.dense={dense}", "method.start=base", *DROPOUT), []
+    outputs = work.module.objective.outputs
 
-    def look(module, batch) -> None:
-        module.eval()
-        apart.append(float(module.losses(batch)["kd"].detach()))
-        module.train()
-        apart.append(float(module.losses(batch)["kd"].detach()))
+    def noted(model, batch):
+        modes.append((model.training, torch.is_grad_enabled()))
+        return outputs(model, batch)
 
-    work.learn(0, First(look))
-    assert apart[0] < 1e-6 < 1e-4 < apart[1]
+    monkeypatch.setattr(work.module.objective, "outputs", noted)
+    work.learn(0)
+    assert modes == [(True, True), (False, False)] * 4 and all(m.among is None for m in work.module.mixtures)
 
 
 def test_a_backbone_is_a_copy_of_which_all_is_trained(moe):
-    work = moe(*STRONG)
+    work = moe("method.strength=0", *STRONG)
     work.learn(0)
     (batch,) = work.batches()
+    work.module.losses(batch)
     copy, before = work.module.backbone(0), work.weights()
     assert all(parameter.requires_grad for parameter in copy.parameters())
     assert torch.equal(logits(copy, batch), logits(work.module.model, batch))
