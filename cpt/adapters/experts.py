@@ -11,8 +11,7 @@ Hooks on the FFN's own maps do it, so that whatever stands between these is comp
 a map that reads x gets the tokens of expert 0, and what the others make of theirs is put behind that."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import log
@@ -21,16 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cpt.adapters.bank import Scope
 from cpt.core.sharding import whole
 from cpt.models.isolation import text_of, text_of_target
-from cpt.models.stacks import SOURCE, TARGET, tokens_of
-from cpt.models.units import Between, Projection, sublayers
+from cpt.models.stacks import SOURCE, TARGET
+from cpt.models.units import Between, Projection
 
-NAME = "mixture"  # in its block
 STD = 0.02  # of new router rows
 PASSING = ("plan", "features", "passed")  # of one pass, and no part of a copy
 
@@ -187,6 +183,12 @@ class Mixture(nn.Module):
                 for name, parameter in one.named_parameters():
                     parameter.copy_(whole(getattr(other, name)))
 
+    @property
+    def noted(self) -> Passed:
+        """What there is to know of the last pass, with more than one expert."""
+        assert self.passed is not None
+        return self.passed
+
     def own_parameters(self) -> Iterator[nn.Parameter]:
         """Those of expert 0."""
         for each in self.own:
@@ -284,54 +286,3 @@ class Mixture(nn.Module):
         by_token = made.index_select(0, plan.back).view(*plan.gates.shape, -1)
         summed = (plan.gates[..., None].to(made) * by_token).sum(1)
         return summed.view(*plan.x.shape[:-1], -1)
-
-
-def mixtures_of(model: nn.Module) -> dict[str, Mixture]:
-    """The mixtures in a model, by name, in the order of its blocks."""
-    return {name: each for name, each in model.named_modules() if isinstance(each, Mixture)}
-
-
-def attach_mixtures(
-    model: PreTrainedModel, *, blocks: Sequence[str], top_k: int, groups: Sequence[int] = ()
-) -> Scope:
-    """Makes the FFNs of the blocks, by their names, mixtures of one expert, or with groups of so many more;
-    what is new. Raises ValueError where an FFN can not be told."""
-    found = {place.name: place for place in sublayers(model, ("neurons",))}
-    texts = Texts()
-    model.register_forward_pre_hook(texts.open, with_kwargs=True)
-    model.register_forward_hook(texts.close, always_call=True)
-    sides = {name: tokens_of(model, found[name].out.name) for name in blocks}
-    for name in blocks:
-        mixture = Mixture(found[name], top_k=top_k, texts=texts, side=sides[name])
-        model.get_submodule(name).add_module(NAME, mixture)
-        for count in groups:
-            mixture.grow(count)
-    names = [name for name, _ in model.named_parameters() if f".{NAME}." in name]
-    return Scope(tuple(names), tuple(newest_maps(model)))
-
-
-def newest_maps(model: nn.Module) -> Iterator[Projection]:
-    """The linear maps of the newest experts; of mixtures that have none, those of expert 0."""
-    for name, mixture in mixtures_of(model).items():
-        if not mixture.groups:
-            yield from mixture.own
-            continue
-        last = len(mixture.groups) - 1
-        for number, expert in enumerate(mixture.groups[last].experts):
-            for place, own in enumerate(mixture.own):
-                path = f"{name}.groups.{last}.experts.{number}.maps.{place}"
-                yield replace(own, name=path, module=expert.maps[place], measured=expert.seen[place])
-
-
-@contextmanager
-def working(model: nn.Module, group: int, *, before: bool = False) -> Iterator[None]:
-    """While it lasts, the experts of a group work alone, or those `before` it; -1: the FFN the model had."""
-    mixtures = list(mixtures_of(model).values())
-    for each in mixtures:
-        members = each.members(group)
-        each.among = range(members.start) if before else members
-    try:
-        yield
-    finally:
-        for each in mixtures:
-            each.among = None

@@ -19,7 +19,6 @@ processes and parts a batch comes. At a domain's first step it is uniform."""
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE
-from cpt.adapters.experts import Mixture, attach_mixtures, mixtures_of, newest_maps, working
-from cpt.adapters.routing import Scorer
+from cpt.adapters.bank import BASE, Scope
+from cpt.adapters.experts import Mixture
+from cpt.adapters.upcycling import (
+    NAME,
+    Gated,
+    attach_mixtures,
+    choose_blocks,
+    mixtures_of,
+    scope_beside,
+    with_newest,
+    working,
+)
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, whole
@@ -42,13 +49,9 @@ from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.candidates import measure_perplexities
 from cpt.models.forward import divergence, in_mode, nll_of
-from cpt.models.freezing import frozen_parameters
-from cpt.models.objectives import Objective
-from cpt.models.options import Freeze
 from cpt.models.sharding import named_weights, rest
 from cpt.models.stacks import TARGET
 from cpt.models.swapping import swap_weights
-from cpt.models.units import projections, sublayers
 
 log = logging.getLogger(__name__)
 STARTS = ("base", "last", "nearest")
@@ -77,60 +80,10 @@ class LifelongMoEOptions(Options):
             raise ValueError("experts=0 with dense=frozen leaves nothing to train; allowed: dense=trained")
 
 
-class Gated(Scorer):
-    """Scores all texts with all experts, those of a domain being its part."""
-
-    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
-        super().__init__()
-        self.mixtures, self.objective = [*mixtures_of(model).values()], objective
-
-    @property
-    def parts(self) -> list[int]:
-        return [BASE, *range(len(self.mixtures[0].groups))]
-
-    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
-        nll = self.objective.nll(model, batch)
-        if "idle" not in batch:
-            self.take(domain, self.parts, self.shares(len(nll), nll.device))
-        return nll
-
-    def shares(self, scored: int, device: torch.device) -> Tensor:
-        """How much the last pass has taken of each part, [parts, 1]: gates summed over tokens and
-        mixtures."""
-        parts = self.parts
-        if len(parts) == 1:
-            return torch.full((1, 1), float(scored), dtype=torch.double, device=device)
-        sums = torch.stack([passed_of(each).taken for each in self.mixtures]).sum(0)
-        own = [self.mixtures[0].members(part) for part in parts]
-        return torch.stack([sums[each.start : each.stop].sum() for each in own])[:, None]
-
-
-def passed_of(mixture: Mixture) -> Any:
-    """What the last pass has made of a mixture's tokens."""
-    assert mixture.passed is not None
-    return mixture.passed
-
-
 def balance_loss(sums: Tensor, shares: Tensor, tokens: float) -> Tensor:
     """E sum_e s_e P_e, a scalar, from the sums over tokens of softmax(z), [E], and s [E]; 1 where one of both
     is uniform."""
     return len(shares) * (shares.to(sums) * sums).sum() / tokens
-
-
-def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
-    """The names of the blocks whose FFN becomes a mixture: the last of so many each, but for those that are
-    frozen. Raises ValueError where there are none."""
-    places = sublayers(model, ("neurons",))
-    if every > len(places):
-        raise ValueError(f"method.every={every}; allowed: 1 to {len(places)}, the model's blocks")
-    frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
-    found = [p for p in places[every - 1 :: every] if id(p.out.module.weight) not in frozen]
-    if not found:
-        raise ValueError(
-            f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: a smaller "
-            "method.every or fewer of freeze.layers, and no freeze.only"
-        )
-    return [place.name for place in found]
 
 
 class LifelongMoE(ContinualModule):
@@ -145,22 +98,13 @@ class LifelongMoE(ContinualModule):
     options: LifelongMoEOptions
 
     def __init__(self, options: LifelongMoEOptions, shared: Shared) -> None:
-        self.blocks: list[str] = []
-        self.dense_maps = ()
+        scope = None
         if options.experts:
-            self.blocks = choose_blocks(shared.model, shared.freeze, every=options.every)
-            own = tuple(f"{name}." for name in self.blocks)
-            inside = {
-                id(each.module)
-                for place in sublayers(shared.model, ("neurons",))
-                if f"{place.name}.".startswith(own)
-                for each in (*(source for source, _ in place.sources), place.out)
-            }
-            if options.dense == "trained":
-                maps = projections(shared.model)
-                self.dense_maps = tuple(each for each in maps if id(each.module) not in inside)
-            attach_mixtures(shared.model, blocks=self.blocks, top_k=options.top_k)
-        super().__init__(options, shared)
+            blocks = choose_blocks(shared.model, shared.freeze, every=options.every)
+            scope = scope_beside(shared.model, blocks) if options.dense == "trained" else Scope((), ())
+            attach_mixtures(shared.model, blocks=blocks, top_k=options.top_k)
+        super().__init__(options, shared, scope=scope and with_newest(shared.model, scope))
+        self.beside_mixtures = scope
         if self.mixtures:
             self.router = Gated(self.model, shared.objective)
         self.teacher = NamedTensors(self.dense() if options.strength else {})
@@ -181,38 +125,17 @@ class LifelongMoE(ContinualModule):
     def mixtures(self) -> list[Mixture]:
         return [*mixtures_of(self.model).values()]
 
-    def watch(self) -> None:
-        if not self.mixtures:
-            super().watch()
-            return
-        for mask in self.masks:
-            mask.watch(self.model, [*self.dense_maps, *newest_maps(self.model)])
-
     def shape(self, stage: Domain) -> None:
         for mixture in self.mixtures:
             mixture.grow(self.options.experts)
-
-    @property
-    def frozen(self) -> list[nn.Parameter]:
-        return super().frozen + [*self.settled()]
-
-    def settled(self) -> Iterator[nn.Parameter]:
-        """What a domain leaves alone: earlier experts and their router rows, and dense parts if they are
-        frozen."""
-        mixtures = self.mixtures
-        for mixture in mixtures:
-            yield from mixture.own_parameters()
-            for group in mixture.groups[:-1]:
-                yield from group.parameters()
-        if self.options.dense == "frozen":
-            new = {id(p) for mixture in mixtures for p in mixture.parameters()}
-            yield from (p for p in self.model.parameters() if id(p) not in new)
+        if self.beside_mixtures is not None:
+            self.scope = with_newest(self.model, self.beside_mixtures)
 
     def dense(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained and in no mixture, by name."""
-        others = {id(p) for p in self.frozen}
-        others |= {id(p) for mixture in self.mixtures for p in mixture.parameters()}
-        return {name: p for name, p in named_weights(self.model).items() if id(p) not in others}
+        weights, frozen = named_weights(self.model), {id(parameter) for parameter in self.frozen}
+        names = weights if self.beside_mixtures is None else self.beside_mixtures.names
+        return {name: weights[name] for name in names if id(weights[name]) not in frozen}
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.mixtures:
@@ -284,12 +207,12 @@ class LifelongMoE(ContinualModule):
         mixtures = self.mixtures
         if not mixtures or not self.options.balance:
             return {}
-        firsts = torch.stack([passed_of(each).firsts for each in mixtures])
+        firsts = torch.stack([each.noted.firsts for each in mixtures])
         self.firsts = firsts if self.firsts is None else self.firsts + firsts
         shares = self.shares.named().get("firsts")
         known = torch.full_like(firsts, 1 / firsts.shape[1], dtype=torch.float) if shares is None else shares
         terms = [
-            balance_loss(passed_of(each).probabilities.sum(0), own, self.places(each) * len(batch["domains"]))
+            balance_loss(each.noted.probabilities.sum(0), own, self.places(each) * len(batch["domains"]))
             for each, own in zip(mixtures, self.shares.at_hand(known), strict=True)
         ]
         return {"balance": self.options.balance * torch.stack(terms).mean()}
@@ -309,16 +232,12 @@ class LifelongMoE(ContinualModule):
         self.open(1.0)
         super().after_domain(probe)
 
-    def backbone(self, domain: int) -> PreTrainedModel:
-        if not self.mixtures:
-            return super().backbone(domain)
-        return deepcopy(self.model).requires_grad_(True)
-
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if not self.mixtures:
             return super().export(folder, order)
         groups = [len(group.experts) for group in self.mixtures[0].groups]
-        how = {"blocks": self.blocks, "top_k": self.options.top_k, "groups": groups}
+        blocks = [name.removesuffix(f".{NAME}") for name in mixtures_of(self.model)]
+        how = {"blocks": blocks, "top_k": self.options.top_k, "groups": groups}
         names = [f"{name}." for name in mixtures_of(self.model)]
         part = {n: p for n, p in self.model.named_parameters() if n.startswith(tuple(names))}
         return export.export_parts(folder, self.model, {order[-1]: part}, attach=attach_mixtures, options=how)

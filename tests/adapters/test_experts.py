@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.experts import attach_mixtures, mixtures_of, newest_maps, working
+from cpt.adapters.upcycling import attach_mixtures, mixtures_of, newest_maps, working
 from cpt.models.units import blocks
 from tests.models.test_units import FAMILIES, build, inputs_of
 
