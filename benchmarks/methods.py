@@ -48,6 +48,7 @@ TARGETS = {
     "moelora": 1.1,  # 1.3 times lora's
     "sapt": 1.1,
     "demix": 1.0,
+    "lifelong_moe": 2.0,  # the teacher's pass, and in half of the blocks two experts a token
     "hat": 1.15,
     "hat, adapter": 1.15,
     "cpt_plugin": 1.2,

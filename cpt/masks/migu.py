@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from cpt.adapters.experts import TextRows
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.randomness import key
@@ -41,7 +42,7 @@ from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
 from cpt.masks.rows import RowGradients
 from cpt.models.forward import in_mode
-from cpt.models.isolation import text_of
+from cpt.models.isolation import text_of, text_of_target
 from cpt.models.objectives import Objective
 from cpt.models.sensitivity import fisher
 from cpt.models.sharding import named_weights
@@ -67,13 +68,6 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
         return tokens.abs().sum(0, dtype=torch.float32)
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
-
-
-def text_of_target(ids: Tensor, pad: int | None) -> Tensor | None:
-    """Where a decoder's inputs [B, L] are no padding, which the first may look like; None: everywhere."""
-    absent = ids == pad if pad is not None else torch.zeros_like(ids, dtype=torch.bool)
-    absent[:, 0] = False
-    return ~absent if absent.any() else None
 
 
 def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
@@ -181,7 +175,8 @@ class MagnitudeMask(GradientMask):
             model.register_forward_hook(self.close, always_call=True),
         ]
         for each, place in zip(self.maps, self.places, strict=True):
-            measured, side = each.measured or each.module, tokens_of(model, each.name)
+            measured = each.measured or each.module
+            side = None if isinstance(measured, TextRows) else tokens_of(model, each.name)
             self.hooks.append(measured.register_forward_hook(partial(self.record, place, side)))
         self.limit()
 

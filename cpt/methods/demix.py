@@ -12,6 +12,7 @@ expert."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from cpt.adapters import export
 from cpt.adapters.bank import BASE, Bank, Scope
 from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.options import BottleneckOptions, Routing
-from cpt.core.collectives import sum_in_place
 from cpt.core.options import option
 from cpt.core.rules import one_of
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.forward import in_mode
+from cpt.methods.common.candidates import measure_perplexities
 from cpt.models.swapping import swap_weights
 from cpt.models.units import sublayers
 
@@ -95,18 +95,10 @@ class DEMIX(ContinualModule):
         base = [BASE] * self.router.routing.base
         return base + learned if self.options.start == "nearest" else learned[-1:]
 
-    @torch.no_grad()
     def measure(self, probe: Iterable[Batch], parts: Sequence[int]) -> Tensor:
-        """The model's perplexity on the probes of all processes with each of the parts, [parts]: a forward
-        pass of the probe each."""
-        sums = torch.zeros(len(parts) + 1, dtype=torch.double, device=self.device)
-        with in_mode(self.model, training=False):
-            for batch in probe:
-                sums += torch.stack(
-                    [*(self.total(batch, part) for part in parts), sums.new_tensor(len(batch["positions"]))]
-                )
-        sum_in_place(sums)
-        return (sums[:-1] / sums[-1].clamp_min(1)).exp()
+        """The model's perplexity on the probes of all processes with each of the parts, [parts]."""
+        totals = [partial(self.total, part=part) for part in parts]
+        return measure_perplexities(self.model, probe, totals, device=self.device)
 
     def total(self, batch: Batch, part: int) -> Tensor:
         """The summed loss (nats) of a batch with one of the parts, a scalar."""

@@ -50,6 +50,13 @@ def text_of(inputs: dict[str, Any]) -> Tensor | None:
     return PRESENT.get(ids, inputs.get("attention_mask")) if isinstance(ids, Tensor) else None
 
 
+def text_of_target(ids: Tensor, pad: int | None) -> Tensor | None:
+    """Where a decoder's inputs [B, L] are no padding, which the first may look like; None: everywhere."""
+    absent = ids == pad if pad is not None else torch.zeros_like(ids, dtype=torch.bool)
+    absent[:, 0] = False
+    return ~absent if absent.any() else None
+
+
 def check_isolation(model: PreTrainedModel) -> None:
     """Raises ValueError for a model that, as far as its class tells, cannot keep samples of a row apart."""
     if model._is_stateful:

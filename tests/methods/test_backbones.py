@@ -30,6 +30,7 @@ METHODS = {
     "lora": ["method.per_domain=true"],
     "adapter": [],
     "demix": [],
+    "lifelong_moe": [],
     "hat": [],
     "cpt_plugin": [],
     "prompt": ["method.tokens=4"],
@@ -38,7 +39,7 @@ METHODS = {
     "sapt": [],
     "elle": [],
 }
-FEW = {*METHODS} - {"progprompt", "moelora", "sapt", "elle"}
+FEW = {*METHODS} - {"progprompt", "moelora", "sapt", "elle", "lifelong_moe"}
 
 
 @pytest.fixture(scope="module")

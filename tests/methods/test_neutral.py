@@ -33,6 +33,11 @@ CASES = {  # what it is compared with, what makes the method that, and what does
         ["method.scale=0.5"],
     ),
     "merge slerp": ("ncl", ["method.rule=slerp", "method.share=1"], ["method.share=0.5"]),
+    "lifelong_moe": (
+        "ncl",
+        ["method.experts=0", "method.strength=0", "method.balance=0", "method.dense=trained"],
+        ["method.strength=1"],
+    ),
     "mas": ("ncl", ["method.strength=0"], ["method.strength=1"]),
     "migu": ("ncl", ["method.mask.threshold=0"], ["method.mask.threshold=0.7"]),
     "migu frozen": (

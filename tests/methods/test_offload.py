@@ -50,6 +50,7 @@ KEPT = {  # what keeps something of weights, and of what its name is
     "progprompt": (["method=progprompt"], {"bank", "bank.base"}),
     "peft": (["method=peft", "method.per_domain=true"], {"bank", "bank.base"}),
     "sapt": (["method=sapt"], {"attention"}),
+    "lifelong_moe": (["method=lifelong_moe"], {"teacher", "shares"}),
     "mas": (["method=mas"], {"anchor", "importance"}),
     "si": (["method=si"], {"anchor", "importance", "brought"}),
     "recadam": (["method=recadam"], {"anchor"}),

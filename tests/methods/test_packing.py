@@ -32,6 +32,7 @@ METHODS = {
     "olora": ["method.dropout=0"],
     "adapter": [],
     "demix": [],
+    "lifelong_moe": [],
     "cpt_plugin": [],
 }
 FEW = ["ncl", "migu", "derpp", "replay"]

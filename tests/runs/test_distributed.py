@@ -207,6 +207,7 @@ def test_statistics_are_those_of_all_processes(corpora, cache, tmp_path):
     [
         ["method=demix", "routing@method.routing=posterior"],
         ["method=hat", "method.form=adapter", "method.routing.unlearned=posterior"],
+        ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
     ],
     ids=lambda method: method[0],
 )

@@ -154,6 +154,8 @@ METHODS = {
     "mixed by text": ["method=sapt", "replay=past"],
     "mixed by text, mocl": ["method=sapt", "method.key=cosine", "method.query=encoder"],
     "mixed by token": ["method=moelora"],
+    "mixtures of experts": ["method=lifelong_moe", "method.experts=2", "method.balance=1"],
+    "mixtures in a frozen trunk": ["method=lifelong_moe", "method.dense=frozen"],
     "sparse pairs": ["method=nlora", "method.strength=1e-4"],
     "merge": ["method=merge", "method.rule=slerp"],
     "merge by ties": ["method=merge", "method.rule=ties", "method.start=base"],

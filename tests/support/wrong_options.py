@@ -323,6 +323,16 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "strength=much": "0 or more",
         "towards=next": "previous, base",
     },
+    "lifelong_moe": {
+        "experts=-1": "a whole number, 0 or more",
+        "every=0": WHOLE,
+        "top_k=0": WHOLE,
+        "start=previous": "base, last, nearest",
+        "opening=2": SHARE,
+        "dense=none": "trained, frozen",
+        "strength=-1": "0 or more",
+        "balance=-1": "0 or more",
+    },
     "lora": {
         "r=0": WHOLE,
         "r=abc": WHOLE,
@@ -417,6 +427,7 @@ AT_ONCE |= {
     for given, allowed in wrong.items()
 }
 
+AT_ONCE["method=lifelong_moe method.experts=0 method.dense=frozen"] = "method.experts=0 with dense=frozen lea"
 AT_ONCE["method=merge_lora method.exported=peft"] = "method.exported=peft has no pair to write once pairs"
 
 THEIRS = "lightning.pytorch.callbacks"
@@ -467,6 +478,8 @@ ON_THE_MODEL = {
     f"+callbacks.x._target_={THEIRS}.TQDMProgressBar": "callbacks.x=TQDMProgressBar is not taken: cpt has",
     f"+logger.x._target_={THEIRS}.Timer": f"logger.x._target_={THEIRS}.Timer; allowed: a lightning.pytorch",
     "method=sapt method.targets=[head.dense]": "method.targets=[head.dense]; allowed: what finds maps outsi",
+    "method=lifelong_moe method.every=3": "method.every=3; allowed: 1 to 2, the model's blocks",
+    "method=lifelong_moe freeze.layers=2": "freeze leaves no FFN that method.every=2 makes a mixture;",
     "method=moelora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular exp",
     "method=das method.contrast_dropout=null": "two passes of ModernBertForMaskedLM with method.contrast_dro",
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",

@@ -1,0 +1,239 @@
+"""Feed-forward networks that are mixtures against sums over experts written out, tiny, in float64."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from cpt.adapters.upcycling import attach_mixtures, mixtures_of, newest_maps, working
+from cpt.models.units import blocks
+from tests.models.test_units import FAMILIES, build, inputs_of
+
+FFN = {  # how a block computes its FFN of x
+    "roberta": lambda block, x: block.output.dense(block.intermediate(x)),
+    "modernbert": lambda block, x: block.mlp(x),
+    "gpt2": lambda block, x: block.mlp(x),
+    "llama": lambda block, x: block.mlp(x),
+    "phi3": lambda block, x: block.mlp(x),
+    "opt": lambda block, x: block.fc2(block.activation_fn(block.fc1(x))),
+    "t5": lambda block, x: block.layer[-1].DenseReluDense(x),
+    "t5-gated": lambda block, x: block.layer[-1].DenseReluDense(x),
+}
+GROUPS = (2, 1)  # experts beside the model's own
+
+
+def names_of(model) -> list[str]:
+    return [name for name, _ in blocks(model)]
+
+
+def mixed(name: str, *, top_k: int = 2, groups=GROUPS):
+    """A model all of whose FFNs are mixtures of drawn experts, and plain copies of its blocks."""
+    model = build(name)
+    plain = deepcopy(dict(blocks(model)))
+    attach_mixtures(model, blocks=names_of(model), top_k=top_k)
+    torch.manual_seed(3)
+    for mixture in mixtures_of(model).values():
+        for count in groups:
+            mixture.grow(count)
+        with torch.no_grad():
+            for parameter in mixture.groups.parameters():
+                parameter.normal_(std=0.2)
+    return model.eval(), plain
+
+
+def with_expert(plain: nn.Module, block: str, mixture, number: int) -> nn.Module:
+    """A plain block with the weights of an expert."""
+    copy = deepcopy(plain)
+    if number:
+        for own, each in zip(mixture.own, mixture.experts[number - 1].maps, strict=True):
+            copy.get_submodule(own.name.removeprefix(f"{block}.")).load_state_dict(each.state_dict())
+    return copy
+
+
+def watch_ffns(model) -> dict[str, dict]:
+    """What goes into and comes out of each FFN, by block."""
+    noted: dict[str, dict] = {}
+    for name, mixture in mixtures_of(model).items():
+        block = name.removesuffix(".mixture")
+        own = noted.setdefault(block, {})
+        first, last = mixture.own[0].module, mixture.own[-1].module
+        first.register_forward_pre_hook(lambda m, args, own=own: own.update(x=args[0]), prepend=True)
+        last.register_forward_hook(lambda m, args, output, own=own: own.update(y=output))
+    return noted
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 9])
+@pytest.mark.parametrize("name", FFN)
+def test_each_token_is_the_sum_of_its_experts_by_their_gates(name, top_k):
+    """Masked, causal, encoder and decoder; fused and gated maps, and those that see no samples (OPT)."""
+    model, plain = mixed(name, top_k=top_k)
+    noted = watch_ffns(model)
+    with torch.no_grad():
+        model(**inputs_of(model))
+    for path, mixture in mixtures_of(model).items():
+        block = path.removesuffix(".mixture")
+        x, y = (noted[block][key].flatten(0, -2) for key in "xy")
+        rows = torch.cat([torch.zeros_like(x[:1]), *(group.router for group in mixture.groups)])
+        z = x @ rows.T
+        with torch.no_grad():
+            copies = [with_expert(plain[block], block, mixture, e) for e in range(len(rows))]
+            each = torch.stack([FFN[name](copy, x) for copy in copies], dim=1)
+        kept = z.sort(dim=1, descending=True).indices[:, :top_k]
+        for token, experts in enumerate(kept):
+            gates = z[token, experts].softmax(0)
+            expected = sum(g * each[token, e] for g, e in zip(gates, experts, strict=True))
+            torch.testing.assert_close(y[token], expected, rtol=1e-6, atol=1e-6)
+        assert len({tuple(sorted(row.tolist())) for row in kept}) > (top_k < 4)
+
+
+@pytest.mark.parametrize("name", FFN)
+def test_one_expert_is_the_model_bit_for_bit(name):
+    model = build(name)
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        attach_mixtures(model, blocks=names_of(model), top_k=2)
+        assert torch.equal(model(**inputs).logits, expected)
+        grown, _ = mixed(name)
+        assert not torch.allclose(grown(**inputs).logits, expected)
+        with working(grown, -1):
+            assert torch.equal(grown(**inputs).logits, expected)
+        with working(grown, 0, before=True):
+            assert torch.equal(grown(**inputs).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2", "t5-gated"])
+@pytest.mark.parametrize("source", [-1, 0, 1])
+def test_right_after_growth_the_function_is_the_old_one(name, source):
+    """Whatever the new experts are copies of; once they are open, it need not be."""
+    model, _ = mixed(name)
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        for mixture in mixtures_of(model).values():
+            mixture.grow(2)
+            mixture.groups[-1].router.mul_(50)
+            mixture.copy(source)
+            mixture.opening = 0.0
+        assert (model(**inputs).logits - expected).abs().max() < 1e-6
+        with working(model, 2, before=True):
+            assert (model(**inputs).logits - expected).abs().max() < 1e-6
+        for mixture in mixtures_of(model).values():
+            mixture.opening = 1.0
+        assert (model(**inputs).logits - expected).abs().max() > 1e-3
+
+
+def test_new_experts_are_copies_of_those_of_a_group():
+    model, _ = mixed("gpt2")
+    (mixture, *_) = mixtures_of(model).values()
+    mixture.grow(2)
+    for source, experts in ((0, [1, 2]), (1, [3, 3]), (-1, [0, 0])):
+        mixture.copy(source)
+        for new, old in zip(mixture.groups[-1].experts, experts, strict=True):
+            maps = mixture.experts[old - 1].maps if old else [each.module for each in mixture.own]
+            for one, other in zip(new.maps, maps, strict=True):
+                assert torch.equal(one.weight, other.weight) and torch.equal(one.bias, other.bias)
+    assert not torch.equal(mixture.groups[-1].router[0], mixture.groups[-1].router[1])
+    assert [list(mixture.members(group)) for group in (-1, 0, 1, 2)] == [[0], [1, 2], [3], [4, 5]]
+
+
+@pytest.mark.parametrize("name", ["roberta", "gpt2"])
+def test_gradients_are_those_of_differences(name):
+    """Of experts, router rows and what stands below; an expert without tokens has gradients of zero."""
+    model, _ = mixed(name)
+    inputs = inputs_of(model)
+    weight = torch.randn_like(model(**inputs).logits)
+
+    def total() -> torch.Tensor:
+        return (model(**inputs).logits * weight).sum()
+
+    total().backward()
+    (mixture, *_) = mixtures_of(model).values()
+    watched = [mixture.groups[0].router, mixture.experts[0].maps[0].weight, mixture.own[-1].module.weight]
+    watched += [model.get_input_embeddings().weight]
+    for parameter in watched:
+        place = int(parameter.grad.abs().argmax())
+        values, step = parameter.data.view(-1), 1e-5
+        with torch.no_grad():
+            values[place] += step
+            above = total()
+            values[place] -= 2 * step
+            below = total()
+            values[place] += step
+        slope = float((above - below) / (2 * step))
+        assert slope == pytest.approx(float(parameter.grad.view(-1)[place]), rel=1e-5)
+    assert all(p.grad is not None for each in mixtures_of(model).values() for p in each.parameters())
+
+
+def test_what_is_noted_of_a_pass_is_of_text_alone():
+    """First choices, gates whose sum is 1, softmax over all experts; encoder and decoder apart."""
+    model, _ = mixed("t5")
+    inputs = inputs_of(model)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, 4:] = 0
+    inputs["decoder_input_ids"][2, 3:] = model.config.pad_token_id
+    with torch.no_grad():
+        model(**inputs, attention_mask=mask)
+    text = {"encoder": int(mask.sum()), "decoder": int((inputs["decoder_input_ids"] != 0).sum())}
+    assert text["encoder"] != text["decoder"]
+    for name, mixture in mixtures_of(model).items():
+        passed, tokens = mixture.passed, text[name.partition(".")[0]]
+        assert passed.probabilities.shape == (tokens, 4) and passed.gates.shape == (tokens, 2)
+        torch.testing.assert_close(passed.gates.sum(1), torch.ones_like(passed.gates[:, 0]))
+        assert (passed.gates[:, 0] >= passed.gates[:, 1]).all()
+        assert int(passed.firsts.sum()) == tokens and float(passed.taken.sum()) == pytest.approx(tokens)
+        assert torch.equal(passed.probabilities.argmax(1), passed.chosen[:, 0])
+
+
+def test_a_copy_has_experts_of_its_own():
+    model, _ = mixed("gpt2")
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        model(**inputs)
+        copy = deepcopy(model)
+        expected = model(**inputs).logits
+        assert torch.equal(copy(**inputs).logits, expected)
+        for mixture in mixtures_of(copy).values():
+            for parameter in mixture.parameters():
+                parameter.zero_()
+        assert torch.equal(model(**inputs).logits, expected)
+        assert not torch.allclose(copy(**inputs).logits, expected)
+
+
+def test_what_masks_see_of_experts_are_the_outputs_on_text():
+    model, _ = mixed("roberta")
+    inputs, rows = inputs_of(model), {}
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 5:] = 0
+
+    def note(name, module, args, output):
+        rows[name] = output.shape
+
+    maps = list(newest_maps(model))
+    assert [model.get_submodule(each.name) for each in maps] == [each.module for each in maps]
+    for each in maps:
+        each.measured.register_forward_hook(partial(note, each.name))
+    with torch.no_grad():
+        model(**inputs, attention_mask=mask)
+    for name, mixture in mixtures_of(model).items():
+        chosen = int((mixture.passed.chosen == 3).sum())
+        own = {key: value for key, value in rows.items() if key.startswith(f"{name}.")}
+        assert len(own) == 2 and all(shape[-2] == chosen for shape in own.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_is_written_with_a_cache_is_what_is_written_without(name):
+    model, _ = mixed(name)
+    ids = inputs_of(model)["input_ids"]
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **how), model.generate(ids, **how, use_cache=False))
+
+
+def test_every_family_can_be_a_mixture():
+    for name in FAMILIES:
+        model, _ = mixed(name)
+        with torch.no_grad():
+            assert model(**inputs_of(model)).logits.isfinite().all()
+        assert all(each.passed is not None for each in mixtures_of(model).values())
