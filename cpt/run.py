@@ -82,8 +82,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.training.readiness import prepare
         from cpt.training.verdict import confirm
 
-    ready = prepare(plan, place)  # before hours of reading
-    plan = ready.plan
+    plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
     with time_phase(took, "read the texts"):
@@ -113,8 +112,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
             device=ready.device,
         )
         learner.learn()
-        if is_first_process():
-            learner.conclude(start)
+        learner.conclude(start)
     return scores
 
 

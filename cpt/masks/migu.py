@@ -19,10 +19,8 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from itertools import accumulate
-from math import floor
 from typing import Any
 
 import torch
@@ -40,6 +38,7 @@ from cpt.core.sharding import whole as all_rows
 from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
+from cpt.masks.ranking import by_width, choose_rows
 from cpt.masks.rows import RowGradients
 from cpt.models.forward import in_mode
 from cpt.models.isolation import text_of, text_of_target
@@ -53,11 +52,6 @@ log = logging.getLogger(__name__)
 KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
 
 
-def count_kept(threshold: float, width: int) -> int:
-    """Rows of `width` that are updated: d - floor(T d), by the decimal that T is written as."""
-    return width - floor(Fraction(str(threshold)) * width)
-
-
 def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding. A
     prompt, which rows of an output [B, n + T, d] have more, counts."""
@@ -68,16 +62,6 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
     if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
         return tokens.abs().sum(0, dtype=torch.float32)
     return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
-
-
-def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
-    """1 for the rows of each segment that are updated, else 0, [D]; segments [G, d] hold the places of G
-    groups of d rows, ranked group by group."""
-    mask = torch.zeros_like(scores)
-    for places in segments:
-        best = scores[places].topk(count_kept(threshold, places.shape[1])).indices
-        mask[places.gather(1, best).flatten()] = 1
-    return mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,15 +276,6 @@ class MagnitudeMask(GradientMask):
         return {
             f"chosen/{each.name}": shares[place] for each, place in zip(self.maps, self.places, strict=True)
         }
-
-
-def by_width(maps: Sequence[Projection], places: Sequence[slice]) -> list[Tensor]:
-    """The places of all rows that are ranked together, a tensor [segments, rows] for each number of rows."""
-    found: dict[int, list[Tensor]] = {}
-    for each, place in zip(maps, places, strict=True):
-        for segment in each.segments:
-            found.setdefault(len(segment), []).append(segment + place.start)
-    return [torch.stack(segments) for segments in found.values()]
 
 
 def row_norms(projection: Projection, importance: str) -> Tensor:

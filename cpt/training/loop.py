@@ -242,7 +242,10 @@ class Learner:
         return self.module
 
     def conclude(self, start: Base) -> None:
-        """Intervals, the exported model, the report and the run's summary; then the run is finished."""
+        """Intervals, the exported model, the report and the run's summary, by the first process; then the run
+        is finished."""
+        if not is_first_process():
+            return
         check_signals("before the model was exported")
         self.place.make_room()
         loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])

@@ -18,7 +18,8 @@ from transformers import (
 
 from cpt.data.batch import label_batch
 from cpt.masks.base import recording
-from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, choose_rows, count_kept, magnitudes
+from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, magnitudes
+from cpt.masks.ranking import choose_rows, count_kept
 from cpt.models.objectives import Causal
 from cpt.models.sensitivity import samples
 from cpt.models.units import projections

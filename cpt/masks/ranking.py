@@ -1,0 +1,34 @@
+"""Which rows of linear maps are the largest."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import floor
+
+import torch
+from torch import Tensor
+
+from cpt.models.units import Projection
+
+
+def count_kept(threshold: float, width: int) -> int:
+    """Rows of `width` that are updated: d - floor(T d), by the decimal that T is written as."""
+    return width - floor(Fraction(str(threshold)) * width)
+
+
+def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) -> Tensor:
+    """1 for the rows of each segment that are updated, else 0, [D]; segments [G, d] hold the places of G
+    groups of d rows, ranked group by group."""
+    mask = torch.zeros_like(scores)
+    for places in segments:
+        best = scores[places].topk(count_kept(threshold, places.shape[1])).indices
+        mask[places.gather(1, best).flatten()] = 1
+    return mask
+
+
+def by_width(maps: Sequence[Projection], places: Sequence[slice]) -> list[Tensor]:
+    """The places of all rows that are ranked together, a tensor [segments, rows] for each number of rows."""
+    found: dict[int, list[Tensor]] = {}
+    for each, place in zip(maps, places, strict=True):
+        for segment in each.segments:
+            found.setdefault(len(segment), []).append(segment + place.start)
+    return [torch.stack(segments) for segments in found.values()]
