@@ -57,7 +57,7 @@ TARGETS = {
 }
 VARIANTS = {
     DENSE: ["method=ncl"],
-    "ncl, bf16": ["method=ncl", "trainer.precision=bf16-mixed"],
+    "ncl, bf16": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=eager"],
     "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=sdpa"],
     "ncl, not fused": ["method=ncl", "optim.fused=false"],
     "ncl + migu": ["method=ncl", "mask=migu"],

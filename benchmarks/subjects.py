@@ -33,7 +33,7 @@ class Course(Rhythm):
     equal: bool
     shape: str = "roberta"
 
-    def ground(self) -> Ground:
+    def ground(self, *overrides: str) -> Ground:
         dropout = 0.0 if self.equal else 0.1
         return ground(
             self.cache,
@@ -42,6 +42,7 @@ class Course(Rhythm):
             f"trainer.batch_size={self.batch}",
             f"trainer.steps={self.steps}",
             *(["++optim.fused=true"] if self.fused else []),
+            *overrides,
             shape=self.shape,
         )
 
@@ -75,6 +76,12 @@ def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callba
 def cpt(course: Course, beat: Beat) -> None:
     """The training of `python run.py method=ncl`."""
     place = course.ground()
+    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+
+
+def coarse(course: Course, beat: Beat) -> None:
+    """The same with trainer.precision=bf16-mixed."""
+    place = course.ground("trainer.precision=bf16-mixed", "trainer.attention=eager")
     fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
 
 
@@ -197,4 +204,4 @@ def counting(collator: Any, scored: list[int]) -> Any:
     return collate
 
 
-SUBJECTS = {"cpt": cpt, "bare": bare, "dense": dense, "hf": hf}
+SUBJECTS = {"cpt": cpt, "cpt, bf16": coarse, "bare": bare, "dense": dense, "hf": hf}
