@@ -522,6 +522,7 @@ def test_seconds_of_earlier_files_are_read_by_kind_and_stage(tmp_path):
     scores = Scores.load(tmp_path / "scores.json")
     assert scores.phases == {
         "start": {"read the texts": 9.0},
+        "generate": {},
         "learn": {"end tasks a": 1.0},
         "score": {"base": 2.0},
         "endtasks": {"learn b": 3.0},
@@ -546,5 +547,5 @@ def test_a_file_says_itself_whether_it_learned_from_the_base(tmp_path):
 
 
 def test_an_unknown_kind_of_seconds_is_refused():
-    with pytest.raises(ValueError, match="phases are of sleep; allowed: start, learn, score, endtasks"):
+    with pytest.raises(ValueError, match="phases are of sleep; allowed: start, generate, learn, score, endtasks"):
         dataclasses.replace(made(), phases={"sleep": {"a": 1.0}})
