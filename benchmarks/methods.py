@@ -21,9 +21,8 @@ from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
 from subjects import Pulse, fit
 
-from cpt.data.batch import labels_of
+from cpt.data.batch import inputs_of, labels_of
 from cpt.methods.base import ContinualModule
-from cpt.models.objectives import inputs_of
 from cpt.training.costs import own_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
