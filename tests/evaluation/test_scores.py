@@ -547,5 +547,5 @@ def test_a_file_says_itself_whether_it_learned_from_the_base(tmp_path):
 
 
 def test_an_unknown_kind_of_seconds_is_refused():
-    with pytest.raises(ValueError, match="phases are of sleep; allowed: start, generate, learn, score, endtasks"):
+    with pytest.raises(ValueError, match="phases are of sleep; allowed: start, generate, learn, score"):
         dataclasses.replace(made(), phases={"sleep": {"a": 1.0}})
