@@ -173,7 +173,7 @@ class MagnitudeMask(GradientMask):
                 each.module,
                 axis=each.axis,
                 rows=partial(self.rows, place),
-                wanted=lambda: self.limiting,
+                wanted=self.is_limiting,
             )
             for each, place in zip(self.maps, self.places, strict=True)
             if self.limits and each.measured is None
@@ -182,6 +182,10 @@ class MagnitudeMask(GradientMask):
     def decide(self) -> None:
         if self.limiting:
             self.choose()
+
+    def is_limiting(self) -> bool:
+        """Whether the passes at hand are those of a step whose rows are known before its backward pass."""
+        return self.limiting
 
     def rows(self, place: slice) -> Tensor:
         """The places within a map of the rows that the step at hand changes."""

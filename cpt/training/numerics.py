@@ -43,6 +43,12 @@ def settle_numerics(plan: Plan, place: RunFolder, device: torch.device, *, remem
         options = replace(options, precision=choose_precision(plan, place, device, remember=remember))
     if options.attention == "auto" and (found := suit_attention(plan, options, device)):
         options = replace(options, attention=found)
+        log.info(
+            "trainer.attention=auto: %s, which on a processor in 16 bits is faster than torch's own (sdpa) "
+            "in rows of up to %d tokens",
+            found,
+            SHORT,
+        )
     return replace(plan, trainer=options)
 
 

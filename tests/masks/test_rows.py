@@ -17,25 +17,12 @@ from transformers import (
 )
 
 from cpt.masks.base import recording
-from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions
 from cpt.models.economy import checkpoint_activations
 from cpt.training.plan import make_plan
 from cpt.training.readiness import prepare
 from cpt.training.run_folder import RunFolder
-from tests.support import making
+from tests.support import making, migu
 
-VALUES = {
-    "threshold": 0.7,
-    "importance": "output",
-    "estimator": "per_sample",
-    "acts_on": "gradient",
-    "only": None,
-    "biases": False,
-    "head": False,
-    "tied": False,
-    "skip_first_domain": False,
-    "seed": 0,
-}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 IDS = torch.randint(4, 60, (3, 9), generator=torch.Generator().manual_seed(0))
 BACKENDS = ("hooks", "backward")
@@ -68,9 +55,7 @@ def model(family):
 
 
 def watching(made, backend, **values):
-    mask = MagnitudeMask(MagnitudeMaskOptions(**{**VALUES, "backend": backend, **values}))
-    mask.watch(made, None)
-    return mask
+    return migu.watching(made, backend=backend, **values)
 
 
 def gradients(family, backend, *, change=lambda made: None, dtype=None, passes=1, **values):
@@ -181,6 +166,18 @@ def test_a_map_that_fails_has_its_weight_back():
         dense(torch.zeros(1, 7))
     assert dense.weight is weight
     assert deepcopy(made).roberta.encoder.layer[0].intermediate.dense.weight.requires_grad
+
+
+def test_a_copy_of_the_model_that_is_trained_beside_it_has_all_its_gradients():
+    made = model("gpt2")
+    mask = watching(made, "backward")
+    copy = deepcopy(made)
+    with recording([mask]):
+        loss = made(input_ids=IDS, labels=IDS).loss + copy(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    own, other = (each.transformer.h[0].mlp.c_fc.weight.grad for each in (made, copy))
+    assert other.any(0).all()
+    assert not own.any(0).all()
 
 
 @pytest.mark.parametrize("importance", ["output", "fisher"])

@@ -18,7 +18,7 @@ from transformers import (
 
 from cpt.data.batch import label_batch
 from cpt.masks.base import recording
-from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions, magnitudes
+from cpt.masks.migu import magnitudes
 from cpt.masks.ranking import choose_rows, count_kept
 from cpt.models.objectives import Causal
 from cpt.models.sensitivity import samples
@@ -27,28 +27,10 @@ from cpt.training import loop
 from tests.conftest import SHARED
 from tests.support import making
 from tests.support.making import ORDER, weights
+from tests.support.migu import watching
 
 GOLDEN = SHARED / "golden" / "migu_linear.npz"
 NO_DROPOUT = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-VALUES = {
-    "threshold": 0.7,
-    "importance": "output",
-    "estimator": "per_sample",
-    "acts_on": "gradient",
-    "only": None,
-    "biases": False,
-    "head": False,
-    "tied": False,
-    "skip_first_domain": False,
-    "backend": "hooks",
-    "seed": 0,
-}
-
-
-def watching(model: nn.Module, **values) -> MagnitudeMask:
-    mask = MagnitudeMask(MagnitudeMaskOptions(**{**VALUES, **values}))
-    mask.watch(model, None)
-    return mask
 
 
 def gpt2() -> GPT2LMHeadModel:

@@ -114,8 +114,11 @@ def test_what_is_measured_is_a_block_of_this_model(model, request):
         (("trainer.precision=bf16-mixed", "model.length=513"), "auto"),
     ],
 )
-def test_attention_is_eager_on_a_processor_in_16_bits_of_short_rows(given, found, small, tmp_path):
-    assert settled(small(*given), tmp_path).attention == found
+def test_attention_is_eager_on_a_processor_in_16_bits_of_short_rows(given, found, small, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="cpt"):
+        assert settled(small(*given), tmp_path).attention == found
+    chosen = found == "eager" and not any("attention" in each for each in given)
+    assert ("trainer.attention=auto: eager" in caplog.text) == chosen
 
 
 def test_on_a_gpu_attention_is_as_transformers_has_it(small, tmp_path):

@@ -1,0 +1,27 @@
+"""MIGU's mask over a model, as its tests have it."""
+
+from typing import Any
+
+from torch import nn
+
+from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions
+
+VALUES: dict[str, Any] = {
+    "threshold": 0.7,
+    "importance": "output",
+    "estimator": "per_sample",
+    "acts_on": "gradient",
+    "only": None,
+    "biases": False,
+    "head": False,
+    "tied": False,
+    "skip_first_domain": False,
+    "backend": "hooks",
+    "seed": 0,
+}
+
+
+def watching(model: nn.Module, **values: Any) -> MagnitudeMask:
+    mask = MagnitudeMask(MagnitudeMaskOptions(**{**VALUES, **values}))
+    mask.watch(model, None)
+    return mask
