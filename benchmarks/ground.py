@@ -24,15 +24,21 @@ from cpt.training.assembly import make_method, make_sequence
 from cpt.training.plan import Plan, make_plan
 from cpt.training.pretraining import Base, make_base
 
-SHAPES = {
+MADE = ["model.vocabulary=8192", "model.base.steps=1", "model.base.batch_size=8"]
+SHAPES: dict[str, list[str]] = {
+    "given": [],  # the overrides choose the model
     "roberta": [
         "model=tiny_roberta",
+        *MADE,
+        "model.mask_rate=0.15",
         "model.config.hidden_size=256",
         "model.config.intermediate_size=1024",
         "model.config.num_hidden_layers=4",
     ],
     "t5": [
         "model=tiny_t5",
+        *MADE,
+        "model.mask_rate=0.15",
         "model.mean_span=3",
         "model.config.d_model=256",
         "model.config.d_kv=64",
@@ -42,6 +48,7 @@ SHAPES = {
     ],
     "gpt2": [
         "model=tiny_gpt2",
+        *MADE,
         "model.config.n_embd=256",
         "model.config.n_layer=4",
         "model.config.n_head=4",
@@ -52,10 +59,6 @@ DROPOUT = {
     "t5": ["model.config.dropout_rate"],
 }
 ALWAYS = [
-    "model.vocabulary=8192",
-    "model.mask_rate=0.15",
-    "model.base.steps=1",
-    "model.base.batch_size=8",
     "method=ncl",
     "order=[sympy]",
     "logger=csv",
@@ -109,6 +112,11 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     data = make_sequence(plan, texts, start, module)
     data.enter(next(iter(data)))
     return Ground(plan, start, module, data)
+
+
+def accelerator(device: str) -> str:
+    """The override that puts a run on a device."""
+    return "trainer.accelerator=" + {"cpu": "cpu", "cuda": "gpu"}[device]
 
 
 def arguments(description: str) -> argparse.ArgumentParser:

@@ -44,19 +44,21 @@ def median_of(work: Callable[[], Any]) -> float:
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
         work()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[1:])
 
 
-def peak_of(dtype: torch.dtype) -> float:
+def peak_of(dtype: torch.dtype, *, side: int = SIDE, device: str = "cpu") -> float:
     """Operations per second of a large matrix product."""
-    one, other = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(2))
-    return 2 * SIDE**3 / median_of(lambda: one @ other)
+    one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / median_of(lambda: one @ other)
 
 
-def bandwidth() -> float:
+def bandwidth(*, device: str = "cpu") -> float:
     """Bytes per second that are read and written when memory is copied."""
-    source = torch.zeros(MEGABYTES * 2**18)
+    source = torch.zeros(MEGABYTES * 2**18, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_of(lambda: target.copy_(source))
 

@@ -22,9 +22,11 @@ SIZES: dict[str, dict[str, Any]] = {  # of the published configurations, with th
         **{"num_attention_heads": 12, "max_position_embeddings": 514, "type_vocab_size": 1},
     },
     "gpt2": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12},
+    "gpt2_medium": {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 1024, "n_layer": 24, "n_head": 16},
 }
-OBJECTIVES = {"roberta": "masked", "gpt2": "causal"}
-CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2"}
+USUAL = ("roberta", "gpt2")
+OBJECTIVES = {"roberta": "masked", "gpt2": "causal", "gpt2_medium": "causal"}
+CHOICES = {"roberta": "roberta_base", "gpt2": "gpt2", "gpt2_medium": "gpt2"}
 ENTRIES = 8192  # of the tokenizer, which the rows are more than
 ALWAYS = [
     "order=[sympy,networkx]",
@@ -47,8 +49,9 @@ def methods() -> list[str]:
     return sorted(path.stem for path in (ROOT / "conf" / "method").glob("*.yaml") if path.stem not in NOT)
 
 
-def make_model(size: str, cache: Path) -> Path:
-    """The folder of a model with random weights, and of a tokenizer learned from this program's own text."""
+def make_model(size: str, cache: Path, **changes: int) -> Path:
+    """The folder of a model with random weights, and of a tokenizer learned from this program's own text;
+    `changes` to its configuration."""
     import torch
 
     from cpt.core.cache import make_once
@@ -59,11 +62,12 @@ def make_model(size: str, cache: Path) -> Path:
         text = [path.read_text(encoding="utf-8") for path in (ROOT / "cpt").rglob("*.py")]
         objective = OBJECTIVES[size]
         learned = tokenizers.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
-        config = loading.AutoConfig.for_model(**SIZES[size])
+        config = loading.AutoConfig.for_model(**SIZES[size] | changes)
         loading.AUTO[objective].from_config(config).save_pretrained(folder)
         learned.save_pretrained(folder)
 
-    return make_once(cache / "models" / f"random-{size}", make=make)
+    name = "-".join(["random", size, *(f"{key}{value}" for key, value in changes.items())])
+    return make_once(cache / "models" / name, make=make)
 
 
 def measure(method: str, size: str, *, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "cpt-benchmarks"
     parser.add_argument("--methods", nargs="+", choices=methods(), default=methods())
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=USUAL)
     parser.add_argument("--steps", type=int, default=3, help="of each of two domains")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", default=str(cache), help="folder of the tokenised text and the model")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground import Ground, arguments, ground
+from ground import Ground, accelerator, arguments, ground
 from lightning.pytorch.callbacks import Callback
 from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
@@ -99,12 +99,12 @@ class Sequel(Rhythm):
 
     cache: str
     first: int
-    device: str
     shape: tuple[str, ...]
+    model: str = "roberta"  # of ground.SHAPES
 
     def ground(self, overrides: list[str]) -> Ground:
-        device = "trainer.accelerator=" + {"cpu": "cpu", "cuda": "gpu"}[self.device]
-        return ground(self.cache, device, f"trainer.steps={self.steps}", *self.shape, *overrides)
+        given = (accelerator(self.device), f"trainer.steps={self.steps}", *self.shape, *overrides)
+        return ground(self.cache, *given, shape=self.model)
 
 
 class StepMemory(Callback):

@@ -85,7 +85,7 @@ def make_subjects(chosen: argparse.Namespace, extra: Sequence[str]) -> dict[str,
     options = [
         *("domains=tasks", *root, f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
         *("method=joint", f"model.length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
-        *("model.mask_rate=null", *extra),
+        *extra,
     ]
     return {
         packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}", shape="gpt2"))

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from measuring import QUIET_CORES, busy, rotated, wait_until_quiet
 
 WARMUP = 5
+UNTIMED = {"cpu": 0, "cuda": 1}  # steps, in which memory is asked for again
 FEWEST_ROUNDS = 7
 
 Chunks = Mapping[str, list[dict[str, float]]]  # of every subject, round by round
@@ -27,39 +28,80 @@ Chunks = Mapping[str, list[dict[str, float]]]  # of every subject, round by roun
 
 @dataclass(frozen=True)
 class Rhythm:
-    """`rounds` chunks of `chunk` steps after the warm-up."""
+    """`rounds` chunks of `chunk` steps after the warm-up; on a GPU each behind `UNTIMED` steps of its own."""
 
     threads: int
     rounds: int
     chunk: int
+    device: str = field(default="cpu", kw_only=True)
+
+    @property
+    def untimed(self) -> int:
+        return UNTIMED[self.device]
 
     @property
     def steps(self) -> int:
-        return WARMUP + self.rounds * self.chunk
+        return WARMUP + self.rounds * (self.untimed + self.chunk)
+
+
+class Mark:
+    """A moment, on a GPU of its own work: what was asked of it before is done then."""
+
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if torch.cuda.is_initialized() else None
+        if self.event is not None:
+            self.event.record()
+
+    def reached(self) -> "Mark":
+        """Itself, once the moment has come."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self
+
+    def seconds_to(self, other: "Mark") -> float:
+        if self.event is None or other.event is None:
+            return other.time - self.time
+        return self.event.elapsed_time(other.event) / 1000
 
 
 class Beat:
     """Called after every step of a subject; between chunks it reports the chunk's time and waits for the
-    next turn."""
+    next turn, on a GPU without memory that it does not use."""
 
     def __init__(self, pipe: Connection, rhythm: Rhythm) -> None:
         self.pipe, self.rhythm = pipe, rhythm
         self.losses: list[Any] = []
         self.scored: list[int] = []
         self.wall = self.cpu = 0.0
+        self.marks: list[Mark] = []
 
     def __call__(self, loss: Any, scored: int) -> None:
         self.losses.append(loss.detach())
         self.scored.append(scored)
         since = len(self.losses) - WARMUP
-        if since >= 0 and since % self.rhythm.chunk == 0:
+        if since < 0:
+            return
+        at = since % (self.rhythm.untimed + self.rhythm.chunk)
+        if at == 0:
             self.pause()
+        if at == self.rhythm.untimed:
+            self.begin()
+        else:
+            self.marks.append(Mark())
 
     def pause(self) -> None:
+        last = Mark().reached()
+        wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
+        marks = [*self.marks, last]
+        steps = [one.seconds_to(other) for one, other in zip(marks, marks[1:], strict=False)]
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        self.pipe.send({"wall": time.perf_counter() - self.wall, "cpu": time.process_time() - self.cpu})
+            torch.cuda.empty_cache()
+        self.pipe.send({"wall": wall, "cpu": cpu, "steps": steps})
         self.pipe.recv()
+
+    def begin(self) -> None:
+        self.marks = [Mark().reached()]
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def conclude(self, facts: Mapping[str, Any]) -> None:

@@ -119,9 +119,9 @@ def dense(course: Course, beat: Beat) -> None:
     )
 
 
-def hf(course: Course, beat: Beat) -> None:
-    """The Hugging Face Trainer as run_mlm uses it; its optimizer and schedule are cpt's. Of T5, whose
-    corruption transformers does not make, the Seq2SeqTrainer on cpt's very batches."""
+def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
+    """The Hugging Face Trainer as run_mlm and run_clm use it; its optimizer and schedule are cpt's. Of T5,
+    whose corruption transformers does not make, the Seq2SeqTrainer on cpt's very batches."""
     from transformers import (
         Seq2SeqTrainer,
         Seq2SeqTrainingArguments,
@@ -148,7 +148,8 @@ def hf(course: Course, beat: Beat) -> None:
         logging_steps=10,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
+        use_cpu=course.device == "cpu",
+        bf16=bf16,
     )
     rows, collator = batches(place) if course.equal or seq2seq else unmasked(place)
     (Seq2SeqTrainer if seq2seq else Trainer)(
@@ -162,7 +163,7 @@ def hf(course: Course, beat: Beat) -> None:
 
 
 def unmasked(place: Ground) -> tuple[Any, Any]:
-    """cpt's rows in cpt's order, and the collator that masks them."""
+    """cpt's rows in cpt's order, and the collator that masks them, or makes labels of them."""
     import numpy as np
     from transformers import DataCollatorForLanguageModeling
 
@@ -173,7 +174,10 @@ def unmasked(place: Ground) -> tuple[Any, Any]:
     original = place.start.objective.uncorrupted(first)
     if texts[: stream.batch_size]["input_ids"] != original.tolist():
         raise RuntimeError("the rows are not those of cpt")
-    return texts, DataCollatorForLanguageModeling(place.start.tokenizer, mlm_probability=model.mask_rate)
+    masked = place.start.objective_name == "masked"
+    return texts, DataCollatorForLanguageModeling(
+        place.start.tokenizer, mlm=masked, mlm_probability=model.mask_rate if masked else None
+    )
 
 
 def batches(place: Ground) -> tuple[Any, Any]:

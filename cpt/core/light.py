@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +22,10 @@ def load_light(module: str) -> SimpleNamespace:
     if path is None or not is_heavy(module):
         whole = vars(importlib.import_module(module))
         return SimpleNamespace(**{**whole, "defined": set(whole)})
-    space: dict = {"__name__": module}
+    space: dict = {"__name__": module, "__package__": package_of(module, path)}
     statements = parse(path)
     for statement in statements:
-        if not any(map(is_heavy, imported_modules(statement))):
+        if not any(map(is_heavy, imported_modules(statement, space["__package__"]))):
             # What needs a name that a heavy import would bring is left out as well.
             with suppress(NameError, AttributeError):
                 exec(compile(ast.Module([statement], []), str(path), "exec"), space)
@@ -36,13 +36,41 @@ def load_light(module: str) -> SimpleNamespace:
 @cache
 def is_heavy(module: str) -> bool:
     """Whether a module imports one of HEAVY when it is read in; of installed packages only these do."""
+    found, waiting = {module}, [module]  # a package and its modules may import one another
+    while waiting:
+        name = waiting.pop()
+        if name.partition(".")[0] in HEAVY:
+            return True
+        new = set(needed_by(name)) - found
+        found |= new
+        waiting += new
+    return False
+
+
+def needed_by(module: str) -> Iterator[str]:
+    """The modules that a module imports when it is read in, if it is this program's or the user's own."""
     package = module.partition(".")[0]
-    if package in HEAVY or package in sys.stdlib_module_names:
-        return package in HEAVY
+    if package in sys.stdlib_module_names:
+        return
     path = source_of(module)
-    if path is None or "site-packages" in path.parts and package != __name__.partition(".")[0]:
-        return False
-    return any(is_heavy(name) for statement in parse(path) for name in imported_modules(statement))
+    if path is None or package != __name__.partition(".")[0] and is_installed(package):
+        return
+    for statement in parse(path):
+        yield from imported_modules(statement, package_of(module, path))
+
+
+@cache
+def is_installed(package: str) -> bool:
+    """Whether a package lies in a folder of installed ones: site-packages, dist-packages, that of
+    `pip install --target`."""
+    spec = find_spec(package)
+    places = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
+    return any(any(Path(place).parent.glob("*.dist-info")) for place in places)
+
+
+def package_of(module: str, path: Path) -> str:
+    """The package that a module's relative imports start from."""
+    return module if path.name == "__init__.py" else module.rpartition(".")[0]
 
 
 def source_of(module: str) -> Path | None:
@@ -58,13 +86,15 @@ def parse(path: Path) -> list[ast.stmt]:
     return ast.parse(path.read_text(encoding="utf-8")).body
 
 
-def imported_modules(statement: ast.stmt) -> Iterator[str]:
-    """The modules that a statement imports; a submodule may be named like an attribute of its package."""
+def imported_modules(statement: ast.stmt, package: str) -> Iterator[str]:
+    """The modules that a statement in a package imports; a submodule may be named like an attribute of its
+    package."""
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
-    elif isinstance(statement, ast.ImportFrom) and statement.module:
-        yield statement.module
-        yield from filter(is_module, (f"{statement.module}.{alias.name}" for alias in statement.names))
+    elif isinstance(statement, ast.ImportFrom):
+        module = resolve_name("." * statement.level + (statement.module or ""), package)
+        yield module
+        yield from filter(is_module, (f"{module}.{alias.name}" for alias in statement.names))
 
 
 @cache
