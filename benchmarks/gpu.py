@@ -95,6 +95,7 @@ def climb(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> d
     place = lane.ground(*overrides)
     if dense:
         place.module.losses = partial(dense_losses, place.module)
+    beat.enter()
     fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
     return held()
 
@@ -186,7 +187,7 @@ def measure_packing(stage: "Stage") -> dict[str, Any]:
 
 def measure_methods(stage: "Stage", names: Sequence[str]) -> dict[str, Any]:
     """Every method's step over that of ncl, in groups of processes."""
-    lane = stage.lane(Size("roberta", 128, 64))
+    lane = stage.lane(Size("roberta", 128, 32))
     shape = (*lane.given(), "order=[sympy,networkx]", f"trainer.probe_samples={lane.batch}", COARSE)
     course = Sequel(**stage.rhythm, cache=lane.cache, first=4, shape=shape, model="given")
     work = {
@@ -273,9 +274,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no part is begun")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps per chunk")
-    parser.add_argument("--repeats", type=int, default=4, help="chunks per subject")
-    parser.add_argument("--together", type=int, default=14, help="processes at once, 3 or more")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per chunk")
+    parser.add_argument("--repeats", type=int, default=3, help="chunks per subject")
+    parser.add_argument("--together", type=int, default=13, help="processes at once, 3 or more")
     parser.add_argument(
         "--dry", action="store_true", help="on a processor, at toy size; writes to --out alone"
     )

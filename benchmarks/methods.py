@@ -128,6 +128,7 @@ def perform(beat: Beat, *, course: Sequel, overrides: list[str], dense: bool) ->
     if dense:
         place.module.losses = partial(dense_losses, place.module)
     first, second = place.data
+    beat.enter()
     fit(place, first, steps=course.first)
     memory = StepMemory()
     fit(place, second, steps=course.steps, callbacks=[memory, Pulse(beat)])

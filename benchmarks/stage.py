@@ -90,6 +90,12 @@ class Beat:
         else:
             self.marks.append(Mark())
 
+    def enter(self) -> None:
+        """Returns when it is the subject's turn to warm up: a GPU has no memory for all at once."""
+        if self.rhythm.device != "cpu":
+            self.pipe.send({})
+            self.pipe.recv()
+
     def pause(self) -> None:
         last = Mark().reached()
         wall, cpu = time.perf_counter() - self.wall, time.process_time() - self.cpu
@@ -153,13 +159,24 @@ def actors(subjects: Mapping[str, Subject], rhythm: Rhythm) -> Iterator[dict[str
             for number, (name, subject) in enumerate(subjects.items())
         }
         try:
-            for actor in cast.values():
-                actor.report()
+            warm_up(cast, together=rhythm.device == "cpu")
             yield cast
         finally:
             for actor in cast.values():
                 actor.process.terminate()
                 actor.process.join()
+
+
+def warm_up(cast: Mapping[str, Actor], *, together: bool) -> None:
+    """Has all subjects do their first steps, once all have what they need; one after another if not
+    together."""
+    if not together:
+        for actor in cast.values():
+            actor.report()
+    for actor in cast.values():
+        if not together:
+            actor.pipe.send("go")
+        actor.report()
 
 
 def enter(name: str, subject: Subject, rhythm: Rhythm, log: Path) -> Actor:

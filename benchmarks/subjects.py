@@ -135,6 +135,7 @@ def hf(course: Course, beat: Beat, *, bf16: bool = False) -> None:
             beat(losses[-1], scored[state.global_step - 1])
 
     place, losses, scored = course.ground(), [], []
+    beat.enter()
     model, options = place.module.model, place.plan.trainer
     model.register_forward_hook(lambda module, inputs, output: losses.append(output.loss))
     seq2seq = course.shape == "t5"

@@ -14,6 +14,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/test_gpu.py says how to have one
 
 import pytest
 import torch

@@ -1,0 +1,75 @@
+"""What a GPU must give: every method learns there what it learns on a processor, a killed run ends with the
+same bits, what rests on the host changes none.
+
+    CUDA_VISIBLE_DEVICES=0 python -m pytest -m "" tests/test_gpu.py    # the other tests see no GPU
+"""
+
+import json
+
+import pytest
+import torch
+
+from tests.methods.test_contract import LEARNING, bits, chosen
+from tests.methods.test_offload import KEPT, OFFLOAD
+from tests.support.killing import KilledError, Killer
+from tests.support.making import DROPOUT, ORDER
+
+HERE = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not HERE, reason="no GPU is seen; CUDA_VISIBLE_DEVICES=0 shows the first"),
+]
+GPU, CPU = (f"trainer.accelerator={name}" for name in ("gpu" if HERE else "cpu", "cpu"))
+SAME = "+trainer.deterministic=true"
+CLOSE = 0.02  # nats, of what 6 steps from the same weights give in two places: some 6
+
+
+@pytest.fixture
+def scores(small, start, tmp_path):
+    """What a run has measured, in a folder by name."""
+
+    def run(name, *overrides):
+        start(small(ORDER, *overrides), tmp_path / name)
+        return json.loads((tmp_path / name / "scores.json").read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("method", LEARNING)
+def test_it_is_learned_as_on_a_processor(method, scores):
+    ours, theirs = scores("gpu", *chosen(method), GPU), scores("cpu", *chosen(method), CPU)
+    torch.testing.assert_close(torch.tensor(ours["nll"]), torch.tensor(theirs["nll"]), atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("method", LEARNING)
+def test_it_is_learned_in_16_bits(method, scores):
+    found = scores("gpu", *chosen(method), GPU, "trainer.precision=bf16-mixed", *DROPOUT)
+    assert all(0 < loss < 20 for row in found["nll"] for loss in row)
+
+
+@pytest.mark.parametrize("method", LEARNING)
+def test_killed_and_started_again_it_ends_with_the_same_bits(
+    method, killing, small, start, scores, tmp_path
+):
+    given = [*chosen(method), GPU, SAME, *DROPOUT]
+    scores("whole", *given)
+    for step in (1, 3):
+        killing(Killer(step=step, domain="joint" if method == "joint" else "food"))
+        with pytest.raises(KilledError):
+            start(small(ORDER, *given), tmp_path / "killed")
+    killing(None)
+    scores("killed", *given)
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_rests_on_the_host_changes_no_bit(kind, scores, tmp_path):
+    for name, options in {"there": [], "host": [OFFLOAD]}.items():
+        scores(name, *KEPT[kind][0], GPU, SAME, *options)
+    assert bits(tmp_path / "there") == bits(tmp_path / "host")
+
+
+def test_the_same_command_gives_the_same_bits(scores, tmp_path):
+    for name in ("one", "other"):
+        scores(name, "method=ncl", GPU, SAME, *DROPOUT)
+    assert bits(tmp_path / "one") == bits(tmp_path / "other")
