@@ -8,7 +8,6 @@ that fails, or for which no time is left, is told, and the others stand."""
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,25 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from ground import Ground, accelerator, arguments, ground
+from ground import arguments
+from ladder import COARSE, Lane, Size, climb, describe, operations, rungs
 from limit import bandwidth, peak_of
 from measuring import machine, paired, save
-from memory import CHOICES, OBJECTIVES, make_model
-from methods import NCL, Sequel, dense_losses, group_figures, groups, perform, subjects
-from stage import Beat, Rhythm, Subject, played, prepare
-from subjects import Pulse, fit, hf
+from memory import OBJECTIVES, make_model
+from methods import NCL, Sequel, group_figures, groups, perform, subjects
+from stage import played, prepare
 
-from cpt.training.costs import count_operations
-
-COARSE, PLAIN = "trainer.precision=bf16-mixed", "trainer.precision=32-true"
-LOOSE, FUSED, COMPILED = "optim.fused=false", "optim.fused=true", "trainer.compile=true"
-FIRST, FULL = "32-true", "+ fused AdamW"
-RUNGS = {FIRST: [PLAIN, LOOSE], "bf16-mixed": [COARSE, LOOSE], "+ compile": [COARSE, COMPILED, LOOSE],
-         FULL: [COARSE, COMPILED, FUSED]}  # fmt: skip
-SPARSE = "+ head at the scored places"
-HF = {"Trainer": False, "Trainer, bf16": True}
 PACKINGS = ("none", "isolated")
 TOY = {  # of --dry
     "masked": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -47,17 +36,6 @@ AT_LEAST = 45.0  # seconds that a part is begun with
 ROW = "{:30}{:>9}{:>9}{:>9}{:>11}{:>8}{:>8}{:>9}  {}"
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model of memory.SIZES, and what it reads in a step; both subjects of the Trainer where there is
-    memory for them."""
-
-    model: str
-    length: int
-    batch: int
-    trainers: Sequence[str] = tuple(HF)
-
-
 SIZES = {
     "RoBERTa-base, 128": Size("roberta", 128, 128),
     "RoBERTa-base, 512": Size("roberta", 512, 32),
@@ -67,74 +45,12 @@ SIZES = {
 METHODS, PACKED = "methods, RoBERTa-base, 128", "packing, GPT-2 124M"
 
 
-@dataclass(frozen=True)
-class Lane(Rhythm):
-    """What the subjects of one size run."""
-
-    cache: str
-    size: Size
-    folder: str
-    equal: bool = False  # as of the courses that subjects.hf knows
-    shape: str = "given"
-
-    @property
-    def batch(self) -> int:
-        return self.size.batch
-
-    def ground(self, *overrides: str) -> Ground:
-        return ground(self.cache, *self.given(), *overrides, shape="given")
-
-    def given(self) -> Iterator[str]:
-        yield from (f"model={CHOICES[self.size.model]}", f"model.checkpoint={self.folder}")
-        yield from (f"model.length={self.size.length}", f"trainer.batch_size={self.size.batch}")
-        yield from (f"trainer.steps={self.steps}", accelerator(self.device))
-
-
-def climb(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> dict[str, int]:
-    """A rung: the training of `python run.py method=ncl`; gives the bytes that it needs on the device."""
-    place = lane.ground(*overrides)
-    if dense:
-        place.module.losses = partial(dense_losses, place.module)
-    beat.enter()
-    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
-    return held()
-
-
-def ride(beat: Beat, *, lane: Lane, bf16: bool) -> dict[str, int]:
-    """The same by the Hugging Face Trainer."""
-    hf(lane, beat, bf16=bf16)
-    return held()
-
-
-def held() -> dict[str, int]:
-    return {"peak_device": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0}
-
-
-def rungs(lane: Lane) -> dict[str, Subject]:
-    """The subjects of a size."""
-    masked = OBJECTIVES[lane.size.model] == "masked"
-    ladder = {name: partial(climb, lane=lane, overrides=each, dense=masked) for name, each in RUNGS.items()}
-    if masked:  # of a causal model every place is scored
-        ladder[SPARSE] = partial(climb, lane=lane, overrides=RUNGS[FULL], dense=False)
-    return ladder | {name: partial(ride, lane=lane, bf16=HF[name]) for name in lane.size.trainers}
-
-
-def operations(lane: Lane, *, dense: bool) -> int:
-    """Operations of a step, forward and backward, counted on one sample."""
-    place = lane.ground("trainer.batch_size=1", "trainer.accelerator=cpu")
-    batch = next(iter(place.loader()))
-    losses = partial(dense_losses, place.module) if dense else place.module.losses
-    with count_operations() as counter:
-        losses(batch)["lm"].backward()
-    return int(counter.get_total_flops()) * lane.batch
-
-
-def measure_ladder(name: str, stage: "Stage") -> dict[str, Any]:
+def measure_ladder(name: str, stage: "Stage") -> Iterator[dict[str, Any]]:
     """Every rung of a size: tokens/s, shares of the peak, memory, seconds of a step."""
     lane = stage.lane(SIZES[name])
     counts = {"executed": operations(lane, dense=False), "dense": operations(lane, dense=True)}
     run = played(rungs(lane), lane, patience=0.0)
-    return {
+    yield {
         "operations": counts,
         "subjects": {
             each: describe(each, run, lane=lane, counts=counts, peaks=stage.peaks) for each in run["chunks"]
@@ -143,30 +59,7 @@ def measure_ladder(name: str, stage: "Stage") -> dict[str, Any]:
     }
 
 
-def describe(
-    name: str, run: Mapping[str, Any], *, lane: Lane, counts: Mapping[str, int], peaks: Mapping[str, float]
-) -> dict[str, Any]:
-    chunks, report = run["chunks"], run["reports"][name]
-    steps = [step for chunk in chunks[name] for step in chunk["steps"]]
-    wall = statistics.median(chunk["wall"] for chunk in chunks[name]) / lane.chunk
-    done = counts["executed" if name == SPARSE or OBJECTIVES[lane.size.model] == "causal" else "dense"]
-    best = peaks.get("bf16-mixed", peaks["32-true"])
-    firsts, ours = ([chunk["wall"] for chunk in chunks[each]] for each in (FIRST, name))
-    return {
-        "step_s": wall,
-        "p50_s": float(np.percentile(steps, 50)),
-        "p95_s": float(np.percentile(steps, 95)),
-        "tokens_per_s": lane.batch * lane.size.length / wall,
-        "mfu_executed": done / wall / best,
-        "mfu_dense_equivalent": counts["dense"] / wall / best,
-        "faster_than_first": paired(ours, firsts),
-        "peak_device": report["peak_device"],
-        "scored_tokens": sum(report["scored"]),
-        "mean_loss": statistics.mean(report["losses"]),
-    }
-
-
-def measure_packing(stage: "Stage") -> dict[str, Any]:
+def measure_packing(stage: "Stage") -> Iterator[dict[str, Any]]:
     """Steps of the same examples, padded to the longest and sharing rows."""
     lane = stage.lane(Size("gpt2", 512, 64))
     how = ("domains=tasks", "domains/template=o_lora", "method=joint", COARSE)
@@ -176,7 +69,7 @@ def measure_packing(stage: "Stage") -> dict[str, Any]:
     }
     run = played(work, lane, patience=0.0)
     walls = [[chunk["wall"] for chunk in run["chunks"][name]] for name in PACKINGS]
-    return {
+    yield {
         "isolated_over_none": paired(*reversed(walls)),
         "reports": {
             name: report | {"losses": report["losses"][-1]} for name, report in run["reports"].items()
@@ -185,8 +78,8 @@ def measure_packing(stage: "Stage") -> dict[str, Any]:
     }
 
 
-def measure_methods(stage: "Stage", names: Sequence[str]) -> dict[str, Any]:
-    """Every method's step over that of ncl, in groups of processes."""
+def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every method's step over that of ncl, in groups of processes: what is found after each of them."""
     lane = stage.lane(Size("roberta", 128, 32))
     shape = (*lane.given(), "order=[sympy,networkx]", f"trainer.probe_samples={lane.batch}", COARSE)
     course = Sequel(**stage.rhythm, cache=lane.cache, first=4, shape=shape, model="given")
@@ -204,7 +97,7 @@ def measure_methods(stage: "Stage", names: Sequence[str]) -> dict[str, Any]:
             continue
         figures = group_figures(run, chunk=course.chunk)
         found["subjects"] |= {name: each for name, each in figures.items() if name not in found["subjects"]}
-    return found
+        yield found
 
 
 @dataclass(frozen=True)
@@ -234,17 +127,17 @@ class Stage:
 
 
 def perform_parts(stage: Stage, chosen: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The figures of every part, or why there are none."""
+    """The figures of every part as far as they are there, and why there are no more."""
     parts = {name: partial(measure_ladder, name) for name in SIZES}
     parts |= {METHODS: partial(measure_methods, names=chosen.methods), PACKED: measure_packing}
     for name in chosen.parts:
-        began = time.monotonic()
+        began, found = time.monotonic(), {}
         try:
             stage.check_time()
-            found = parts[name](stage)
+            for found in parts[name](stage):
+                yield name, found | {"seconds": time.monotonic() - began}
         except (RuntimeError, TimeoutError, ValueError) as error:
-            found = {"failed": str(error)[-3000:]}
-        yield name, found | {"seconds": time.monotonic() - began}
+            yield name, found | {"failed": str(error)[-3000:], "seconds": time.monotonic() - began}
 
 
 def shown(name: str, found: Mapping[str, Any]) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """The command line: one program under three names, and what it says of what Hydra cannot compose."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SMALL
 
 RUN = [str(ROOT / "run.py")]
 
@@ -78,3 +79,19 @@ def test_the_help_names_the_program_and_every_group(tmp_path):
     assert ended.returncode == 0 and ended.stdout.startswith("cpt is powered by Hydra.")
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
     assert {name for name in groups if f"\n{name}: " not in ended.stdout} == set()
+
+
+@pytest.mark.slow
+def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path, monkeypatch, corpora, cache):
+    """datasets tells of a JAX that it finds, and Hydra shows what it is told."""
+    for name in ("jax", "jaxlib"):
+        (tmp_path / f"{name}.py").touch()
+    (tmp_path / "jax-9.9.dist-info").mkdir()
+    (tmp_path / "jax-9.9.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: jax\nVersion: 9.9\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    texts = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
+    ended = ran(*texts, *SMALL, "plan=json", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["stages"] and "JAX" not in ended.stderr

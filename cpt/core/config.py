@@ -49,6 +49,7 @@ NEUTRAL: dict[str, Any] = {
     "model.mean_span": None,
     "optim.carry": "none",
     "trainer.compile": False,
+    "trainer.deterministic": False,
     "domains.packing": "none",
     "domains.only": None,
     "domains.by": None,

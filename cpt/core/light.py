@@ -94,15 +94,20 @@ def imported_modules(statement: ast.stmt, package: str) -> Iterator[str]:
     elif isinstance(statement, ast.ImportFrom):
         module = resolve_name("." * statement.level + (statement.module or ""), package)
         yield module
-        yield from filter(is_module, (f"{module}.{alias.name}" for alias in statement.names))
+        yield from (f"{module}.{alias.name}" for alias in statement.names if is_module(module, alias.name))
 
 
 @cache
-def is_module(name: str) -> bool:
-    if name.partition(".")[0] in (*HEAVY, *sys.stdlib_module_names):
+def is_module(package: str, name: str) -> bool:
+    """Whether a name of a package is one of its modules; the package is not imported."""
+    if package.partition(".")[0] in (*HEAVY, *sys.stdlib_module_names):
         return False
     with suppress(ModuleNotFoundError, ValueError):
-        return find_spec(name) is not None
+        spec = find_spec(package)
+        places = [] if spec is None else spec.submodule_search_locations or []
+        return any(
+            (Path(place) / f"{name}{end}").exists() for place in places for end in (".py", "/__init__.py")
+        )
     return False
 
 

@@ -23,7 +23,7 @@ from cpt.data.replay import Generated, Mixture
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.economy import checkpoint_activations, compile_blocks
+from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
@@ -62,8 +62,9 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
 
 
 def make_model(plan: Plan, start: Base) -> PreTrainedModel:
-    """The base model, with attention computed as the plan says."""
+    """The base model, with attention computed as the plan says, and its head as suits a GPU."""
     model = start.model()
+    even_head(model)
     if plan.trainer.attention != "auto":
         model.set_attn_implementation(plan.trainer.attention)
     return model

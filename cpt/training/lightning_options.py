@@ -22,6 +22,6 @@ REFUSED: dict[str, str] = {
 }
 # What goes to lightning.Trainer as it is; a name that is in neither list is looked for in its signature.
 PASSED = (
-    *("benchmark", "deterministic", "detect_anomaly", "enable_autolog_hparams", "gradient_clip_algorithm"),
+    *("benchmark", "detect_anomaly", "enable_autolog_hparams", "gradient_clip_algorithm"),
     *("inference_mode", "model_registry", "profiler", "sync_batchnorm"),
 )

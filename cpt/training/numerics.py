@@ -39,6 +39,11 @@ def settle_numerics(plan: Plan, place: RunFolder, device: torch.device, *, remem
     """The plan with a precision, and with a way to compute attention where transformers' own is slow; told in
     a line each. Raises ValueError where what the folder remembers is damaged."""
     options = plan.trainer
+    if device.type == "cuda" and not options.deterministic:
+        log.info(
+            "on a GPU sums are taken in no fixed order: where a run goes on its last digits may differ; "
+            "the same bits, slower: trainer.deterministic=true"
+        )
     if options.precision == "auto":
         options = replace(options, precision=choose_precision(plan, place, device, remember=remember))
     if options.attention == "auto" and (found := suit_attention(plan, options, device)):

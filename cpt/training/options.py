@@ -132,6 +132,9 @@ class TrainerOptions(Options):
         "what a method keeps of weights (teachers, anchors, averages, parts) rests in the host's memory",
         YES_NO,
     )
+    deterministic: bool = option(
+        "on a GPU sums are taken in a fixed order, slower: the same bits", YES_NO, default=False
+    )
     compile: bool = option("torch.compile of each transformer block", YES_NO)
     checkpoint_every: int = option("steps between checkpoints within a domain", whole(1))
     log_every_n_steps: int = option("steps between points of the curves", whole(1))

@@ -28,6 +28,7 @@ NOISE = (
     ".*smaller than the logging interval.*",  # of short runs
     r"FSDP2-wrapped module \(FSDP\w+(For|LMHead)\w+\) returned a view",  # of logits, which stay as they are
     ".*in eval mode at the start of training.*",  # a teacher is
+    "GPU available but not used.*",  # trainer.accelerator=cpu was asked for
     ".*was called before the ``update``.*",  # a process may have no batch of a short text
 )
 

@@ -56,6 +56,7 @@ AT_ONCE = {
     "trainer.offload=2": f"trainer.offload=2; allowed: {BOOL}",
     "trainer.gradient_checkpointing=2": f"trainer.gradient_checkpointing=2; allowed: {BOOL}",
     "trainer.compile=3": f"trainer.compile=3; allowed: {BOOL}",
+    "trainer.deterministic=warn": f"trainer.deterministic=warn; allowed: {BOOL}",
     "trainer.strategy=deepspeed": "trainer.strategy=deepspeed; allowed: auto, ddp, ddp_find_unused_paramete"
     "rs_true, ddp_find_unused_parameters_false, fsdp",
     "strategy=fsdp trainer.precision=16-mixed": "trainer.precision=16-mixed does not go with strategy=fsdp; "

@@ -56,7 +56,7 @@ def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(compo
     "given",
     [
         "seed=3 name=sizes/small tags=[a,b] order=[pandas,sympy] trainer.steps=1e3 optim.lr=0",
-        "+trainer.detect_anomaly=true +trainer.deterministic=true trainer.gradient_clip_val=0",
+        "+trainer.detect_anomaly=true +trainer.benchmark=true trainer.gradient_clip_val=0",
         "trainer.devices=auto trainer.precision=bf16-mixed trainer.log_every_n_steps=1",
         "trainer.steps=null trainer.tokens=1e6 objective=[LC.nats,FG.nats] freeze.layers=1",
         "method=das method.general=null method=das method.units=[tokens] domains.held_out.most=3",

@@ -143,3 +143,13 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
 def test_an_attention_that_there_is_not_is_told_before_any_text_is_read(small, tmp_path):
     with pytest.raises(ValueError, match="trainer.attention=lightning: .*lightning"):
         prepare(make_plan(small("trainer.attention=lightning")), RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "told"),
+    [("cuda", [], True), ("cuda", ["trainer.deterministic=true"], False), ("cpu", [], False)],
+)
+def test_on_a_gpu_the_order_of_sums_is_told(device, given, told, small, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="cpt"):
+        settle_numerics(make_plan(small(*given)), RunFolder(tmp_path), torch.device(device))
+    assert ("sums are taken in no fixed order" in caplog.text) == told

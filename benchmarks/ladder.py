@@ -1,0 +1,122 @@
+"""What one GPU learns rung by rung, and the Hugging Face Trainer beside it: the subjects of gpu.py."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from ground import Ground, accelerator, ground
+from measuring import paired
+from memory import CHOICES, OBJECTIVES
+from methods import dense_losses
+from stage import Beat, Rhythm, Subject
+from subjects import Pulse, fit, hf
+
+from cpt.training.costs import count_operations
+
+COARSE, PLAIN = "trainer.precision=bf16-mixed", "trainer.precision=32-true"
+LOOSE, FUSED, COMPILED = "optim.fused=false", "optim.fused=true", "trainer.compile=true"
+FIRST, FULL = "32-true", "+ fused AdamW"
+RUNGS = {FIRST: [PLAIN, LOOSE], "bf16-mixed": [COARSE, LOOSE], "+ compile": [COARSE, COMPILED, LOOSE],
+         FULL: [COARSE, COMPILED, FUSED]}  # fmt: skip
+SPARSE = "+ head at the scored places"
+HF = {"Trainer": False, "Trainer, bf16": True}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of memory.SIZES, and what it reads in a step; both subjects of the Trainer where there is
+    memory for them."""
+
+    model: str
+    length: int
+    batch: int
+    trainers: Sequence[str] = tuple(HF)
+
+
+@dataclass(frozen=True)
+class Lane(Rhythm):
+    """What the subjects of one size run."""
+
+    cache: str
+    size: Size
+    folder: str
+    equal: bool = False  # as of the courses that subjects.hf knows
+    shape: str = "given"
+
+    @property
+    def batch(self) -> int:
+        return self.size.batch
+
+    def ground(self, *overrides: str) -> Ground:
+        return ground(self.cache, *self.given(), *overrides, shape="given")
+
+    def given(self) -> Iterator[str]:
+        yield from (f"model={CHOICES[self.size.model]}", f"model.checkpoint={self.folder}")
+        yield from (f"model.length={self.size.length}", f"trainer.batch_size={self.size.batch}")
+        yield from (f"trainer.steps={self.steps}", accelerator(self.device))
+
+
+def climb(beat: Beat, *, lane: Lane, overrides: Sequence[str], dense: bool) -> dict[str, int]:
+    """A rung: the training of `python run.py method=ncl`; gives the bytes that it needs on the device."""
+    place = lane.ground(*overrides)
+    if dense:
+        place.module.losses = partial(dense_losses, place.module)
+    beat.enter()
+    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+    return held()
+
+
+def ride(beat: Beat, *, lane: Lane, bf16: bool) -> dict[str, int]:
+    """The same by the Hugging Face Trainer."""
+    hf(lane, beat, bf16=bf16)
+    return held()
+
+
+def held() -> dict[str, int]:
+    return {"peak_device": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0}
+
+
+def rungs(lane: Lane) -> dict[str, Subject]:
+    """The subjects of a size."""
+    masked = OBJECTIVES[lane.size.model] == "masked"
+    ladder = {name: partial(climb, lane=lane, overrides=each, dense=masked) for name, each in RUNGS.items()}
+    if masked:  # of a causal model every place is scored
+        ladder[SPARSE] = partial(climb, lane=lane, overrides=RUNGS[FULL], dense=False)
+    return ladder | {name: partial(ride, lane=lane, bf16=HF[name]) for name in lane.size.trainers}
+
+
+def operations(lane: Lane, *, dense: bool) -> int:
+    """Operations of a step, forward and backward, counted on one sample."""
+    place = lane.ground("trainer.batch_size=1", "trainer.accelerator=cpu")
+    batch = next(iter(place.loader()))
+    losses = partial(dense_losses, place.module) if dense else place.module.losses
+    with count_operations() as counter:
+        losses(batch)["lm"].backward()
+    return int(counter.get_total_flops()) * lane.batch
+
+
+def describe(
+    name: str, run: Mapping[str, Any], *, lane: Lane, counts: Mapping[str, int], peaks: Mapping[str, float]
+) -> dict[str, Any]:
+    chunks, report = run["chunks"], run["reports"][name]
+    steps = [step for chunk in chunks[name] for step in chunk["steps"]]
+    wall = statistics.median(chunk["wall"] for chunk in chunks[name]) / lane.chunk
+    done = counts["executed" if name == SPARSE or OBJECTIVES[lane.size.model] == "causal" else "dense"]
+    best = peaks.get("bf16-mixed", peaks["32-true"])
+    firsts, ours = ([chunk["wall"] for chunk in chunks[each]] for each in (FIRST, name))
+    return {
+        "step_s": wall,
+        "p50_s": float(np.percentile(steps, 50)),
+        "p95_s": float(np.percentile(steps, 95)),
+        "tokens_per_s": lane.batch * lane.size.length / wall,
+        "mfu_executed": done / wall / best,
+        "mfu_dense_equivalent": counts["dense"] / wall / best,
+        "faster_than_first": paired(ours, firsts),
+        "peak_device": report["peak_device"],
+        "scored_tokens": sum(report["scored"]),
+        "mean_loss": statistics.mean(report["losses"]),
+    }

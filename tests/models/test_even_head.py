@@ -1,0 +1,84 @@
+"""A head of an odd number of entries is computed with more of them, and gives its own."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from cpt.models import economy
+from cpt.models.economy import EvenHead, even_head, in_16_bits
+
+SIZES = {
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}),
+    "roberta": (
+        AutoModelForMaskedLM,
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+}
+
+
+def model_of(kind: str, entries: int) -> nn.Module:
+    auto, sizes = SIZES[kind]
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(kind, vocab_size=entries, **sizes)).double()
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """Heads are computed as on a GPU in 16 bits."""
+    monkeypatch.setattr(EvenHead, "forward", EvenHead.filled)
+
+
+@pytest.mark.parametrize("entries", [257, 260, 319])
+@pytest.mark.parametrize("kind", SIZES)
+def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, filled):
+    plain, even = (model_of(kind, entries) for _ in range(2))
+    even_head(even)
+    assert isinstance(even.get_output_embeddings(), EvenHead)
+    ids = torch.arange(12).view(2, 6) + 5
+    for model in (plain, even):
+        model.eval()(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
+    assert even(input_ids=ids).logits.shape == (2, 6, entries)
+    torch.testing.assert_close(even(input_ids=ids).logits, plain(input_ids=ids).logits)
+    wanted = dict(plain.named_parameters())
+    assert wanted.keys() == dict(even.named_parameters()).keys()
+    for name, each in even.named_parameters():
+        torch.testing.assert_close(each.grad, wanted[name].grad)
+
+
+def test_more_rows_than_there_are_entries_are_multiplied(filled, monkeypatch):
+    seen = []
+    linear = economy.functional.linear
+    monkeypatch.setattr(economy.functional, "linear", lambda x, w, b: seen.append(len(w)) or linear(x, w, b))
+    head = nn.Linear(4, 257)
+    head.__class__ = EvenHead
+    head(torch.ones(3, 4))
+    assert seen == [320]
+
+
+def test_a_head_whose_entries_are_even_is_left_alone():
+    model = model_of("gpt2", 264)
+    even_head(model)
+    assert type(model.get_output_embeddings()) is nn.Linear
+
+
+def test_on_a_processor_it_keeps_its_bits_and_a_copy_has_its_own_weights():
+    model = model_of("gpt2", 257)
+    head = model.get_output_embeddings()
+    given = torch.randn(3, 16, dtype=torch.float64)
+    before = head(given)
+    even_head(model)
+    assert torch.equal(head(given), before)
+    copy = deepcopy(model)
+    with torch.no_grad():
+        head.weight.zero_()
+    assert torch.equal(copy.get_output_embeddings()(given), before)
+
+
+def test_16_bits_are_the_tensors_or_those_of_autocast():
+    given = torch.ones(2)
+    assert not in_16_bits(given) and in_16_bits(given.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert in_16_bits(given)
