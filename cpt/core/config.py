@@ -50,6 +50,8 @@ NEUTRAL: dict[str, Any] = {
     "optim.carry": "none",
     "trainer.compile": False,
     "trainer.deterministic": False,
+    "mask.migu.mass": None,
+    "method.mask.mass": None,
     "domains.packing": "none",
     "domains.only": None,
     "domains.by": None,

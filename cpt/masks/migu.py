@@ -13,7 +13,9 @@ language-model head too, sums over padding, leaves the first domain out, and kee
 compares with a quantile.
 
 With importance=fisher it is FGGM (arXiv 2601.18261, 2026): n_i is the sum over row i of the diagonal Fisher
-of the model before the domain, on the domain's probe, so that the mask is one for all of its steps."""
+of the model before the domain, on the domain's probe, so that the mask is one for all of its steps. With
+`mass` p instead of T, each map changes the fewest rows that hold a share p of the sum of n_i: as many as its
+importance is spread over. FGGM's own adaptive threshold could not be read; this is not said to be it."""
 
 import logging
 import re
@@ -33,12 +35,12 @@ from cpt.adapters.experts import TextRows
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.randomness import key
-from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, whole
+from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, show, whole
 from cpt.core.sharding import whole as all_rows
 from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
-from cpt.masks.ranking import by_width, choose_rows
+from cpt.masks.ranking import by_width, choose_by_mass, choose_rows
 from cpt.masks.rows import RowGradients
 from cpt.models.forward import in_mode
 from cpt.models.isolation import text_of, text_of_target
@@ -68,7 +70,14 @@ def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
 class MagnitudeMaskOptions(Options):
     """Options of MIGU's mask."""
 
-    threshold: float = option("T, the share of rows left as they are", number("0 or more and below 1"))
+    threshold: float | None = option(
+        "T, the share of rows left as they are", or_null(number("0 or more and below 1"))
+    )
+    mass: float | None = option(
+        "instead of T: the share of a map's importance that the chosen rows hold",
+        or_null(number("above 0, at most 1")),
+        default=None,
+    )
     importance: str = option(
         "what rows are ranked by: |output|, their Fisher before the domain, or as controls |gradient|, "
         "|weight|, a draw",
@@ -88,6 +97,11 @@ class MagnitudeMaskOptions(Options):
     seed: int = option("of importance=random", whole(0))
 
     def check_together(self) -> None:
+        if (self.threshold is None) == (self.mass is None):
+            raise ValueError(
+                f"threshold={show(self.threshold)} and mass={show(self.mass)}: one of them says how many "
+                "rows are chosen; allowed: null for the other"
+            )
         if self.backend == "backward" and self.importance not in KNOWN_IN_TIME:
             raise ValueError(
                 f"backend=backward does not go with importance={self.importance}, which is known after the "
@@ -195,7 +209,10 @@ class MagnitudeMask(GradientMask):
         """1 for the rows that the step at hand changes, else 0, [rows]."""
         if self.mask is None:
             segments = [self.get_buffer(name) for name in self.ranked]
-            self.mask = choose_rows(self.scores(), segments, self.options.threshold)
+            if self.options.mass is not None:
+                self.mask = choose_by_mass(self.scores(), segments, self.options.mass)
+            else:
+                self.mask = choose_rows(self.scores(), segments, self.options.threshold)
         return self.mask
 
     def outside(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> list[Projection]:

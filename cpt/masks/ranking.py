@@ -25,6 +25,18 @@ def choose_rows(scores: Tensor, segments: Sequence[Tensor], threshold: float) ->
     return mask
 
 
+def choose_by_mass(scores: Tensor, segments: Sequence[Tensor], mass: float) -> Tensor:
+    """1 for the fewest rows of each segment that hold a share `mass` of the sum of its scores [D], else 0;
+    all rows for `mass` 1, and where all scores are 0. Scores are 0 or more; segments as above."""
+    mask = torch.zeros_like(scores)
+    for places in segments:
+        ranked = scores[places].double().sort(dim=1, descending=True, stable=True)
+        larger, total = ranked.values.cumsum(1) - ranked.values, ranked.values.sum(1, keepdim=True)
+        kept = (larger < mass * total) | (total == 0) | (mass == 1)
+        mask[places.gather(1, ranked.indices)] = kept.to(mask)
+    return mask
+
+
 def by_width(maps: Sequence[Projection], places: Sequence[slice]) -> list[Tensor]:
     """The places of all rows that are ranked together, a tensor [segments, rows] for each number of rows."""
     found: dict[int, list[Tensor]] = {}

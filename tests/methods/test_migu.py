@@ -19,7 +19,7 @@ from transformers import (
 from cpt.data.batch import label_batch
 from cpt.masks.base import recording
 from cpt.masks.migu import magnitudes
-from cpt.masks.ranking import choose_rows, count_kept
+from cpt.masks.ranking import choose_by_mass, choose_rows, count_kept
 from cpt.models.objectives import Causal
 from cpt.models.sensitivity import samples
 from cpt.models.units import projections
@@ -464,7 +464,7 @@ def sum_of_kept(width: int) -> int:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"threshold": 1.0}, "threshold=1.0; allowed: 0 or more and below 1"),
+        ({"threshold": 1.0}, "threshold=1.0; allowed: null or 0 or more and below 1"),
         ({"threshold": -0.1}, "threshold=-0.1; allowed"),
         ({"importance": "loss"}, "importance=loss; allowed: output, fisher, gradient, weight, random"),
         ({"acts_on": "rows"}, "acts_on=rows; allowed: gradient, update, frozen"),
@@ -488,6 +488,45 @@ def test_sums_are_those_of_the_whole_batch_of_all_processes():
         model(input_ids=ids[:2])
         model(input_ids=ids[2:])
     torch.testing.assert_close(mask.sums, whole)
+
+
+@pytest.mark.parametrize(
+    ("mass", "chosen"),
+    [
+        (0.5, [0, 1]),
+        (0.5001, [0, 1, 2]),
+        (0.1, [1]),
+        (0.9, [0, 1, 2, 4]),
+        (0.91, [0, 1, 2, 3, 4]),
+        (1.0, range(6)),
+    ],
+)
+def test_the_fewest_rows_that_hold_a_share_are_chosen(mass, chosen):
+    scores = torch.tensor([2.0, 3.0, 2.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0])
+    segments = [torch.arange(6)[None], torch.tensor([[6, 7]]), torch.tensor([[8]])]
+    mask = choose_by_mass(scores, segments, mass)
+    assert mask[:6].nonzero().flatten().tolist() == list(chosen)
+    assert mask[6:].tolist() == [1, 1, 1]  # all of nothing; one row is never none
+
+
+def test_segments_of_one_width_are_ranked_apart():
+    scores, places = torch.tensor([9.0, 1.0, 1.0, 1.0]), torch.arange(4).view(2, 2)
+    assert choose_by_mass(scores, [places], 0.6).tolist() == [1, 0, 1, 1]
+
+
+def test_in_training_rows_that_hold_a_share_move_and_no_others(small):
+    given = ["mask=migu", "mask.migu.threshold=null", "mask.migu.mass=0.6", "mask.migu.acts_on=frozen"]
+    work = making.made(small(*given, "mask.migu.importance=fisher", ORDER, "optim.weight_decay=0.1"))
+    (mask,), before = work.module.masks, work.weights()
+    work.learn(0)
+    scores = mask.scores()
+    for each, place in zip(mask.maps, mask.places, strict=True):
+        moved = (each.module.weight != before[f"{each.name}.weight"]).any(1 - each.axis)
+        for segment in each.segments:
+            own = scores[place][segment]
+            held = own[moved[segment]]
+            assert 0 < len(held) < len(own) and held.sum() >= 0.6 * own.sum()
+            assert held.sum() - held.min() < 0.6 * own.sum() and held.min() >= own[~moved[segment]].max()
 
 
 def test_rows_are_ranked_by_their_fisher_before_the_domain(small):

@@ -50,6 +50,11 @@ CASES = {  # what it is compared with, what makes the method that, and what does
         ["method.mask.threshold=0", "method.mask.importance=fisher"],
         ["method.mask.threshold=0.7"],
     ),
+    "migu by mass": (
+        "ncl",
+        ["method.mask.threshold=null", "method.mask.mass=1"],
+        ["method.mask.threshold=null", "method.mask.mass=0.5"],
+    ),
     "migu random": (
         "ncl",
         ["method.mask.threshold=0", "method.mask.importance=random"],

@@ -114,7 +114,10 @@ AT_ONCE = {
     "method._target_=cpt.methods.ewc.ECW": "method._target_=cpt.methods.ewc.ECW: cpt.methods.ewc has no ECW",
     "method._target_=nowhere.Method": "method._target_=nowhere.Method: there is no module nowhere",
     "method=adapter +method.routing.unlearnd=base": "method.routing.unlearnd is not known; did you mean meth",
-    "mask=migu mask.migu.threshold=1": "mask.migu.threshold=1; allowed: 0 or more and below 1",
+    "mask=migu mask.migu.threshold=1": f"mask.migu.threshold=1; allowed: null or {BELOW}",
+    "mask=migu mask.migu.mass=0": "mask.migu.mass=0; allowed: null or above 0, at most 1",
+    "mask=migu mask.migu.mass=0.9": "mask.migu.threshold=0.7 and mass=0.9: one of them says how",
+    "mask=migu mask.migu.threshold=null": "mask.migu.threshold=null and mass=null: one of them says",
     "mask=migu mask.migu.importance=size": "mask.migu.importance=size; allowed: output, fisher, gradient, we",
     "mask=migu mask.migu.backend=forward": "mask.migu.backend=forward; allowed: hooks, backward",
     "mask=migu mask.migu.backend=backward mask.migu.importance=gradient": "mask.migu.backend=backward "
@@ -361,7 +364,7 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "rule=mean": "average, task_arithmetic, ties, dare, dare_ties, slerp, fisher",
         "r=0": WHOLE,
     },
-    "migu": {"mask.threshold=1": BELOW},
+    "migu": {"mask.threshold=1": f"null or {BELOW}"},
     "moelora": {
         "experts=0": WHOLE,
         "r=0": WHOLE,
