@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -40,7 +39,7 @@ from cpt.core.sharding import whole as all_rows
 from cpt.data.batch import Batch
 from cpt.masks.base import GradientMask
 from cpt.masks.options import ACTS_ON
-from cpt.masks.ranking import by_width, choose_by_mass, choose_rows
+from cpt.masks.ranking import by_width, choose_by_mass, choose_rows, magnitudes, row_norms
 from cpt.masks.rows import RowGradients
 from cpt.models.forward import in_mode
 from cpt.models.isolation import text_of, text_of_target
@@ -52,18 +51,6 @@ from cpt.models.units import Projection, projections
 
 log = logging.getLogger(__name__)
 KNOWN_IN_TIME = ("output", "fisher")  # importances that rows have before the backward pass
-
-
-def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
-    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding. A
-    prompt, which rows of an output [B, n + T, d] have more, counts."""
-    tokens = output.detach().reshape(-1, output.shape[-1])
-    if present is not None:
-        more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
-        tokens = tokens[functional.pad(present, (more, 0), value=1).flatten().bool()]
-    if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
-        return tokens.abs().sum(0, dtype=torch.float32)
-    return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +119,16 @@ class MagnitudeMask(GradientMask):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
-        covered = [*(projections(model) if maps is None else maps), *self.outside(model, maps)]
+        beside = self.outside(model, maps)
+        if self.options.head and not beside:
+            parts, tied = (
+                "the method trains parts of the blocks alone",
+                "the head is the embedding (tied=true)",
+            )
+            log.warning(
+                "head=true adds nothing to what mask=migu covers: %s", tied if maps is None else parts
+            )
+        covered = [*(projections(model) if maps is None else maps), *beside]
         maps = [each for each in covered if self.only.search(each.name)]
         if not covered:
             log.warning("the method trains no linear maps: mask=migu has nothing to mask")
@@ -297,12 +293,3 @@ class MagnitudeMask(GradientMask):
         return {
             f"chosen/{each.name}": shares[place] for each, place in zip(self.maps, self.places, strict=True)
         }
-
-
-def row_norms(projection: Projection, importance: str) -> Tensor:
-    """L1 norms [d] of the rows of a map's weight or of its gradient; 0 where there is no gradient."""
-    weight = projection.module.weight
-    values = weight if importance == "weight" else weight.grad
-    if values is None:
-        return weight.new_zeros(projection.outputs, dtype=torch.float32)
-    return all_rows(values.detach().float().abs().sum(1 - projection.axis))

@@ -1,4 +1,4 @@
-"""Which rows of linear maps are the largest."""
+"""How large the rows of linear maps are, and which are the largest."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -6,8 +6,31 @@ from math import floor
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from cpt.core.sharding import whole as all_rows
 from cpt.models.units import Projection
+
+
+def magnitudes(output: Tensor, present: Tensor | None) -> Tensor:
+    """Sum [d] in float32 of |h| over the tokens of an output [..., d]; `present` [B, T] is 0 at padding. A
+    prompt, which rows of an output [B, n + T, d] have more, counts."""
+    tokens = output.detach().reshape(-1, output.shape[-1])
+    if present is not None:
+        more = len(tokens) // len(present) - present.shape[1]  # before any padding, so that these may lead
+        tokens = tokens[functional.pad(present, (more, 0), value=1).flatten().bool()]
+    if tokens.is_cpu:  # where the fused norm takes 10 to 25 times as long as these two passes
+        return tokens.abs().sum(0, dtype=torch.float32)
+    return torch.linalg.vector_norm(tokens, ord=1, dim=0, dtype=torch.float32)
+
+
+def row_norms(projection: Projection, importance: str) -> Tensor:
+    """L1 norms [d] of the rows of a map's weight or of its gradient; 0 where there is no gradient."""
+    weight = projection.module.weight
+    values = weight if importance == "weight" else weight.grad
+    if values is None:
+        return weight.new_zeros(projection.outputs, dtype=torch.float32)
+    return all_rows(values.detach().float().abs().sum(1 - projection.axis))
 
 
 def count_kept(threshold: float, width: int) -> int:

@@ -39,11 +39,8 @@ def settle_numerics(plan: Plan, place: RunFolder, device: torch.device, *, remem
     """The plan with a precision, and with a way to compute attention where transformers' own is slow; told in
     a line each. Raises ValueError where what the folder remembers is damaged."""
     options = plan.trainer
-    if device.type == "cuda" and not options.deterministic:
-        log.info(
-            "on a GPU sums are taken in no fixed order: where a run goes on its last digits may differ; "
-            "the same bits, slower: trainer.deterministic=true"
-        )
+    if device.type == "cuda":
+        tell_of_gpu(options)
     if options.precision == "auto":
         options = replace(options, precision=choose_precision(plan, place, device, remember=remember))
     if options.attention == "auto" and (found := suit_attention(plan, options, device)):
@@ -55,6 +52,20 @@ def settle_numerics(plan: Plan, place: RunFolder, device: torch.device, *, remem
             SHORT,
         )
     return replace(plan, trainer=options)
+
+
+def tell_of_gpu(options: TrainerOptions) -> None:
+    """What the defaults cost on a GPU, a line each."""
+    if not options.deterministic:
+        log.info(
+            "on a GPU sums are taken in no fixed order: where a run goes on its last digits may differ; "
+            "the same bits, slower: trainer.deterministic=true"
+        )
+    if options.precision == CHOICES[0]:
+        log.info(
+            "trainer.precision=32-true: on an H100 steps in bf16-mixed were 2.5 to 3 times as fast "
+            "(docs/performance.md); auto: measured here"
+        )
 
 
 def choose_precision(plan: Plan, place: RunFolder, device: torch.device, *, remember: bool) -> str:

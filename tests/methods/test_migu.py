@@ -18,8 +18,7 @@ from transformers import (
 
 from cpt.data.batch import label_batch
 from cpt.masks.base import recording
-from cpt.masks.migu import magnitudes
-from cpt.masks.ranking import choose_by_mass, choose_rows, count_kept
+from cpt.masks.ranking import choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.objectives import Causal
 from cpt.models.sensitivity import samples
 from cpt.models.units import projections
@@ -547,3 +546,18 @@ def test_rows_are_ranked_by_their_fisher_before_the_domain(small):
         for segment in each.segments:
             best = segment[sums[each.name][segment].topk(len(segment) - len(segment) // 2).indices]
             assert set(segment[moved[segment]].tolist()) == set(best.tolist()), each.name
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "told"),
+    [
+        ("small_gpt2", ["mask.migu.head=true"], "the head is the embedding"),
+        ("small_gpt2", ["mask.migu.head=true", "mask.migu.tied=true"], ""),
+        ("small", ["mask.migu.head=true", "method=lora"], "the method trains parts of the blocks alone"),
+        ("small", ["method=lora"], ""),
+    ],
+)
+def test_a_head_that_is_asked_for_and_not_there_is_told(model, given, told, request, caplog):
+    making.made(request.getfixturevalue(model)("mask=migu", ORDER, *given))
+    lines = [each for each in caplog.messages if "head=true adds nothing" in each]
+    assert len(lines) == bool(told) and all(told in each for each in lines)
