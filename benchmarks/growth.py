@@ -106,17 +106,23 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     chosen = parser.parse_args()
     figures: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         names = write_texts(root, chosen.domains)
         for size in chosen.sizes:
             for method in chosen.methods:
-                found = count(method, size, root=root, domains=names, chosen=chosen)
+                try:
+                    found = count(method, size, root=root, domains=names, chosen=chosen)
+                except SystemExit as error:
+                    failed[f"{size} {method}"] = str(error)
+                    print(f"{size} {method} failed: {error}", flush=True)
+                    continue
                 figures.setdefault(size, {})[method] = found
                 print(f"{size} {method}: {found['by_domain']['stored']:,} bytes by domain", flush=True)
     print("\n".join(lines(figures, chosen.domains)))
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
-    save("growth", {"options": settings, "subjects": figures}, out=chosen.out)
+    save("growth", {"options": settings, "subjects": figures, "failed": failed}, out=chosen.out)
 
 
 if __name__ == "__main__":
