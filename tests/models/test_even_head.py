@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.models import economy
 from cpt.models.economy import EvenHead, even_head, in_16_bits
+from tests.support.making import ORDER, made
 
 SIZES = {
     "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}),
@@ -63,6 +64,10 @@ def test_a_processor_multiplies_no_more_rows_in_16_bits_either(monkeypatch):
     head = nn.Linear(4, 257).bfloat16()
     head.__class__ = EvenHead
     assert head(torch.ones(3, 4, dtype=torch.bfloat16)).shape == (3, 257)
+
+
+def test_a_run_has_it(small):
+    assert type(made(small(ORDER, "model.vocabulary=300")).module.model.get_output_embeddings()) is EvenHead
 
 
 def test_a_head_whose_entries_are_even_is_left_alone():
