@@ -1,0 +1,149 @@
+"""What opens the gate: numbers small enough for a hand, and a run."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cpt import gate
+from cpt.evaluation.gate import Bounds, judge
+
+COUNTS = np.array([10.0, 30.0, 0.0])  # the last document scores nothing
+
+
+def row_of(**means):
+    """Losses by document of a row, whose documents all have a text's mean."""
+    return {name: np.stack([mean * COUNTS, COUNTS]) for name, mean in means.items()}
+
+
+def compared(before, after, *, gain=0.05, loss=0.02, since=1, rows=("base", "law", "food")):
+    """The last row against an earlier one, of texts with such means; None is not measured."""
+    names = list(before)
+    nll = [[0.0] * len(names) for _ in rows]
+    nll[since], nll[-1] = ([values[name] for name in names] for values in (before, after))
+    scores = SimpleNamespace(rows=list(rows), domains=names, nll=nll, run={"order": ["law", "food"]})
+    there = [{name: mean for name, mean in values.items() if mean is not None} for values in (before, after)]
+    return judge(scores, [row_of(**each) for each in there], since=since, bounds=Bounds(gain=gain, loss=loss))
+
+
+def verdicts(found):
+    return {each.text: each.verdict for each in found.changes}
+
+
+def test_new_text_must_gain_and_old_text_may_lose_so_much():
+    found = compared({"law": 3.0, "food": 5.0, "general": 4.0}, {"law": 3.01, "food": 4.9, "general": 3.9})
+    assert verdicts(found) == {"food": "gained", "law": "held", "general": "held"} and found.opens
+    (food, law, _) = found.changes
+    assert (food.new, law.new) == (True, False)
+    assert law.difference == pytest.approx(0.01) and (law.low, law.high) == pytest.approx((0.01, 0.01))
+    assert (food.most, law.most) == (-0.05, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        ({"law": 3.03, "food": 4.9, "general": 4.0}, {"law": "fell"}),
+        ({"law": 3.0, "food": 4.96, "general": 4.0}, {"food": "gained too little"}),
+        ({"law": 3.0, "food": 4.9, "general": 4.5}, {"general": "fell"}),
+    ],
+)
+def test_one_text_closes_it(after, told):
+    found = compared({"law": 3.0, "food": 5.0, "general": 4.0}, after)
+    assert not found.opens and told.items() <= verdicts(found).items()
+    assert sum(each.passes for each in found.changes) == 2
+
+
+def test_what_the_documents_do_not_agree_on_is_not_shown():
+    """The mean alone would let it pass."""
+    before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=5.0)
+    after["food"][0] += [-20.0, +2.0, 0.0]
+    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
+    scores.run = {"order": []}
+    found = judge(scores, [before, after], since=1, bounds=Bounds(gain=0.05, loss=0.02))
+    assert verdicts(found)["food"] == "not shown" and not found.opens
+    (food,) = (each for each in found.changes if each.new)
+    assert food.difference == pytest.approx(-18 / 40) and food.low == -2.0 and food.high > -0.05
+
+
+def test_documents_are_drawn_alike_for_both_rows():
+    """They differ much, and by the same in both: the change is known to the digit."""
+    before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
+    for each in (before, after):
+        each["food"][0] += [300.0, -100.0, 0.0]
+    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
+    scores.run = {"order": []}
+    (food, _) = judge(scores, [before, after], since=1, bounds=Bounds(gain=0.9, loss=0.0)).changes
+    assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "gained"
+
+
+def test_what_was_not_measured_closes_it_and_is_named():
+    found = compared({"law": 3.0, "food": 5.0, "general": None}, {"law": 3.0, "food": 4.0, "general": 4.0})
+    assert found.unmeasured == ("general",) and not found.opens
+    assert "closed: general not measured" in list(gate.tell(found))[-1]
+
+
+def test_since_the_base_all_that_was_learned_is_new():
+    texts = {"law": 5.0, "food": 5.0, "space": 5.0, "general": 4.0}
+    found = compared(texts, texts | {"law": 4.0, "food": 4.0, "space": 9.0}, since=0)
+    assert [(each.text, each.new) for each in found.changes] == [
+        *[("law", True), ("food", True), ("general", False)]
+    ]  # nothing is asked of space, which was not learned
+    assert found.opens
+    joint = compared(texts, texts | {"law": 4.0, "food": 4.0}, since=0, rows=("base", "joint"))
+    assert [each.text for each in joint.changes if each.new] == ["law", "food"]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    return tmp_path_factory.mktemp("gate") / "run"
+
+
+@pytest.fixture
+def run(learned, small, start):
+    if not learned.exists():
+        start(small("order=[law,food]", "optim.lr=0.01"), learned)
+    return learned
+
+
+def test_the_exit_code_is_the_answer(run, capsys):
+    assert gate.main([str(run), "--gain", "-9", "--loss", "9"]) == 0
+    told = capsys.readouterr().out
+    assert "after food, compared with law" in told and told.splitlines()[-1].startswith("open: ")
+    assert gate.main([str(run), "--gain", "9", "--loss", "9"]) == 1
+    assert "closed: food gained too little" in capsys.readouterr().out
+
+
+def test_for_programs_it_is_json_with_the_numbers_of_the_matrix(run, capsys):
+    gate.main([str(run), "--json", "--since", "base"])
+    found, scores = json.loads(capsys.readouterr().out), json.loads((run / "scores.json").read_text())
+    by_name = dict(zip(scores["domains"], zip(scores["nll"][0], scores["nll"][-1], strict=True), strict=True))
+    assert {each["text"] for each in found["changes"]} == {"law", "food", "general"}
+    for each in found["changes"]:
+        assert (each["before"], each["after"]) == pytest.approx(by_name[each["text"]])
+        assert each["low"] <= each["after"] - each["before"] <= each["high"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--since", "food"], "--since=food is no row before the last; allowed: base, law"),
+        (["--gain", "nan"], "--gain=nan; allowed: nats per token, a finite number"),
+    ],
+)
+def test_wrong_options_are_told_in_a_line(arguments, said, run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        gate.main([str(run), *arguments])
+    assert ended.value.code == 1 and said in capsys.readouterr().err
+
+
+def test_a_run_that_is_none_or_not_finished_is_told(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half").mkdir()
+    scores = json.loads((run / "scores.json").read_text())
+    scores["run"]["finished"] = False
+    (tmp_path / "half" / "scores.json").write_text(json.dumps(scores))
+    for name, said in (("empty", "holds no scores.json"), ("half", "needed: a finished run")):
+        with pytest.raises(SystemExit):
+            gate.main([str(tmp_path / name)])
+        assert said in capsys.readouterr().err
