@@ -66,6 +66,15 @@ def test_what_the_documents_do_not_agree_on_is_not_shown():
     assert food.difference == pytest.approx(-18 / 40) and food.low == -2.0 and food.high > -0.05
 
 
+def test_a_fall_that_the_documents_do_not_agree_on_is_not_shown_either():
+    before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
+    after["law"][0] += [-2.0, +30.0, 0.0]
+    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
+    scores.run = {"order": []}
+    found = judge(scores, [before, after], since=1, bounds=Bounds(gain=0.05, loss=0.02))
+    assert verdicts(found) == {"law": "not shown", "food": "gained"} and not found.opens
+
+
 def test_documents_are_drawn_alike_for_both_rows():
     """They differ much, and by the same in both: the change is known to the digit."""
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
