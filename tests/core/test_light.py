@@ -44,11 +44,8 @@ def test_what_needs_no_heavy_import_is_there_with_its_relative_imports(place):
 
 
 def test_a_package_and_its_modules_may_import_one_another(place):
-    place(
-        own3__of____init__="from .one import A\n",
-        own3__of__one="from . import two\nA = 1\n",
-        own3__of__two="B = 2\n",
-    )
+    place(own3__of____init__="from .two import B\n", own3__of__one="from . import two\nA = 1\n")
+    place(own3__of__two="from . import three\nB = 2\n", own3__of__three="from . import two\n")
     assert not is_heavy("own3.one")
 
 
