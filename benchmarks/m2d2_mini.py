@@ -161,7 +161,10 @@ def tabulate_orders(groups: Mapping[str, Studied]) -> Block:
             compare_pairs(studied.losses("random", row), studied.losses("similar", row))
             for row in ("last", "own")
         ]
-        cells.append([name, *(f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" for each in compared)])
+        told = (
+            f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" if each.n else "–" for each in compared
+        )
+        cells.append([name, *told])
     head = ["method", "at the end (LC)", "just learned (CPT)"]
     return Block(title="Random minus similar order, nats [95 % interval]", head=head, cells=cells)
 
@@ -180,7 +183,12 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
         axes.axhline(0, color="0.6", linewidth=0.8)
         axes.set(title=f"{order} order", xlabel=f"place in the order (moving mean of {SMOOTHED})")
     axes.figure.axes[0].set_ylabel("forgotten at the end, nats")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    handles = {
+        name: line
+        for each in drawn.axes
+        for line, name in zip(*each.get_legend_handles_labels(), strict=True)
+    }
+    axes.legend(handles.values(), handles, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     told = "; ".join(f"{name}: {np.mean(mean_lost(studied)):+.3f} nats" for name, studied in groups.items())
     return png(drawn, told=f"Forgetting at the end by place in the order. Means: {told}")
 

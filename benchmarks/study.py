@@ -16,7 +16,11 @@ from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
-PRIVATE = ("loading", "versions")  # of scores.json: not a result, or with a path in it
+LEFT_OUT = (
+    "loading",
+    "versions",
+    "similarity",
+)  # of scores.json: no result, or with a path in it; N² and the order's
 
 
 def read_arguments(name: str, about: str) -> argparse.Namespace:
@@ -78,7 +82,7 @@ def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str
 
 def keep_scores(run: Run) -> Mapping:
     data = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
-    return {key: value for key, value in data.items() if key not in PRIVATE}
+    return {key: value for key, value in data.items() if key not in LEFT_OUT}
 
 
 def write_section(program: str, parts: Iterable[str]) -> None:
