@@ -94,9 +94,9 @@ def measure_methods(stage: "Stage", names: Sequence[str]) -> Iterator[dict[str, 
             run = played({name: work[name] for name in group}, course, patience=0.0)
         except RuntimeError as error:
             found["failed"][", ".join(group)] = str(error)[-2000:]
-            continue
-        figures = group_figures(run, chunk=course.chunk)
-        found["subjects"] |= {name: each for name, each in figures.items() if name not in found["subjects"]}
+        else:
+            figures = group_figures(run, chunk=course.chunk)
+            found["subjects"] = figures | found["subjects"]
         yield found
 
 
@@ -160,10 +160,8 @@ def shown(name: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 def options() -> argparse.Namespace:
     parser = arguments(__doc__.split("\n\n")[0])
-    parts, methods = (
-        [*SIZES, METHODS, PACKED],
-        [each for each in subjects() if "," not in each and "+" not in each],
-    )
+    parts = [*SIZES, METHODS, PACKED]
+    methods = [each for each in subjects() if "," not in each and "+" not in each]  # no variants of them
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no part is begun")

@@ -16,11 +16,8 @@ from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
-LEFT_OUT = (
-    "loading",
-    "versions",
-    "similarity",
-)  # of scores.json: no result, or with a path in it; N² and the order's
+# Of scores.json: no result, or with a path in it; of similarities, which decided the order, N² numbers.
+LEFT_OUT = ("loading", "versions", "similarity")
 
 
 def read_arguments(name: str, about: str) -> argparse.Namespace:

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
         rows = place.load_documents([since, len(scores.rows) - 1])
         verdict = judge(scores, rows, since=since, bounds=Bounds(gain=given.gain, loss=given.loss))
     if given.json:
-        print(json.dumps({"opens": verdict.opens} | asdict(verdict)))
+        text = json.dumps({"opens": verdict.opens} | asdict(verdict))
+        print(json.dumps(json.loads(text, parse_constant=lambda constant: None)))  # nan is not JSON
     else:
         print("\n".join(tell(verdict)))
     return 0 if verdict.opens else CLOSED

@@ -94,8 +94,9 @@ def compare(
         (before, counts), (after, _) = (np.asarray(row[text], float) for row in rows)
         there = counts > 0
         sums, counts = np.stack([before, after])[:, there], counts[there]
-        drawn = bootstrap([[sums, counts]], grown, replicates=REPLICATES)
-        low, high = drawn["loss"]["nats"]
+        low, high = np.nan, np.nan  # of one document there is no interval: nothing is shown
+        if counts.size > 1:
+            low, high = bootstrap([[sums, counts]], grown, replicates=REPLICATES)["loss"]["nats"]
         is_new = text in new
         most = -bounds.gain if is_new else bounds.loss
         was, became = sums.sum(1) / counts.sum()

@@ -121,13 +121,10 @@ class MagnitudeMask(GradientMask):
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         beside = self.outside(model, maps)
         if self.options.head and not beside:
-            parts, tied = (
-                "the method trains parts of the blocks alone",
-                "the head is the embedding (tied=true)",
-            )
-            log.warning(
-                "head=true adds nothing to what mask=migu covers: %s", tied if maps is None else parts
-            )
+            why = "the method trains parts of the blocks alone"
+            if maps is None:
+                why = "the head is the embedding (tied=true)"
+            log.warning("head=true adds nothing to what mask=migu covers: %s", why)
         covered = [*(projections(model) if maps is None else maps), *beside]
         maps = [each for each in covered if self.only.search(each.name)]
         if not covered:

@@ -14,10 +14,8 @@ from cpt.models.units import blocks
 
 COMPILER: dict[str, Any] = {}  # what torch.compile is told of each block, beside its own choice
 FLAG = "gradient_checkpointing"  # of the parts of a model of transformers
-ALIGNED, EVEN = (
-    8,
-    64,
-)  # numbers in 16 bits of which a row must be a multiple for the fast kernels; to which it is filled
+ALIGNED = 8  # numbers in 16 bits, of which a row must be a multiple for the fast kernels of a GPU
+EVEN = 64  # of which a multiple is computed instead
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

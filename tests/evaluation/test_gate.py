@@ -54,13 +54,17 @@ def test_one_text_closes_it(after, told):
     assert sum(each.passes for each in found.changes) == 2
 
 
+def judged(before, after, *, gain=0.05):
+    """Rows with documents of their own, in which food is new."""
+    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
+    return judge(scores, [before, after], since=1, bounds=Bounds(gain=gain, loss=0.02))
+
+
 def test_what_the_documents_do_not_agree_on_is_not_shown():
     """The mean alone would let it pass."""
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=5.0)
     after["food"][0] += [-20.0, +2.0, 0.0]
-    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
-    scores.run = {"order": []}
-    found = judge(scores, [before, after], since=1, bounds=Bounds(gain=0.05, loss=0.02))
+    found = judged(before, after)
     assert verdicts(found)["food"] == "not shown" and not found.opens
     (food,) = (each for each in found.changes if each.new)
     assert food.difference == pytest.approx(-18 / 40) and food.low == -2.0 and food.high > -0.05
@@ -69,10 +73,15 @@ def test_what_the_documents_do_not_agree_on_is_not_shown():
 def test_a_fall_that_the_documents_do_not_agree_on_is_not_shown_either():
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
     after["law"][0] += [-2.0, +30.0, 0.0]
-    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
-    scores.run = {"order": []}
-    found = judge(scores, [before, after], since=1, bounds=Bounds(gain=0.05, loss=0.02))
+    found = judged(before, after)
     assert verdicts(found) == {"law": "not shown", "food": "gained"} and not found.opens
+
+
+def test_one_document_shows_nothing():
+    """It would be drawn every time, an interval of no width."""
+    before, after = ({name: np.stack([[10 * mean], [10.0]]) for name in ("law", "food")} for mean in (5, 3))
+    found = judged(before, after)
+    assert set(verdicts(found).values()) == {"not shown"} and not found.opens
 
 
 def test_documents_are_drawn_alike_for_both_rows():
@@ -80,9 +89,7 @@ def test_documents_are_drawn_alike_for_both_rows():
     before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
     for each in (before, after):
         each["food"][0] += [300.0, -100.0, 0.0]
-    scores = SimpleNamespace(rows=["base", "law", "food"], domains=["law", "food"], nll=[[1.0, 1.0]] * 3)
-    scores.run = {"order": []}
-    (food, _) = judge(scores, [before, after], since=1, bounds=Bounds(gain=0.9, loss=0.0)).changes
+    (food, _) = judged(before, after, gain=0.9).changes
     assert (food.low, food.high) == pytest.approx((-1.0, -1.0)) and food.verdict == "gained"
 
 
@@ -131,6 +138,15 @@ def test_for_programs_it_is_json_with_the_numbers_of_the_matrix(run, capsys):
     for each in found["changes"]:
         assert (each["before"], each["after"]) == pytest.approx(by_name[each["text"]])
         assert each["low"] <= each["after"] - each["before"] <= each["high"]
+
+
+def test_what_is_not_known_is_null(run, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "cpt.evaluation.gate.bootstrap", lambda *given, **how: {"loss": {"nats": [np.nan] * 2}}
+    )
+    assert gate.main([str(run), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert all(each["low"] is None for each in found["changes"])
 
 
 @pytest.mark.parametrize(
