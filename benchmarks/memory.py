@@ -5,6 +5,7 @@ each method one process says what a run would cost and another is the run: a few
 domains. What is compared is the largest `memory` of its stages, the most that the process held."""
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -125,14 +126,21 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     chosen = parser.parse_args()
     print(ROW.format("size", "method", "said, MiB", "needed, MiB", "ratio", ""))
+    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     figures: dict[str, dict[str, Any]] = {}
-    for size in chosen.sizes:
-        for method in chosen.methods:
+    failed: dict[str, str] = {}
+    for size, method in itertools.product(chosen.sizes, chosen.methods):
+        try:
             found = measure(method, size, chosen=chosen)
+        except SystemExit as error:
+            failed[f"{size} {method}"] = str(error)
+            print(f"{size} {method} failed: {error}", flush=True)
+        else:
             figures.setdefault(size, {})[method] = found
             print(line(size, method, found), flush=True)
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
-    save("memory", {"options": settings, "subjects": figures}, out=chosen.out)
+        save("memory", {"options": settings, "subjects": figures, "failed": failed}, out=chosen.out)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

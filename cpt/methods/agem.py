@@ -3,11 +3,16 @@ loss on a draw of earlier domains' samples, to first order.
 
     g <- g - (g^T g_ref / g_ref^T g_ref) g_ref     where g^T g_ref < 0
 
-g_ref is the gradient of L_lm on samples from a memory of the domains before. With `acts_on: update` the
-same holds for the step d that is made, decay included: d <- d - (d^T g_ref / g_ref^T g_ref) g_ref where d^T
-g_ref > 0. Under Adam a gradient that is projected gives a step that is not."""
+g_ref is the gradient of L_lm on samples from a memory of the domains before. With `constraints: each` it is
+GEM (Lopez-Paz and Ranzato, NeurIPS 2017, eq. 11), which has one for each of them, the rows of G:
 
-from collections.abc import Iterable, Sequence
+    g <- g + G^T v,    v = argmin_{v >= margin} 1/2 v^T G G^T v + (G g)^T v     where an entry of G g is < 0
+
+With `acts_on: update` the same holds for -d of the step d that is made, decay included: under Adam a gradient
+that is projected gives a step that is not."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,41 +21,63 @@ from torch.optim import Optimizer
 
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
-from cpt.core.rules import one_of, whole
+from cpt.core.rules import number, one_of, whole
 from cpt.data.batch import Batch
 from cpt.masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, slot_of
 
+log = logging.getLogger(__name__)
+
+SWEEPS = 1000  # over the entries of v, at most
+CLOSE = 1e-12  # of the largest entry: v no longer changes
+
 
 @dataclass(frozen=True, kw_only=True)
 class AGEMOptions(Options):
-    """Options of A-GEM."""
+    """Options of A-GEM and GEM."""
 
     memory: int = option("samples of all domains so far that are kept", whole(1))
     draw: int = option("samples of a reference gradient, over all processes", whole(1))
+    constraints: str = option(
+        "mean: one, of the loss on all earlier domains (A-GEM); each: one for each of them (GEM)",
+        one_of("mean", "each"),
+    )
+    margin: float = option("the least that v may be (GEM's memory strength)", number("0 or more"))
     acts_on: str = option("what is projected: the gradient, or the step", one_of("gradient", "update"))
+
+    def check_together(self) -> None:
+        if self.margin and self.acts_on == "update":
+            raise ValueError(
+                f"margin={self.margin} with acts_on=update; allowed: 0 there, or acts_on=gradient: it is "
+                "measured in gradients, and a step is as small as the learning rate"
+            )
 
 
 class Reference(Constraint):
-    """Takes out of a step what raises the loss whose gradient is g_ref."""
+    """Takes out of a step what raises one of the losses whose gradients are the references."""
 
-    def __init__(self, *, acts_on: str) -> None:
+    def __init__(self, *, acts_on: str, margin: float = 0.0) -> None:
         super().__init__(acts_on=acts_on)
-        self.gradients: dict[nn.Parameter, Tensor] = {}  # g_ref of the step at hand
+        self.margin = margin
+        self.gradients: list[Mapping[nn.Parameter, Tensor]] = []  # the references of the step at hand
         self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))  # with a reference, and projected
 
     def covered(self) -> Iterable[nn.Parameter]:
-        return self.gradients
+        return self.gradients[0] if self.gradients else ()
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
-        moved = [each for _, each in steps]
-        reference = [self.gradients[parameter] for parameter, _ in steps]
-        product, length = dot(moved, reference), dot(reference, reference)
-        against = product < 0 if self.acts_on == "gradient" else product > 0
-        self.steps += torch.stack([torch.ones_like(against), against]).to(self.steps)
+        moved, sign = [each for _, each in steps], 1 if self.acts_on == "gradient" else -1
+        references = [[found[parameter] for parameter, _ in steps] for found in self.gradients]
+        products = sign * torch.stack([dot(moved, each) for each in references])
+        against = bool((products < 0).any())
+        self.steps += torch.tensor([1, against], device=self.steps.device)
         if against:
-            torch._foreach_sub_(moved, torch._foreach_mul(reference, product / length))
+            gram = torch.stack([torch.stack([dot(one, other) for other in references]) for one in references])
+            for weight, reference in zip(
+                solve(gram, products, least=self.margin).tolist(), references, strict=True
+            ):
+                torch._foreach_add_(moved, reference, alpha=sign * weight)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The share of steps that were projected."""
@@ -65,24 +92,35 @@ class AGEM(ContinualModule):
 
     def __init__(self, options: AGEMOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        shape = {**slot_of(self.objective, self.length), "width": 0}
+        shape = {**slot_of(self.objective, self.length), "width": 0, "by_domain": self.each}
         pad = self.model.config.pad_token_id or 0
         self.memory = Reservoir(samples=options.memory, **shape, precision="float32", seed=self.seed, pad=pad)
-        self.reference = Reference(acts_on=options.acts_on)
+        self.reference = Reference(acts_on=options.acts_on, margin=options.margin)
         self.masks.append(self.reference)
+
+    @property
+    def each(self) -> bool:
+        return self.options.constraints == "each"
+
+    def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.each and self.domain.index > 1:
+            log.info("method.constraints=each: %s backward passes more a step", self.domain.index)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         for batch in probe:
-            self.memory.add(batch, torch.empty(len(batch["positions"]), 0))
+            self.memory.add(batch, torch.empty(len(batch["positions"]), 0), domain=self.domain.index)
 
     def gradients(self, optimizer: Optimizer) -> None:
-        self.reference.gradients = self.refer() if self.domain.index > 0 else {}
+        learned = self.domain.index
+        sources = [*range(learned)] if self.each else [None] * (learned > 0)
+        self.reference.gradients = [found for source in sources if (found := self.refer(source))]
 
-    def refer(self) -> dict[nn.Parameter, Tensor]:
-        """g_ref by parameter: the gradient of the mean loss on all that the processes have drawn."""
+    def refer(self, source: int | None) -> dict[nn.Parameter, Tensor]:
+        """A reference by parameter: the gradient of the mean loss on all that the processes have drawn, from
+        a domain's samples or from all."""
         trained = [parameter for parameter in self.parameters() if parameter.grad is not None]
         share = max(1, self.options.draw // self.trainer.world_size)
-        slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}")
+        slots = self.memory.draw(share, purpose=f"step {self.trainer.global_step}", domain=source)
         found, count = [torch.zeros_like(each) for each in trained], torch.zeros((), device=self.device)
         if len(slots):
             batch = self.objective.lay_out(self.memory.batch(slots))
@@ -95,6 +133,20 @@ class AGEM(ContinualModule):
             return {}
         torch._foreach_div_(found, count)
         return dict(zip(trained, found, strict=True))
+
+
+def solve(gram: Tensor, products: Tensor, *, least: float) -> Tensor:
+    """The v [t], each entry at least so much, that minimises 1/2 v^T gram v + products^T v, by coordinate
+    descent in 64 bits; of a reference that is 0 the entry is `least`."""
+    gram, products = gram.double().cpu(), products.double().cpu()
+    found = torch.full_like(products, least)
+    for _ in range(SWEEPS):
+        before = found.clone()
+        for k in gram.diagonal().nonzero().flatten().tolist():
+            found[k] = (found[k] - (gram[k] @ found + products[k]) / gram[k, k]).clamp_min(least)
+        if (found - before).abs().max() <= CLOSE * found.abs().max():
+            break
+    return found
 
 
 def dot(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:

@@ -1,10 +1,13 @@
-"""A-GEM: what is left of a gradient, or of a step, that goes against the memory."""
+"""A-GEM and GEM: what is left of a gradient, or of a step, that goes against the memory."""
+
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
-from cpt.methods.agem import AGEM, Reference, dot
+from cpt.methods.agem import AGEM, Reference, dot, solve
 from tests.support.making import ORDER, made
 from tests.support.running import token_nll
 
@@ -64,7 +67,7 @@ def test_no_step_raises_the_loss_on_the_memory(acts_on, small, monkeypatch):
 def test_a_gradient_that_does_no_harm_is_left_alone():
     weight = nn.Parameter(torch.zeros(2))
     reference = Reference(acts_on="gradient")
-    reference.gradients = {weight: torch.tensor([1.0, 0.0])}
+    reference.gradients = [{weight: torch.tensor([1.0, 0.0])}]
     for given, expected in (([1.0, 2.0], [1.0, 2.0]), ([-1.0, 2.0], [0.0, 2.0])):
         step = torch.tensor(given)
         reference.constrain([(weight, step)], None)
@@ -88,3 +91,79 @@ def test_the_first_domain_is_learned_as_by_ncl(small):
     for work in (ours, plain):
         work.learn(0)
     assert all(torch.equal(each, plain.weights()[name]) for name, each in ours.weights().items())
+
+
+def by_hand(gram, products, *, least):
+    """The best v among those with any of its entries at the bound, by brute force."""
+    best = None
+    for free in product([False, True], repeat=len(products)):
+        found, chosen = torch.full_like(products, least), torch.tensor(free)
+        if chosen.any():
+            rest = products + gram[:, ~chosen] @ found[~chosen]
+            found[chosen] = -torch.linalg.solve(gram[chosen][:, chosen], rest[chosen])
+        value = found @ gram @ found / 2 + products @ found
+        if (found >= least - 1e-12).all() and (best is None or value < best[0]):
+            best = value, found
+    return best[1]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_the_constraints_of_several_domains_are_those_of_brute_force(least):
+    draw = torch.Generator().manual_seed(0)
+    bound = []
+    for _ in range(50):
+        references, gradient = torch.randn(3, 6, generator=draw), torch.randn(6, generator=draw)
+        gram, products = (references @ references.T).double(), (references @ gradient).double()
+        found = solve(gram, products, least=least)
+        assert torch.allclose(found, by_hand(gram, products, least=least), atol=1e-8)
+        bound.append((found > least).sum().item())
+        left = references.double() @ (gradient + references.T @ found.float()).double()
+        assert (left > -1e-5).all() or least  # with a margin the step may not turn by as little
+    assert len(set(bound)) > 2  # none, some and several of them bind
+
+
+def test_a_reference_that_is_nothing_leaves_the_others():
+    gram, products = torch.tensor([[0.0, 0.0], [0.0, 4.0]]), torch.tensor([0.0, -2.0])
+    assert solve(gram, products, least=0.0).tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("acts_on", ["gradient", "update"])
+def test_gem_raises_the_loss_of_no_domain(acts_on, small, monkeypatch):
+    """After two domains; A-GEM's one constraint is broken for one of them at some step."""
+    worst = {"each": [], "mean": []}
+    constrain, gradients = Reference.constrain, AGEM.gradients
+
+    def before(module, optimizer):
+        gradients(module, optimizer)
+        module.found = [module.refer(domain) for domain in range(module.domain.index)]
+
+    def watched(reference, steps, optimizer):
+        constrain(reference, steps, optimizer)
+        module, sign = work.module, 1 if acts_on == "gradient" else -1
+        if module.domain.index == 2:
+            ways = [[each[parameter] for parameter, _ in steps] for each in module.found]
+            moved = [each for _, each in steps]
+            along = [sign * dot(moved, way) / length(moved) / length(way) for way in ways]
+            worst[module.options.constraints].append(min(along).item())
+
+    monkeypatch.setattr(AGEM, "gradients", before)
+    monkeypatch.setattr(Reference, "constrain", watched)
+    three = [*SMALL, "order=[food,law,space]", "trainer.steps=10", f"method.acts_on={acts_on}"]
+    for constraints in worst:
+        work = made(small(*three, "method.constraints=each"))
+        work.module.options = replace(work.module.options, constraints=constraints)
+        for number in (0, 1, 2):
+            work.learn(number)
+    assert len(worst["each"]) == 10 and min(worst["each"]) > -1e-4
+    assert min(worst["mean"]) < -1e-3
+
+
+def test_each_domain_has_a_reference_of_its_own_samples(small):
+    work = made(small(*SMALL, "method.constraints=each", "trainer.steps=2", "trainer.probe_samples=20"))
+    for number in (0, 1):
+        work.learn(number)
+    memory = work.module.memory
+    for domain in (0, 1):
+        drawn = memory.draw(100, purpose="all", domain=domain)
+        assert len(drawn) and (memory.domains[drawn] == domain).all()
+    assert len(memory.draw(100, purpose="all")) == (memory.domains >= 0).sum()

@@ -178,6 +178,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
         ["method=adapter", "method.per_domain=true", "mask=migu", "mask.migu.acts_on=update"],
         ["method=demix", "routing@method.routing=posterior", "replay=general"],
         ["method=hat", "method.form=adapter", "mask=migu"],
+        ["method=agem", "method.constraints=each", "mask=migu"],
         pytest.param(MOCL, marks=pytest.mark.campaign),
     ],
     ids=lambda choices: " ".join(choices),

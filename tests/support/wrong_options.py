@@ -107,6 +107,7 @@ AT_ONCE = {
     "endtask=submodules endtask.seeds=5": "endtask.seeds=5; allowed: a list of different whole numbers",
     "endtask=submodules endtask.tasks=5": "endtask.tasks=5; allowed: null or for each task its own values",
     "endtask=submodules +endtask.tasks.pandas=5": "endtask.tasks={'pandas': 5}; allowed: null or for each t",
+    "method=agem method.acts_on=update method.margin=1": "method.margin=1 with acts_on=update; allowed: 0",
     "method=derpp method.memory_bytes=5": "method.memory=512 and memory_bytes=5; allowed: exactly one",
     "method=hat method.units=[]": "method.shared=frozen leaves nothing to train without units",
     "mask=migu mask.migu.acts_on=x": "mask.migu.acts_on=x; allowed: gradient, update, frozen",
@@ -274,7 +275,10 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "routing.top_k=0": f"null or {WHOLE}",
         "routing.top_k=1.5": f"null or {WHOLE}",
     },
-    "agem": {"memory=0": WHOLE, "draw=0": WHOLE, "acts_on=frozen": "gradient, update"},
+    "agem": {
+        **{"memory=0": WHOLE, "draw=0": WHOLE, "acts_on=frozen": "gradient, update"},
+        **{"constraints=all": "mean, each", "margin=-1": "0 or more"},
+    },
     "derpp": {
         "draw=0": "null or a whole number from 1 on",
         "precision=int8": "float16, bfloat16, float32",

@@ -61,7 +61,8 @@ def fill_row(row: Tensor, values: Tensor, filler: int) -> None:
 class Reservoir(nn.Module):
     """`samples` slots, each a row of `length` ids with its labels and the outputs, [scored, width], at its
     scored positions; a row with less of either is padded. Of a model with a decoder, a slot has `target` ids
-    that it takes as well, and labels of these; `pad` fills them up.
+    that it takes as well, and labels of these; `pad` fills them up. Kept `by_domain`, a slot knows the
+    domain of its sample.
 
     Of w processes, r keeps a reservoir of its own samples in the slots r, r + w, r + 2w, ... and draws from
     these; how many it was offered stands in `seen[r]`. The others' slots are stale there until a state_dict
@@ -80,6 +81,7 @@ class Reservoir(nn.Module):
         seed: int,
         target: int | None = None,
         pad: int = 0,
+        by_domain: bool = False,
     ) -> None:
         super().__init__()
         self.seed, self.pad = seed, pad
@@ -91,6 +93,13 @@ class Reservoir(nn.Module):
         self.register_buffer("lengths", torch.zeros(samples, dtype=torch.int32))
         self.register_buffer("outputs", torch.zeros(samples, scored, width, dtype=PRECISIONS[precision]))
         self.register_buffer("seen", torch.zeros(samples, dtype=torch.int64))
+        if by_domain:
+            self.register_buffer("domains", torch.full((samples,), -1, dtype=torch.int32))
+
+    @property
+    def by_domain(self) -> bool:
+        """Whether slots know the domain of their sample."""
+        return "domains" in self._buffers
 
     @property
     def decodes(self) -> bool:
@@ -130,9 +139,9 @@ class Reservoir(nn.Module):
         self.seen[:world] = (total + torch.arange(world).flip(0)) // world
 
     @torch.no_grad()
-    def add(self, batch: Batch, outputs: Tensor) -> None:
-        """Offers a batch's samples with the outputs [K, width] at its scored positions; in half precision
-        these are cut to its range."""
+    def add(self, batch: Batch, outputs: Tensor, *, domain: int = -1) -> None:
+        """Offers a batch's samples, of the domain with this place in the order, with the outputs [K, width]
+        at its scored positions; in half precision these are cut to its range."""
         (rank, world), own, numbers = rank_and_world(), self.slots(), np.arange(len(batch["input_ids"]))
         numbers += self.count()
         keys = sample_keys(key(self.seed, "reservoir", rank, world), numbers)
@@ -147,6 +156,8 @@ class Reservoir(nn.Module):
             for slot, row in rows.items():
                 taken = batch["decoder_input_ids"][row] if self.decodes else None
                 self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row], taken=taken)
+                if self.by_domain:
+                    self.domains[slot] = domain
 
     def put(
         self,
@@ -171,11 +182,12 @@ class Reservoir(nn.Module):
         limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
 
-    def draw(self, count: int, *, purpose: str) -> Tensor:
-        """Different slots of this process, uniform, as many as asked for or as are filled; the purpose names
-        the draw."""
+    def draw(self, count: int, *, purpose: str, domain: int | None = None) -> Tensor:
+        """Different slots of this process, uniform, as many as asked for or as are filled, of a domain's
+        samples or of all; the purpose names the draw."""
         stream = key(self.seed, purpose, *rank_and_world(), self.count())
         own = torch.from_numpy(self.slots())
+        own = own if domain is None else own[self.domains[own] == domain]
         filled = own[self.lengths[own] > 0]
         order = shuffle(np.arange(min(count, len(filled))), len(filled), stream=stream)
         return filled[torch.from_numpy(order)]
