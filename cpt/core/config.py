@@ -60,7 +60,10 @@ NEUTRAL: dict[str, Any] = {
     "domains.embedding_model": None,
     "domains.embedding_samples": 1000,
     "eval.tokens": None,
+    "method.constraints": "mean",
+    "method.margin": 0,
 }
+WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 
@@ -94,6 +97,8 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result; values that compute the same are equal."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
+    if all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
+        leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
 
 

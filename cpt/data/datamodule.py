@@ -57,7 +57,8 @@ class DomainSequence(LightningDataModule):
     `train` and `held_out` are the packed texts by name: those of the domains, in the order of the matrix's
     columns, and that of `general`, if there is one, last. `replay` says how much earlier text stands among a
     domain's samples: that of the stages before it, and the general text; `forms` are the domains' examples as
-    they are written, where the model is to learn that.
+    they are written, where the model is to learn that; `validation` is text that is looked at while a domain
+    is learned.
 
     Raises ValueError for sizes below 1 and for replay that cannot be had."""
 
@@ -82,6 +83,7 @@ class DomainSequence(LightningDataModule):
         workers: int,
         eval_tokens: int | None = None,
         forms: Mapping[str, Packed] | None = None,
+        validation: Mapping[str, Packed] | None = None,
     ) -> None:
         super().__init__()
         sizes = {"accumulate_grad_batches": accumulate, "eval_batch_size": eval_batch_size}
@@ -92,6 +94,7 @@ class DomainSequence(LightningDataModule):
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
         self.replay, self.eval_tokens, self.forms = replay, eval_tokens, forms or {}
+        self.validation = validation or {}
         most = max((len(self.past(domain)) for domain in self.domains), default=0)
         replay.check(domains=most, general=GENERAL in train, batch_size=budget.batch_size)
         self.places = {

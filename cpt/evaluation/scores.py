@@ -37,7 +37,7 @@ NOTED = ("rates", "leak")  # lists of a stage
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
-    *("similarity", "leak", "numerics"),
+    *("similarity", "leak", "numerics", "monitor"),
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
@@ -75,6 +75,7 @@ class Scores(Layout):
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results
     probes: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.probes.results
     conditions: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.conditions
+    monitor: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage, cpt.evaluation.monitor
     numerics: dict[str, str] = field(default_factory=dict)  # the precision, and how attention was computed
     similarity: dict[str, Any] = field(default_factory=dict)  # SIMILARITY, where it decided the order
     needs_domain: bool = False  # whether a text's domain must be known at test time
@@ -166,7 +167,7 @@ class Scores(Layout):
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
-        for name in ("rows", "parts", *NOTED, "phases", "endtasks", "answers", "probes", *COSTS):
+        for name in ("rows", "parts", *NOTED, "phases", "endtasks", "answers", "probes", "monitor", *COSTS):
             setattr(self, name, getattr(earlier, name))
         cells = [dict(zip(earlier.domains, row, strict=True)) for row in earlier.nll]
         self.nll = [[row.get(text) for text in self.domains] for row in cells]

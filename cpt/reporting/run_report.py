@@ -17,6 +17,7 @@ from cpt.reporting.answers import build_answer_blocks, build_answer_moves, forma
 from cpt.reporting.formatting import decimals, megabytes, perplexity, pick_ends, shorten
 from cpt.reporting.generated import build_generated_block
 from cpt.reporting.labels import label
+from cpt.reporting.monitor import build_monitor_block
 from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.probes import build_probe_block, format_probes
 
@@ -48,6 +49,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
+    blocks[3:3] = [build_monitor_block(scores)]
     blocks += [_show_similarity(scores), build_generated_block(Path(folder))]
     moves = build_answer_moves(scores, Path(folder))
     blocks[1:1] = [*build_answer_blocks(scores), moves]  # where there are tasks, people look at these first

@@ -21,6 +21,7 @@ from torch import Tensor
 from cpt.core.errors import reason
 from cpt.core.files import replacing
 from cpt.core.signatures import check_arguments, target
+from cpt.training.monitoring import Monitor
 
 BUDGET = "trainer.steps, trainer.epochs or trainer.tokens say how long a domain is learned"
 KEPT = "trainer.checkpoint_every says how often a checkpoint is kept, keep_stages=true keeps each stage"
@@ -148,7 +149,8 @@ class Keeper(Callback):
             check_callback_state(name, each)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step < trainer.max_steps:
+        monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
+        if trainer.global_step < trainer.max_steps and not any(each.watched.ended for each in monitors):
             names = ", ".join(self.run.callbacks)
             raise ValueError(
                 f"the stage was ended at step {trainer.global_step} of {trainer.max_steps} by one of the "

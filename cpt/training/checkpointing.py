@@ -45,7 +45,7 @@ class Checkpoint(Callback):
         if step == self.step:  # within the parts of a step
             return
         self.step = step
-        if leaving or step % self.every == 0 or step == trainer.max_steps:
+        if leaving or step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
             self.save(trainer, pl_module)
         if leaving:
             name = trainer.datamodule.domain.name

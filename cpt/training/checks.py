@@ -22,6 +22,7 @@ from cpt.data.replay import NOTHING, Mixture
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import check_given
+from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.probes.options import LMEval
 from cpt.models.options import Freeze, ModelOptions
@@ -63,6 +64,7 @@ class Sections:
     run: RunOptions | None
     freeze: Freeze | None
     evaluation: EvalOptions | None
+    monitor: MonitorOptions | None
     data: DataOptions | None
     parts: PartsOptions | None
     model: ModelOptions | None
@@ -90,6 +92,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         run=read_section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=read_section(cfg, "freeze").read(Freeze),
         evaluation=read_section(cfg, "eval").read(EvalOptions),
+        monitor=read_section(cfg, "monitor").read(MonitorOptions),
         data=read_section(cfg, "data").read(DataOptions),
         parts=read_section(cfg, "parts").read(PartsOptions),
         model=read_section(cfg, "model").read(ModelOptions),

@@ -91,11 +91,11 @@ class Compute(Callback):
         self.tokens, self.memory = 0, 0
         self.flops = {"before": 0, "step": 0, "after": 0}
         self.counter: FlopCounterMode | None = None
-        self.counted_from = 0
+        self.counted_from = self.left_out = 0
 
     def costs(self, trainer: Trainer) -> dict[str, int]:
         """Of all processes together; memory of the one that needs most. Asked by every process."""
-        flops = self.flops["before"] + self.flops["step"] * trainer.max_steps + self.flops["after"]
+        flops = self.flops["before"] + self.flops["step"] * trainer.global_step + self.flops["after"]
         own = torch.tensor([self.tokens, flops], dtype=torch.float64, device=trainer.strategy.root_device)
         # float64: exact up to 2^53 tokens, and to 16 digits beyond.
         tokens, flops = trainer.strategy.reduce(own, reduce_op="sum").tolist()
@@ -108,8 +108,15 @@ class Compute(Callback):
     def end(self, phase: str) -> None:
         if self.counter is not None:
             self.counter.__exit__(None, None, None)
-            self.flops[phase] = self.counter.get_total_flops()
-            self.counter = None
+            self.flops[phase] = self.counter.get_total_flops() - self.left_out
+            self.counter, self.left_out = None, 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is computed while it lasts is no part of the stage."""
+        before = self.counter.get_total_flops() if self.counter else 0
+        yield
+        self.left_out += self.counter.get_total_flops() - before if self.counter else 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         give_back()

@@ -16,6 +16,7 @@ from cpt.core.rules import show
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.endtasks.tasks import Protocol, Settings
+from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.policy import EvalOptions
 from cpt.models.options import BaseOptions, Freeze, ModelOptions
 from cpt.optim.options import KNOWN
@@ -27,6 +28,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "": (RunOptions,),
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
+    "monitor": (MonitorOptions,),
     "data": (DataOptions,),
     "parts": (PartsOptions,),
     "model": (ModelOptions,),

@@ -31,17 +31,17 @@ from cpt.training.costs import Compute, own_names, stored_bytes, time_phase, tra
 from cpt.training.examinations import Measured
 from cpt.training.generation import Generation
 from cpt.training.leaks import Leak
+from cpt.training.monitoring import watch
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
-from cpt.training.scoring import Cells, Scorer
+from cpt.training.scoring import Cells, Scorer, tell_row
 from cpt.training.stages import check_stage, restore_stage, save_stage
 from cpt.training.trainer import drop_optimizer, make_trainer
 from cpt.training.verdict import confirm
 
 log = logging.getLogger(__name__)
-SHOWN = 6  # texts at both ends of those that a line names
 
 
 class Learner:
@@ -157,10 +157,21 @@ class Learner:
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
         resting = [Resting(self.place.stage(number - 1))] * self.rests
-        callbacks = [*resting, compute, rates, leak, guard, *self.callbacks.entering(number), saving]
+        watching = watch(self.plan.monitor, self.data, domain, compute)
+        callbacks = [
+            *resting,
+            *watching,
+            compute,
+            rates,
+            leak,
+            guard,
+            *self.callbacks.entering(number),
+            saving,
+        ]
         with time_phase(self.scores.phases["learn"], domain.name):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
+        self.scores.monitor.update((domain.name, each.watched.tell()) for each in watching)
         check_finite(self.module.state_dict(), domain.name)
         state = save_stage(self.module, self.place.stage(number))
         self.rest(number)
@@ -265,13 +276,6 @@ class Learner:
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
-
-
-def tell_row(row: str, means: Mapping[str, float]) -> None:
-    """A line with the perplexities of a row; of many texts the first and last."""
-    shown = [f"{name} {value:.1f}" for name, value in zip(means, np.exp([*means.values()]), strict=True)]
-    few = shown if len(shown) <= 2 * SHOWN else [*shown[:SHOWN], "…", *shown[-SHOWN:]]
-    log.info("after %s, perplexity: %s", row, ", ".join(few))
 
 
 def gather_documents(

@@ -19,6 +19,7 @@ from cpt.data.similarity import Similarity
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
+from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.probes.options import LMEval, plan_probe
@@ -42,6 +43,7 @@ class Plan:
     model: ModelOptions
     freeze: Freeze
     evaluation: EvalOptions
+    monitor: MonitorOptions
     data: DataOptions
     parts: PartsOptions
     method: Choice
@@ -110,6 +112,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         model=begin_from(said.model, settings["from"]),
         freeze=said.freeze,
         evaluation=said.evaluation,
+        monitor=check_ending(said.monitor, said.schedule),
         data=said.data,
         parts=said.parts,
         method=said.method,
@@ -132,6 +135,17 @@ def make_plan(cfg: DictConfig) -> Plan:
     )
     check_generated(plan)
     return check_sharded(plan)
+
+
+def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:
+    """The monitor's options; raises ValueError where a stage may end before the step that its schedule
+    branches at."""
+    if monitor.decides and getattr(schedule, "branches", False):
+        raise ValueError(
+            "monitor.stop, patience and keep do not go with a schedule whose decay is a branch (wsd, "
+            "infinite): the next domain goes on before it; allowed: stop=null, patience=null, keep=last"
+        )
+    return monitor
 
 
 def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
@@ -181,6 +195,8 @@ def check_sharded(plan: Plan) -> Plan:
                 "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
             )
     asked = {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
+    if plan.monitor.keep == "best":
+        raise ValueError("monitor.keep=best does not go with strategy=fsdp; allowed: last")
     for group, value in asked.items():
         if value is not None:
             raise ValueError(

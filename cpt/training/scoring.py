@@ -1,5 +1,6 @@
 """The cells of the matrix: which of a row are to be measured, and measuring them."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
@@ -17,6 +18,8 @@ from cpt.training.options import TrainerOptions
 from cpt.training.run_folder import RunFolder
 from cpt.training.trainer import make_trainer
 
+log = logging.getLogger(__name__)
+SHOWN = 6  # texts at both ends of those that a line names
 HEAVIEST = 20  # parts that a text's row names, of more
 
 
@@ -99,3 +102,10 @@ class Scorer:
             f"{sum(left.values())} cells of the matrix are missing, in the rows {listed}: the weights after "
             "these stages were not kept (keep_stages=true keeps them for later)"
         )
+
+
+def tell_row(row: str, means: Mapping[str, float]) -> None:
+    """A line with the perplexities of a row; of many texts the first and last."""
+    shown = [f"{name} {value:.1f}" for name, value in zip(means, np.exp([*means.values()]), strict=True)]
+    few = shown if len(shown) <= 2 * SHOWN else [*shown[:SHOWN], "…", *shown[-SHOWN:]]
+    log.info("after %s, perplexity: %s", row, ", ".join(few))

@@ -25,6 +25,7 @@ METHODS = sorted(path.stem for path in ROOT.glob("conf/method/*.yaml")) + sorted
 LEARNING = [name for name in METHODS if name != "none"]
 # One method of each kind of state; of promises that cost many runs, the others are kept in the campaign.
 KINDS = {"none", "ncl", "joint", "das", "ewc", "derpp", "hat", "demix", "olora", "companions"}
+WATCHED = ["monitor.every=4", "monitor.tokens=64"]
 MOCL = ["method=sapt", "method.key=cosine", "method.query=encoder", "mask=migu", "replay=past"]
 
 
@@ -156,14 +157,17 @@ def test_every_loss_term_is_finite_and_moves_something(method, module):
 def test_killed_and_started_again_it_ends_with_the_same_bits(
     method, uninterrupted, killing, small, start, tmp_path
 ):
-    """Killed three times in the last domain: before a checkpoint, after one, and after the last step."""
+    """Killed three times in the last domain: before a checkpoint, after one, and after the last step; and
+    with looks at other text, which the other run has not."""
     last = "joint" if method == "joint" else "food"
+    given = [*chosen(method), ORDER, *DROPOUT, *WATCHED]
     for step in (1, 3, 6):
         killing(Killer(step=step, domain=last))
         with pytest.raises(KilledError):
-            start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
+            start(small(*given), tmp_path)
     killing(None)
-    start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
+    start(small(*given), tmp_path)
+    assert last in json.loads((tmp_path / "scores.json").read_text())["monitor"]
     assert bits(tmp_path) == bits(uninterrupted(method))
 
 

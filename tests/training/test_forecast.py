@@ -184,13 +184,14 @@ def left(said: dict) -> dict[str, tuple[int, int]]:
 def test_nothing_is_left_behind_and_no_base_is_made(start, small, foretold, tmp_path):
     cfg = small(THREE, f"cache_dir={tmp_path / 'cache'}")
     said = foretold(cfg, tmp_path / "run")
-    assert said["state"] == "new" and said["seconds"]["base model"] > 0
+    assert said["state"] == "new" and said["seconds"]["base model"] > 0 and said["seconds"]["looks"] == 0
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache" / "base").exists()
     cfg.plan = False
     start(cfg, tmp_path / "run")
     before = contents(tmp_path)
     assert foretold(small(THREE, f"cache_dir={tmp_path / 'cache'}"), tmp_path / "run")["left"] == "nothing"
-    assert foretold(cfg, tmp_path / "other")["seconds"]["base model"] == 0
+    watched = foretold(small(THREE, f"cache_dir={tmp_path / 'cache'}", "monitor.every=2"), tmp_path / "other")
+    assert watched["seconds"]["base model"] == 0 and watched["seconds"]["looks"] > 0
     assert {name: each for name, each in contents(tmp_path).items() if ".lock" not in name} == {
         name: each for name, each in before.items() if ".lock" not in name
     }

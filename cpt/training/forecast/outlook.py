@@ -116,7 +116,7 @@ class Outlook:
     def seconds(self, *, base_step_s: float) -> dict[str, float]:
         """Seconds of what is left, by what they go to."""
         found = {"base model": base_step_s * self.plan.model.base.steps if base_step_s else 0.0}
-        kinds = ("steps", "before and after domains", "checkpoints", "scoring", "generated text")
+        kinds = ("steps", "looks", "before and after domains", "checkpoints", "scoring", "generated text")
         found |= dict.fromkeys(kinds, 0.0)
         writing_s = self.known("writing_s", 1) / self.world
         for row in self.work.rows:
@@ -124,6 +124,7 @@ class Outlook:
             found["generated text"] += row.left_generated * writing_s
             if row.left_steps:
                 found["steps"] += row.left_steps * self.step_s(row.number)
+                found["looks"] += self.looking(row)
                 found["before and after domains"] += self.around(row)
                 found["checkpoints"] += self.saving(row)
         return found
@@ -153,6 +154,18 @@ class Outlook:
             times = samples / batch * flops / phase.flops if phase.flops else 1
             total += phase.seconds * times
         return total
+
+    def looking(self, row: Row) -> float:
+        """Seconds of looks at other text while a stage is learned."""
+        options, stage = self.plan.monitor, self.data.domains[row.number - 1]
+        if options.every is None:
+            return 0.0
+        total = 0.0
+        for text in options.choose(stage.parts, self.data.past(stage), stage=stage.name):
+            kind = "seen" if self.data.places.get(text, self.stages) < row.number - 1 else "unseen"
+            tokens = min(options.tokens, int(self.data.validation[text].row_lengths.sum()))
+            total += tokens * self.token_s(kind, row.number)
+        return total * (1 + row.left_steps // options.every) / self.world
 
     def saving(self, row: Row) -> float:
         """Seconds of checkpoints, and of the stage's file."""

@@ -1,0 +1,179 @@
+"""Looks at other text while a domain is learned."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cpt.evaluation.monitor import MonitorOptions, Watched
+from cpt.optim.guard import Guard
+from cpt.training.checkpointing import Checkpoint
+from tests.support.killing import KilledError, Killer
+from tests.support.making import DROPOUT
+
+THREE = ["order=[law,food,space]", "trainer.steps=6"]
+OFF = {"every": None, "tokens": 2000, "past": 4, "general": True, "stop": None, "patience": None}
+EVERY = ["monitor.every=2", "monitor.tokens=200"]
+
+
+def options(**given):
+    return MonitorOptions(**OFF | {"keep": "last"} | given)
+
+
+def scores_of(folder):
+    return json.loads((folder / "scores.json").read_text())
+
+
+def weights(folder):
+    return torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+
+
+def seen(values, *, own=("mine",)):
+    """What was watched of a stage whose texts had these losses: of two documents each."""
+    watched = Watched()
+    looks = [
+        {text: np.array([[loss[at] * 9.0, loss[at] * 11.0], [9.0, 11.0]]) for text, loss in values.items()}
+        for at in range(len(next(iter(values.values()))))
+    ]
+    for step, look in enumerate(looks):
+        watched.add(step, looks[0], look, own=own)
+    return watched
+
+
+def test_a_stage_ends_when_a_text_has_risen_for_certain():
+    watched = seen({"mine": [3.0, 2.0], "past": [2.0, 2.3], "general": [4.0, 4.05]})
+    assert watched.rises() == pytest.approx({"mine": -1.0, "past": 0.3, "general": 0.05})
+    assert watched.judge(options(every=1, stop=0.2), own=("mine",)).startswith("past has risen by 0.300")
+    assert not watched.judge(options(every=1, stop=0.31), own=("mine",))
+    assert not watched.judge(options(every=1), own=("mine",))
+
+
+def test_a_rise_of_one_document_in_two_is_not_certain():
+    watched, counts = Watched(), [10.0, 10.0]
+    began = {text: np.array([[20.0, 20.0], counts]) for text in ("mine", "past")}
+    for step, sums in enumerate(([20.0, 20.0], [30.0, 20.0])):
+        watched.add(step, began, {"mine": began["mine"], "past": np.array([sums, counts])}, own=["mine"])
+    assert watched.rises()["past"] == pytest.approx(0.5)
+    assert watched.rise["past"][-1] == pytest.approx([0.0, 1.0])
+    assert not watched.judge(options(every=1, stop=0.1), own=["mine"])
+
+
+def test_its_own_text_may_rise():
+    watched = seen({"mine": [3.0, 4.0], "past": [2.0, 2.0]})
+    assert not watched.judge(options(every=1, stop=0.2), own=("mine",))
+
+
+@pytest.mark.parametrize(("losses", "ends"), [([3, 2, 2.1, 2.2], True), ([3, 2, 2.1, 1.9], False)])
+def test_patience_counts_looks_since_the_lowest_loss(losses, ends):
+    watched = seen({"mine": [float(each) for each in losses]})
+    assert bool(watched.judge(options(every=1, patience=2), own=("mine",))) == ends
+
+
+def test_the_texts_of_a_stage_are_its_own_past_ones_and_the_general_one():
+    past = [f"d{number}" for number in range(50)]
+    chosen = options(past=3).choose(["new"], past, stage="new")
+    assert chosen[0] == "new" and chosen[-1] == "general" and len(chosen) == 5
+    assert set(chosen[1:4]) < set(past) and chosen == options(past=3).choose(["new"], past, stage="new")
+    assert chosen[1:4] != options(past=3).choose(["other"], past, stage="other")[1:4]
+    assert options(past=3, general=False).choose(["new"], [], stage="new") == ["new"]
+
+
+@pytest.mark.parametrize("method", ["ncl", "hat", "demix"])
+def test_looking_changes_no_bit(method, small, start, tmp_path):
+    """Neither of what is learned, nor of what it costs; and a finished run may be looked at anew."""
+    for name, how in (("plain", []), ("watched", EVERY)):
+        start(small(f"method={method}", *THREE, *DROPOUT, *how), tmp_path / name)
+    plain, watched = weights(tmp_path / "plain"), weights(tmp_path / "watched")
+    assert plain.keys() == watched.keys()
+    assert all(torch.equal(value, watched[name]) for name, value in plain.items())
+    one, other = scores_of(tmp_path / "plain"), scores_of(tmp_path / "watched")
+    assert all(one[name] == other[name] for name in ("nll", "flops", "seen", "config_digest"))
+    assert one["monitor"] == {}
+    assert list(other["monitor"]) == ["law", "food", "space"]
+    last = other["monitor"]["space"]
+    assert last["steps"] == [0, 2, 4, 6] and list(last["nll"]) == ["space", "law", "food", "general"]
+    assert last["nll"]["space"][-1] < last["nll"]["space"][0]
+    assert last["rise"]["law"][0] == pytest.approx([0, 0]) and not last["ended"]
+
+
+def test_what_is_looked_at_is_validation_text(small, start, tmp_path):
+    """All of it, with the loss that the matrix has for the same text."""
+    how = ["monitor.every=3", "monitor.tokens=1000000", "domains.score_on=valid"]
+    start(small("method=ncl", *THREE, *DROPOUT, *how), tmp_path)
+    found = scores_of(tmp_path)
+    column = found["domains"].index("general")
+    for row, stage in enumerate(["law", "food", "space"], start=1):
+        looks = found["monitor"][stage]["nll"]["general"]
+        assert looks[-1] == pytest.approx(found["nll"][row][column], rel=1e-5)
+        assert looks[0] == pytest.approx(found["nll"][row - 1][column], rel=1e-5)
+
+
+def test_a_stage_that_forgets_ends_and_the_next_is_learned(small, start, tmp_path, caplog):
+    caplog.set_level("INFO")
+    how = ["monitor.every=2", "monitor.stop=0.0", "optim.lr=0.3", "trainer.steps=8"]
+    start(small("method=ncl", "order=[law,food,space]", *how), tmp_path)
+    found = scores_of(tmp_path)
+    ended = {stage: each["ended"] for stage, each in found["monitor"].items()}
+    assert "monitor.stop=0" in ended["law"] and "monitor.stop=0" in ended["space"], ended
+    assert found["run"]["finished"] and "law ends after step" in caplog.text
+    steps = [found["monitor"][stage]["steps"][-1] for stage in ("law", "food", "space")]
+    assert steps[0] < 8
+    for cost in ("seen", "flops"):  # those of the steps that were made
+        by_step = np.divide(found[cost][1:], steps)
+        assert np.ptp(by_step) < 0.02 * by_step.max()
+
+
+def test_patience_with_the_best_weights(small, start, tmp_path):
+    """The model ends as it was at its lowest loss."""
+    how = ["monitor.every=1", "monitor.patience=3", "monitor.keep=best", "optim.lr=0.05", "trainer.steps=30"]
+    how += ["schedule=constant", "schedule.warmup=0", "monitor.general=false"]
+    start(small("method=ncl", "order=[law]", *how), tmp_path / "best")
+    watched = scores_of(tmp_path / "best")["monitor"]["law"]
+    losses = watched["nll"]["law"]
+    assert watched["ended"] and watched["kept"] == watched["steps"][int(np.argmin(losses))]
+    assert watched["steps"][-1] == watched["kept"] + 3
+    short = [f"trainer.steps={watched['kept']}", *how[3:4], *how[5:7]]
+    start(small("method=ncl", "order=[law]", *short), tmp_path / "short")
+    one, other = weights(tmp_path / "best"), weights(tmp_path / "short")
+    assert all(torch.equal(value, other[name]) for name, value in one.items() if name.startswith("model."))
+
+
+ENDING = ["monitor.every=2", "monitor.patience=1", "monitor.keep=best", "monitor.stop=0.01", "optim.lr=0.1"]
+
+
+def test_a_stage_that_ended_early_is_the_same_after_any_kill(small, start, killing, tmp_path):
+    given = ["method=ewc", *THREE[:1], "trainer.steps=12", "trainer.checkpoint_every=3", *DROPOUT, *ENDING]
+    start(small(*given), tmp_path / "whole")
+    whole = scores_of(tmp_path / "whole")
+    last = whole["monitor"]["food"]["steps"][-1]
+    assert last < 12 and whole["monitor"]["food"]["ended"]
+    for step in (1, last - 1, last):
+        killing(Killer(step=step, domain="food"))
+        with pytest.raises(KilledError):
+            start(small(*given), tmp_path / "killed")
+    killing(None)
+    start(small(*given), tmp_path / "killed")
+    killed = scores_of(tmp_path / "killed")
+    assert all(
+        whole[name] == killed[name] for name in ("nll", "monitor", "seen", "flops", "rates", "metrics")
+    )
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_what_ends_stages_is_part_of_what_a_run_is(small, start, tmp_path):
+    start(small("method=ncl", *THREE), tmp_path)
+    start(small("method=ncl", *THREE, *EVERY), tmp_path)
+    with pytest.raises(ValueError, match="monitor.stop"):
+        start(small("method=ncl", *THREE, *EVERY, "monitor.stop=0.1"), tmp_path)
+
+
+def test_the_last_step_of_a_stage_that_ends_early_is_kept(monkeypatch, tmp_path):
+    saving, saved = Checkpoint(tmp_path / "state", every=100, guard=Guard()), []
+    monkeypatch.setattr(Checkpoint, "save", lambda self, trainer, module: saved.append(trainer.global_step))
+    for step, ends in ((1, False), (2, True)):
+        trainer = SimpleNamespace(global_step=step, max_steps=10, should_stop=ends)
+        saving.on_train_batch_end(trainer, None)
+    assert saved == [2]
