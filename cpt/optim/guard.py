@@ -50,6 +50,7 @@ class Guard(Callback):
         self.failed: int | None = None  # the step that is rolled back from
         self.in_a_row = self.rollbacks = 0
         self.heard = 0  # the signal that all processes know of
+        self.asks = self.asked = False  # for a checkpoint: this process, and one of all as they have heard
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         pl_module.guard = self
@@ -70,7 +71,7 @@ class Guard(Callback):
         ValueError or RollbackError where it must not go on."""
         terms, self.terms = self.terms, {}
         value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
-        fine, self.heard = exchange(value if scaler else value + norm)
+        fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
         if trainer.global_step in self.left_out:
             return False
         if not fine:
@@ -139,14 +140,15 @@ def warn_once(trainer: Trainer, message: str) -> None:
         log.warning(message)
 
 
-def exchange(value: Tensor) -> tuple[bool, int]:
-    """Whether a scalar of every process is finite, and the signal that one of them has had."""
+def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
+    """Whether a scalar of every process is finite, the signal that one of them has had, and whether one of
+    them asks for a checkpoint."""
     if not in_company():
-        return math.isfinite(value.item()), 0
-    told = torch.stack([(~value.isfinite()).to(value.dtype), value.new_tensor(notice.number)])
+        return math.isfinite(value.item()), 0, asks
+    told = torch.stack([(~value.isfinite()).to(value.dtype), *value.new_tensor([notice.number, asks])])
     maximise_in_place(told)
-    bad, number = told.tolist()
-    return not bad, int(number)
+    bad, number, asked = told.tolist()
+    return not bad, int(number), bool(asked)
 
 
 def name_nonfinite(terms: Mapping[str, Tensor]) -> str:

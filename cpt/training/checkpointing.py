@@ -1,6 +1,7 @@
 """The trainer's state within a domain: one file that is always whole and finite."""
 
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from lightning import LightningModule, Trainer
@@ -11,6 +12,7 @@ from cpt.adapters.bank import rest_parts
 from cpt.core.preemption import leave_all
 from cpt.optim.guard import Guard
 from cpt.training.files import save_state
+from cpt.training.options import minutes_of
 from cpt.training.shards import fill_in
 
 
@@ -27,13 +29,16 @@ class WholeFile(TorchCheckpointIO):
 
 
 class Checkpoint(Callback):
-    """Saves the trainer's state every `every` optimizer steps, after the last one, and when a signal asks the
-    run to leave, which it then does."""
+    """Saves the trainer's state every `every` optimizer steps, or, where that is minutes (`10min`), so long
+    after the last time, when the clock of one of the processes says so; after the last step; and when a
+    signal asks the run to leave, which it then does."""
 
-    def __init__(self, path: Path, *, every: int, guard: Guard) -> None:
-        if every < 1:
-            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps")
+    def __init__(self, path: Path, *, every: int | str, guard: Guard) -> None:
+        self.minutes = minutes_of(every)
+        if self.minutes is None and (not isinstance(every, int) or every < 1):
+            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps, or like 10min")
         self.path, self.every, self.guard, self.step = path, every, guard, 0
+        self.saved = monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
@@ -45,15 +50,23 @@ class Checkpoint(Callback):
         if step == self.step:  # within the parts of a step
             return
         self.step = step
-        if leaving or step % self.every == 0 or step == trainer.max_steps or trainer.should_stop:
+        if leaving or self.is_due(step) or step == trainer.max_steps or trainer.should_stop:
             self.save(trainer, pl_module)
         if leaving:
             name = trainer.datamodule.domain.name
             leave_all(leaving, f"after step {step} of {trainer.max_steps} of {name}")
 
+    def is_due(self, step: int) -> bool:
+        """Whether it is time, alike in all processes: by the clock they hear of it in the next step."""
+        if self.minutes is None:
+            return step % int(self.every) == 0
+        due, self.guard.asks = self.guard.asked, monotonic() - self.saved >= 60 * self.minutes
+        return due
+
     def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.guard.check_weights(trainer, pl_module.parameters())
         trainer.save_checkpoint(self.path)
+        self.saved, self.guard.asks, self.guard.asked = monotonic(), False, False
 
 
 class Resting(Callback):

@@ -67,6 +67,13 @@ def is_devices(value: Any) -> bool:
     )
 
 
+def minutes_of(value: Any) -> float | None:
+    """The minutes in `10min` or `0.5min`; None of anything else, and of none at all."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)min", value) if isinstance(value, str) else None
+    return float(found[1]) or None if found else None
+
+
+WHOLE = "a whole number, 1 or more"
 PLAN = Rule(lambda value: isinstance(value, bool) or value == "json", "true, false, json")
 
 
@@ -136,7 +143,10 @@ class TrainerOptions(Options):
         "on a GPU sums are taken in a fixed order, slower: the same bits", YES_NO, default=False
     )
     compile: bool = option("torch.compile of each transformer block", YES_NO)
-    checkpoint_every: int = option("steps between checkpoints within a domain", whole(1))
+    checkpoint_every: Any = option(
+        "between checkpoints within a domain: so many steps, or minutes",
+        Rule(lambda value: is_steps(value) or minutes_of(value) is not None, f"{WHOLE}, or like 10min"),
+    )
     log_every_n_steps: int = option("steps between points of the curves", whole(1))
     workers: int = option("processes that prepare batches", whole(0))
     accelerator: str = option("cpu, gpu, …; auto: what there is", TEXT)

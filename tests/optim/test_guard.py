@@ -1,6 +1,7 @@
 """Losses and gradients that are no numbers: no step is made on them, and nothing that they spoil is kept."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,42 @@ from cpt.__main__ import main
 
 main()
 """
+
+
+CLOCKS = """
+import os
+import sys
+sys.path.insert(0, {root!r})
+import cpt.training.checkpointing as checkpointing
+
+calls = iter(range(10**6))
+late = os.environ.get("LOCAL_RANK") == "1"  # one process alone has a clock that goes
+checkpointing.monotonic = lambda: 40.0 * next(calls) if late else 0.0
+save = checkpointing.Checkpoint.save
+def told(self, trainer, module):
+    print("saved at", trainer.global_step, "by", trainer.global_rank, flush=True)
+    save(self, trainer, module)
+checkpointing.Checkpoint.save = told
+sys.argv[0] = __file__
+from cpt.__main__ import main
+
+main()
+"""
+
+
+@pytest.mark.campaign
+def test_all_processes_save_by_the_clock_of_one(corpora, cache, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(CLOCKS.format(root=str(ROOT)))
+    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law]", *SMALL]
+    ddp = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.checkpoint_every=1min", "trainer.steps=9"]
+    arguments = [*places, *ddp, f"hydra.run.dir={tmp_path / 'run'}"]
+    log = tmp_path / "log"
+    code = ended(started(script, *arguments, cwd=tmp_path, log=log, twin=True), seconds=90)
+    said = log.read_text()
+    assert code == 0, said
+    steps = [set(re.findall(rf"saved at (\d+) by {rank}", said)) for rank in (0, 1)]
+    assert steps[0] == steps[1] and len(steps[0]) > 2, said
 
 
 @pytest.mark.parametrize("policy", ["stop", "rollback"])

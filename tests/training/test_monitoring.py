@@ -1,15 +1,12 @@
 """Looks at other text while a domain is learned."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from cpt.evaluation.monitor import MonitorOptions, Watched
-from cpt.optim.guard import Guard
-from cpt.training.checkpointing import Checkpoint
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT
 
@@ -168,12 +165,3 @@ def test_what_ends_stages_is_part_of_what_a_run_is(small, start, tmp_path):
     start(small("method=ncl", *THREE, *EVERY), tmp_path)
     with pytest.raises(ValueError, match="monitor.stop"):
         start(small("method=ncl", *THREE, *EVERY, "monitor.stop=0.1"), tmp_path)
-
-
-def test_the_last_step_of_a_stage_that_ends_early_is_kept(monkeypatch, tmp_path):
-    saving, saved = Checkpoint(tmp_path / "state", every=100, guard=Guard()), []
-    monkeypatch.setattr(Checkpoint, "save", lambda self, trainer, module: saved.append(trainer.global_step))
-    for step, ends in ((1, False), (2, True)):
-        trainer = SimpleNamespace(global_step=step, max_steps=10, should_stop=ends)
-        saving.on_train_batch_end(trainer, None)
-    assert saved == [2]

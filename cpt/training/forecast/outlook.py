@@ -10,6 +10,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.training.forecast.trial import STAGES, TIMED
 from cpt.training.forecast.watching import Phase, Tried
 from cpt.training.forecast.work import Row, Work
+from cpt.training.options import minutes_of
 from cpt.training.plan import Plan
 
 PARTS = ("weights", "companions", "state", "others", "gradients", "optimizer")
@@ -170,7 +171,11 @@ class Outlook:
     def saving(self, row: Row) -> float:
         """Seconds of checkpoints, and of the stage's file."""
         own = self.reference(row.number)
-        count = -(-row.left_steps // self.plan.trainer.checkpoint_every)
+        every = self.plan.trainer.checkpoint_every
+        if minutes := minutes_of(every):
+            count = 1 + int(row.left_steps * self.step_s(row.number) / (60 * minutes))
+        else:
+            count = -(-row.left_steps // every)
         share = own.state / own.checkpoint if own.checkpoint else 0
         return own.checkpoint_s * (count + share)
 
