@@ -117,7 +117,7 @@ def test_choices_that_are_named_exist(path):
 @each_document
 def test_options_that_are_named_exist(path):
     found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
-    open_to = ("domains.packages.", "domains.catalogue.", "endtask.tasks.")
+    open_to = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
     assert {key for key in found - options() if not key.startswith(open_to)} == set()
 
 

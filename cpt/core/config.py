@@ -53,6 +53,7 @@ NEUTRAL: dict[str, Any] = {
     "mask.migu.mass": None,
     "method.mask.mass": None,
     "domains.packing": "none",
+    "domains.columns": {},
     "domains.only": None,
     "domains.by": None,
     "domains.balanced": False,

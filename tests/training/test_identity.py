@@ -112,8 +112,8 @@ def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
 
 def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypatch):
     scores = run("order=[law,food]")
-    (texts / "law" / "README.md").write_text("no text")
-    with pytest.raises(ValueError, match="law/README.md is not a file of text"):
+    (texts / "law" / "README.rst").write_text("no text")
+    with pytest.raises(ValueError, match="law/README.rst is not a file of text"):
         run("order=[law,food]")
     monkeypatch.setattr(story, "carry_out", None)
     assert run("order=[law,food]", "domains.ignore=[README*]") == scores

@@ -18,7 +18,7 @@ from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
 from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)
-ENTRY = {"path", "name", "splits"}
+ENTRY = {"path", "name", "splits", "column"}
 
 
 @dataclass
@@ -73,11 +73,11 @@ def count_rows(rows: Any, name: str) -> int | None:
 @dataclass(frozen=True, kw_only=True)
 class Hub(Source, Followed):
     """Data sets of the Hugging Face hub, or local ones, one per domain: `catalogue[name]` has `path`, and
-    optionally `name` (the configuration) and `splits` (which of the data set's splits to read as train, valid
-    and test)."""
+    optionally `name` (the configuration), `splits` (which of the data set's splits to read as train, valid
+    and test) and `column` (of the text, where that is another than the others')."""
 
     catalogue: Mapping[str, Mapping[str, Any]] = option(
-        "each domain's data set: {path, name, splits}, as datasets.load_dataset takes them", MAPPING
+        "each domain's data set: {path, name, splits, column}, as datasets.load_dataset takes them", MAPPING
     )
     column: str = option("the column of the text", TEXT)
     streaming: bool = option("rows are fetched while they are read", YES_NO)
@@ -114,7 +114,7 @@ class Hub(Source, Followed):
 
         try:
             for split, rows in self.rows(entry, at):
-                yield from ((split, text) for text in texts_of(rows, self.column))
+                yield from ((split, text) for text in texts_of(rows, entry.get("column", self.column)))
         except (DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ValueError(f"domains.catalogue.{name}, path={entry['path']}: {cause(error)}") from error
 
@@ -153,6 +153,6 @@ def check_entry(name: str, entry: Mapping[str, Any]) -> None:
     splits = set(entry.get("splits") or ())
     if "path" not in entry or not set(entry) <= ENTRY or not splits <= set(SPLITS.values()):
         raise ValueError(
-            f"domains.catalogue.{name}={dict(entry)}; allowed: path, and optionally name and splits, "
+            f"domains.catalogue.{name}={dict(entry)}; allowed: path, and optionally name, column, splits, "
             "like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, test: test}}"
         )

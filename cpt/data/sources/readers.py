@@ -5,6 +5,7 @@ a whole table from its first rows, and say neither the file nor the line of what
 
 import csv
 import gzip
+import io
 import json
 import logging
 import os
@@ -14,13 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 log = logging.getLogger(__name__)
-KINDS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+PACKED = (".gz", ".zst")
 SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validation", "dev", "val"), "valid")}
 SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})([-_]\d+(-of-\d+)?)?", re.IGNORECASE)
 UNITS = ("file", "paragraph", "line")
@@ -37,7 +39,7 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def kind(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: False) -> list[Path]:
@@ -48,8 +50,8 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: Fal
     if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
         more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
         raise ValueError(
-            f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also .gz, or leave out "
-            f"what is not text: domains.ignore=[{pattern_of(unread[0])}]"
+            f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also "
+            f"{' '.join(PACKED)}, or leave out what is not text: domains.ignore=[{pattern_of(unread[0])}]"
         )
     if not found:
         raise ValueError(
@@ -84,7 +86,10 @@ def pattern_of(path: Path) -> str:
 
 
 def text_size(path: Path) -> int:
-    """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB."""
+    """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB, and
+    text in Zstandard takes about a third."""
+    if path.suffix == ".zst":
+        return 3 * path.stat().st_size
     if path.suffix != ".gz":
         return path.stat().st_size
     with path.open("rb") as file:
@@ -115,9 +120,11 @@ def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
     """The documents of a file, streamed; ValueError if it cannot be read, or not as what its name says."""
     rows = {".csv": csv_rows, ".jsonl": json_rows, ".json": json_rows}
     with naming_file(path):
-        if kind(path) == ".txt":
+        if kind(path) in (".txt", ".md"):
             yield from (text for text in split_units(lines(path), unit) if text and not text.isspace())
         elif kind(path) == ".parquet":
+            if path.suffix in PACKED:
+                raise ValueError(f"{path}: Parquet is packed already; allowed: .parquet")
             yield from texts_of(parquet_rows(path, column), column)
         else:
             yield from texts_of(rows[kind(path)](path), column)
@@ -136,9 +143,16 @@ def naming_file(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {cause(error)}") from error
 
 
+def open_packed(path: Path) -> IO[bytes]:
+    """A file's bytes, unpacked where its name says that it is packed."""
+    if path.suffix == ".zst":
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
 def lines(path: Path) -> Iterator[str]:
     """The lines of a file, ended by line feeds; ValueError for one that is not UTF-8."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with open_packed(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")

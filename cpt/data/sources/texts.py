@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from cpt.core.errors import unknown_name
 from cpt.core.options import option
 from cpt.core.progress import DELAY, progress_bar
 from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
@@ -21,6 +22,7 @@ from cpt.data.sources.readers import (
     UNITS,
     documents_of,
     files_of,
+    kind,
     naming_file,
     split_of,
     stamps,
@@ -32,16 +34,23 @@ log = logging.getLogger(__name__)
 ENDTASKS = "endtasks"  # a folder of labelled examples (conf/endtask), which may lie among the domains
 
 
+def is_columns(value: object) -> bool:
+    return isinstance(value, Mapping) and all(map(is_text, value.values()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Texts(Source, Followed):
-    """Sub-folders of text files. `document` says what a document of a .txt file is; `auto` takes the file
-    where a domain has at least 20, else what blank lines separate, else (no blank line among the first 10,000
-    of the first file) the line."""
+    """Sub-folders of text files. `document` says what a document of a .txt or .md file is; `auto` takes a .md
+    file as one, and of .txt files the file where a domain has at least 20, else what blank lines separate,
+    else (no blank line among the first 10,000 of the first file) the line."""
 
     root: str = option("the folder of all text", Rule(is_text, "a folder"))
     folder: str = option("below root: the domains' sub-folders", Rule(is_text, "a folder below root"))
     column: str = option("of .jsonl, .csv and .parquet files: the column of the text", TEXT)
-    document: str = option("what a document of a .txt file is", one_of(*UNITS, "auto"))
+    columns: Mapping[str, str] | None = option(
+        "the same of some domains alone", or_null(Rule(is_columns, "{domain: column}")), default=None
+    )
+    document: str = option("what a document of a .txt or .md file is", one_of(*UNITS, "auto"))
     general: str | None = option("below root: the folder of the general text", or_null(TEXT))
     ignore: Sequence[str] | None = option(
         "what of these folders is not text: names or patterns",
@@ -55,6 +64,8 @@ class Texts(Source, Followed):
             raise ValueError(f"root={self.root}: there is no folder {self.corpora}")
         if not self.names:
             raise ValueError(f"root={self.root}: {self.corpora} has no sub-folder; each would be a domain")
+        if unknown := sorted(set(self.columns or ()) - {*self.names, GENERAL}):
+            raise ValueError(unknown_name(f"columns.{unknown[0]}", [f"columns.{n}" for n in self.names]))
         if self.general not in (None, GENERAL) and self.folder_of(GENERAL) is None:
             raise ValueError(f"general={self.general}: there is no folder {Path(self.root) / self.general}")
 
@@ -81,9 +92,10 @@ class Texts(Source, Followed):
 
     def check(self, order: Sequence[str]) -> None:
         for folder in filter(None, map(self.folder_of, (*order, GENERAL))):
-            for path in files_of(folder, ignored=self.ignored):
-                if not os.access(path, os.R_OK):
-                    raise ValueError(f"{path} cannot be read: permission denied")
+            files = files_of(folder, ignored=self.ignored)
+            if unreadable := [path for path in files if not os.access(path, os.R_OK)]:
+                raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
+            tell_markdown(folder, [path for path in files if kind(path) == ".md"], of=len(files))
         if loose := sorted(path.name for path in self.beside() if not path.is_dir()):
             log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
 
@@ -101,12 +113,14 @@ class Texts(Source, Followed):
         """The documents of a folder from a place on, which is kept up to date."""
         files = files_of(folder, ignored=self.ignored)
         unit = unit_of(files) if self.document == "auto" else self.document
+        column = self.column_of(name)
         ends = [0, *accumulate(map(text_size, files))]
         with reading_bar(name, total=ends[-1], unit="B", done=ends[at[0]]) as progress:
             while at[0] < len(files):
                 path = files[at[0]]
                 split = split_of(path, folder)
-                for text in islice(documents_of(path, column=self.column, unit=unit), at[1], None):
+                own = "file" if kind(path) == ".md" and self.document == "auto" else unit
+                for text in islice(documents_of(path, column=column, unit=own), at[1], None):
                     progress.update(len(text))
                     at[1] += 1
                     yield split, text
@@ -117,7 +131,11 @@ class Texts(Source, Followed):
         folder = self.folder_of(name)
         if folder is None:
             return stamp_general()
-        return [self.column, self.document, stamps(files_of(folder, ignored=self.ignored))]
+        return [self.column_of(name), self.document, stamps(files_of(folder, ignored=self.ignored))]
+
+    def column_of(self, name: str) -> str:
+        """The column of a domain's text."""
+        return (self.columns or {}).get(name, self.column)
 
     def folder_of(self, name: str) -> Path | None:
         """The folder of a domain's files; None for general text that is not there."""
@@ -125,6 +143,15 @@ class Texts(Source, Followed):
             return self.corpora / name
         folder = Path(self.root) / self.general if self.general else None
         return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
+
+
+def tell_markdown(folder: Path, found: Sequence[Path], *, of: int) -> None:
+    """Tells of .md files among others, which may be notes about the text."""
+    if found and len(found) < of:
+        log.info(
+            "%s: %s, one of %d .md files beside %d others, is read as text (or not: domains.ignore=[*.md])",
+            *(folder, found[0].relative_to(folder), len(found), of - len(found)),
+        )
 
 
 def reading_bar(name: str, *, total: int | None, unit: str, done: int = 0) -> tqdm:

@@ -37,8 +37,8 @@ HOLDER = (
 )
 
 
-def texts(root, *, folder=".", column="text", document="auto", general="general", ignore=()):
-    places = {"root": str(root), "folder": folder, "general": general, "ignore": ignore}
+def texts(root, *, folder=".", column="text", document="auto", general="general", ignore=(), columns=None):
+    places = {"root": str(root), "folder": folder, "general": general, "ignore": ignore, "columns": columns}
     return Texts(column=column, document=document, **places, **SHARED)
 
 
@@ -47,11 +47,14 @@ def hub(entry, *, column="text", streaming=True, general=None, **others):
     return Hub(catalogue=catalogue, column=column, streaming=streaming, general=general, **SHARED)
 
 
+PACK = {".gz": gzip.compress, ".zst": lambda raw: pa.compress(raw, codec="zstd", asbytes=True)}
+
+
 def put(path, content):
     """A file, its folders, and compression where its name asks for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = content.encode() if isinstance(content, str) else content
-    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    path.write_bytes(PACK.get(path.suffix, bytes)(raw))
 
 
 def read(root, name="a", **options):
@@ -81,6 +84,7 @@ def put_parquet(path, documents, column):
 WRITERS = {
     "a.jsonl": lambda path, *what: put(path, in_lines(*what)),
     "a.jsonl.gz": lambda path, *what: put(path, in_lines(*what)),
+    "a.jsonl.zst": lambda path, *what: put(path, in_lines(*what)),
     "lines.json": lambda path, *what: put(path, "\ufeff" + in_lines(*what)),
     "array.json": lambda path, found, column: put(
         path, " " + json.dumps([{column: each} for each in found], indent=1)
@@ -115,6 +119,31 @@ def test_files_of_one_domain_may_have_other_columns(tmp_path):
     assert [text for _, text in read(tmp_path)] == ["b", "c", "d"]
 
 
+def test_markdown_is_a_document_a_file_and_told_beside_others(tmp_path, caplog):
+    caplog.set_level("INFO")
+    put(tmp_path / "a" / "one.md", "# One\n\ntext\n")
+    put(tmp_path / "a" / "two.md.zst", "# Two\n\nmore\n")
+    assert read(tmp_path) == [("train", "# One\n\ntext\n"), ("train", "# Two\n\nmore\n")]
+    texts(tmp_path).check(["a"])
+    assert "read as text" not in caplog.text
+    put(tmp_path / "a" / "three.txt", "b\n\nc\n")
+    texts(tmp_path).check(["a"])
+    assert "one.md, one of 2 .md files beside 1 others, is read as text" in caplog.text
+    assert [text for _, text in read(tmp_path)] == ["# One\n\ntext\n", "b", "c", "# Two\n\nmore\n"]
+    assert [text for _, text in read(tmp_path, document="line")][:2] == ["# One", "text"]
+
+
+def test_a_domain_may_have_a_column_of_its_own(tmp_path):
+    put(tmp_path / "a" / "a.jsonl", in_lines(["b", "c"], "text"))
+    put(tmp_path / "law" / "a.jsonl", in_lines(["d"], "body"))
+    source = texts(tmp_path, columns={"law": "body"})
+    assert [text for name in ("a", "law") for _, text in source.read(name)] == ["b", "c", "d"]
+    assert source.fingerprint("law") != texts(tmp_path).fingerprint("law")
+    assert source.fingerprint("a") == texts(tmp_path).fingerprint("a")
+    with pytest.raises(ValueError, match=r"columns.laws is not known; did you mean columns.law"):
+        texts(tmp_path, columns={"laws": "body"})
+
+
 PLAIN = "\ufeffOne.\r\nMore.\r\n\r\n  \r\nTwo.\n\n\nThree.\x0cStill\u2028three."
 UNITS = {
     "file": ["One.\nMore.\n\n  \nTwo.\n\n\nThree.\x0cStill\u2028three."],
@@ -123,7 +152,7 @@ UNITS = {
 }
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.zst"])
 @pytest.mark.parametrize("document, expected", [*UNITS.items(), ("auto", UNITS["paragraph"])])
 def test_what_a_document_of_a_text_file_is(tmp_path, name, document, expected):
     put(tmp_path / "a" / name, PLAIN)
@@ -230,6 +259,7 @@ BROKEN = {
     "wide.csv": ("id,text\n1,b\n2,b, and c\n", "wide.csv, line 3 has 3 values; allowed: 2"),
     "narrow.csv": ("id,text\n1\n", "narrow.csv, line 2 has 1 values; allowed: 2"),
     "quote.csv": ('id,text\n1,"b\n2,c\n', "quote.csv cannot be read: unexpected end of data"),
+    "a.parquet.gz": (b"PAR1", "a.parquet.gz: Parquet is packed already; allowed: .parquet"),
     "not.parquet": (b"PAR1 but not really", "not.parquet cannot be read: Parquet magic bytes not found"),
 }
 
@@ -270,6 +300,21 @@ def test_broken_compression_and_parquet(tmp_path):
     pq.write_table(pa.table({"id": [1], "body": ["b"]}), tmp_path / "a" / "latin.parquet")
     with pytest.raises(ValueError, match=r"latin.parquet has no column 'text'; it has id, body"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("end", [None, -9])
+def test_broken_zstandard_is_named_and_frames_follow_each_other(tmp_path, end):
+    """What parallel compressors write is several frames."""
+    frames = b"".join(PACK[".zst"](f"{number}\n".encode() * 9) for number in (1, 2))
+    path = tmp_path / "a" / "a.txt.zst"
+    put(path, "")
+    path.write_bytes(frames[:end])
+    if end is None:
+        assert len(read(tmp_path, document="line")) == 18
+        frames = b"no Zstandard"
+    path.write_bytes(frames[:end])
+    with pytest.raises(ValueError, match="a.txt.zst cannot be read: "):
+        read(tmp_path, document="line")
 
 
 def test_a_sub_folder_with_text_is_a_domain(tmp_path):
@@ -315,8 +360,11 @@ def test_what_texts_cannot_be_made_of(tmp_path, options, message):
 
 
 UNREAD = {
-    "b/notes.md": ("*.md", "b/notes.md is not a file of text; allowed: .txt .jsonl .json .csv .parquet"),
-    "a/a.jsonl.zst": ("*.jsonl.zst", "a/a.jsonl.zst is not a file of text"),
+    "b/notes.rst": (
+        "*.rst",
+        "b/notes.rst is not a file of text; allowed: .txt .md .jsonl .json .csv .parquet",
+    ),
+    "a/a.jsonl.xz": ("*.jsonl.xz", "a/a.jsonl.xz is not a file of text"),
     "a/deep/er/LICENSE": ("LICENSE", "a/deep/er/LICENSE is not a file of text"),
     "general/a.png": ("*.png", "general/a.png is not a file of text"),
 }
@@ -338,7 +386,7 @@ def test_a_file_that_is_not_read_is_named_and_may_be_left_out(tmp_path, name):
     assert [text for each in ("a", "b") for _, text in told.read(each)] == ["One."] * 2
 
 
-@pytest.mark.parametrize("inside", [[], ["a.jsonl.zst"], [".hidden.txt"]], ids=["empty", "unknown", "hidden"])
+@pytest.mark.parametrize("inside", [[], ["a.jsonl.xz"], [".hidden.txt"]], ids=["empty", "unknown", "hidden"])
 def test_a_domain_without_text_stays_in_the_order_and_is_named(tmp_path, inside):
     put(tmp_path / "a" / "a.txt", "One.\n")
     (tmp_path / "b").mkdir()
@@ -547,8 +595,8 @@ def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
     "entry, message",
     [
         ({"name": "ecthr_a"}, "domains.catalogue.news={'name': 'ecthr_a'}; allowed: path, and optionally"),
-        ({"path": "x", "config": "y"}, "allowed: path, and optionally name and splits"),
-        ({"path": "x", "splits": {"dev": "y"}}, "allowed: path, and optionally name and splits"),
+        ({"path": "x", "config": "y"}, "allowed: path, and optionally name, column, splits"),
+        ({"path": "x", "splits": {"dev": "y"}}, "allowed: path, and optionally name, column, splits"),
     ],
 )
 def test_what_an_entry_must_be(entry, message):
