@@ -67,7 +67,9 @@ class Attending(Scorer):
 
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
         nll = self.objective.nll(model, batch)
-        self.take(domain, self.parts, self.router.whole.exp()[batch["rows"]].T)
+        weights = self.router.whole.exp()[batch["rows"]].T
+        learning = len(weights) > len(self.parts)  # a domain's own pair is there before it counts as kept
+        self.take(domain, [*range(len(weights))] if learning else self.parts, weights)
         return nll
 
 

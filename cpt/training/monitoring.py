@@ -9,6 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from cpt.adapters.routing import Router
 from cpt.core.randomness import key
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain, DomainSequence
@@ -108,9 +109,9 @@ class Monitor(Callback):
                 for name, metric in losses.items()}  # fmt: skip
 
     def score(self, module: ContinualModule, batch: Batch, *, place: int, own: bool) -> tuple[Tensor, Tensor]:
-        """As the matrix is scored; of the domain that is being learned with the part that is in the model,
-        which the router does not know yet."""
-        if own and module.router is not None:
+        """As the matrix is scored; the domain that is being learned with the part that is in the model, which
+        the bank has not got yet."""
+        if own and isinstance(module.router, Router):
             nll = module.objective.nll(module.model, batch)
             return nll, torch.ones_like(nll)
         return module.nll(batch, place)

@@ -42,7 +42,9 @@ def losses(folder):
     return json.loads((folder / "scores.json").read_text())["nll"]
 
 
-@pytest.mark.skipif("CPT_KEEP_RUNS" not in os.environ, reason="CPT_KEEP_RUNS=1 makes the archive of a version")
+@pytest.mark.skipif(
+    "CPT_KEEP_RUNS" not in os.environ, reason="CPT_KEEP_RUNS=1 makes the archive of a version"
+)
 def test_a_version_keeps_its_runs(here, corpora, composed, start, killing):
     archive = KEPT / f"{cpt.__version__}.tar.xz"
     assert not archive.exists(), f"{archive} is there, and is never changed"
