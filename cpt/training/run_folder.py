@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.cache import discard
 from cpt.core.checksums import FILE, Checksums, size_of, sync
-from cpt.core.config import identity, list_differences, plain_config
+from cpt.core.config import identity, list_differences, plain_config, redact
 from cpt.core.files import check_archive, replace, replacing
 from cpt.evaluation.documents import documents_file, load_documents
 from cpt.evaluation.scores import Scores
@@ -45,7 +45,7 @@ class RunFolder:
         """Remembers the config, or compares it with the remembered one."""
         if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
+            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
             return
         self.check(settings)
 
@@ -60,7 +60,7 @@ class RunFolder:
     def renew(self, settings: Mapping[str, Any]) -> None:
         """Remembers the config as it is now, where the order has grown."""
         if OmegaConf.load(self.config).get("order") != settings["order"]:
-            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
+            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether the folder remembers this config."""
@@ -68,7 +68,7 @@ class RunFolder:
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """What of a config is not what the folder remembers; where contents are remembered, they count."""
-        then, now = identity(plain_config(OmegaConf.load(self.config))), identity(settings)
+        then, now = identity(redact(plain_config(OmegaConf.load(self.config)))), identity(redact(settings))
         if self.identity.exists() or self.scores_file.exists():
             for key in BY_CONTENT:
                 then.pop(key, None)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from cpt.core.config import is_secret
+
 SHOWN = ("method", "mask", "replay", "schedule", "freeze")  # groups whose options a card shows
 HIDDEN = (
     "domains",
@@ -19,7 +21,6 @@ HIDDEN = (
     "from",
 )
 CODE = ("_target_", "_partial_", "name")
-SECRET = re.compile(r"(^|[._])(token|auth|secret|passw\w*|credentials?|api_?key|access_?key)$", re.IGNORECASE)
 
 
 def without_folders(value: Any) -> Any:
@@ -49,4 +50,4 @@ def pick_options(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_shown(key: str) -> bool:
     group = any(key == name or key.startswith(f"{name}.") for name in HIDDEN)
-    return not group and not SECRET.search(key)
+    return not group and not is_secret(key)
