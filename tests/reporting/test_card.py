@@ -285,15 +285,15 @@ def test_no_folder_and_no_account_stands_in_it(run, corpora):
 
 
 def test_settings_lose_their_folders_and_secrets(tmp_path):
-    variant = "temperature=0.1; model.checkpoint=/home/alice/x; trainer.tokens=9; hub.token=hf_1; "
-    variant += "teacher=/home/alice/my folder/kind; domains.catalogue.x={path: /home/alice}"
+    variant = "temperature=0.1; model.checkpoint=/srv/alice/x; trainer.tokens=9; hub.token=hf_1; "
+    variant += "teacher=/srv/alice/my folder/kind; domains.catalogue.x={path: /srv/alice}"
     assert pick_given(variant) == {"temperature": "0.1", "trainer.tokens": "9", "teacher": "kind"}
-    settings = {"method.teacher": "/home/alice/t/", "method._target_": "a.B", "method.api_key": "k"}
-    settings |= {"method.files": ["/home/alice/a", "C:\\alice\\b"], "logger.entity": "alice", "mask": {}}
+    settings = {"method.teacher": "/srv/alice/t/", "method._target_": "a.B", "method.api_key": "k"}
+    settings |= {"method.files": ["/srv/alice/a", "C:\\alice\\b"], "logger.entity": "alice", "mask": {}}
     assert pick_options(settings) == {"method.teacher": "t", "method.files": ["a", "b"]}
     assert without_folders("../x/y") == "y" and without_folders(3) == 3
-    config = {"model": {"checkpoint": "/home/alice/base"}, "logger": {"entity": "alice"}}
-    config |= {"optim": {"_target_": "alice.own.Step"}, "method": {"name": "ncl", "path": "/home/alice/p"}}
+    config = {"model": {"checkpoint": "/srv/alice/base"}, "logger": {"entity": "alice"}}
+    config |= {"optim": {"_target_": "alice.own.Step"}, "method": {"name": "ncl", "path": "/srv/alice/p"}}
     folder = folder_of(tmp_path / "run", config=config, variant=variant)
     page = format_card(gather_card(folder))
     assert "alice" not in page and "hf_1" not in page
