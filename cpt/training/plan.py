@@ -127,7 +127,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         endtasks=plan_endtasks(settings["endtask"], said.source.domains, order),
         answers=answers,
         probe=plan_probe(said.probe),
-        config_digest=digest(identity(settings)),
+        config_digest=digest(identity(redact(settings))),
         lost_rate=lost_rate(cfg),
     )
     check_generated(plan)

@@ -50,7 +50,7 @@ def attach(model, *, factor: float) -> Scope:
 @pytest.fixture(autouse=True)
 def trusting(monkeypatch):
     """The function above is this file's."""
-    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", ("cpt.adapters.", f"{__name__}."))
+    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,12 @@ def test_a_part_that_does_not_fit_is_told(attached, parts, tmp_path):
 @pytest.mark.parametrize(
     "path",
     ["os.system", "cptx.adapters.attach", "test_other.attach"]
-    + ["cpt.training.callbacks.make_entry", "cpt.adapters.export.remove", "cpt.adapters.export.attach_none"],
+    + [
+        "cpt.training.callbacks.make_entry",
+        "cpt.adapters.export.remove",
+        "cpt.adapters.export.attach_none",
+        "cpt.methods.hat.attach_gates",
+    ],
 )
 def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
     export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
