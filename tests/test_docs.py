@@ -17,7 +17,13 @@ from cpt.reporting.comparison.runs import FILTERS
 from tests.conftest import ROOT
 
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
+DOCUMENTS = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted(DOCS.glob("*.md")),
+]
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
 CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first")}

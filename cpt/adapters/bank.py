@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.core.sharding import is_sharded
-from cpt.core.tensors import NamedTensors
+from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.models.units import Projection
 
 BASE = -1  # the part of construction, with which the model is the base
@@ -133,7 +133,7 @@ def rest_parts(module: nn.Module, path: Path) -> None:
     banks = banks_of(module)
     if not banks or not path.is_file():
         return
-    stored = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    stored = load_tensors(path)
     for prefix, bank in banks.items():
         own = {name: f"{prefix}.{name}" for name in bank._buffers}
         bank.rest({name: stored[whole] for name, whole in own.items() if whole in stored})

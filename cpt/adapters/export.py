@@ -25,7 +25,7 @@ from cpt.core.files import replacing
 from cpt.models.loading import skeleton
 
 INDEX = "parts.json"
-TRUSTED = ("cpt.",)  # what a file may have called
+TRUSTED = ("cpt.adapters.",)  # of whose modules a file may have an `attach…` called
 MOVED = {  # where functions stand now that files of version 0.1 name
     "cpt.adapters.attach": "cpt.adapters.bottleneck.attach_bottlenecks",
     "cpt.adapters.attach_plugins": "cpt.adapters.plugin.attach_plugins",
@@ -122,7 +122,7 @@ def plain_weights(model: PreTrainedModel, changed: Mapping[str, Tensor]) -> dict
 
 def architecture(folder: Path) -> type[PreTrainedModel]:
     """The class that a folder's configuration names."""
-    names = AutoConfig.from_pretrained(folder).architectures or [""]
+    names = AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures or [""]
     kind = getattr(transformers, names[0], None)
     if kind is None:
         raise ValueError(f"{folder}/config.json: architectures={names}; allowed: a class of transformers")
@@ -155,11 +155,19 @@ def path_of_function(function: Callable[..., Any]) -> str:
 
 
 def load_attach(path: str) -> Callable[..., Any]:
-    """The function of a dotted path; raises ValueError for one of a package that is not trusted."""
-    if not path.startswith(TRUSTED):
-        raise ValueError(f"{INDEX} names {path}; allowed: functions of {', '.join(TRUSTED)}*")
+    """The function of a dotted path; raises ValueError for one that does not attach parts. A folder may come
+    from others, and what else cpt has would do what they want: `make_entry` calls whatever it is told."""
     module, _, name = MOVED.get(path, path).rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    allowed = f"functions of {', '.join(TRUSTED)}* that are called attach…"
+    if not (f"{module}.".startswith(TRUSTED) and name.startswith("attach")):
+        raise ValueError(f"{INDEX} names {path}; allowed: {allowed}")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        found = None
+    if not callable(found):
+        raise ValueError(f"{INDEX} names {path}, which is not there; allowed: {allowed}")
+    return found
 
 
 def remove(path: Path) -> None:

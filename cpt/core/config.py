@@ -3,6 +3,7 @@
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,12 @@ NEUTRAL: dict[str, Any] = {
     "method.margin": 0,
 }
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
+HIDDEN = "(hidden)"  # stands where a secret was
+SECRET = re.compile(  # the last part of a key; pad_token and the like are none
+    r"((auth|access|api|hf|hub|bearer)_?)?token|\w*(secret|passw)\w*|\w*credentials?|\w*(api|access|private)_?key",
+    re.IGNORECASE,
+)
+IN_ADDRESS = re.compile(r"(\w://)[^/\s@]+@")  # name and password before the host
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 
@@ -101,6 +108,23 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     if all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
+
+
+def is_secret(key: str) -> bool:
+    """Whether what a config key holds is nobody else's business."""
+    return SECRET.fullmatch(key.rpartition(".")[2]) is not None
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A config without the values of keys that look secret, and without names and passwords in addresses: a
+    run folder, its report and W&B show it."""
+    if isinstance(value, Mapping):
+        return {name: redact(each, str(name)) for name, each in value.items()}
+    if isinstance(value, list):
+        return [redact(each, key) for each in value]
+    if value is not None and is_secret(key):
+        return HIDDEN
+    return IN_ADDRESS.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value
 
 
 def canonical(key: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from cpt.core.config import canonical, digest, executes
+from cpt.core.config import canonical, digest, executes, redact
 
 CONFIG = "config"  # the primary config, of our own conf/ and of a user's
 # What a run has a name for, and where text lies; what else it was given tells it from others in a comparison.
@@ -57,7 +57,7 @@ def list_choices(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     for each in parsed:
         key = each.get_key_element().lstrip("+~")
         if not (executes(key) or key.startswith("hydra.") or is_default(each, groups)):
-            yield key, show_value(each)
+            yield key, redact(show_value(each), key)
 
 
 def show_value(override: Override) -> str:

@@ -1,6 +1,8 @@
 """Tensors by name as a module's state: for what is kept of parameters, whose names say whose it is."""
 
+import pickle
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,16 @@ from torch import Tensor, nn
 from cpt.core.sharding import local, shard_like
 
 CPU = torch.device("cpu")
+
+
+def load_tensors(path: Path | str, *, mapped: bool = True) -> Any:
+    """What a file of torch.save holds, on the CPU, `mapped` into memory. Raises ValueError for a file with
+    other things in it than tensors, numbers, texts and collections of them: those could bring code, and are
+    not read."""
+    try:
+        return torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path} holds other things than tensors; it is not used") from error
 
 
 class NamedTensors(nn.Module):

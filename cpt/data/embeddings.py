@@ -117,5 +117,5 @@ def load_sentence(folder: str) -> Encode:
     """A document is what a sentence-transformers model makes of it."""
     from sentence_transformers import SentenceTransformer
 
-    model: Any = SentenceTransformer(folder, local_files_only=True)
+    model: Any = SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)
     return lambda documents: model.encode(documents, show_progress_bar=False, convert_to_numpy=True)

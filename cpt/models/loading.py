@@ -1,4 +1,5 @@
-"""From a checkpoint or a configuration to a Hugging Face model and its tokenizer, unmodified."""
+"""From a checkpoint or a configuration to a Hugging Face model and its tokenizer, unmodified. Code that a
+checkpoint brings is refused, and nobody is asked whether to run it."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -127,7 +128,7 @@ def sharing_of(config: PretrainedConfig) -> Sharing:
 def configuration(checkpoint: str) -> PretrainedConfig:
     """A checkpoint's configuration; raises ValueError if there is no such checkpoint."""
     try:
-        return AutoConfig.from_pretrained(checkpoint)
+        return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except OSError as error:
         raise ValueError(
             f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded: {error}"
@@ -136,11 +137,11 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
     """The model of a checkpoint in float32 and train mode, with the head that the objective needs."""
-    return AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32).train()
+    return AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False).train()
 
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(checkpoint)
+    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def build(

@@ -27,6 +27,7 @@ from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
+from cpt.training.identity import checkpoint_files
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
@@ -199,6 +200,18 @@ def tell_similarity(plan: Plan) -> dict[str, Any]:
     return plan.similarity.tell(plan.order) | {"embedding": plan.source.embedding}
 
 
+def tell_base(plan: Plan) -> dict[str, str]:
+    """What the base is called elsewhere: a name on the hub with its revision; of a folder the last part of
+    its path alone."""
+    given = plan.model.checkpoint
+    if given is None:
+        return {"name": plan.names["model"], "origin": "built"}
+    if Path(given).is_dir():
+        return {"name": Path(given).resolve().name, "origin": "folder"}
+    fetched = next(iter(checkpoint_files(given).values()), None)
+    return {"name": given, "origin": "hub", **({"revision": fetched.parent.name} if fetched else {})}
+
+
 def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence) -> Scores:
     """Scores without rows: what is measured, on what."""
     held_out, objective = data.held_out.values(), start.objective.scoring
@@ -229,6 +242,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "scored": objective.scores,
             **({"mean_span": plan.model.mean_span} if start.objective_name == "span" else {}),
         },
+        base=tell_base(plan),
         similarity=tell_similarity(plan),
         config_digest=plan.config_digest,
         numerics={"precision": str(plan.trainer.precision), "attention": plan.trainer.attention},

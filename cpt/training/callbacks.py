@@ -21,6 +21,7 @@ from torch import Tensor
 from cpt.core.errors import reason
 from cpt.core.files import replacing
 from cpt.core.signatures import check_arguments, target
+from cpt.core.tensors import load_tensors
 from cpt.training.monitoring import Monitor
 
 BUDGET = "trainer.steps, trainer.epochs or trainer.tokens say how long a domain is learned"
@@ -120,7 +121,7 @@ class CustomCallbacks:
 
     def restore(self, number: int) -> None:
         if self.path(number).exists():
-            for name, state in torch.load(self.path(number), weights_only=True).items():
+            for name, state in load_tensors(self.path(number), mapped=False).items():
                 if name in self.callbacks:
                     self.callbacks[name].load_state_dict(state)
         self.at = number

@@ -19,6 +19,7 @@ from cpt.core.files import replace
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
+from cpt.reporting.card.files import DATA
 from cpt.training.growth import is_beginning, say_why_not
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
@@ -229,7 +230,8 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
         if not isinstance(config, str):
             return {}
         folder = Path(config).parent
-    return {path.name: path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT}
+    found = (path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT)
+    return {path.name: path for path in found if path.name != DATA}  # a card may be written again
 
 
 def base_files(start: Base, *, given: bool) -> dict[str, Path]:

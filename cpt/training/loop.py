@@ -1,7 +1,7 @@
 """The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import Domain, DomainSequence
+from cpt.evaluation.documents import gather_documents
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
+from cpt.reporting.card.files import remove_card, write_card
 from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
@@ -273,23 +275,19 @@ class Learner:
         self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
         self.scores.run["finished"] = True
         run_report.write_report(self.place.path, self.scores)
+        self.certify()
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path)
         self.save()  # last: a run that says that it is finished has all that it leaves
 
-
-def gather_documents(
-    rows: Sequence[Mapping[str, np.ndarray]], scores: Scores
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """By column, nats of each row and document, nan in a row without it, and scored tokens by document."""
-    sums, counts = [], []
-    for column, name in enumerate(scores.domains):
-        count = next(row[name][1] for row in rows if name in row)
-        blank = np.full(len(count), np.nan)
-        there = [losses[column] is not None for losses in scores.nll]
-        sums.append(np.stack([row[name][0] if own else blank for row, own in zip(rows, there, strict=True)]))
-        counts.append(count)
-    return sums, counts
+    def certify(self) -> None:
+        """Writes the card of the exported model, if something was learned; a run ends without one, too."""
+        try:
+            remove_card(self.place.path)  # that of an earlier end
+            if len(self.scores.rows) > 1:
+                write_card(self.place.path, self.scores)
+        except ValueError as error:
+            log.warning("the model has no card: %s", error)
 
 
 def array(values: torch.Tensor) -> np.ndarray:

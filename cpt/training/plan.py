@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from cpt.adapters.options import PartsOptions
-from cpt.core.config import digest, identity, plain_config
+from cpt.core.config import digest, identity, plain_config, redact
 from cpt.core.options import Choice
 from cpt.core.rules import TEXT, or_null
 from cpt.data import orders
@@ -37,7 +37,7 @@ SHARDED = ("cpt.methods.", "cpt.masks.")  # whose classes are right where weight
 class Plan:
     """A config that has been checked: nothing below the plan reads the config itself."""
 
-    settings: Mapping[str, Any]  # all of the config, for the folder, the report and W&B
+    settings: Mapping[str, Any]  # all of the config, for the folder, the report and W&B, without secrets
     names: Mapping[str, str]  # what was chosen of method, mask, replay, model
     run: RunOptions
     model: ModelOptions
@@ -106,7 +106,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     if orders.by_texts(said.run.order):
         said.source.check_embedding()
     plan = Plan(
-        settings=settings,
+        settings=redact(settings),
         names=names_of(settings) | begun(settings["from"], said.model.name),
         run=said.run,
         model=begin_from(said.model, settings["from"]),
@@ -130,7 +130,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         endtasks=plan_endtasks(settings["endtask"], said.source.domains, order),
         answers=answers,
         probe=plan_probe(said.probe),
-        config_digest=digest(identity(settings)),
+        config_digest=digest(identity(redact(settings))),
         lost_rate=lost_rate(cfg),
     )
     check_generated(plan)

@@ -14,8 +14,9 @@ from omegaconf import OmegaConf
 
 from cpt.core.cache import discard
 from cpt.core.checksums import FILE, Checksums, size_of, sync
-from cpt.core.config import identity, list_differences, plain_config
+from cpt.core.config import identity, list_differences, plain_config, redact
 from cpt.core.files import check_archive, replace, replacing
+from cpt.evaluation.documents import documents_file, load_documents
 from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class RunFolder:
         """Remembers the config, or compares it with the remembered one."""
         if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
+            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
             return
         self.check(settings)
 
@@ -59,7 +60,7 @@ class RunFolder:
     def renew(self, settings: Mapping[str, Any]) -> None:
         """Remembers the config as it is now, where the order has grown."""
         if OmegaConf.load(self.config).get("order") != settings["order"]:
-            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(settings)))
+            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether the folder remembers this config."""
@@ -67,7 +68,7 @@ class RunFolder:
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """What of a config is not what the folder remembers; where contents are remembered, they count."""
-        then, now = identity(plain_config(OmegaConf.load(self.config))), identity(settings)
+        then, now = identity(redact(plain_config(OmegaConf.load(self.config)))), identity(redact(settings))
         if self.identity.exists() or self.scores_file.exists():
             for key in BY_CONTENT:
                 then.pop(key, None)
@@ -97,6 +98,14 @@ class RunFolder:
         for path in (*paths, self.model, self.path):
             sync(path)
         replace(self.outputs, Checksums.of(self.path, paths).text())
+
+    def seal_again(self, paths: Iterable[Path]) -> None:
+        """Remembers other checksums of these files, where the folder remembers any: those of the others stay
+        what they were, damaged or not. Raises ValueError where they cannot be read."""
+        if not self.outputs.exists():
+            return
+        now = Checksums.of(self.path, paths).files
+        replace(self.outputs, Checksums(Checksums.load(self.outputs).files | now).text())
 
     @property
     def reports(self) -> list[Path]:
@@ -197,7 +206,7 @@ class RunFolder:
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""
-        return self.path / "documents" / f"{row:03d}.npz"
+        return documents_file(self.path, row)
 
     def save_documents(self, row: int, losses: dict[str, np.ndarray]) -> None:
         with replacing(self.documents(row)) as partial, partial.open("wb") as file:
@@ -211,11 +220,7 @@ class RunFolder:
                 np.savez(file, **values)
 
     def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
-        loaded = []
-        for row in rows:
-            with np.load(self.documents(row)) as file:
-                loaded.append(dict(file))
-        return loaded
+        return load_documents(self.path, rows)
 
     def tidy(self, stages: int, *, keep: bool) -> None:
         """Removes what a stage that is committed no longer needs."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.sharding import is_sharded, shard_like
-from cpt.core.tensors import NamedTensors
+from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.methods.base import ContinualModule
 from cpt.models.sharding import named_weights, rest, shard_model
 from cpt.training.costs import own_names
@@ -121,7 +121,7 @@ class Sharded(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         rest(self.lightning_module.model)
-        found = torch.load(checkpoint_path, map_location="cpu", weights_only=True, mmap=True)
+        found = load_tensors(checkpoint_path)
         return fill_in(found, Path(checkpoint_path), self.like)
 
     def like(self, name: str, shape: torch.Size) -> Tensor | None:

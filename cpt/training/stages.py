@@ -19,6 +19,7 @@ from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.sharding import is_sharded
+from cpt.core.tensors import load_tensors
 from cpt.training.files import save_state
 from cpt.training.sharding import layout_of
 from cpt.training.shards import SHARDS, new_folder, read_shards, remove_others, write_shards
@@ -85,7 +86,7 @@ def check_stage(path: Path, *, instead: str) -> None:
 def open_stage(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a stage's file has of its state, mapped from it, and what it says of shards: nothing where it has
     all."""
-    stored = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    stored = load_tensors(path)
     return stored, stored.pop(SHARDS, {})
 
 

@@ -50,7 +50,7 @@ def attach(model, *, factor: float) -> Scope:
 @pytest.fixture(autouse=True)
 def trusting(monkeypatch):
     """The function above is this file's."""
-    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", ("cpt.", f"{__name__}."))
+    monkeypatch.setattr(cpt.adapters.export, "TRUSTED", (*cpt.adapters.export.TRUSTED, f"{__name__}."))
 
 
 @pytest.fixture(scope="module")
@@ -270,13 +270,36 @@ def test_a_part_that_does_not_fit_is_told(attached, parts, tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["os.system", "cptx.adapters.attach", "test_other.attach"])
+@pytest.mark.parametrize(
+    "path",
+    ["os.system", "cptx.adapters.attach", "test_other.attach"]
+    + [
+        "cpt.training.callbacks.make_entry",
+        "cpt.adapters.export.remove",
+        "cpt.adapters.export.attach_none",
+        "cpt.methods.hat.attach_gates",
+    ],
+)
 def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
     export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     index = json.loads((tmp_path / "parts.json").read_text())
     (tmp_path / "parts.json").write_text(json.dumps(index | {"attach": path}))
-    with pytest.raises(ValueError, match=rf"parts.json names {path}; allowed: functions of cpt\."):
+    with pytest.raises(
+        ValueError, match=rf"parts.json names {path}[,;].* allowed: functions of cpt\.adapters\."
+    ):
         load(tmp_path)
+
+
+def test_a_folder_from_others_calls_nothing_of_theirs(attached, parts, tmp_path):
+    """cpt.training.callbacks.make_entry calls whatever a config names: a folder must not reach it."""
+    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
+    index = json.loads((tmp_path / "parts.json").read_text())
+    options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}
+    index |= {"attach": "cpt.training.callbacks.make_entry", "options": options}
+    (tmp_path / "parts.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="parts.json names cpt.training.callbacks.make_entry; allowed"):
+        load(tmp_path)
+    assert not (tmp_path / "theirs").exists()
 
 
 def test_a_class_that_transformers_lacks_is_told(attached, parts, tmp_path):

@@ -1,5 +1,5 @@
-"""Run folders that earlier versions of cpt have written are gone on with: tests/kept/VERSION.tar.xz, each made
-once, by `CPT_KEEP_RUNS=1 pytest tests/runs/test_kept.py`, and never changed.
+"""Run folders that earlier versions of cpt have written are gone on with: tests/kept/VERSION.tar.xz, one made
+for each by `CPT_KEEP_RUNS=1 pytest tests/runs/test_kept.py`, and never changed.
 
 In each: texts, a base, a run that was killed within its second domain, and a finished one of one domain."""
 

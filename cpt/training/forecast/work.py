@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from cpt.core.tensors import load_tensors
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.packing import Packed
 from cpt.data.replay import Generated
@@ -135,7 +134,7 @@ def steps_made(place: RunFolder, number: int, name: str) -> int:
     if not path.exists():
         return 0
     try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        saved: dict[str, Any] = load_tensors(path)
     except Exception:  # a damaged one is told by the run
         return 0
     return int(saved["global_step"])

@@ -1,0 +1,195 @@
+"""What SECURITY.md says of the code: how files are read, and what of a user's secrets a run writes."""
+
+import ast
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from cpt import verify
+from cpt.core.config import HIDDEN, redact
+from cpt.core.tensors import load_tensors
+from cpt.models import loading
+from cpt.training.run_folder import RunFolder
+from cpt.training.stages import check_stage
+from tests.conftest import ROOT
+
+CANARY = "canary-7f3a9"
+
+
+def calls():
+    """Every call in cpt: file, the name that is called, its keyword arguments."""
+    for path in sorted((ROOT / "cpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                yield path.relative_to(ROOT).as_posix(), ast.unparse(node.func), given
+
+
+def imported():
+    for path in sorted((ROOT / "cpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from ((path.relative_to(ROOT).as_posix(), each.name) for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                yield path.relative_to(ROOT).as_posix(), node.module
+
+
+def test_no_file_is_read_that_could_bring_code():
+    found = list(calls())
+    assert {
+        where for where, name, given in found if name == "torch.load" and given.get("weights_only") != "True"
+    } == set()
+    assert {where for where, _, given in found if given.get("allow_pickle", "False") != "False"} == set()
+    assert {where for where, _, given in found if given.get("shell", "False") != "False"} == set()
+    loaders = {given.get("Loader") for _, name, given in found if name == "yaml.load"}
+    assert loaders <= {"Loader"}  # cpt.reporting.comparison.runs: CSafeLoader or SafeLoader
+    assert not {
+        name for _, name, _ in found if name in ("yaml.unsafe_load", "yaml.full_load", "eval", "os.system")
+    }
+    assert not [
+        each for each in imported() if each[1] in ("dill", "cloudpickle", "joblib", "shelve", "marshal")
+    ]
+    assert {where for where, name in imported() if name == "pickle"} <= {
+        "cpt/core/tensors.py",
+    }
+    assert [where for where, name, _ in found if name == "torch.load"] == ["cpt/core/tensors.py"]
+
+
+def test_every_checkpoint_is_read_without_its_code():
+    asked = [
+        (where, given.get("trust_remote_code"))
+        for where, name, given in calls()
+        if name.endswith(".from_pretrained") and not name.startswith(("kind.", "PeftModel"))
+    ]
+    assert len(asked) >= 4 and {told for _, told in asked} == {"False"}
+
+
+def checkpoint_with_code(folder):
+    """A model's folder whose configuration, model and tokenizer are classes of its own."""
+    folder.mkdir()
+    kinds = {
+        "AutoConfig": "own.Own",
+        "AutoModelForMaskedLM": "own.Model",
+        "AutoTokenizer": ["own.Words", None],
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": kinds}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": kinds, "tokenizer_class": "Words"}))
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(folder / 'ran')!r})\n")
+    return folder
+
+
+def test_a_checkpoint_with_code_of_its_own_is_refused_and_nobody_is_asked(tmp_path, monkeypatch):
+    folder = checkpoint_with_code(tmp_path / "theirs")
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail("asked") if prompt else "y")
+    for read in (loading.configuration, loading.load_tokenizer):
+        with pytest.raises(ValueError):
+            read(str(folder))
+    assert not (folder / "ran").exists()
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def write_evil(path, mark):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"weight": torch.zeros(2), "more": Evil(mark)}, path)
+
+
+def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
+    run, mark = tmp_path / "run", tmp_path / "ran"
+    stage = run / "stages" / "001.pt"
+    write_evil(stage, mark)
+    (run / "config.yaml").write_text("name: x\n")
+    for read in (load_tensors, lambda path: check_stage(path, instead="delete it")):
+        with pytest.raises(ValueError, match=r"001.pt holds other things than tensors"):
+            read(stage)
+    assert verify.main([str(run)]) == 1
+    assert "001.pt holds other things than tensors" in capsys.readouterr().out
+    assert not mark.exists()
+    torch.load(stage, weights_only=False)
+    assert mark.exists()  # the file is what it is meant to be
+
+
+def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):
+    place, mark = RunFolder(tmp_path / "run"), tmp_path / "ran"
+    path = place.documents(0)
+    path.parent.mkdir(parents=True)
+    head = io.BytesIO()
+    import numpy as np
+
+    np.lib.format.write_array_header_1_0(head, {"descr": "|O", "fortran_order": False, "shape": (1,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("law.npy", head.getvalue() + pickle.dumps([Evil(mark)]))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        place.load_documents([0])
+    assert not mark.exists()
+
+
+# --- secrets
+
+
+def test_what_looks_secret_is_hidden_in_what_is_written():
+    settings = {
+        "hub": {"token": CANARY, "name": "x"},
+        "logger": {"mine": {"api_key": CANARY, "tracking_uri": f"https://me:{CANARY}@host/x"}},
+        "list": [f"postgresql://me:{CANARY}@db/x", {"password": CANARY}],
+        "method": {"key": "cosine", "tokens": 5, "token": None},
+        "trainer": {"tokens": 10},
+        "url": "https://host/me@x",
+    }
+    told = redact(settings)
+    assert CANARY not in json.dumps(told)
+    assert told["logger"]["mine"]["tracking_uri"] == f"https://{HIDDEN}@host/x"
+    assert told["method"] == settings["method"] and told["trainer"] == settings["trainer"]
+    assert told["url"] == settings["url"] and told["hub"]["name"] == "x"
+    assert redact(told) == told
+
+
+def test_a_folder_is_claimed_again_with_the_secret_that_it_does_not_remember(tmp_path):
+    place = RunFolder(tmp_path / "run")
+    settings = {"seed": 0, "method": {"api_key": CANARY}}
+    place.claim(settings)
+    assert CANARY not in place.config.read_text()
+    place.check(settings)
+    with pytest.raises(ValueError, match="seed: 0 -> 1"):
+        place.check(settings | {"seed": 1})
+
+
+def test_a_run_writes_nothing_secret_of_its_environment(corpora, cache, tmp_path):
+    """A process of its own with W&B: every byte of what it leaves is looked at."""
+    secrets = {f"MY_{kind}": f"{CANARY}-{kind}" for kind in ("TOKEN", "PASSWORD", "API_KEY")}
+    uri = f"http://me:{CANARY}-uri@localhost:1/x"
+    folder = tmp_path / "run"
+    from tests.conftest import SMALL
+
+    given = [each for each in SMALL if each != "logger=none"]
+    command = [sys.executable, "run.py", "domains=texts", f"domains.root={corpora}", f"cache_dir={cache}"]
+    command += [
+        *given,
+        "order=[law]",
+        "domains.column=${oc.env:MLFLOW_TRACKING_URI}",
+        f"hydra.run.dir={folder}",
+    ]
+    environment = {**os.environ, **secrets, "MLFLOW_TRACKING_URI": uri, "WANDB_MODE": "offline"}
+    environment |= {"HF_TOKEN": f"{CANARY}-hub", "WANDB_API_KEY": CANARY.ljust(40, "0")}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(written) > 15 and any(path.suffix == ".wandb" for path in written)
+    assert {str(path) for path in written if CANARY.encode() in path.read_bytes()} == set()
+    assert CANARY not in ended.stdout + ended.stderr
+    assert HIDDEN in (folder / "config.yaml").read_text()
