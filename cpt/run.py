@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from cpt.core.errors import reason
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process
+from cpt.core.pulse import beating, enter_phase
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
@@ -51,7 +52,8 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         place.claim(plan.settings)
         with place.locked():
             place.clean()
-            return learn_or_tell(plan, place)
+            with beating(place.path):
+                return learn_or_tell(plan, place)
 
 
 def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
@@ -74,10 +76,11 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly
         from cpt.training.callbacks import CustomCallbacks
+        from cpt.training.costs import time_phase
         from cpt.training.examinations import make_examinations
         from cpt.training.generators import make_generation
         from cpt.training.identity import settle_identity
-        from cpt.training.loop import Learner, time_phase
+        from cpt.training.loop import Learner
         from cpt.training.pretraining import make_base
         from cpt.training.readiness import prepare
         from cpt.training.verdict import confirm
@@ -85,11 +88,14 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
+    enter_phase("reading texts")
     with time_phase(took, "read the texts"):
         corpora = assembly.read_corpora(plan)
+    enter_phase("making the base")
     with time_phase(took, "make the base"):
         start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
         module = assembly.make_method(plan, start)
+    enter_phase("tokenising")
     with time_phase(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
         examinations = make_examinations(plan, place, ready, corpora, start, module=module, data=data)
