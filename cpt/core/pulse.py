@@ -70,7 +70,8 @@ class Pulse:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.phase, self.waits, self.bars = Phase(name=""), "", list[tqdm]()
-        self.began, self.moved, self.seen = "", "", None
+        self.began, self.moved = "", ""
+        self.seen: tuple[str, float | None, str] | None = None  # what was last told
         self.written, self.failed = 0.0, False
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
@@ -146,11 +147,11 @@ class Pulse:
             phase=name_of(phase, place),
             stage=phase.stage,
             stages=phase.stages,
-            step=place and place.step,
-            steps=place and place.steps,
+            step=place.step if place else None,
+            steps=place.steps if place else None,
             unit=place.unit if place else "",
             learned=learned,
-            phase_eta_s=place and place.eta_s,
+            phase_eta_s=place.eta_s if place else None,
             run_eta_s=rest_of_run(phase, place),
             untimed=list(phase.untimed),
             why=self.waits,

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cpt.core.schema import check_types
-from cpt.core.signs import Holder, now, only, types_of
+from cpt.core.signs import OF_HOLDER, Holder, now, only
 
 FILE = "sweep.json"
 VERSION = 1
@@ -32,8 +32,8 @@ class Queue:
             if told["version"] != VERSION:
                 return None
             check_types(told, {"runs": list[str], "written": str})
-            check_types(told["holder"], types_of(Holder), of="holder")
-            return cls(told["runs"], Holder(**only(told["holder"], types_of(Holder))), told["written"])
+            check_types(told["holder"], OF_HOLDER, of="holder")
+            return cls(told["runs"], Holder(**only(told["holder"], OF_HOLDER)), told["written"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 

@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -159,11 +159,11 @@ class Sign:
         """From JSON. Raises ValueError for what is no sign of this version."""
         if not isinstance(told, dict) or told.get("version") != VERSION:
             raise ValueError(f"needed is version {VERSION} of cpt's form")
-        given = {"holder": {}} | told
-        check_types(given, types_of(cls))
-        check_types(given["holder"], types_of(Holder), of="holder")
-        holder = Holder(**only(given["holder"], types_of(Holder)))
-        found = cls(**only(given, types_of(cls)) | {"holder": holder})
+        given: dict[str, Any] = {"holder": {}} | told
+        check_types(given, OF_SIGN)
+        check_types(given["holder"], OF_HOLDER, of="holder")
+        holder = Holder(**only(given["holder"], OF_HOLDER))
+        found = cls(**only(given, OF_SIGN) | {"holder": holder})
         if found.state not in (*GOING, *ENDED):
             raise ValueError(f"state is {found.state}; allowed: {', '.join((*GOING, *ENDED))}")
         for time in (found.began, found.moved, found.written):
@@ -171,13 +171,13 @@ class Sign:
         return found
 
 
-@cache
 def types_of(kind: type) -> dict[str, Any]:
     """The types of a class's fields as JSON has them."""
     hints = get_type_hints(kind)
-    return {
-        each.name: dict[str, Any] if hints[each.name] is Holder else hints[each.name] for each in fields(kind)
-    }
+    return {name: dict[str, Any] if hint is Holder else hint for name, hint in hints.items()}
+
+
+OF_HOLDER, OF_SIGN = types_of(Holder), types_of(Sign)
 
 
 def only(given: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -195,11 +195,10 @@ def note_end(folder: Path, state: str, why: str, *, began: str) -> None:
             before = None
         if before is not None and (before.alive or (not before.going and before.written >= began)):
             return
-        own = {"state": state, "why": shorten(why), "written": now()}
-        if before is not None and before.written >= began:  # its own words on how far it was
-            replace(before, **own, phase_eta_s=None, run_eta_s=None).write(folder)
-        else:
-            Sign(**own, began=began, moved=began, holder=Holder.own()).write(folder)
+        if before is None or before.written < began:  # nothing that it has said itself
+            before = Sign(state=state, began=began, moved=began, written=began, holder=Holder.own())
+        why = shorten(why)
+        replace(before, state=state, why=why, written=now(), phase_eta_s=None, run_eta_s=None).write(folder)
 
 
 def shorten(text: str) -> str:
