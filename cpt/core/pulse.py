@@ -97,7 +97,7 @@ class Pulse:
         seen = (sign.phase, sign.step, sign.state)
         if seen != self.seen:
             self.moved = sign.written
-        begun = self.seen is None or seen[0] != self.seen[0] or seen[2] != self.seen[2]
+        begun = self.seen is None or known(seen) != known(self.seen)
         if begun or time.monotonic() - self.written >= PERIOD_S:
             self.put(replace(sign, moved=self.moved))
         self.seen = seen
@@ -160,6 +160,11 @@ class Pulse:
             written=now(),
             holder=self.holder,
         )
+
+
+def known(seen: tuple[str, float | None, str]) -> tuple[str, bool, str]:
+    """What is told at once where it has changed: the phase, whether a step of it was made, the state."""
+    return seen[0], bool(seen[1]), seen[2]
 
 
 def name_of(phase: Phase, place: Place | None) -> str:
