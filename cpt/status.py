@@ -281,7 +281,7 @@ def show(text: object) -> str:
 
 
 def cut(line: str, width: int) -> str:
-    return line if len(line) <= width else f"{line[: max(0, width - 1)]}…"
+    return line if len(line) <= width else f"{line[: width - 1]}…"[:width]
 
 
 def count(looks: Sequence[Look]) -> dict[str, int]:

@@ -65,11 +65,12 @@ def fit(told: Sequence[tuple[str, str]], room: int) -> str:
     them, and how many more there are."""
     if not told:
         return ""
-    count = len(told)
-    while count > 1 and (room - len(f"{BETWEEN}+{len(told)}")) // count - len(BETWEEN) < LEAST:
-        count -= 1
-    more = f"{BETWEEN}+{len(told) - count}" if count < len(told) else ""
-    left, texts = room - len(more) - len(BETWEEN) * (count - 1), [""] * count
+    for count in range(len(told), 0, -1):
+        more = f"{BETWEEN}+{len(told) - count}" if count < len(told) else ""
+        left = room - len(more) - len(BETWEEN) * (count - 1)
+        if left // count >= LEAST:
+            break
+    texts = [""] * count
     order = sorted(range(count), key=lambda place: sum(map(len, told[place])))
     for done, place in enumerate(order):  # what a short one does not need is for the longer ones
         what, when = told[place]
