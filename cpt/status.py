@@ -36,6 +36,7 @@ OF_RUNS = ("config.yaml", "scores.json", signs.FILE)
 ROW = "{:10} {:>7} {:>10} {:>7}  {:20}  {}"
 HEAD = ("state", "learned", "left", "seen", "by", "run")
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+FEW = 120  # characters of a message on a line; --json has all
 CLEAR = "\033[H\033[J"
 
 
@@ -242,7 +243,7 @@ def columns(look: Look) -> tuple[str, ...]:
     learned = "" if look.learned is None else f"{math.floor(100 * look.learned)} %"
     left = "" if look.run_eta_s is None else clock(look.run_eta_s) + "+" * bool(look.untimed)
     by = f"{show(look.host)}:{look.pid}" if look.host is not None and look.state in HELD else ""
-    what = ": ".join(filter(None, (doing(look), show(look.why))))
+    what = ": ".join(filter(None, (doing(look), cut(show(look.why), FEW))))
     return look.state, learned, left, ago(look.seen_s), by, "  ".join(filter(None, (show(look.run), what)))
 
 
