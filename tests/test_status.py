@@ -66,6 +66,12 @@ STATES = {
     "its clock is ahead": ({"holder": AWAY, "written": earlier(-900)}, None, "running", ""),
     "silent": ({"holder": AWAY, "written": earlier(FRESH_S + 1)}, None, "silent", ""),
     "here and slow": ({"written": earlier(FRESH_S + 1)}, None, "running", ""),
+    "a container of this name": (
+        {"holder": replace(Holder.own(), machine="its own", pid=2**22 + 1)},
+        None,
+        "running",
+        "",
+    ),
     "number given again": ({"holder": replace(Holder.own(), born=1)}, None, "killed", ""),
     "adds end tasks": ({}, True, "running", ""),
     "preempted": ({"state": "preempted", "why": "by SIGTERM"}, False, "preempted", "by SIGTERM"),
