@@ -14,6 +14,7 @@ from cpt.core.cache import make_once
 from cpt.core.preemption import GO_ON
 from cpt.core.signs import Holder, Sign
 from cpt.methods.ncl import NCL
+from cpt.training.run_folder import RunFolder
 from tests.conftest import ROOT
 from tests.runs.test_kill import command
 from tests.support.processes import ended, sent, started
@@ -102,6 +103,15 @@ def test_a_refused_run_leaves_a_message_where_its_folder_stays_and_else_no_folde
         start(cfg, tmp_path / "job")
     seen = status.look(tmp_path / "job")
     assert seen.state == "failed" and "nowhere" in seen.why
+
+
+def test_a_sign_alone_keeps_no_folder_of_a_refused_run(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(ValueError), RunFolder(run).unless_refused():
+        run.mkdir()
+        with pulse.beating(run):
+            raise ValueError("no such text")
+    assert not run.exists()
 
 
 def test_a_second_start_leaves_the_sign_of_the_first(small, start, tmp_path):
