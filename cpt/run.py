@@ -8,6 +8,7 @@ Whatever is there already, of a run that was killed, is gone on with."""
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -29,6 +30,8 @@ from cpt.training.run_folder import RunFolder
 from cpt.training.verdict import explain_damage
 
 log = logging.getLogger(__name__)
+# What precedes the stages: as scores.json calls it, and as it is told meanwhile.
+STARTING = {"read the texts": "reading texts", "make the base": "making the base", "tokenise": "tokenising"}
 
 
 def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
@@ -76,7 +79,6 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly
         from cpt.training.callbacks import CustomCallbacks
-        from cpt.training.costs import time_phase
         from cpt.training.examinations import make_examinations
         from cpt.training.generators import make_generation
         from cpt.training.identity import settle_identity
@@ -88,15 +90,12 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
-    enter_phase("reading texts")
-    with time_phase(took, "read the texts"):
+    with starting(took, "read the texts"):
         corpora = assembly.read_corpora(plan)
-    enter_phase("making the base")
-    with time_phase(took, "make the base"):
+    with starting(took, "make the base"):
         start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
         module = assembly.make_method(plan, start)
-    enter_phase("tokenising")
-    with time_phase(took, "tokenise"):
+    with starting(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
         examinations = make_examinations(plan, place, ready, corpora, start, module=module, data=data)
     settle_identity(plan, place, corpora, start, examinations)
@@ -120,6 +119,14 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         learner.learn()
         learner.conclude(start)
     return scores
+
+
+def starting(took: dict[str, float], phase: str) -> AbstractContextManager[None]:
+    """Adds the seconds of a phase of STARTING to the others, and says that the run is at it."""
+    from cpt.training.costs import time_phase
+
+    enter_phase(STARTING[phase])
+    return time_phase(took, phase)
 
 
 def resume_scores(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:
