@@ -8,6 +8,7 @@ Whatever is there already, of a run that was killed, is gone on with."""
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -16,6 +17,7 @@ from omegaconf import DictConfig
 from cpt.core.errors import reason
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process
+from cpt.core.pulse import beating, enter_phase
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
@@ -28,6 +30,8 @@ from cpt.training.run_folder import RunFolder
 from cpt.training.verdict import explain_damage
 
 log = logging.getLogger(__name__)
+# What precedes the stages: as scores.json calls it, and as it is told meanwhile.
+STARTING = {"read the texts": "reading texts", "make the base": "making the base", "tokenise": "tokenising"}
 
 
 def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
@@ -51,7 +55,8 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         place.claim(plan.settings)
         with place.locked():
             place.clean()
-            return learn_or_tell(plan, place)
+            with beating(place.path):
+                return learn_or_tell(plan, place)
 
 
 def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
@@ -77,7 +82,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.training.examinations import make_examinations
         from cpt.training.generators import make_generation
         from cpt.training.identity import settle_identity
-        from cpt.training.loop import Learner, time_phase
+        from cpt.training.loop import Learner
         from cpt.training.pretraining import make_base
         from cpt.training.readiness import prepare
         from cpt.training.verdict import confirm
@@ -85,12 +90,12 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
     took: dict[str, float] = {}
-    with time_phase(took, "read the texts"):
+    with starting(took, "read the texts"):
         corpora = assembly.read_corpora(plan)
-    with time_phase(took, "make the base"):
+    with starting(took, "make the base"):
         start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
         module = assembly.make_method(plan, start)
-    with time_phase(took, "tokenise"):
+    with starting(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
         examinations = make_examinations(plan, place, ready, corpora, start, module=module, data=data)
     settle_identity(plan, place, corpora, start, examinations)
@@ -114,6 +119,14 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         learner.learn()
         learner.conclude(start)
     return scores
+
+
+def starting(took: dict[str, float], phase: str) -> AbstractContextManager[None]:
+    """Adds the seconds of a phase of STARTING to the others, and says that the run is at it."""
+    from cpt.training.costs import time_phase
+
+    enter_phase(STARTING[phase])
+    return time_phase(took, phase)
 
 
 def resume_scores(place: RunFolder, empty: Scores, took: Mapping[str, float]) -> Scores:

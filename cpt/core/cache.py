@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from filelock import FileLock, Timeout
 
 from cpt.core.checksums import FILE, Checksums, seal, sync
+from cpt.core.pulse import waiting_for
 
 log = logging.getLogger(__name__)
 LARGE = 1 << 24  # bytes of a folder above which its contents are not waited for
@@ -113,8 +114,10 @@ def wait_for(lock: FileLock) -> AbstractContextManager[object]:
     try:
         return lock.acquire(timeout=0.5)
     except Timeout:
-        log.info("waiting for another run that is making %s", Path(lock.lock_file).stem)
-        return lock.acquire()
+        name = Path(lock.lock_file).stem
+        log.info("waiting for another run that is making %s", name)
+        with waiting_for(f"another run that is making {name}"):
+            return lock.acquire()
 
 
 @dataclass(frozen=True)

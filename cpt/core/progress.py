@@ -4,6 +4,8 @@ import sys
 
 from tqdm import tqdm
 
+from cpt.core.pulse import watch
+
 DELAY = 10.0  # seconds after which a log file tells how far something is that is mostly quick
 
 
@@ -18,9 +20,10 @@ def progress_bar(
     delay: float = 0.0,
 ) -> tqdm:
     """A bar named `label` that ends at `total` units, of which some are done, and goes when it is closed.
-    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds."""
+    With `scale` units are counted in k, M, G; in a log file it is silent for `delay` seconds. The run's
+    progress.json says where it is."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
-    return tqdm(
+    bar = tqdm(
         desc=label,
         total=total,
         initial=done,
@@ -32,3 +35,4 @@ def progress_bar(
         mininterval=interval,
         maxinterval=60,
     )
+    return watch(bar)

@@ -27,6 +27,7 @@ from yaml import YAMLError
 
 from cpt.core.errors import unknown_name
 from cpt.core.preemption import GO_ON
+from cpt.core.signs import note_end, now
 
 log = logging.getLogger(__name__)
 PARENT = "CPT_LAUNCHER"  # environment variable: the process that a job must not outlive
@@ -57,6 +58,7 @@ class Job:
     lost: str = ""  # of a job on a cluster: why nobody knows how it ended
     process: subprocess.Popen[bytes] = field(init=False)
     started: float = field(init=False)
+    began: str = field(init=False)  # the same in UTC
 
     def __str__(self) -> str:
         return f"#{self.number} {self.label}".strip()
@@ -67,7 +69,7 @@ class Job:
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
         """A session of its own: Ctrl-C reaches the sweep only, which then ends the whole group."""
-        self.started = time.monotonic()
+        self.started, self.began = time.monotonic(), now()
         self.process, self.offset = start_process([*command, *self.overrides], self.console, env=env)
         log.info("%s: started, %s", self, self.console)
 
@@ -102,6 +104,8 @@ class Job:
         self.kill(signal.SIGKILL)
         self.code = self.process.returncode
         self.tell(f"finished in {time.monotonic() - self.started:.0f} s")
+        if not self.whole:
+            note_end(self.folder, self.state, self.failure().removeprefix(f"{self.state} "), began=self.began)
 
     def tell(self, finished: str) -> None:
         """Says how the job ended."""

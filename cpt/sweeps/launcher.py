@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
@@ -21,12 +22,12 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.plugin import Plugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
-from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers that a run folder's name is made with)
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
+from cpt.core.queues import list_runs
 from cpt.sweeps.cluster import ClusterLauncher
 from cpt.sweeps.jobs import (
     CONTINUES,
@@ -37,6 +38,7 @@ from cpt.sweeps.jobs import (
     conclude_sweep,
     job_command,
 )
+from cpt.sweeps.line import SweepLine
 from cpt.sweeps.optuna_sweeper import OptunaSweeper
 from cpt.sweeps.resources import share_out_machine
 
@@ -72,6 +74,7 @@ class ProcessLauncher(Launcher):
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
+                list_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
                 places = share_out_machine(
                     [job.config for job in waiting], jobs=self.jobs, threads=self.threads
                 )
@@ -85,19 +88,19 @@ def run_all(
     """Runs the jobs, each in a place that is free; a signal has them all leave, and then the program."""
     waiting, running, free = deque(jobs), dict[Job, dict[str, str]](), list(places)
     log.info("%d to run, %d at once", len(jobs), len(places))
-    bar = tqdm(total=len(jobs), unit="job", disable=None)
-    with heeded_signals() as received, logging_redirect_tqdm(), bar:
+    line = SweepLine(len(jobs))
+    with heeded_signals() as received, logging_redirect_tqdm(), line.bar:
         try:
             while (waiting or running) and not received:
                 for job in [job for job in running if job.process.poll() is not None]:
                     free.append(running.pop(job))
                     job.end()
-                    bar.update()
+                    line.bar.update()
                 while waiting and free:
                     job, place = waiting.popleft(), free.pop(0)
                     job.start(command, env={**os.environ, **place})
                     running[job] = place
-                bar.refresh()  # the clock goes on between two ends
+                line.refresh(running)  # the clock goes on between two ends
                 time.sleep(POLL_S)
         finally:
             stop(list(running), grace=grace, received=received)

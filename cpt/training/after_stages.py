@@ -29,6 +29,10 @@ class AfterStages:
         """The stage's, as the row of the matrix."""
         return "base" if number == 0 else self.data.domains[number - 1].name
 
+    def follows(self, number: int) -> bool:
+        """Whether something is asked for after so many stages, be it in the run folder or not."""
+        return self.options.is_due(number, stages=len(self.data))
+
     def due(self, number: int) -> list[str]:
         """The tasks that are asked for after so many stages and not in the run folder yet."""
         raise NotImplementedError

@@ -53,6 +53,10 @@ class Examination(AfterStages):
             alone=self.module.alone,
         )
 
+    def follows(self, number: int) -> bool:
+        """Whether some are asked for after so many stages."""
+        return bool(self.due(number))
+
     def missing(self, number: int) -> bool:
         """Whether something of that is not in the run folder yet."""
         folder = self.place.endtasks(number, self.name(number))

@@ -17,6 +17,7 @@ from cpt.core.collectives import wait_for_others
 from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
+from cpt.core.pulse import enter_phase
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.documents import gather_documents
 from cpt.evaluation.objective import objective_value
@@ -29,11 +30,12 @@ from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
-from cpt.training.costs import Compute, own_names, stored_bytes, time_phase, trained_parameters
+from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
 from cpt.training.generation import Generation
 from cpt.training.leaks import Leak
 from cpt.training.monitoring import watch
+from cpt.training.outlook import Outlook
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.rates import Rates
@@ -71,6 +73,7 @@ class Learner:
         )
         self.at = 0  # the stage whose weights the module has
         self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
+        self.outlook = Outlook(data, self.scorer, scores, examinations, generation is not None)
         tell_resting(plan, module, device)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
@@ -127,7 +130,7 @@ class Learner:
             )
         self.scores.run["finished"] = False
         self.restore(number)
-        with time_phase(self.scores.phases[examination.KIND], row):
+        with self.outlook.timed(examination.KIND, number):
             examination.measure(number, self.device)
         if is_first_process():
             self.collect(examination)
@@ -149,7 +152,7 @@ class Learner:
             )
             log.info("going on within %s", domain.name)
         if self.generation is not None:
-            with time_phase(self.scores.phases["generate"], domain.name):
+            with self.outlook.timed("generate", number):
                 self.generation.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.enter(domain)
@@ -160,17 +163,9 @@ class Learner:
         # Last, so that a checkpoint has what the others did at its step.
         resting = [Resting(self.place.stage(number - 1))] * self.rests
         watching = watch(self.plan.monitor, self.data, domain, compute)
-        callbacks = [
-            *resting,
-            *watching,
-            compute,
-            rates,
-            leak,
-            guard,
-            *self.callbacks.entering(number),
-            saving,
-        ]
-        with time_phase(self.scores.phases["learn"], domain.name):
+        ours = [*resting, *watching, compute, rates, leak, guard]
+        callbacks = [*ours, *self.callbacks.entering(number), saving]
+        with self.outlook.timed("learn", number):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
         self.scores.monitor.update((domain.name, each.watched.tell()) for each in watching)
@@ -205,7 +200,7 @@ class Learner:
     def commit(self, row: str, **costs: Any) -> None:
         """Evaluates, and writes the row: what a restart finds is the run up to here."""
         number = len(self.scores.rows)
-        cells = self.score(row, self.scorer.wanted(number))
+        cells = self.score(number, row, self.scorer.wanted(number))
         means = cells.means
         nll = [means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, parts=cells.parts, **costs)
@@ -226,7 +221,7 @@ class Learner:
         self.scores.run["finished"] = False
         self.restore(number)
         row = self.scores.rows[number]
-        cells = self.score(row, missing)
+        cells = self.score(number, row, missing)
         self.scores.fill(number, cells.means, cells.parts)
         log.info("after %s, %d more texts are scored", row, len(missing))
         if is_first_process():
@@ -234,8 +229,8 @@ class Learner:
             self.place.save_documents(number, before | cells.documents)
             self.save()
 
-    def score(self, row: str, texts: Sequence[str]) -> Cells:
-        with time_phase(self.scores.phases["score"], row):
+    def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
+        with self.outlook.timed("score", number):
             cells = self.scorer.score(row, texts)
         leave_together(f"before {row} was committed")
         confirm(self.place)
@@ -260,11 +255,13 @@ class Learner:
         if not is_first_process():
             return
         check_signals("before the model was exported")
+        enter_phase("exporting the model")
         self.place.make_room()
         loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
         check_signals("before the report was written")
+        enter_phase("writing the report")
         sums, counts = gather_documents(self.place.load_documents(range(len(self.scores.rows))), self.scores)
         self.scores.measure(nll_sums=sums, counts=counts)
         self.scores.policy = self.plan.evaluation.policy

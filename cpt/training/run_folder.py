@@ -12,10 +12,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
+from cpt.core import signs
 from cpt.core.cache import discard
 from cpt.core.checksums import FILE, Checksums, size_of, sync
 from cpt.core.config import identity, list_differences, plain_config, redact
 from cpt.core.files import check_archive, replace, replacing
+from cpt.core.pulse import told
 from cpt.evaluation.documents import documents_file, load_documents
 from cpt.evaluation.scores import Scores
 
@@ -25,7 +27,7 @@ HELD = ("stages", "checkpoints", "documents", "diagnostics")  # folders of files
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
 # What a folder holds whose run has been refused: Hydra's files, and what the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "precision")
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "precision", signs.FILE)
 
 
 class RunFolder:
@@ -146,12 +148,14 @@ class RunFolder:
     @contextlib.contextmanager
     def unless_refused(self) -> Iterator[None]:
         """Removes the folder again if the run ends in an error before it has learned or measured anything."""
-        is_new = not self.config.exists()
+        is_new, began = not self.config.exists(), signs.now()
         try:
             yield
-        except Exception:
+        except Exception as error:
             if is_new:
                 self.leave()
+            if is_new and self.path.is_dir():  # what a sweep has put there stays
+                signs.note_end(self.path, "failed", told(error), began=began)
             raise
 
     def leave(self) -> None:

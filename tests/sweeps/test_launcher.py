@@ -17,6 +17,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from cpt.core.preemption import GO_ON
+from cpt.status import look_at
 from cpt.sweeps.launcher import ProcessLauncher
 from cpt.sweeps.resources import devices, share_out_machine, visible_gpus
 
@@ -139,6 +140,15 @@ def test_it_ends_with_how_many_jobs_ended_how_and_why_they_failed(four):
         r"compare: python -m cpt.report outputs/app",
         "\n".join(process.stdout.splitlines()[-4:]),
     )
+
+
+def test_the_folders_of_a_sweep_say_how_their_jobs_ended(four):
+    app, _ = four
+    found = {each.run.rpartition("kind-")[2]: (each.state, each.why) for each in look_at([app / "outputs"])}
+    assert found["raise"] == ("failed", "(exit 1): RuntimeError: boom")
+    assert found["kill"] == ("failed", "(signal 9, Killed): before the end, kind kill")
+    (queue,) = app.glob("outputs/sweep.json")
+    assert len(json.loads(queue.read_text())["runs"]) == 4
 
 
 def test_start_and_end_are_reported(four):

@@ -1,0 +1,100 @@
+"""How long a run still takes, by what of it is done."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cpt.core.pulse import Phase, Place, name_of, rest_of_run
+from cpt.training.outlook import Outlook
+
+NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
+STEPS = {"law": 10, "food": 20, "art": 40}
+
+
+class Data(list):
+    @property
+    def domains(self):
+        return list(self)
+
+    def steps(self, domain):
+        return STEPS[domain.name]
+
+
+def outlook(phases, *, rows=(), endtasks=(), generates=False):
+    """Three domains, two texts scored after each and three after the last."""
+    tasks = SimpleNamespace(KIND="endtasks", follows=lambda number: number in endtasks)
+    return Outlook(
+        Data(SimpleNamespace(name=name) for name in STEPS),
+        SimpleNamespace(wanted=lambda number: "abc"[: 2 + (number == 3)]),
+        SimpleNamespace(phases=NONE | phases, rows=list(rows)),
+        [tasks] * bool(endtasks),
+        generates,
+    )
+
+
+def told(phase):
+    return phase.rest_s, phase.rest_steps, tuple(phase.untimed)
+
+
+def test_before_a_step_is_made_nobody_knows():
+    phase = outlook({"start": {"tokenise": 3.0}}).phase("score", 0)
+    assert told(phase) == (None, 0, ("learn", "score"))
+    assert (phase.name, phase.stage, phase.stages, phase.done, phase.total) == (
+        "scoring after base",
+        0,
+        3,
+        0,
+        70,
+    )
+
+
+def test_the_first_domain_stands_for_the_steps_of_the_others():
+    phase = outlook({"score": {"base": 4.0}}, rows=["base"]).phase("learn", 1)
+    assert told(phase) == (2 * (2 + 2 + 3), 60, ())
+    assert (phase.name, phase.done, phase.learns) == ("learning law", 0, True)
+    assert rest_of_run(phase, Place("law (1/3)", 5, 10, "it", 0.5)) == 2.5 + 14 + 60 * 0.5
+
+
+def test_what_is_done_is_the_measure_of_what_follows():
+    phases = {"score": {"base": 4.0, "law": 8.0}, "learn": {"law": 20.0, "food": 80.0}}
+    seen = outlook(phases, rows=["base", "law"])
+    phase = seen.phase("learn", 2)  # food is on its way for the second time: its row is not there
+    assert told(phase) == (3.0 * (2 + 3) + 2.0 * 40, 0, ())
+    assert phase.done == 10
+    phase = seen.phase("score", 2)
+    assert told(phase) == (3.0 * 3 + 2.0 * 40, 0, ()) and phase.done == 30
+
+
+def test_what_was_never_timed_is_named():
+    phases = {"score": {"base": 4.0}, "learn": {"law": 20.0}}
+    seen = outlook(phases, rows=["base", "law"], endtasks=(2, 3), generates=True)
+    assert told(seen.phase("learn", 2)) == (2.0 * (2 + 3) + 2.0 * 40, 0, ("endtasks", "generate"))
+    later = outlook(phases | {"endtasks": {"food": 7.0}}, rows=["base", "law", "food"], endtasks=(2, 3))
+    assert told(later.phase("endtasks", 2)) == (2.0 * 3 + 2.0 * 40 + 7.0, 0, ())
+    assert told(later.phase("probes", 3)) == (0.0, 0, ())
+
+
+def test_stages_that_are_learned_are_not_foreseen_again():
+    phases = {"score": {"base": 4.0, "law": 4.0}, "learn": {"law": 20.0}}
+    phase = outlook(phases, rows=["base", "law", "food"], endtasks=(0, 1, 2, 3)).phase("endtasks", 0)
+    assert told(phase) == (2.0 * 3 + 2.0 * 40, 0, ("endtasks",))
+
+
+@pytest.mark.parametrize(
+    ("phase", "label", "name"),
+    [
+        (Phase(name="tokenising"), "tokenising law", "tokenising law"),
+        (Phase(name="making the base"), "base", "making the base"),
+        (Phase(name="learning law", stage=1), "law (1/3)", "learning law"),
+        (Phase(name="starting"), "", "starting"),
+    ],
+)
+def test_before_the_stages_a_bar_names_the_text(phase, label, name):
+    assert name_of(phase, Place(label, 1, 2, "it", None)) == name
+
+
+def test_nothing_is_foreseen_without_a_rate():
+    phase = Phase(name="learning law", rest_s=3.0, rest_steps=10)
+    assert rest_of_run(phase, None) is None
+    assert rest_of_run(phase, Place("law (1/3)", 0, 10, "it", None)) is None
+    assert rest_of_run(phase, Place("law (1/3)", 0, None, "it", 1.0)) is None
