@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from operator import itemgetter
@@ -31,6 +32,16 @@ SUMMARISED = (
     "probe",
     "cost",
 )  # the kinds of which all lines have a key
+
+
+HEADLINES = (
+    *("LC/perplexity", "LC/perplexity/low", "LC/perplexity/high", "LC/nats", "FG/nats", "FG/nats/low"),
+    *("FG/nats/high", "CPT/perplexity", "CPT/nats", "general_drift/nats", "general_drift/perplexity"),
+    *("cost/flops", "cost/tokens", "cost/seconds", "cost/memory", "cost/stored", "cost/stored_per_domain"),
+    *("cost/trained", "endtask/MF1", "endtask/forget_rate", "answers/AP", "answers/BWT"),
+    *("BWT_zs/nats", "FWT_zs/nats", "ZS/nats"),
+)
+MOST = 26  # numbers; with tables and pictures no more than 40 entries of a W&B summary
 
 
 class Line(NamedTuple):
@@ -89,6 +100,16 @@ def summarise_run(scores: Scores, kinds: Sequence[str] = SUMMARISED) -> dict[str
     named = [(line.key + end, getattr(line, column)) for line in lines for column, end in ENDS.items()]
     numbers = {key: float(value) for key, value in named if value is not None}
     return {key: value for key, value in numbers.items() if isfinite(value)}
+
+
+def choose_headlines(scores: Scores) -> dict[str, float]:
+    """Of a run's numbers those that a table of runs has room for, MOST at most, by their keys: what a sweep
+    minimises, HEADLINES, and what was measured over all tasks."""
+    found = summarise_run(scores)
+    objectives = [key for key in found if key.partition("/")[0] == "objective"]
+    over_all = [key for key in found if re.fullmatch(r"(endtask|answers)/[^/]+", key)]
+    keys = dict.fromkeys([*objectives, *HEADLINES, *over_all])
+    return {key: found[key] for key in [key for key in keys if key in found][:MOST]}
 
 
 def escape_name(name: str) -> str:

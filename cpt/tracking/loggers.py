@@ -113,11 +113,12 @@ def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mappi
 
 
 @rank_zero_only
-def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path) -> None:
-    """Everything that the report in the folder says, for W&B; every metric, for custom loggers."""
+def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path, summary: str) -> None:
+    """Everything that the report in the folder says, for W&B, whose summary has the headlines or all numbers;
+    every metric, for custom loggers."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            publish(logger.experiment, scores, folder=folder)
+            publish(logger.experiment, scores, folder=folder, summary=summary)
         elif not isinstance(logger, LongCSV):
             logger.log_metrics(flatten_metrics(scores), step=len(scores.rows) - 1)
 

@@ -23,7 +23,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from cpt.core.config import digest
 from cpt.core.errors import reason
 from cpt.evaluation.scores import Scores
-from cpt.tracking.wandb_run import OVER_STAGE, open_run, publish, publish_stage
+from cpt.tracking.wandb_run import AXES, open_run, publish, publish_stage
 
 if TYPE_CHECKING:
     import wandb
@@ -33,7 +33,7 @@ MODES = ("online", "offline")
 REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
 ENOUGH = 3  # so many runs that W&B did not take, and none that it did: it will take no other
 WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
-STAGES = tuple(names.removesuffix("*") for names in OVER_STAGE)
+STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
 # The machine that sends a run is not the one that made it.
 SETTINGS = {
     "x_disable_stats": True,
@@ -197,4 +197,5 @@ def fill_run(run: wandb.Run, record: Record, scores: Scores) -> None:
         run.log({"trainer/global_step": step, **points})
     for row in range(known + 1, len(scores.rows)):
         publish_stage(run, scores, row=row, distributions=record.distributions[row])
-    publish(run, scores, folder=record.path)
+    asked = (record.config.get("logger") or {}).get("summary", "headlines")
+    publish(run, scores, folder=record.path, summary=asked)

@@ -17,7 +17,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures, tables
 from cpt.reporting.labels import label
-from cpt.reporting.run_table import summarise_run
+from cpt.reporting.run_table import choose_headlines, summarise_run
 
 if TYPE_CHECKING:
     import wandb
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 NOTHING: Mapping[str, Any] = {}
 ADVICE = "logger.mode=offline keeps the run in its folder"
 LARGEST_REPORT = 10_000_000  # bytes; a page that is larger is slow in a panel
-OVER_STAGE = ("ppl/*", "stages/*", "tasks/*")
+AXES = {
+    "trainer/global_step": ("train/*", "monitor/*"),
+    "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
+}
 
 
 def open_run(
@@ -61,12 +64,12 @@ def open_run(
 
 
 def axes(run: wandb.Run) -> None:
-    """What the curves are drawn over: the step of training within a domain, or the stage."""
-    run.define_metric("trainer/global_step")
-    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-    run.define_metric("stage")
-    for names in OVER_STAGE:
-        run.define_metric(names, step_metric="stage")
+    """What the curves are drawn over: the step of training within a domain, or the stage. Their last points
+    are no part of the summary. No two patterns meet: of several that do W&B takes any."""
+    for axis, patterns in AXES.items():
+        run.define_metric(axis)
+        for names in patterns:
+            run.define_metric(names, step_metric=axis, step_sync=True, summary="none")
 
 
 def publish_stage(
@@ -76,13 +79,13 @@ def publish_stage(
     run.log({**tables.stage_row(scores, row), **histograms(distributions)})
 
 
-def publish(run: wandb.Run, scores: Scores, *, folder: Path) -> None:
-    """Tables, pictures, the report, end tasks over the stages, and every number of the report as summary."""
+def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "headlines") -> None:
+    """Tables, pictures, the report, end tasks over the stages; as summary the headlines, or all numbers."""
     for points in tables.task_rows(scores):
         run.log(points)
     run.log({**build_tables(scores), **pictures(scores), **report(folder)})
     run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
-    run.summary.update(summarise_run(scores))
+    run.summary.update(summarise_run(scores) if summary == "all" else choose_headlines(scores))
 
 
 def describe_run(scores: Scores) -> dict[str, Any]:

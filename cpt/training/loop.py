@@ -274,7 +274,7 @@ class Learner:
         run_report.write_report(self.place.path, self.scores)
         self.certify()
         self.place.seal()
-        log_scores(self.loggers, self.scores, folder=self.place.path)
+        log_scores(self.loggers, self.scores, folder=self.place.path, summary=self.plan.logger.summary)
         self.save()  # last: a run that says that it is finished has all that it leaves
 
     def certify(self) -> None:

@@ -206,6 +206,11 @@ class LoggerOptions(Options):
     csv: bool = option("metrics.csv in the run folder", YES_NO, default=False)
     wandb: bool = option("Weights & Biases", YES_NO, default=False)
     mode: str = option("of W&B", one_of("online", "offline", "disabled"), default="offline")
+    summary: str = option(
+        "of W&B: a run's headlines, or every number of its report",
+        one_of("headlines", "all"),
+        default="headlines",
+    )
     project: str | None = option("of W&B", or_null(TEXT), default=None)
     entity: str | None = option("of W&B", or_null(TEXT), default=None)
     others: Mapping[str, Any] = option("loggers of Lightning, or of your own, by name")

@@ -109,6 +109,7 @@ AT_ONCE = {
     "endtask=submodules endtask.seeds=5": "endtask.seeds=5; allowed: a list of different whole numbers",
     "endtask=submodules endtask.tasks=5": "endtask.tasks=5; allowed: null or for each task its own values",
     "endtask=submodules +endtask.tasks.pandas=5": "endtask.tasks={'pandas': 5}; allowed: null or for each t",
+    "logger.summary=some": "logger.summary=some; allowed: headlines, all",
     "monitor.every=0": f"monitor.every=0; allowed: null or {WHOLE}",
     "monitor.tokens=null": f"monitor.tokens=null; allowed: {WHOLE}",
     "monitor.past=-1": "monitor.past=-1; allowed: a whole number, 0 or more",

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from cpt import dashboard
-from cpt.reporting.run_table import summarise_run
+from cpt.reporting.run_table import choose_headlines, summarise_run
 from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.tracking.wandb_run import describe_run, pictures
 from cpt.training.plan import make_plan
@@ -96,7 +96,7 @@ def test_the_dashboard_groups_by_method_and_sorts_by_perplexity(workspace):
     assert (order.item.name, order.ascending) == ("LC/perplexity", True)
     assert [config.name for config in workspace.runset_settings.groupby] == ["cpt.measured", "cpt.label"]
     pinned = workspace.runset_settings.pinned_columns
-    assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(summarise_run(scores()))
+    assert {name.removeprefix("summary:") for name in pinned[1:]} <= set(choose_headlines(scores()))
 
 
 def test_what_the_dashboard_groups_by_tells_apart_what_cannot_be_compared():

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from filelock import FileLock
 
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.reporting.run_table import summarise_run
+from cpt.reporting.run_table import MOST, choose_headlines, summarise_run
 from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.tracking import sync, wandb_run
 from tests.support import wandb_files
@@ -208,15 +209,36 @@ def test_rows_costs_and_end_tasks_are_points_over_the_stages(synced):
 
 def test_curves_have_their_axes(synced):
     metrics = {m.glob_name or m.name: m for m in wandb_files.of_kind(synced[0] / "done", "metric")}
-    for name in ("ppl/*", "stages/*", "tasks/*"):
+    for name in ("ppl/*", "stages/*", "tasks/*", "units/*"):
         assert metrics[name].step_metric == "stage"
-    assert metrics["*"].step_metric == "trainer/global_step"
+    for name in ("train/*", "monitor/*"):
+        assert metrics[name].step_metric == "trainer/global_step"
+    patterns = [name for name in metrics if "*" in name]
+    assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
 
 
-def test_every_number_of_the_report_is_in_the_summary(synced):
-    known, shown = summarise_run(scores()), wandb_files.summary(synced[0] / "done")
-    assert len(known) > 80
+def test_the_summary_has_the_headlines_and_few_entries(synced):
+    known, shown = choose_headlines(scores()), wandb_files.summary(synced[0] / "done")
     assert {key: shown[key] for key in known} == pytest.approx(known)
+    entries = {key.split(".")[0] for key in shown if not key.startswith("_")}
+    assert len(known) <= MOST and len(entries) <= 40
+    assert entries - set(known) - {"stage", "trainer/global_step"} >= set(tabulate(scores()))
+
+
+def test_all_numbers_are_in_the_summary_where_they_are_asked_for():
+    class Run:
+        def __init__(self):
+            self.summary, self.config = {}, {}
+
+        def log(self, points):
+            pass
+
+    known = summarise_run(scores())
+    for asked, expected in (("all", known), ("headlines", choose_headlines(scores()))):
+        run = Run()
+        wandb_run.publish(run, scores(), folder=Path("nowhere"), summary=asked)
+        assert run.summary == pytest.approx(expected)
+    assert len(known) > 80
 
 
 def test_every_table_and_picture_is_there(synced):

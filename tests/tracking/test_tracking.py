@@ -10,7 +10,7 @@ import pytest
 
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
-from cpt.reporting.run_table import summarise_run
+from cpt.reporting.run_table import choose_headlines, summarise_run
 from cpt.tracking.loggers import About, LongCSV, log_scores, log_stage, track
 from cpt.tracking.wandb_run import open_run
 from tests.conftest import ROOT, SMALL
@@ -148,7 +148,7 @@ def resumed(tmp_path_factory):
         raise KeyboardInterrupt
     with track(OFFLINE, place, about=about) as loggers:
         log_stage(loggers, until(whole, 3), distributions={"heads": np.arange(4.0)})
-        log_scores(loggers, whole, folder=place)
+        log_scores(loggers, whole, folder=place, summary="headlines")
     wandb.teardown()
     return place
 
@@ -171,8 +171,9 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
 
 
 def test_all_that_the_report_says_is_logged_at_the_end(resumed):
-    known, shown = summarise_run(scores()), summary(resumed)
+    known, shown = choose_headlines(scores()), summary(resumed)
     assert {key: shown[key] for key in known} == pytest.approx(known)
+    assert not (set(summarise_run(scores())) - set(known)) & set(shown)
     keys = {key.split(".")[0] for row in history(resumed) for key in row}
     assert keys >= {"matrix", "losses", "endtasks", "costs", "endtasks_image", "tasks/law"}
     assert any(key.startswith("units/heads") for row in history(resumed) for key in row)
