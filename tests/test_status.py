@@ -61,7 +61,7 @@ STATES = {
     "here": ({}, None, "running", ""),
     "waits": ({"state": "waiting", "why": "another run"}, None, "waiting", "another run"),
     "away": ({"holder": AWAY}, None, "running", ""),
-    "its clock is ahead": ({"holder": AWAY, "written": earlier(-900)}, None, "running", ""),
+    "its clock is ahead": ({"holder": AWAY, "written": earlier(-86_400)}, None, "running", ""),
     "silent": ({"holder": AWAY, "written": earlier(FRESH_S + 1)}, None, "silent", ""),
     "here and slow": ({"written": earlier(FRESH_S + 1)}, None, "running", ""),
     "a container of this name": (

@@ -142,4 +142,4 @@ def test_sentence_asks_the_folders_model(monkeypatch):
     )
     encode = make_encoder(SimpleNamespace(embedding="sentence", embedding_model="folder"))
     assert encode(["ab", "c"]).tolist() == [[2], [1]]
-    assert asked == [("folder", {"local_files_only": True})]
+    assert asked == [("folder", {"local_files_only": True, "trust_remote_code": False})]

@@ -21,7 +21,7 @@ from cpt.data.sources.readers import (
 )
 from cpt.evaluation.endtasks.tasks import Example, TaskSource
 
-TABLES = tuple(each for each in KINDS if each != ".txt")
+TABLES = tuple(each for each in KINDS if each not in (".txt", ".md"))
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 DAS = "das_split"
 
@@ -70,11 +70,11 @@ class FileTasks(TaskSource):
         named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
         files = [path for path, match in named if match and SPLITS[match[1].lower()] == FILE_SPLITS[split]]
         if unread := [path for path in files if kind(path) not in TABLES]:
-            raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLES)}, also .gz")
+            raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLES)}, also .gz .zst")
         if not files and split != "dev":
             raise ValueError(
                 f"endtask.tasks.{name}: no {split} file in {folder}; allowed: "
-                f"{', '.join(f'{split}{each}' for each in TABLES)}, also .gz"
+                f"{', '.join(f'{split}{each}' for each in TABLES)}, also .gz .zst"
             )
         return files
 
