@@ -69,7 +69,7 @@ class Watched:
     nll: dict[str, list[float]] = field(default_factory=dict)
     rise: dict[str, list[list[float]]] = field(default_factory=dict)
     ended: str = ""  # why the stage ended before its last step
-    kept: int | None = None  # the step whose weights it ended with, where that is not the last
+    kept: int | None = None  # of keep=best: the step whose weights it ended with
 
     def add(self, step: int, began: Losses, now: Losses, *, own: Sequence[str]) -> None:
         """Adds a look; `began` are the losses by document at the first one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,7 @@ def signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "−")
 
 
-def with_interval(value: float, bounds: list[float | None]) -> str:
-    low, high = (signed(each) if each is not None else "–" for each in bounds)
+def with_interval(value: float, bounds: Sequence[float | None]) -> str:
+    """A value with its interval; dashes where there is none, as of a single document."""
+    low, high = (signed(each) if each is not None and np.isfinite(each) else "–" for each in bounds)
     return f"{signed(value)} [{low}, {high}]"

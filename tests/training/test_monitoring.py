@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cpt.evaluation.monitor import MonitorOptions, Watched
+from cpt.reporting.monitor import with_interval
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT
 
@@ -57,6 +58,14 @@ def test_a_rise_of_one_document_in_two_is_not_certain():
     assert not watched.judge(options(every=1, stop=0.1), own=["mine"])
 
 
+def test_of_one_document_there_is_no_interval_and_no_end():
+    watched, began = Watched(), {"mine": np.array([[20.0], [10.0]]), "past": np.array([[20.0], [10.0]])}
+    for step, nats in enumerate((20.0, 90.0)):
+        watched.add(step, began, began | {"past": np.array([[nats], [10.0]])}, own=["mine"])
+    assert not watched.judge(options(every=1, stop=0.1), own=["mine"])
+    assert with_interval(watched.rises()["past"], watched.rise["past"][-1]) == "+7.000 [–, –]"
+
+
 def test_its_own_text_may_rise():
     watched = seen({"mine": [3.0, 4.0], "past": [2.0, 2.0]})
     assert not watched.judge(options(every=1, stop=0.2), own=("mine",))
@@ -64,7 +73,8 @@ def test_its_own_text_may_rise():
 
 @pytest.mark.parametrize(("losses", "ends"), [([3, 2, 2.1, 2.2], True), ([3, 2, 2.1, 1.9], False)])
 def test_patience_counts_looks_since_the_lowest_loss(losses, ends):
-    watched = seen({"mine": [float(each) for each in losses]})
+    mine, past = [float(each) for each in losses], [9.0, 7.0, 5.0, 3.0]  # which has no say in it
+    watched = seen({"mine": mine, "past": past})
     assert bool(watched.judge(options(every=1, patience=2), own=("mine",))) == ends
 
 
