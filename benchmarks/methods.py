@@ -53,6 +53,16 @@ TARGETS = {
     "cpt_plugin": 1.2,
     "prompt": 264 / 164,  # its 100 tokens beside the sample's
     "progprompt": 184 / 164,  # of two domains
+    "merge": 1.05,
+    "merge_lora": 0.95,  # 1.05 times lora's
+    "reptile": 1.05,
+    "ncl, freeze": 1.05,
+    "ncl + fisher": 1.05,
+    "ncl + mofo": 1.05,
+    "si": 1.1,
+    "mas": 1.1,
+    "osf": 1.2,
+    "agem, a batch": 2.0,
 }
 VARIANTS = {
     DENSE: ["method=ncl"],
@@ -60,6 +70,12 @@ VARIANTS = {
     "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=sdpa"],
     "ncl, not fused": ["method=ncl", "optim.fused=false"],
     "ncl + migu": ["method=ncl", "mask=migu"],
+    "ncl + fisher": ["method=ncl", "mask=migu", "mask.migu.importance=fisher"],
+    "ncl + mofo": ["method=ncl", "mask=mofo"],
+    "ncl, freeze": ["method=ncl", "freeze.only=attention"],
+    "agem, a batch": ["method=agem", "method.draw=16"],
+    "agem, update": ["method=agem", "method.acts_on=update"],
+    "agem, gem": ["method=agem", "method.constraints=each"],
     "migu, backward": ["method=migu", "method.mask.backend=backward"],
     "migu, backward, frozen": ["method=migu", "method.mask.backend=backward", "method.mask.acts_on=frozen"],
     "das without contrast": ["method=das", "method.contrast=0"],

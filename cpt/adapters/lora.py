@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.bank import Scope
+from cpt.adapters.paired_linear import pair_up
 from cpt.core.rules import show
 from cpt.core.sharding import shard_like
 from cpt.models.stacks import tokens_of
@@ -69,6 +70,7 @@ def attach_pairs(
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
     for layer in layers(model).values():
         layer.train(layer.get_base_layer().training)
+        pair_up(layer)
         if NEWEST in layer.lora_B:
             by_columns(layer.lora_B[NEWEST].weight)
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)

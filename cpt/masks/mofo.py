@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -27,9 +28,14 @@ MOMENTA = ("exp_avg", "momentum_buffer")  # what optimizers of torch call it
 
 def find_least(momentum: Tensor, share: float) -> Tensor:
     """The least |m| of the ceil(share n) largest of n entries, a scalar."""
-    values = momentum.abs().flatten()
+    values = momentum.detach().abs().flatten()
     count = ceil(Fraction(str(share)) * len(values))
-    return values.kthvalue(len(values) - count + 1).values
+    place = len(values) - count
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        found = values.numpy()  # a copy, as abs gives one: it is put in order where it lies
+        found.partition(place)  # the same number as kthvalue's in a tenth of its time
+        return values[place]
+    return values.kthvalue(place + 1).values
 
 
 def momentum_of(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:

@@ -8,6 +8,7 @@ import peft  # noqa: F401  (the expressions of `export` name it)
 import pytest
 import torch
 import transformers
+from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.pytorch_utils import Conv1D
@@ -117,6 +118,50 @@ def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
     for layer in lora.layers(model).values():
         x, (a, b) = torch.randn(5, layer.in_features), lora.pair_of(layer)
         torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_one_product_adds_what_peft_adds(kind, build):
+    model = build(kind).double()
+    scope = attach(model)
+    learn(model, scope.names)
+    lora.set_aside(model)
+    plain = deepcopy(model)
+    for layer in lora.layers(plain).values():
+        layer.__class__ = Linear
+    calls = [watch_calls(each) for each in (model, plain)]
+    for each in (model, plain):
+        each(input_ids=TOKENS).logits.square().sum().backward()
+    assert not calls[0] and calls[1]
+    assert torch.allclose(logits(model), logits(plain), rtol=1e-12)
+    for name in scope.names:
+        own, other = (each.get_parameter(name).grad for each in (model, plain))
+        assert other.abs().max() > 0
+        assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
+
+
+def watch_calls(model) -> list[str]:
+    """The pairs' second maps as they are called, without a hook."""
+    calls: list[str] = []
+    for name, layer in lora.layers(model).items():
+        b = layer.lora_B[lora.NEWEST]
+        b.forward = lambda x, b=b, name=name: calls.append(name) or nn.functional.linear(x, b.weight)
+    return calls
+
+
+def test_pairs_in_32_bits_beside_a_map_in_16_are_added_in_32(build):
+    model = build("gpt2").bfloat16()
+    scope = attach(model)
+    for name in scope.names:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.float()
+    learn(model, scope.names)
+    layer = next(iter(lora.layers(model).values()))
+    x = torch.randn(3, 16).bfloat16()
+    b = layer.lora_B[lora.NEWEST]
+    low = layer.lora_A[lora.NEWEST](x.float())
+    expected = layer.get_base_layer()(x) + b(low) * layer.scaling[lora.NEWEST]
+    assert torch.equal(layer(x), expected.bfloat16())
 
 
 def test_dropout_is_that_of_the_pairs_input_in_training_alone(build):

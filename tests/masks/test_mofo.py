@@ -50,6 +50,16 @@ def test_the_least_of_the_largest():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_it_is_what_torch_finds_and_the_momentum_stays(dtype):
+    torch.manual_seed(0)
+    momentum = torch.randn(300, 40).to(dtype).T
+    before = momentum.clone()
+    for share, place in ((0.1, 10_801), (0.33, 8_041)):
+        assert find_least(momentum, share) == momentum.abs().flatten().kthvalue(place).values
+    assert torch.equal(momentum, before)
+
+
 def test_an_optimizer_without_momentum_is_told():
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(

@@ -192,6 +192,18 @@ def test_a_run_ends_with_the_same_weights(acts_on, importance, small, start, tmp
     making.assert_close(*ends, rtol=1e-6, atol=1e-6)
 
 
+def test_a_run_of_low_rank_pairs_ends_with_the_same_weights(small, start, tmp_path):
+    asked = ["method=lora", "mask=migu", "mask.migu.threshold=0.5", "order=[law]", "optim=sgd", "optim.lr=1"]
+    ends = [
+        making.learned(start, small(*asked, f"mask.migu.backend={each}"), tmp_path / each)
+        for each in BACKENDS
+    ]
+    making.assert_close(*ends, rtol=1e-5, atol=1e-7)
+    free = making.learned(start, small(*asked, "mask.migu.threshold=0"), tmp_path / "free")
+    pairs = [name for name in free if "lora_B" in name]
+    assert pairs and not any(torch.allclose(free[name], ends[0][name], atol=1e-6) for name in pairs)
+
+
 def test_parts_of_a_step_are_told(small, start, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="cpt"):
         cfg = small(
