@@ -64,6 +64,7 @@ NEUTRAL: dict[str, Any] = {
     "eval.tokens": None,
     "method.constraints": "mean",
     "method.margin": 0,
+    "method.teacher": "run",
 }
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was

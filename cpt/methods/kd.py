@@ -10,8 +10,10 @@ passes over the uncorrupted text, the softmax of hidden states over the position
 the student from the teacher, T = 1."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cpt.core.options import Options, option
@@ -22,6 +24,7 @@ from cpt.models.forward import at, divergence, nll_of
 from cpt.models.snapshots import Snapshot
 
 DISTILLED = ("logits", "hidden")
+TEACHERS = ("run", "bf16-mixed")
 
 
 def distillation(student: Tensor, teacher: Tensor, *, temperature: float) -> Tensor:
@@ -43,6 +46,7 @@ class KDOptions(Options):
     strength: float = option("lambda, the weight of what the teacher says", number("0 or more"))
     temperature: float = option("of both distributions", number("above 0"))
     distilled: str = option("over the vocabulary, or over the features", one_of(*DISTILLED))
+    teacher: str = option("precision of the teacher's pass: the run's, or faster", one_of(*TEACHERS))
 
 
 class KD(ContinualModule):
@@ -59,7 +63,7 @@ class KD(ContinualModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         outputs = self.objective.outputs(self.model, batch)
-        with self.teacher.teaching(self.model):
+        with self.teacher.teaching(self.model), self.teachers_precision():
             taught = self.objective.outputs(self.model, batch)
         what = self.options.distilled
         student, teacher = (select_distilled(each, batch, distilled=what) for each in (outputs, taught))
@@ -68,3 +72,10 @@ class KD(ContinualModule):
             "lm": nll_of(outputs[0], batch).sum() * batch["weight"],
             "kd": self.options.strength * apart.sum() * batch["weight"],
         }
+
+    def teachers_precision(self) -> AbstractContextManager:
+        """What the teacher's products are computed in; weights and divergence stay as they are."""
+        if self.options.teacher == "run":
+            return nullcontext()
+        # Nothing is remembered: the teacher's weights stand in the student's place.
+        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)

@@ -28,6 +28,7 @@ from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
 from cpt.training.identity import checkpoint_files
+from cpt.training.numerics import COARSE
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 
@@ -48,6 +49,7 @@ def make_method(plan: Plan, start: Base) -> ContinualModule:
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
     module = plan.method.make(make_shared(plan, make_model(plan, start), start.objective))
     tell_rows(plan, module)
+    tell_teacher(plan, module)
     module.beside.update(module.companions())
     if plan.carry != "none":
         module.carried = CarriedState()
@@ -127,6 +129,13 @@ def tell_rows(plan: Plan, module: ContinualModule) -> None:
             "(trainer.accumulate_grad_batches=%d)",
             parts,
         )
+
+
+def tell_teacher(plan: Plan, module: ContinualModule) -> None:
+    """Tells, in a line, where a teacher's own precision is the run's."""
+    precision = plan.trainer.precision
+    if getattr(module.options, "teacher", "run") != "run" and precision in COARSE:
+        log.info("method.teacher without effect: all is in 16 bits (trainer.precision=%s)", precision)
 
 
 def tell_resting(plan: Plan, module: ContinualModule, device: torch.device) -> None:

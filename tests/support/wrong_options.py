@@ -339,6 +339,7 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "temperature=0": "above 0",
         "temperature=-2": "above 0",
         "distilled=attention": "logits, hidden",
+        "teacher=16": "run, bf16-mixed",
     },
     "l2": {
         "strength=-1": "0 or more",
