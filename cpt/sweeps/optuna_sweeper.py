@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,16 @@ from filelock import FileLock, Timeout
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from cpt.core.errors import readable
 from cpt.core.preemption import GO_ON
+from cpt.sweeps.averaging import Averaged, group
 from cpt.sweeps.jobs import CONTINUES, PreemptedJob
-from cpt.sweeps.search_space import DIGITS, distributions, identify_space, values, write_overrides
+from cpt.sweeps.search_space import distributions, identify_space, write_overrides
+from cpt.sweeps.study import conclude, enqueue_grid, open_study, retry, tell_study, trials
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 SAMPLERS = ("tpe", "random", "nsga2", "grid")
 DIRECTIONS = ("minimize", "maximize")
-JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
 
 
 class OptunaSweeper(Sweeper):
@@ -51,9 +50,14 @@ class OptunaSweeper(Sweeper):
         direction: str | Sequence[str],
         n_trials: int | None,
         n_jobs: int,
+        seeds: Sequence[Any] | None = None,
+        orders: Sequence[Any] | None = None,
     ) -> None:
         self.params, self.sampler, self.options = dict(params or {}), sampler, dict(options)
         self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
+        self.averaged = {
+            key: given for key, given in (("seed", seeds), ("order", orders)) if given is not None
+        }
 
     def check(self) -> None:
         """Raises ValueError for an option that there cannot be, or if Optuna is missing."""
@@ -86,12 +90,14 @@ class OptunaSweeper(Sweeper):
         """Runs what the search still lacks; one process at a time is at work on it."""
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             space, fixed = self.parsed(arguments)
+            averaged = Averaged(self.averaged)
+            averaged.check_free([*space, *(line.lstrip("+").partition("=")[0] for line in fixed)])
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, fixed)
             folder = Path(cfg.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 with FileLock(folder / ".study.lock", timeout=0):
-                    self.search(folder, space, fixed, objective=cfg.get("objective"))
+                    self.search(folder, space, fixed, averaged=averaged, objective=cfg.get("objective"))
             except Timeout as error:
                 raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
 
@@ -109,12 +115,17 @@ class OptunaSweeper(Sweeper):
         return space, [each.input_line or key for key, each in given.items() if key not in space]
 
     def search(
-        self, folder: Path, space: Mapping[str, Override], fixed: list[str], *, objective: Any
+        self,
+        folder: Path,
+        space: Mapping[str, Override],
+        fixed: list[str],
+        *,
+        averaged: Averaged,
+        objective: Any,
     ) -> None:
         names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
-        study = open_study(
-            folder, directions=self.directions(names), made_of=identify_space(space, fixed, names)
-        )
+        made_of = identify_space(space, fixed, names) | {key: list(v) for key, v in averaged.values.items()}
+        study = open_study(folder, directions=self.directions(names), made_of=made_of)
         total = self.n_trials or math.inf
         if self.sampler == "grid":
             total = min(total, enqueue_grid(study, space))
@@ -123,7 +134,7 @@ class OptunaSweeper(Sweeper):
         asked = Asked(study, distributions(space, grid=self.sampler == "grid"), self.made)
         while left > 0:
             batch = asked.batch(min(self.n_jobs, left))
-            self.run(study, batch, fixed)
+            self.run(study, batch, fixed, averaged.runs)
             left -= len(batch)
         conclude(study, folder, names)
 
@@ -153,13 +164,15 @@ class OptunaSweeper(Sweeper):
         except TypeError as error:
             raise ValueError(f"hydra.sweeper.options={self.options}: {error}") from error
 
-    def run(self, study: Study, batch: Sequence[FrozenTrial], fixed: list[str]) -> None:
+    def run(
+        self, study: Study, batch: Sequence[FrozenTrial], fixed: list[str], runs: Sequence[list[str]]
+    ) -> None:
         """Has the trials of a batch run, and tells Optuna how they ended."""
-        overrides = [[*fixed, *write_overrides(trial.params)] for trial in batch]
-        returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number)
+        overrides = [[*fixed, *write_overrides(trial.params), *run] for trial in batch for run in runs]
+        returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
         left = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
-        for trial, each in zip(batch, returned, strict=True):
-            if each not in left:  # it stays under way
+        for trial, each in zip(batch, group(returned, len(runs)), strict=True):
+            if not any(job in left for job in each):  # else it stays under way
                 tell_study(study, trial, each)
         if left:
             print(f"cpt: {left[0]._return_value}; {CONTINUES}", file=sys.stderr)
@@ -182,107 +195,3 @@ class Asked:
             asked = self.study.ask(dict(self.distributions))
             batch.append(self.study.trials[asked.number])
         return batch
-
-
-def open_study(folder: Path, *, directions: list[str], made_of: dict[str, Any]) -> Study:
-    """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
-    import optuna
-    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-
-    path = str(folder / JOURNAL)
-    # Open, not link: FAT and some network file systems know no links; FileLock keeps a second search out.
-    storage = optuna.storages.JournalStorage(JournalFileBackend(path, lock_obj=JournalFileOpenLock(path)))
-    known = optuna.study.get_all_study_names(storage)
-    if not known:
-        study = optuna.create_study(storage=storage, study_name="search", directions=directions)
-        study.set_user_attr("made_of", {**made_of, "directions": directions})
-        return study
-    study = optuna.load_study(study_name="search", storage=storage)
-    then, now = study.user_attrs.get("made_of", {}), {**made_of, "directions": directions}
-    if changed := [f"{key}: {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
-        raise ValueError(
-            f"{path} is another search ({'; '.join(changed)}); take them back or choose another name=…"
-        )
-    return study
-
-
-def enqueue_grid(study: Study, space: Mapping[str, Override]) -> int:
-    """Puts all points that the study does not know in its queue, in the order of a sweep without a search."""
-    points = list(itertools.product(*(values(each) for each in space.values())))
-    known = [values_of(trial) for trial in study.trials]
-    for point in points:
-        params = dict(zip(space, point, strict=True))
-        if params not in known:
-            study.enqueue_trial(params)
-    return len(points)
-
-
-def retry(study: Study, *, keys: Set[str]) -> None:
-    """What failed at an earlier start is tried again, and its run goes on where it failed. What was killed
-    while it was asked for never had a run."""
-    for trial in trials(study, "RUNNING"):
-        if trial.params.keys() != keys:
-            study.tell(trial.number, state=trial.state.FAIL)
-    others = [values_of(trial) for trial in study.trials if trial.state.name != "FAIL"]
-    for trial in trials(study, "FAIL"):
-        if trial.params.keys() == keys and trial.params not in others:
-            study.enqueue_trial(trial.params)
-            others.append(trial.params)
-
-
-def values_of(trial: FrozenTrial) -> dict[str, Any]:
-    """A trial's values, also while it waits."""
-    return trial.params or trial.system_attrs.get("fixed_params", {})
-
-
-def trials(study: Study, *states: str) -> list[FrozenTrial]:
-    return [trial for trial in study.trials if trial.state.name in states]
-
-
-def tell_study(study: Study, trial: FrozenTrial, returned: JobReturn) -> None:
-    """The objective of a trial; one that has failed, or has no finite objective, fails."""
-    from optuna.trial import TrialState
-
-    label, value = f"trial {trial.number}, {' '.join(write_overrides(trial.params))}", returned._return_value
-    got = list(value) if isinstance(value, Sequence) else [value]
-    whole = len(got) == len(study.directions) and all(is_objective_number(each) for each in got)
-    if returned.status is JobStatus.COMPLETED and whole:
-        study.tell(trial.number, got)
-        log.info("%s: %s", label, show_number(got))
-    else:
-        study.tell(trial.number, state=TrialState.FAIL)
-        log.error("%s: failed, objective %s", label, value)
-
-
-def is_objective_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def show_number(found: Sequence[float]) -> str:
-    return ", ".join(f"{value:.{DIGITS}g}" for value in found)
-
-
-def conclude(study: Study, folder: Path, names: Sequence[str]) -> None:
-    """Writes and tells the best trials: one, or the Pareto front of several objectives.
-
-    Raises ValueError if no trial has finished."""
-    complete = trials(study, "COMPLETE")
-    if not complete:
-        raise ValueError("no trial of the search has an objective; the same command tries again")
-    several = len(names) > 1
-    best = study.best_trials if several else [study.best_trial]
-    found = [
-        {
-            "trial": t.number,
-            "params": dict(line.split("=", 1) for line in write_overrides(t.params)),
-            "values": t.values,
-        }
-        for t in best
-    ]
-    results = {"name": "optuna", "objective": list(names), "finished": len(complete), "best": found}
-    OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
-    title = f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):"
-    lines = [
-        f"trial {t.number}: {show_number(t.values)}: {' '.join(write_overrides(t.params))}" for t in best
-    ]
-    log.info("%s", "\n".join([title, *lines, str(folder / RESULTS)]))

@@ -32,6 +32,8 @@ defaults: [_self_, {override hydra/sweeper: optuna}]
 method: ncl
 lr: 0.1
 steps: 1
+seed: 0
+order: 0
 objective: LC.perplexity
 trainer: {workers: 0}
 hydra: {sweep: {dir: FOLDER}}
@@ -90,6 +92,7 @@ def search(folder, monkeypatch):
     return start
 
 
+SEEDS = {"seeds": [0, 1, 2], "orders": [0, 1]}
 LR = "lr=tag(log,interval(1e-4,1))"
 
 
@@ -392,3 +395,72 @@ def test_samplers_take_optunas_own_options(search, folder):
     told, untold = trials(n_startup_trials=2), trials()
     assert told[:2] == untold[:2]
     assert told[2:] != untold[2:]
+
+
+def by_seed(values):
+    """The mean over the seeds is least at the smaller lr; the least of all is at the larger, with seed 2."""
+    large = float(values["lr"]) > 0.5
+    return {"0": 3.0, "1": 3.0, "2": -5.0}[values["seed"]] + float(values["order"]) if large else 0.0
+
+
+def test_a_trial_is_the_mean_of_its_seeds_and_orders(search, folder, capsys):
+    runs = search(by_seed, "lr=0.1,0.9", sampler="grid", n_trials=None, **SEEDS)
+    expected = [
+        [f"lr={lr}", f"seed={seed}", f"order={order}"]
+        for lr in ("0.1", "0.9")
+        for seed in range(3)
+        for order in range(2)
+    ]
+    assert runs.jobs == expected
+    assert [len(batch) for batch in runs.batches] == [6, 6]
+    assert results(folder)["best"][0]["params"] == {"lr": "0.1"}
+    assert not search(by_seed, "lr=0.1,0.9", sampler="grid", n_trials=None, **SEEDS).jobs
+    with pytest.raises(SystemExit):
+        search(by_seed, "lr=0.1,0.9", sampler="grid", n_trials=None, seeds=[0, 1], orders=[0, 1])
+    assert "is another search (seed: [0, 1, 2] -> [0, 1])" in refused(capsys)
+
+
+def test_means_are_by_objective_and_a_failed_run_fails_its_trial(search, folder):
+    def two(values):
+        fails = values["lr"] == "0.9" and values["seed"] == "1" and not mended
+        return HydraException("no") if fails else [float(values["seed"]), float(values["lr"])]
+
+    mended, given = [], {"sampler": "grid", "n_trials": None, "seeds": [0, 1]}
+    both = "objective=[LC.perplexity,FG.nats]"
+    search(two, "lr=0.5,0.9", both, **given)
+    assert results(folder)["finished"] == 1
+    assert results(folder)["best"][0]["values"] == [0.5, 0.5]
+    mended.append(True)
+    assert search(two, "lr=0.5,0.9", both, **given).jobs == [
+        [both, "lr=0.9", f"seed={seed}"] for seed in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "message"),
+    [
+        (["seed=3"], {"seeds": [0, 1]}, "seed=… and hydra.sweeper.seeds=[0, 1]; allowed: one of them"),
+        (["order=0,1"], {"orders": [0, 1]}, "order=… and hydra.sweeper.orders=[0, 1]; allowed: one of them"),
+        ([], {"seeds": [1, 1]}, "hydra.sweeper.seeds=[1, 1]; allowed: null, or a list of different values"),
+        ([], {"seeds": []}, "hydra.sweeper.seeds=[]; allowed: null, or a list of different values"),
+        ([], {"orders": 3}, "hydra.sweeper.orders=3; allowed: null, or a list of different values"),
+    ],
+)
+def test_what_is_averaged_over_is_a_list_and_not_searched_for(overrides, options, message, search, capsys):
+    with pytest.raises(SystemExit):
+        search(loss, LR, *overrides, **options)
+    assert message in refused(capsys)
+
+
+def test_a_trial_with_a_preempted_run_stays_under_way(search, capsys):
+    def left(values):
+        return PreemptedJob("#1: preempted (exit 75): …") if values["seed"] == "1" else 1.0
+
+    given = {"sampler": "grid", "n_trials": None, "seeds": [0, 1]}
+    with pytest.raises(SystemExit) as end:
+        search(left, "steps=1,2", **given)
+    assert end.value.code == GO_ON
+    capsys.readouterr()
+    assert search(lambda values: 1.0, "steps=1,2", **given).jobs == [
+        [f"steps={steps}", f"seed={seed}"] for steps in (1, 2) for seed in (0, 1)
+    ]
