@@ -1,0 +1,110 @@
+"""The advice as data: what every arm traded, which one is recommended, and what is not known."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cpt.advising.arms import MEANINGS, Setting, overrides
+from cpt.advising.budget import Plan
+from cpt.advising.choice import Choice, Point, Wish, choose, find_front
+from cpt.advising.measuring import QUANTITIES, Measured
+from cpt.advising.subject import Model
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the advice is about: overrides of texts and options, the model, its setting as it will be
+    learned with, and the steps and tokens of an epoch of a domain, about."""
+
+    texts: tuple[str, ...]
+    given: tuple[str, ...]
+    model: Model
+    real: Setting
+    epoch: float
+    tokens_per_step: float
+    left_out: int  # domains that were not tried
+
+
+def make_advice(
+    measured: Measured, subject: Subject, plan: Plan, wish: Wish, *, lost: Sequence[str]
+) -> dict[str, Any]:
+    """The whole of advice.json; `lost` are lines of what was planned and not measured."""
+    means = measured.means()
+    points = {arm: Point(*(means[arm, plan.steps][name] for name in QUANTITIES[:2])) for arm in measured.arms}
+    weight = wish.weight if wish.bound is None else 0.0
+    options = {"steps": plan.steps, "weight": weight}
+    first = measured.bounds(chosen=measured.arms[0], at=None, **options)
+    choice = choose(points, {arm: first[arm]["forgotten"][1] for arm in points}, wish)
+    bounds = measured.bounds(chosen=choice.arm, at=subject.epoch, **options)
+    front = find_front(points)
+    arms = [
+        {
+            "arm": arm,
+            "meaning": MEANINGS[arm],
+            "overrides": overrides(arm, subject.real),
+            "on_front": arm in front,
+            **means[arm, plan.steps],
+            "intervals": {name: list(each) for name, each in bounds[arm].items()},
+            "lengths": [{"steps": steps, **means[arm, steps]} for own, steps in means if own == arm],
+        }
+        for arm in sorted(points, key=lambda arm: -points[arm].learned)
+    ]
+    seeds = measured.seeds[plan.steps]
+    return {
+        "version": VERSION,
+        "wish": {"bound": wish.bound, "weight": wish.weight if wish.bound is None else None},
+        "measured": {
+            **{"steps": plan.steps, "tokens": round(plan.steps * subject.tokens_per_step)},
+            **{"seeds": seeds, "lengths": list(measured.seeds), "epoch_steps": round(subject.epoch)},
+        },
+        "recommended": {"arm": choice.arm, "why": choice.why, "command": say_command(choice, subject)},
+        "arms": arms,
+        "unknown": [
+            *find_unknown(bounds, choice, subject, plan, seeds=len(seeds), many=len(measured.seeds) > 1),
+            *lost,
+        ],
+    }
+
+
+def say_command(choice: Choice, subject: Subject) -> str:
+    """The run that is recommended, an epoch of all of the text, as one line for a shell."""
+    given = [each for each in subject.given if subject.model.is_itself or not each.startswith("model.")]
+    words = ["python", "run.py", *subject.texts, *subject.model.real, *overrides(choice.arm, subject.real)]
+    return shlex.join([*words, *given, "trainer.steps=null", "trainer.epochs=1"])
+
+
+def find_unknown(
+    bounds: dict, choice: Choice, subject: Subject, plan: Plan, *, seeds: int, many: bool
+) -> list[str]:
+    """A line for each thing that the runs cannot say."""
+    lines = [subject.model.gap] * bool(subject.model.gap)
+    alike = [arm for arm, each in bounds.items() if arm != choice.arm and reaches_zero(each["worth"])]
+    if alike:
+        lines.append(f"not told apart from {choice.arm} by these runs: {', '.join(alike)}")
+    if seeds == 1:
+        lines.append("how much another seed changes: one seed was run, intervals are over documents alone")
+    elif seeds < 5:
+        lines.append(
+            f"how much seeds differ is known from {seeds} of them: a bootstrap of so few is too narrow"
+        )
+    if subject.epoch > plan.steps:
+        times = f"an epoch of the text is {subject.epoch / plan.steps:.1f} times what was learned here"
+        how = (
+            "the figures for it are a line through two lengths over the logarithm of the tokens, extrapolated"
+        )
+        lines.append(f"{times}; {how if many else 'one length was run, so nothing is said of it'}")
+    if subject.left_out:
+        lines.append(f"{subject.left_out} more domains, which were not tried: more of them forget more")
+    lines.append("settings between the arms, other orders of the domains, end tasks")
+    return lines
+
+
+def reaches_zero(interval: tuple[float, float]) -> bool:
+    return not (np.isfinite(interval).all() and (interval[0] > 0 or interval[1] < 0))
