@@ -36,7 +36,7 @@ from cpt.status import clock
 log = logging.getLogger("cpt.advise")
 CAP = "eval.tokens=5000"
 MOST_STEPS = 2000
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 @dataclass(frozen=True)

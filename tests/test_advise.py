@@ -11,10 +11,11 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from cpt import advise
+from cpt.advising.arms import NAMES
 from cpt.core.places import CONF
 from cpt.core.preemption import GO_ON
 from cpt.training.plan import make_plan
-from tests.conftest import SMALL
+from tests.conftest import ROOT, SMALL
 
 OWN = [each for each in SMALL if not each.startswith(("trainer.steps", "logger"))]
 
@@ -88,7 +89,7 @@ def check_advice(advice):
     for arm in arms.values():
         low, high = arm["intervals"]["learned"]
         assert low <= arm["learned"] <= high and "learned_at" in arm["intervals"]
-    assert any("extrapolated" in line for line in advice["unknown"])
+    assert any("one seed was run" in line for line in advice["unknown"])
 
 
 def check_command(command, corpora):
@@ -108,6 +109,15 @@ def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch):
     advice = json.loads((tmp_path / "failed/advice.json").read_text())
     assert {arm["arm"] for arm in advice["arms"]} == {"ncl", "replay-25"}
     assert any(line == "freeze: failed (exit 1): cpt: broken" for line in advice["unknown"])
+
+
+@pytest.mark.slow
+def test_a_first_run_that_fails_ends_it_with_its_reason(here, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        here(fails="ncl")
+    told = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and told[-1].startswith("cpt: the first run: failed (exit 1): cpt: broken (")
+    assert not (tmp_path / "outputs/advice/plan.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -136,3 +146,9 @@ def test_what_cannot_be_asked_ends_in_one_line_and_leaves_nothing(
     assert ended.value.code == 1 and len(told.splitlines()) == 1
     assert told.startswith("cpt: ") and said in told, told
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_names_every_option_and_arm():
+    page = (ROOT / "docs/advise.md").read_text(encoding="utf-8")
+    options = {name for name in advise.make_parser()._option_string_actions if name.startswith("--")}
+    assert {name for name in (options - {"--help"}) | {*NAMES} if f"`{name}`" not in page} == set()

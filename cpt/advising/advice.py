@@ -16,6 +16,7 @@ from cpt.advising.measuring import QUANTITIES, Measured
 from cpt.advising.subject import Model
 
 VERSION = 1
+ABOUT = 1.05  # times the steps measured are no more than measured
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def find_unknown(
         lines.append(
             f"how much seeds differ is known from {seeds} of them: a bootstrap of so few is too narrow"
         )
-    if subject.epoch > plan.steps:
+    if subject.epoch > ABOUT * plan.steps:
         times = f"an epoch of the text is {subject.epoch / plan.steps:.1f} times what was learned here"
         how = (
             "the figures for it are a line through two lengths over the logarithm of the tokens, extrapolated"
