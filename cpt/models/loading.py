@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from cpt.data.layout import Sharing
 from cpt.data.packing import padding_id
+from cpt.data.sources.base import ISOLATED
 from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.resizing import untie_head
@@ -97,6 +98,15 @@ def check_answers(name: str, *, isolated: bool) -> None:
         raise ValueError(
             "domains.packing=isolated does not go with a model of two stacks; allowed: "
             "domains.packing=none, or a causal model, like model=tiny_gpt2"
+        )
+
+
+def check_text(name: str, *, packing: str) -> None:
+    """Raises ValueError for an objective whose models cannot keep the documents of a row apart."""
+    if name in SEQ2SEQ and packing == ISOLATED:
+        raise ValueError(
+            "domains.packing=isolated does not go with a model of two stacks; allowed: "
+            "domains.packing=concat, per_document, or a model of one stack, like model=tiny_roberta"
         )
 
 
