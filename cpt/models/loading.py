@@ -26,7 +26,6 @@ from transformers.models.auto.modeling_auto import (
 
 from cpt.data.layout import Sharing
 from cpt.data.packing import padding_id
-from cpt.data.sources.base import ISOLATED
 from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.resizing import untie_head
@@ -101,9 +100,9 @@ def check_answers(name: str, *, isolated: bool) -> None:
         )
 
 
-def check_text(name: str, *, packing: str) -> None:
+def check_text(name: str, *, isolated: bool) -> None:
     """Raises ValueError for an objective whose models cannot keep the documents of a row apart."""
-    if name in SEQ2SEQ and packing == ISOLATED:
+    if name in SEQ2SEQ and isolated:
         raise ValueError(
             "domains.packing=isolated does not go with a model of two stacks; allowed: "
             "domains.packing=concat, per_document, or a model of one stack, like model=tiny_roberta"

@@ -172,6 +172,7 @@ def assemble_base(
     if answers:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     else:
+        loading.check_text(name, isolated=isolated)
         objective.isolated = isolated
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
