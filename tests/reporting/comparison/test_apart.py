@@ -23,6 +23,7 @@ OTHERS = {
     "tokenizer": {"conditions": CONDITIONS | {"tokenizer": "4567cdef"}},
     "length": {"conditions": CONDITIONS | {"length": 128}},
     "mask_rate": {"conditions": CONDITIONS | {"mask_rate": 0.15}},
+    "packing": {"conditions": CONDITIONS | {"packing": "isolated"}},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
 
@@ -175,6 +176,7 @@ def test_bits_per_byte_of_causal_models_on_one_text_stand_side_by_side():
         [causal(), causal(digest="else")],
         [causal(), run()],
         [causal(), causal(conditions=CONDITIONS | {"score_on": "valid"})],
+        [causal(), causal(conditions=CONDITIONS | {"packing": "isolated"})],
     ],
 )
 def test_other_bits_per_byte_do_not(runs):
