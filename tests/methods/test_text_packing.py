@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cpt.core.config import identity, list_differences, plain_config
+from cpt.data import sampling
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, describe_conditions
 from cpt.evaluation.scores import Scores
@@ -32,7 +33,7 @@ METHODS = {
 }
 STILL = ["++model.config.attention_dropout=0.0", "++model.config.mlp_dropout=0.0"]
 RUNS = [f"{kind} {method}" for kind in ("small", "small_gpt2") for method in METHODS]
-FEW = [each for each in RUNS if each.split()[1] in ("ncl", "das", "derpp", "replay")]
+FEW = ["small das", "small derpp", "small_gpt2 ncl", "small_gpt2 replay"]
 
 
 @pytest.fixture
@@ -187,3 +188,20 @@ def test_methods_that_weigh_rows_refuse_isolated_documents(method, config):
         ValueError, match=f"packing=isolated does not go with method={method}, whose .*allowed"
     ):
         made(config("small_gpt2", method, ISOLATED))
+
+
+def test_what_a_model_writes_for_replay_is_isolated_too(config, start, tmp_path, monkeypatch):
+    packings = []
+    gather = sampling.gather_rows
+
+    def noting(texts, parts, rows, keys):
+        found = gather(texts, parts, rows, keys)
+        packings.extend((type(texts[part]).__name__, found.segments is None) for part in set(parts.tolist()))
+        return found
+
+    monkeypatch.setattr(sampling, "gather_rows", noting)
+    how = ["replay.past=0.5", "replay.prefix=3", "replay.starts=5", "replay.batch_size=2"]
+    start(
+        config("small_gpt2", "ncl", ISOLATED, "replay=generated", *how, "trainer.steps=2"), tmp_path / "run"
+    )
+    assert set(packings) == {("Packed", False), ("GeneratedText", False)}

@@ -207,10 +207,10 @@ def test_no_run_is_lost(tmp_path, capsys, no_pictures):
             saved(tmp_path / f"{place}-{name}-{seed}", seed=seed, **given)
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("8 sections, each with its own tables")
+    assert shown.startswith("9 sections, each with its own tables")
     with open(tmp_path / "comparison.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == len({line["folder"] for line in table}) == 16
+    assert len(table) == len({line["folder"] for line in table}) == 18
     assert {line["section"] for line in table} == set("12345678")
     assert {line["length"] for line in table} == {"64", "128"}
     markdown = (tmp_path / "comparison.md").read_text()
