@@ -211,16 +211,16 @@ def test_no_run_is_lost(tmp_path, capsys, no_pictures):
     with open(tmp_path / "comparison.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert len(table) == len({line["folder"] for line in table}) == 18
-    assert {line["section"] for line in table} == set("12345678")
+    assert {line["section"] for line in table} == set("123456789")
     assert {line["length"] for line in table} == {"64", "128"}
     markdown = (tmp_path / "comparison.md").read_text()
-    assert markdown.startswith("# Comparison of runs\n\n8 sections, each with its own tables")
+    assert markdown.startswith("# Comparison of runs\n\n9 sections, each with its own tables")
     told = json.loads((tmp_path / "comparison.json").read_text())
-    assert [len(each["runs"]) for each in told["sections"]] == [2] * 8
+    assert [len(each["runs"]) for each in told["sections"]] == [2] * 9
     assert told["sections"][0]["conditions"]["tokenizer"] == "0123abcd"
-    assert told["apart"][0].startswith("8 sections")
+    assert told["apart"][0].startswith("9 sections")
     latex = (tmp_path / "comparison.tex").read_text()
-    assert latex.count(r"\begin{tabular}") == 8
+    assert latex.count(r"\begin{tabular}") == 9
     assert r"% masked, mask\_rate 0.3, length 128" in latex
 
 
