@@ -1,14 +1,19 @@
-"""Training tokens/s of examples that share rows (domains.packing=isolated) over padded ones.
+"""Training tokens/s of examples, or documents, that share rows (domains.packing=isolated) over padded ones.
 
-Both learn the same examples in the same order, step by step in turns in one process: a padded batch is as
-wide as its longest example. A step is all of it: batch, layout, forward, backward, clipping, AdamW.
-Losses, which agree, show that they do the same work; tokens are those of examples, without padding."""
+Both learn step by step in turns in one process: a padded batch is as wide as its longest example or document.
+A step is all of it: batch, layout, forward, backward, clipping, AdamW. Tokens are those of text, without
+padding. Examples are the same in the same order, and losses, which agree, show that the work is; of documents
+(`--documents`) a batch has as many rows, which hold several of them, so times are taken per token. Of these
+some are drawn evenly from the files, in which they have the lengths that all have."""
 
 import argparse
+import gzip
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,6 +23,8 @@ from stage import prepare
 from torch.nn.utils import clip_grad_norm_
 
 PACKINGS = ("none", "isolated")
+OF_DOCUMENTS = ("per_document", "isolated")
+ALL_SIX = ["restaurant+acl+ai+phone+pubmed+camera"]
 MIXTURES = {"examples": [], "with a quarter of text": ["replay=general", "replay.general=0.25"]}
 
 
@@ -63,20 +70,25 @@ def play(subjects: dict[str, Subject], steps: int) -> dict[str, list[dict[str, f
 
 
 def summary(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """What came of the steps of padded samples, which come first, and of those that share rows."""
+
     def column(packing: str, name: str) -> list[float]:
         return [each[name] for each in steps[packing]]
 
-    padded, shared = (column(packing, "wall") for packing in PACKINGS)
-    losses = zip(*(column(packing, "loss") for packing in PACKINGS), strict=True)
-    tokens = sum(column("none", "tokens"))
+    def rate(packing: str, below: str) -> float:
+        return sum(column(packing, "tokens")) / sum(column(packing, below))
+
+    per_token = [[each["wall"] / each["tokens"] for each in made] for made in steps.values()]
+    same = column("isolated", "tokens") == column(next(iter(steps)), "tokens")
+    losses = zip(*(column(packing, "loss") for packing in steps), strict=True)
     return {
-        "isolated_over_none": paired(shared, padded),
-        "tokens_per_s": {packing: tokens / sum(column(packing, "wall")) for packing in PACKINGS},
-        "step_s": {packing: statistics.median(column(packing, "wall")) for packing in PACKINGS},
-        "filled": {packing: tokens / sum(column(packing, "places")) for packing in PACKINGS},
-        "losses_apart": max(abs(one - other) for one, other in losses),
-        "last_loss": {packing: column(packing, "loss")[-1] for packing in PACKINGS},
-        "foreign_cores": spread(column("none", "foreign_cores") + column("isolated", "foreign_cores")),
+        f"isolated_over_{next(iter(steps))}": paired(*reversed(per_token)),
+        "tokens_per_s": {packing: rate(packing, "wall") for packing in steps},
+        "step_s": {packing: statistics.median(column(packing, "wall")) for packing in steps},
+        "filled": {packing: rate(packing, "places") for packing in steps},
+        **({"losses_apart": max(abs(one - other) for one, other in losses)} if same else {}),
+        "last_loss": {packing: column(packing, "loss")[-1] for packing in steps},
+        "foreign_cores": spread([each for packing in steps for each in column(packing, "foreign_cores")]),
     }
 
 
@@ -93,8 +105,36 @@ def make_subjects(chosen: argparse.Namespace, extra: Sequence[str]) -> dict[str,
     }
 
 
+def draw_documents(root: Path, folder: Path, names: Sequence[str], most: int) -> None:
+    """Writes the documents of some domains, and of the general text, into a folder as domains=das6 has it: of
+    each file so many at most, evenly."""
+    for name in (*(f"corpora/{each}" for each in names), "general"):
+        for file in sorted((root / name).glob("*.jsonl.gz")):
+            with gzip.open(file, "rt") as lines:
+                documents = list(lines)
+            own = folder / name / file.name.removesuffix(".gz")
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.write_text("".join(documents[:: -(-len(documents) // most)]))
+
+
+def make_readers(chosen: argparse.Namespace, names: Sequence[str], folder: Path) -> dict[str, Subject]:
+    """What learns documents: a RoBERTa, of the domains with these names together."""
+    draw_documents(Path(chosen.documents), folder, names, chosen.most)
+    options = [
+        *("domains=das6", f"domains.root={folder}", f"order=[{','.join(names)}]", "method=joint"),
+        *(f"model.length={chosen.length}", f"trainer.batch_size={chosen.batch}"),
+    ]
+    return {
+        packing: Subject(ground(chosen.cache, *options, f"domains.packing={packing}"))
+        for packing in OF_DOCUMENTS
+    }
+
+
 def options() -> argparse.Namespace:
     parser = arguments("Training tokens/s of examples that share rows over padded ones.")
+    parser.add_argument("--documents", help="folder of text as domains=das6 has it, instead of tasks")
+    parser.add_argument("--domains", nargs="+", default=ALL_SIX, help="those of it, joined by +, in turn")
+    parser.add_argument("--most", type=int, default=500, help="documents of a file, at most")
     parser.add_argument("--root", help="folder of tasks as jsonl; default: those of installed packages")
     parser.add_argument("--tasks", nargs="+", default=["sympy"], help="those of them that make the batches")
     parser.add_argument("--template", default="o_lora", help="of the questions: one of conf/domains/template")
@@ -109,14 +149,23 @@ def main() -> None:
     prepare(chosen.threads)
     torch.set_num_threads(chosen.threads)
     results: dict[str, Any] = {}
-    for name, extra in MIXTURES.items():
-        subjects = make_subjects(chosen, extra)
+    for name in chosen.domains if chosen.documents else MIXTURES:
+        if chosen.documents:
+            with TemporaryDirectory() as folder:
+                subjects = make_readers(chosen, name.split("+"), Path(folder))
+        else:
+            subjects = make_subjects(chosen, MIXTURES[name])
         wait_until_quiet(chosen.patience)
         steps = play(subjects, chosen.steps)
         results[name] = summary(steps) | {"steps": steps}
         print(name, {key: value for key, value in results[name].items() if key != "steps"})
-    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out", "root")}
-    save("packing", {"options": settings, "mixtures": results}, out=chosen.out)
+    places = ("cache", "out", "root", "documents")
+    settings = {name: value for name, value in vars(chosen).items() if name not in places}
+    save(
+        "packing_documents" if chosen.documents else "packing",
+        {"options": settings, "mixtures": results},
+        out=chosen.out,
+    )
 
 
 if __name__ == "__main__":

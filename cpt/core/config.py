@@ -132,6 +132,8 @@ def canonical(key: str, value: Any) -> Any:
     """A value as it is compared: 1e3 is 1000, and a class of cpt is known by its name, wherever it stands."""
     if key == "optim.carry" and isinstance(value, bool):  # as it was once said
         return "moments" if value else "none"
+    if key == "domains.packing" and value in (None, "concat"):  # of text, as it once was
+        return "none"
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

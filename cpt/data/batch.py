@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")  # what of a batch a model takes
+INPUTS = ("input_ids", "attention_mask", "segments", "decoder_input_ids")  # what of a batch a model takes
 UNSCORED = -100  # as in transformers: a label that nothing is to predict
 
 
@@ -17,6 +17,7 @@ class Batch(TypedDict, total=False):
 
     input_ids: Tensor  # [B, T]
     attention_mask: Tensor  # [B, T], 0 at padding; only where a row is padded
+    segments: Tensor  # [B, T], -1 at padding: where documents share rows isolated, the document of each token
     decoder_input_ids: Tensor  # [B, L], padded: of a model with a decoder, whose output it is that is scored
     positions: Tensor  # [K], ascending: the scored places of the model's output, flattened row after row
     targets: Tensor  # [K]: what is to be predicted there
@@ -36,6 +37,7 @@ class Sizes:
     text: np.ndarray  # [B]: tokens that are not special
     all: np.ndarray  # [B]: tokens
     answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
+    documents: np.ndarray | None = None  # [B]: documents that share a row isolated; None where none do
 
     @classmethod
     def full(cls, length: int) -> "Sizes":
@@ -51,6 +53,8 @@ class Rows:
     lengths: np.ndarray  # [B]: tokens without padding
     keys: np.ndarray  # [B] uint64: what is drawn for a row is a function of its key
     answers: np.ndarray | None = None  # [B, T] bool: tokens of the answer; None where all is raw text
+    segments: np.ndarray | None = None  # [B, T] int64: the document of each token, -1 at padding; None where
+    # documents are not isolated
 
     @property
     def present(self) -> np.ndarray:
@@ -60,7 +64,8 @@ class Rows:
     def some(self, chosen: np.ndarray) -> "Rows":
         """The rows at some places."""
         answers = None if self.answers is None else self.answers[chosen]
-        return Rows(self.ids[chosen], self.lengths[chosen], self.keys[chosen], answers)
+        segments = None if self.segments is None else self.segments[chosen]
+        return Rows(self.ids[chosen], self.lengths[chosen], self.keys[chosen], answers, segments)
 
 
 class Collator(Protocol):
@@ -82,16 +87,23 @@ class Collator(Protocol):
 
 
 def label_batch(
-    input_ids: Tensor, labels: Tensor, present: Tensor, *, decoder_input_ids: Tensor | None = None
+    input_ids: Tensor,
+    labels: Tensor,
+    present: Tensor,
+    *,
+    decoder_input_ids: Tensor | None = None,
+    segments: Tensor | None = None,
 ) -> Batch:
     """The batch of rows [B, T] whose outputs are to predict labels [B, T], nothing where they are UNSCORED;
-    text stands at `present` [B, T]. Of a model with a decoder, labels are those of its `decoder_input_ids`
-    [B, L]."""
+    text stands at `present` [B, T], isolated by `segments` [B, T] where there are some. Of a model with a
+    decoder, labels are those of its `decoder_input_ids` [B, L]."""
     positions = (labels.flatten() != UNSCORED).nonzero().flatten()
     targets, rows = labels.flatten()[positions], positions // labels.shape[1]
     batch: Batch = {"input_ids": input_ids, "positions": positions, "targets": targets, "rows": rows}
     if decoder_input_ids is not None:
         batch["decoder_input_ids"] = decoder_input_ids
+    if segments is not None:
+        batch["segments"] = segments
     return batch if present.all() else {**batch, "attention_mask": present.long()}
 
 

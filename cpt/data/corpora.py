@@ -15,20 +15,22 @@ from cpt.data.encoding import Encoder
 from cpt.data.forms import common_choices, encode_forms
 from cpt.data.packing import Packed, pack
 from cpt.data.prompts import Prompt, prompts_of
-from cpt.data.sources.base import GENERAL, Encoding, Source
+from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
 
 
 @dataclass(frozen=True)
 class Corpora:
     """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
     the domains become rows where they are examples; None where they are text. With `isolated`, the samples
-    of a batch share rows. `workers` tokenise a text, None: as many as there are cores."""
+    of a batch share rows. Rows of text are filled by `packing`. `workers` tokenise a text, None: as many as
+    there are cores."""
 
     by_name: dict[str, Corpus]
     cache: Path
     encoding: Encoding | None = None
     isolated: bool = False
     workers: int | None = None
+    packing: str = CONCAT
 
     @classmethod
     def read(
@@ -40,6 +42,7 @@ class Corpora:
             source.encoding,
             source.isolated,
             workers,
+            source.text_packing,
         )
 
     @property
@@ -54,9 +57,10 @@ class Corpora:
         tokenizer: PreTrainedTokenizerBase,
         length: int,
         seq2seq: bool = False,
+        packing: str | None = None,
     ) -> Packed:
-        """A split of one name: text in rows of `length` tokens, or a row for each example, as a causal or a
-        `seq2seq` model takes it."""
+        """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
+        row for each example, as a causal or a `seq2seq` model takes it."""
         corpus = self.by_name[name]
         if self.encoding is None or name == GENERAL:
             return pack(
@@ -67,6 +71,7 @@ class Corpora:
                 name=name,
                 cache=self.cache,
                 tokenizer_digest=tokenizer_digest(tokenizer),
+                packing=packing or self.packing,
                 workers=self.workers,
             )
         return encode_corpus(

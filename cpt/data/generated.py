@@ -25,7 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from cpt.core.files import replace
 from cpt.core.randomness import key, shuffle
 from cpt.data.arrow import END, schema_of
-from cpt.data.packing import COLUMNS, Cut, Packed, frame_of, padding_id, terminator
+from cpt.data.fitting import Cut
+from cpt.data.packing import COLUMNS, Packed, frame_of, padding_id, terminator
+from cpt.data.sources.base import CONCAT
 
 FACTS = "facts.json"
 EXCERPT = 200  # characters
@@ -54,8 +56,7 @@ class GeneratedText(Packed):
 
     @cached_property
     def row_lengths(self) -> np.ndarray:
-        lists = self.columns["ids"][:].column("ids").chunks
-        return np.concatenate([np.diff(each.offsets.to_numpy()) for each in lists]).astype(np.int64)
+        return self.sizes_of_rows()
 
 
 def file_of(folder: Path, text: str, suffix: str) -> Path:
@@ -167,11 +168,13 @@ def rows_of(
     yield END
 
 
-def open_rows(folder: Path, text: str, *, length: int, tokenizer: PreTrainedTokenizerBase) -> GeneratedText:
-    """The rows of what was written in place of a text."""
+def open_rows(
+    folder: Path, text: str, *, length: int, tokenizer: PreTrainedTokenizerBase, packing: str = CONCAT
+) -> GeneratedText:
+    """The rows of what was written in place of a text that is packed so."""
     facts = read_facts(folder)[text]
     rows = Dataset.from_file(str(file_of(folder, text, "arrow")))
-    return GeneratedText(rows, length, padding_id(tokenizer), facts["texts"], facts["bytes"])
+    return GeneratedText(rows, length, padding_id(tokenizer), facts["texts"], facts["bytes"], packing)
 
 
 def read_facts(folder: Path) -> dict[str, dict[str, Any]]:

@@ -1,11 +1,9 @@
 """A corpus as token ids in rows of equal length: documents one after another, separated, nothing dropped."""
 
-from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +19,8 @@ from cpt.core.randomness import shuffle
 from cpt.data.arrow import END, schema_of
 from cpt.data.batch import Sizes
 from cpt.data.corpus import SPLITS, Corpus
+from cpt.data.fitting import Alone, Cut, Fit
+from cpt.data.sources.base import CONCAT, ISOLATED, PER_DOCUMENT
 from cpt.data.tokenising import pieces, tokenise
 
 FORMAT = 1
@@ -33,13 +33,15 @@ COLUMNS = Features(
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of token ids of one split, memory-mapped; only the last row may be shorter than `length`."""
+    """Rows of token ids of one split, memory-mapped. `packing` says how documents fill them: of CONCAT only
+    the last row may be shorter than `length`, of others any."""
 
     rows: Dataset
     length: int
     pad: int
     documents: int
     bytes: int
+    packing: str = CONCAT
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -52,7 +54,12 @@ class Packed:
     @property
     def tokens_per_row(self) -> float:
         """What a budget of tokens counts for a row."""
-        return self.length
+        return self.length if self.packing == CONCAT else float(self.row_lengths.mean())
+
+    @property
+    def isolated(self) -> bool:
+        """Whether the documents of a row are isolated from each other."""
+        return self.packing == ISOLATED
 
     def answers(self, rows: np.ndarray) -> np.ndarray | None:
         """Which tokens are the answer, [B, length] bool; None for raw text."""
@@ -61,13 +68,27 @@ class Packed:
     @cached_property
     def row_lengths(self) -> np.ndarray:
         """Tokens of each row without padding, [rows]."""
+        if self.packing != CONCAT:
+            return self.sizes_of_rows()
         lengths = np.full(len(self), self.length)
         lengths[-1] = len(self.rows[len(self) - 1]["ids"])
         return lengths
 
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         """What is known of rows before they are read."""
-        return Sizes(self.text_tokens[rows], self.row_lengths[rows])
+        sharing = self.sharing[rows] if self.isolated else None
+        return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
+
+    def sizes_of_rows(self) -> np.ndarray:
+        """Tokens of each row, [rows] int64, as they are stored."""
+        chunks = self.columns["ids"][:].column("ids").chunks
+        return np.concatenate([np.diff(each.offsets.to_numpy()) for each in chunks]).astype(np.int64)
+
+    @cached_property
+    def sharing(self) -> np.ndarray:
+        """Documents in each row, [rows] int64."""
+        chunks = self.columns["documents"][:].column("documents").chunks
+        return np.concatenate([count_runs(each) for each in chunks if len(each)])
 
     def column(self, name: str) -> np.ndarray:
         chunks = self.rows.with_format("arrow", columns=[name])[:].column(name).chunks
@@ -102,6 +123,18 @@ class Packed:
         return table
 
 
+def count_runs(lists: pa.ListArray) -> np.ndarray:
+    """Runs of equal values in each list, [lists] int64; no list is empty."""
+    values, offsets = lists.flatten().to_numpy(), lists.offsets.to_numpy() - lists.offsets[0].as_py()
+    begins = np.ones(len(values), np.int64)
+    begins[1:] = values[1:] != values[:-1]
+    begins[offsets[:-1]] = 1
+    return np.add.reduceat(begins, offsets[:-1])
+
+
+CUTS = {CONCAT: Cut, ISOLATED: Fit, PER_DOCUMENT: Alone}
+
+
 def pack(
     corpus: Corpus,
     split: str,
@@ -111,21 +144,25 @@ def pack(
     name: str,
     cache: Path,
     tokenizer_digest: str,
+    packing: str = CONCAT,
     workers: int | None = None,
 ) -> Packed:
-    """A split of a corpus in rows of `length` tokens, made once for all runs with this text, tokenizer and
-    length. Making is shared out among `workers`, None for all cores, and goes on where a kill ended it."""
+    """A split of a corpus in rows of `length` tokens, at most, made once for all runs with this text,
+    tokenizer, length and packing. Making is shared out among `workers`, None for all cores, and goes on
+    where a kill ended it."""
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
+    made_of += [] if packing == CONCAT else [packing]
     folder = make_once(
         cache / "packed" / f"{name}-{split}-{digest(made_of)}",
         make=lambda partial: write_rows(
-            partial, corpus, split, tokenizer=tokenizer, length=length, name=name, workers=workers
+            *(partial, corpus, split),
+            **{"tokenizer": tokenizer, "length": length, "name": name, "workers": workers},
+            packing=packing,
         ),
     )
     rows = Dataset.from_file(str(folder / ROWS))
-    return Packed(
-        rows, length, padding_id(tokenizer), corpus.facts["documents"][split], corpus.facts["bytes"][split]
-    )
+    facts = (corpus.facts["documents"][split], corpus.facts["bytes"][split])
+    return Packed(rows, length, padding_id(tokenizer), *facts, packing)
 
 
 def write_rows(
@@ -136,6 +173,7 @@ def write_rows(
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     name: str,
+    packing: str,
     workers: int | None,
 ) -> None:
     """Writes the rows of a split into a folder, a piece of the corpus at a time, from where they end there.
@@ -143,7 +181,7 @@ def write_rows(
     schema = schema_of(COLUMNS)
     ending, size = terminator(tokenizer), int(corpus.facts["bytes"][split])
     rows = Growing(folder, [ROWS], form=[FORMAT, length])
-    cut = Cut(length, tokenizer.all_special_ids, schema)
+    cut = CUTS[packing](length, tokenizer.all_special_ids, schema)
     done = cut.go_on(rows.place)
     if rows.place is None:
         rows.append(ROWS, schema.serialize())
@@ -202,53 +240,6 @@ def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     around = tokenizer("a", verbose=False)["input_ids"]
     begin = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
     return around[:begin], around[begin + len(bare) :]
-
-
-@dataclass
-class Cut:
-    """Rows of `length` ids, cut from documents as they come, each token with the number of its document; what
-    does not fill a row waits for the next documents. Only the last row may be short."""
-
-    length: int
-    special: Sequence[int]
-    schema: pa.Schema
-    count: int = 0  # documents so far
-    waiting: np.ndarray = field(default_factory=lambda: np.empty((2, 0), np.int32))  # ids, documents
-
-    def go_on(self, place: dict[str, Any] | None) -> dict[str, int]:
-        """Takes over what waited at a place; gives where in the corpus that was, or its beginning."""
-        if place is None:
-            return {"begin": 0, "first": 0, "bytes": 0}
-        self.count, self.waiting = place["count"], np.array(place["waiting"], np.int32)
-        return {name: place[name] for name in ("begin", "first", "bytes")}
-
-    def left(self) -> dict[str, Any]:
-        """What waits, as JSON."""
-        return {"count": self.count, "waiting": self.waiting.tolist()}
-
-    def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.RecordBatch:
-        """The rows that are full with further documents: ids [tokens], and how many each has, [documents]."""
-        before = self.waiting.shape[1]
-        tokens = np.empty((2, before + len(ids)), np.int32)
-        tokens[:, :before] = self.waiting
-        tokens[0, before:] = ids
-        tokens[1, before:] = np.repeat(np.arange(self.count, self.count + len(sizes)), sizes)
-        whole = tokens.shape[1] // self.length * self.length
-        self.count, self.waiting = self.count + len(sizes), tokens[:, whole:].copy()
-        return self.batch(tokens[:, :whole])
-
-    def rest(self) -> pa.RecordBatch:
-        """The last row, where there is one that is not full."""
-        return self.batch(self.waiting)
-
-    def batch(self, tokens: np.ndarray) -> pa.RecordBatch:
-        """Ids and documents [2, tokens] as rows, of which only the last may be short."""
-        ends = np.append(np.arange(0, tokens.shape[1], self.length), tokens.shape[1]).astype(np.int32)
-        special = np.isin(tokens[0], np.asarray(sorted(self.special), np.int32))
-        text = np.zeros(len(special) + 1, np.int32)
-        np.cumsum(~special, out=text[1:])
-        lists = [pa.ListArray.from_arrays(ends, values) for values in tokens]
-        return pa.RecordBatch.from_arrays([*lists, pa.array(np.diff(text[ends]))], schema=self.schema)
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -13,8 +13,9 @@ from torch.utils.data import Dataset, Sampler
 from cpt.core.randomness import key, sample_keys, shuffle
 from cpt.data.batch import Batch, Collator, Rows, idle_batch
 from cpt.data.budget import share_batch
-from cpt.data.packing import Packed
+from cpt.data.packing import PADDING, Packed
 from cpt.data.replay import Pool
+from cpt.data.sources.base import PER_DOCUMENT
 
 TOGETHER = 32  # steps whose samples are found at once
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # part, row and key of samples, each [B]
@@ -204,22 +205,27 @@ def assemble_batch(
 
 
 def gather_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> Rows:
-    """Rows that may come from several texts. With an example among them they are as wide as the longest."""
+    """Rows that may come from several texts. With an example among them, or a document to a row, they are as
+    wide as the longest."""
     used = {part: parts == part for part in np.unique(parts)}
     lengths = np.empty(len(rows), np.int64)
     for part, here in used.items():
         lengths[here] = texts[part].row_lengths[rows[here]]
     marked = {part: texts[part].answers(rows[here]) for part, here in used.items()}
     some = any(each is not None for each in marked.values())
-    width = int(lengths.max()) if some else texts[0].length
+    narrow = some or all(texts[part].packing == PER_DOCUMENT for part in used)
+    width = int(lengths.max()) if narrow else texts[0].length
     ids = np.full((len(rows), width), texts[0].pad, np.int64)
     answers = np.zeros(ids.shape, bool) if some else None
+    segments = np.full(ids.shape, PADDING, np.int64) if any(texts[part].isolated for part in used) else None
     for part, here in used.items():
         table, own = texts[part].ids(rows[here])[:, :width], marked[part]
         ids[here, : table.shape[1]] = table
         if own is not None and answers is not None:
             answers[here, : table.shape[1]] = own[:, :width]
-    return Rows(ids, lengths, keys, answers)
+        if segments is not None:
+            segments[here, : table.shape[1]] = texts[part].document_of(rows[here])[:, :width]
+    return Rows(ids, lengths, keys, answers, segments)
 
 
 class From(Sampler[int]):

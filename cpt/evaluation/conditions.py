@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 SETTINGS = {"score_on": "domains.score_on", "length": "model.length", "mask_rate": "model.mask_rate"}
 NOTHING: Mapping[str, Any] = {}
 NONE = "none"  # the mask rate of a causal model
+CONCAT = "concat"  # how text fills rows where nothing is said
 
 
 def conditions(scores: Scores, settings: Mapping[str, Any] = NOTHING) -> dict[str, str]:
     """In words, by name: objective, domains, texts (a digest of all of them), score_on, tokenizer (a digest),
-    length, mask_rate.
+    length, mask_rate, packing.
 
     What scores.json lacks is taken from the leaves of a config, `settings`; the rest is unknown. Two unknown
     values are equal where the texts have as many tokens, scored tokens and bytes.
@@ -39,6 +40,7 @@ def conditions(scores: Scores, settings: Mapping[str, Any] = NOTHING) -> dict[st
             name: str(there[name]) if name in there else _unknown(scores, counted.get(name, scores.scored))
             for name in names
         },
+        "packing": str(there.get("packing", CONCAT)),
     }
 
 
@@ -58,9 +60,11 @@ def _unknown(scores: Scores, counts: list[int]) -> str:
 
 
 def describe_conditions(given: Mapping[str, str]) -> str:
-    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains."""
+    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains, and
+    how rows are packed where documents do not stand one after another."""
     rate = f", mask_rate {given['mask_rate']}" * (given["mask_rate"] != NONE)
     rest = (
         f"length {given['length']}, tokenizer {given['tokenizer']}, {given['score_on']} text {given['texts']}"
     )
-    return f"{given['objective']}{rate}, {rest}"
+    packing = f", packing {given['packing']}" * (given["packing"] != CONCAT)
+    return f"{given['objective']}{rate}, {rest}{packing}"

@@ -107,10 +107,10 @@ class Prompt(ContinualModule):
 
 def check_rows(shared: Shared, *, method: str) -> None:
     """Raises ValueError where samples share rows."""
-    if shared.objective.sharing is not None:
+    if shared.objective.sharing is not None or shared.objective.isolated:
         raise ValueError(
             f"domains.packing=isolated does not go with method={method}, whose vectors stand behind the "
-            "first token of a row; allowed: domains.packing=none"
+            "first token of a row; allowed: domains.packing=none of examples, concat of text"
         )
 
 

@@ -89,10 +89,10 @@ class SAPT(ContinualModule):
     options: SAPTOptions
 
     def __init__(self, options: SAPTOptions, shared: Shared) -> None:
-        if shared.objective.sharing is not None:
+        if shared.objective.sharing is not None or shared.objective.isolated:
             raise ValueError(
                 "domains.packing=isolated does not go with method=sapt, whose pairs are weighed for each row "
-                "of a batch; allowed: domains.packing=none"
+                "of a batch; allowed: domains.packing=none of examples, concat of text"
             )
         names = ("key", "query", "bottleneck", "scale")
         self.attaching = options.pair | {name: getattr(options, name) for name in names}

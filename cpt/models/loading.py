@@ -100,6 +100,15 @@ def check_answers(name: str, *, isolated: bool) -> None:
         )
 
 
+def check_text(name: str, *, isolated: bool) -> None:
+    """Raises ValueError for an objective whose models cannot keep the documents of a row apart."""
+    if name in SEQ2SEQ and isolated:
+        raise ValueError(
+            "domains.packing=isolated does not go with a model of two stacks; allowed: "
+            "domains.packing=concat, per_document, or a model of one stack, like model=tiny_roberta"
+        )
+
+
 def answers_objective(
     name: str,
     raw: Objective,

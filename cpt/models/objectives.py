@@ -14,7 +14,7 @@ from cpt.core.randomness import draws
 from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
 from cpt.data.layout import Sharing
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
-from cpt.models.isolation import by_sample, shared_inputs
+from cpt.models.isolation import by_sample, inputs_for
 
 
 class Objective(ABC):
@@ -24,6 +24,7 @@ class Objective(ABC):
     scores: str  # in words: the tokens that the matrix is of
     causal = False  # whether a place sees only what stands before it
     sharing: Sharing | None = None  # of rows, by the samples of a batch that is learned from; None: none
+    isolated = False  # whether documents share the rows of a text and do not meet
 
     @property
     def scoring(self) -> "Objective":
@@ -73,7 +74,7 @@ class Objective(ABC):
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the K scored positions of a batch, and the last hidden states [B, T, D] at all of
         them: of a decoder, where there is one."""
-        inputs, places = shared_inputs(batch)
+        inputs, places = inputs_for(model, batch, causal=self.causal)
         if places is None:
             return logits_and_hidden(model, inputs, positions=batch["positions"])
         logits, hidden = logits_and_hidden(model, inputs, positions=places[batch["positions"]])
@@ -82,7 +83,7 @@ class Objective(ABC):
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """The last hidden states [B, T, D] of what a batch's model reads; neither a head nor a decoder is
         computed."""
-        inputs, places = shared_inputs(batch)
+        inputs, places = inputs_for(model, batch, causal=self.causal)
         hidden = hidden_states(model, inputs)
         return hidden if places is None else by_sample(hidden, places, batch)
 
@@ -134,18 +135,20 @@ class Masked(Objective):
         token = self.plain[(draws(keys, length, stream=2) * len(self.plain)).astype(np.int64)]
         inputs = np.where(chosen & (fate < 0.8), self.mask, ids)
         inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), token, inputs)
-        batch = label_batch(*map(torch.from_numpy, (inputs, np.where(chosen, ids, UNSCORED), rows.present)))
+        tables = map(torch.from_numpy, (inputs, np.where(chosen, ids, UNSCORED), rows.present))
+        batch = label_batch(*tables, segments=segments_of(rows))
         return batch, batch["positions"]
 
 
 class Causal(Objective):
-    """Next-token prediction: every token of a row but its first, separators included."""
+    """Next-token prediction: every token of a row but its first, separators included; where documents are
+    isolated, every token of a document but its first."""
 
     causal = True
     scores = "all tokens"
 
     def scored(self, sizes: Sizes) -> np.ndarray:
-        return sizes.all - 1
+        return sizes.all - (1 if sizes.documents is None else sizes.documents)
 
     def scorable(self, sizes: Sizes) -> np.ndarray:
         return sizes.all
@@ -155,6 +158,15 @@ class Causal(Objective):
 
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         following = np.full_like(rows.ids, UNSCORED)
-        following[:, :-1] = np.where(rows.present[:, 1:], rows.ids[:, 1:], UNSCORED)
-        batch = label_batch(*map(torch.from_numpy, (rows.ids, following, rows.present)))
+        given = rows.present[:, 1:]
+        if rows.segments is not None:
+            given = given & (rows.segments[:, 1:] == rows.segments[:, :-1])
+        following[:, :-1] = np.where(given, rows.ids[:, 1:], UNSCORED)
+        tables = map(torch.from_numpy, (rows.ids, following, rows.present))
+        batch = label_batch(*tables, segments=segments_of(rows))
         return batch, batch["positions"] + 1
+
+
+def segments_of(rows: Rows) -> Tensor | None:
+    """The document of each token [B, T], where documents are isolated."""
+    return None if rows.segments is None else torch.from_numpy(rows.segments)

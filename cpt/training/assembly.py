@@ -20,7 +20,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed
 from cpt.data.replay import Generated, Mixture
-from cpt.data.sources.base import GENERAL
+from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
@@ -111,7 +111,7 @@ def tell_rate(plan: Plan) -> None:
 def tell_packing(plan: Plan) -> None:
     """Tells, in a line, where no samples meet that could share rows."""
     batch_size, parts = plan.budget.batch_size, plan.trainer.accumulate_grad_batches
-    if plan.source.isolated and batch_size == parts:
+    if plan.source.isolated and plan.source.encoding is not None and batch_size == parts:
         log.info(
             "domains.packing=isolated without effect: the samples of trainer.batch_size=%d come one by one "
             "(trainer.accumulate_grad_batches=%d)",
@@ -250,6 +250,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "mask_rate": plan.model.mask_rate if start.objective_name != "causal" else None,
             "scored": objective.scores,
             **({"mean_span": plan.model.mean_span} if start.objective_name == "span" else {}),
+            **({"packing": corpora.packing} if corpora.packing != CONCAT else {}),
         },
         base=tell_base(plan),
         similarity=tell_similarity(plan),

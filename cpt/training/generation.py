@@ -126,7 +126,8 @@ class Generation:
 
     def open(self, folder: Path, text: str) -> Packed | None:
         """What is replayed in place of a text; None where nothing could be kept."""
-        return open_rows(folder, text, length=self.length, tokenizer=self.tokenizer)
+        how = {"length": self.length, "tokenizer": self.tokenizer}
+        return open_rows(folder, text, packing=self.data.train[text].packing, **how)
 
     def keep(self, folder: Path, task: Task) -> dict[str, Any]:
         """Makes rows of what was written; gives the facts about it."""

@@ -17,6 +17,8 @@ def check_kind(plan: Plan, objective: str) -> None:
     options = plan.model
     if plan.source.encoding is not None:
         loading.check_answers(objective, isolated=plan.source.isolated)
+    else:
+        loading.check_text(objective, isolated=plan.source.isolated)
     if plan.source.chats:
         check_chats(options, objective)
     if objective == "masked" and plan.probe is not None:

@@ -75,7 +75,10 @@ def check_model(plan: Plan) -> None:
             model.set_attn_implementation(plan.trainer.attention)
     stand_in = stand_for(options, objective, vocabulary=config.get_text_config().vocab_size)
     if plan.source.isolated:
-        check_isolation(model)
+        check_isolation(model, causal=objective == "causal")
+    if plan.source.isolated and plan.source.encoding is None:
+        stand_in.isolated = True
+    elif plan.source.isolated:
         stand_in = CausalAnswers(stand_in, pad=0, sharing=loading.sharing_of(config))
     loading.check_length(options.length, model, stand_in)
     frozen_parameters(model, plan.freeze)

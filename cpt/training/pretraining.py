@@ -20,11 +20,11 @@ from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import NOTHING
-from cpt.data.sources.base import GENERAL
+from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
-from cpt.models.isolation import try_isolation
+from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.models.resizing import entries, fit_rows
@@ -65,8 +65,7 @@ class Base:
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         loading.check_length(self.length, loaded, self.objective)
-        if self.objective.sharing is not None:
-            try_isolation(loaded)
+        try_sharing(loaded, self.objective)
         return loaded
 
 
@@ -96,8 +95,7 @@ class Untrained(Base):
         """The model at the beginning of its pre-training."""
         made = loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
         loading.check_length(self.length, made, self.objective)
-        if self.objective.sharing is not None:
-            try_isolation(made)
+        try_sharing(made, self.objective)
         return made
 
 
@@ -141,6 +139,14 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     return assemble_base(options, options.checkpoint, tokenizer, config, **how)
 
 
+def try_sharing(model: PreTrainedModel, objective: Objective) -> None:
+    """Raises ValueError where samples or documents share rows and a model mixes them."""
+    if objective.sharing is not None:
+        try_isolation(model)
+    if objective.isolated:
+        try_documents(model, causal=objective.causal)
+
+
 def answering(corpora: Corpora) -> dict[str, bool]:
     """Whether answers are learned, and whether their samples share rows."""
     return {"answers": corpora.encoding is not None, "isolated": corpora.isolated}
@@ -165,6 +171,9 @@ def assemble_base(
     )
     if answers:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
+    else:
+        loading.check_text(name, isolated=isolated)
+        objective.isolated = isolated
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
 
@@ -234,7 +243,8 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
 def general_only(options: ModelOptions, new: Base, corpora: Corpora) -> DomainSequence:
     """The general text as the only domain."""
     domain = Domain(GENERAL, 0, (GENERAL,))
-    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=options.length)
+    how = {"tokenizer": new.tokenizer, "length": options.length}
+    packed = corpora.packed(GENERAL, "train", **how, packing=CONCAT)
     budget = Budget(steps=options.base.steps, epochs=None, tokens=None, batch_size=options.base.batch_size)
     data = DomainSequence(
         [domain],

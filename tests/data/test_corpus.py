@@ -21,7 +21,7 @@ class Given:
 
     names, orders, score_on = ["a", "b"], None, "test"
     encoding, class_limit, isolated, form = None, None, False, staticmethod(OF_TEXT["form"])
-    members = staticmethod(OF_TEXT["members"])
+    members, text_packing = staticmethod(OF_TEXT["members"]), "concat"
 
     def __init__(self, documents, *, held_out=HELD_OUT):
         self.documents, self.held_out, self.reads = list(documents), held_out, 0

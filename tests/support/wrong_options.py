@@ -178,10 +178,11 @@ AT_ONCE = {
     "domains=texts domains.root=nowhere": "domains.root=nowhere: there is no folder nowhere",
     "domains=texts domains.root=5": "domains.root=5; allowed: a folder",
     "domains=texts domains.root=. domains.document=page": "domains.document=page; allowed: file, paragraph, ",
-    "+domains.packing=isolated domains=texts domains.root=.": "domains.packing=isolated is for domains of ex",
-    "+domains.packing=isolated": "domains.packing=isolated is for domains of examples, and rows of raw text",
+    "domains.packing=none domains=texts domains.root=.": "domains.packing=none; allowed: concat, isolated",
+    "domains.packing=none": "domains.packing=none; allowed: concat, isolated, per_document",
     "domains=tasks domains.packing=concat": "domains.packing=concat; allowed: none, isolated",
-    "domains=tasks domains.packing=true": "domains.packing=true; allowed: none, isolated",
+    "domains=tasks domains.packing=per_document": "domains.packing=per_document; allowed: none, isolated of ",
+    "domains=tasks domains.packing=true": "domains.packing=true; allowed: null or none, concat, isolated, pe",
     "domains.only=[]": "domains.only=[]; allowed: null, names or patterns like [cs.*,Art], or a regular",
     "domains.only=/*/": "domains.only=/*/; allowed: null, names or patterns",
     "domains.only=5": "domains.only=5; allowed: null, names or patterns",
@@ -509,6 +510,7 @@ ON_THE_MODEL = {
     "mask=migu mask.migu.only=nothing": "only=nothing leaves nothing to mask; allowed: a regular",
     "method=derpp method.memory=null method.memory_bytes=9": "method.memory_bytes=9; allowed: ",
     "domains=tasks domains.root=null domains.packing=isolated": "model.objective=masked does not go",
+    "domains.packing=isolated trainer.attention=flex_attention": "domains.packing=isolated does not go with",
 }
 
 PACKED = "domains=tasks domains.root=null domains.packing=isolated"
@@ -518,6 +520,9 @@ ON_A_CAUSAL = {  # of a GPT-2
     f"{PACKED} method=elle": "domains.packing=isolated does not go with method=elle, whose vectors",
     f"{PACKED} method=sapt": "domains.packing=isolated does not go with method=sapt, whose pairs are weig",
     f"{PACKED} method=progprompt": "domains.packing=isolated does not go with method=progprompt, whose vec",
+    "domains.packing=isolated method=prompt": "domains.packing=isolated does not go with method=prompt",
+    "domains.packing=isolated method=sapt": "domains.packing=isolated does not go with method=sapt",
+    "domains.packing=isolated model.config.model_type=bloom": f"{NOT_SHARED} bloom, which takes no positions",
     f"{PACKED} model.config.model_type=bloom": f"{NOT_SHARED} bloom, which takes no positions; allowed: ",
     f"{PACKED} model.config.model_type=mamba": f"{NOT_SHARED} mamba, which carries a state from token ",
 }
@@ -525,6 +530,7 @@ ON_A_CAUSAL = {  # of a GPT-2
 ON_A_DECODER = {  # of a T5
     "replay=generated": "replay=generated asks a model to write text, and model=tiny_t5 fills spans; ",
     PACKED: "domains.packing=isolated does not go with a model of two stacks; allowed: domains.packing=none",
+    "domains.packing=isolated": "domains.packing=isolated does not go with a model of two stacks",
     "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",
     "model.objective=causal": "model.objective=causal does not go with a t5 model; allowed: span",
     "model.mask_rate=null": "model.mask_rate=null; allowed: above 0 and below 1, as the model learns by span",

@@ -29,7 +29,8 @@ from cpt.data.sources.selection import COARSE, FINE, PATTERNS, choose_domains, g
 log = logging.getLogger(__name__)
 GENERAL = "general"
 TEXT, EXAMPLES = "text", "examples"  # what the documents of a source may be
-NONE, ISOLATED = "none", "isolated"  # how the samples of a batch may share rows
+NONE, CONCAT, ISOLATED, PER_DOCUMENT = "none", "concat", "isolated", "per_document"  # see Source.packing
+PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)}  # the default first
 EMBEDDINGS = ("tfidf", "static", "model", "sentence")
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
 FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
@@ -81,10 +82,12 @@ class Source(Options, ABC):
     )
     held_out: Mapping[str, Any] = option("what is split off where files are not split", MAPPING)
     score_on: str = option("the split that the matrix is made of", one_of("valid", "test"))
-    packing: str = option(
-        "of examples: a row for each, or rows that several share, isolated from each other",
-        one_of(NONE, ISOLATED),
-        default=NONE,
+    packing: str | None = option(
+        "how rows are filled; of text: one document after another, whole documents isolated from each other, "
+        "or a row for each; of examples: a row for each, or rows that several share, isolated from each "
+        "other; null: concat of text, none of examples",
+        or_null(one_of(NONE, CONCAT, ISOLATED, PER_DOCUMENT)),
+        default=None,
     )
     only: Any = option("which domains there are to be, by name; null: all", PATTERNS, default=None)
     by: str | None = option(
@@ -113,10 +116,9 @@ class Source(Options, ABC):
     def check_together(self) -> None:
         with prefix_errors("held_out"):
             read_options(HeldOut, self.held_out, place="")
-        if self.isolated and self.form("") == TEXT:
-            raise ValueError(
-                "packing=isolated is for domains of examples, and rows of raw text are full; allowed: none"
-            )
+        if self.packing not in (None, *PACKINGS[self.form("")]):
+            allowed = ", ".join(PACKINGS[self.form("")])
+            raise ValueError(f"packing={self.packing}; allowed: {allowed} of domains of {self.form('')}")
         if self.by == COARSE and self.form("") == EXAMPLES:
             raise ValueError("by=coarse joins text, and these domains are examples; allowed: null, fine")
         if (self.embedding == "sentence") != (self.embedding_model is not None):
@@ -146,8 +148,14 @@ class Source(Options, ABC):
 
     @property
     def isolated(self) -> bool:
-        """Whether samples share rows."""
+        """Whether samples, or documents, share rows and do not meet."""
         return self.packing == ISOLATED
+
+    @property
+    def text_packing(self) -> str:
+        """How the rows of a text are filled: CONCAT, ISOLATED or PER_DOCUMENT. General text beside examples
+        is concatenated."""
+        return CONCAT if self.packing is None or self.form("") == EXAMPLES else self.packing
 
     @property
     @abstractmethod

@@ -13,26 +13,34 @@ from cpt.core.collectives import gather_shards
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
 from cpt.data.batch import UNSCORED, Batch, label_batch, labels_of
+from cpt.data.packing import PADDING
 from cpt.models.objectives import Objective
 
 PRECISIONS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 BITS = {2: torch.int16, 4: torch.int32}
 
 
-def slot_of(objective: Objective, length: int) -> dict[str, int | None]:
+def slot_of(objective: Objective, length: int) -> dict[str, Any]:
     """What a slot must have room for, of rows of so many tokens: ids of an input, of a decoder's input where
-    there is one, scored positions."""
+    there is one, scored positions, whose documents tokens are where these are isolated."""
     source, target = objective.sides(length)
-    return {"length": source, "target": target, "scored": objective.most(length)}
+    slot = {"length": source, "target": target, "scored": objective.most(length)}
+    return slot | ({"isolated": True} if objective.isolated else {})
 
 
 def bytes_per_sample(
-    *, length: int, scored: int, width: int, precision: str, target: int | None = None
+    *,
+    length: int,
+    scored: int,
+    width: int,
+    precision: str,
+    target: int | None = None,
+    isolated: bool = False,
 ) -> int:
     """What a slot takes, and a reservoir nothing more: ids (int32) of `length` tokens and of a decoder's
-    `target`, labels (int32) of what is given out, the row's length (int32), a count (int64), and `width`
-    numbers at each of `scored` positions."""
-    ids = 2 * length if target is None else length + 2 * target
+    `target`, labels (int32) of what is given out, the documents (int32) of tokens where these are `isolated`,
+    the row's length (int32), a count (int64), and `width` numbers at each of `scored` positions."""
+    ids = (2 * length if target is None else length + 2 * target) + length * isolated
     return 4 * ids + 12 + scored * width * PRECISIONS[precision].itemsize
 
 
@@ -61,8 +69,8 @@ def fill_row(row: Tensor, values: Tensor, filler: int) -> None:
 class Reservoir(nn.Module):
     """`samples` slots, each a row of `length` ids with its labels and the outputs, [scored, width], at its
     scored positions; a row with less of either is padded. Of a model with a decoder, a slot has `target` ids
-    that it takes as well, and labels of these; `pad` fills them up. Kept `by_domain`, a slot knows the
-    domain of its sample.
+    that it takes as well, and labels of these; `pad` fills them up. Where documents share rows `isolated`, a
+    slot has the document of each token. Kept `by_domain`, a slot knows the domain of its sample.
 
     Of w processes, r keeps a reservoir of its own samples in the slots r, r + w, r + 2w, ... and draws from
     these; how many it was offered stands in `seen[r]`. The others' slots are stale there until a state_dict
@@ -82,6 +90,7 @@ class Reservoir(nn.Module):
         target: int | None = None,
         pad: int = 0,
         by_domain: bool = False,
+        isolated: bool = False,
     ) -> None:
         super().__init__()
         self.seed, self.pad = seed, pad
@@ -93,6 +102,8 @@ class Reservoir(nn.Module):
         self.register_buffer("lengths", torch.zeros(samples, dtype=torch.int32))
         self.register_buffer("outputs", torch.zeros(samples, scored, width, dtype=PRECISIONS[precision]))
         self.register_buffer("seen", torch.zeros(samples, dtype=torch.int64))
+        if isolated:
+            self.register_buffer("segments", torch.full((samples, length), PADDING, dtype=torch.int32))
         if by_domain:
             self.register_buffer("domains", torch.full((samples,), -1, dtype=torch.int32))
 
@@ -105,6 +116,11 @@ class Reservoir(nn.Module):
     def decodes(self) -> bool:
         """Whether samples are those of a model with a decoder."""
         return "decoder_input_ids" in self._buffers
+
+    @property
+    def isolated(self) -> bool:
+        """Whether slots know the document of each token."""
+        return "segments" in self._buffers
 
     @property
     def bytes(self) -> int:
@@ -155,7 +171,9 @@ class Reservoir(nn.Module):
             lengths = batch.get("attention_mask", torch.ones_like(ids)).sum(1)
             for slot, row in rows.items():
                 taken = batch["decoder_input_ids"][row] if self.decodes else None
-                self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row], taken=taken)
+                mine = batch["segments"][row] if self.isolated else None
+                how = {"taken": taken, "segments": mine}
+                self.put(slot, ids[row], labels[row], int(lengths[row]), parts[row], **how)
                 if self.by_domain:
                     self.domains[slot] = domain
 
@@ -168,16 +186,19 @@ class Reservoir(nn.Module):
         outputs: Tensor,
         *,
         taken: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> None:
-        """Writes a sample, ids and labels [T] of which so many are text, with its outputs [k, width]; of a
-        model with a decoder labels [L] and what that has `taken` [L]. Outputs that are not finite, as of a
-        step that is left out, are not taken."""
+        """Writes a sample, ids and labels [T] of which so many are text, with its outputs [k, width], and
+        the document of each token [T] where these are isolated; of a model with a decoder labels [L] and what
+        that has `taken` [L]. Outputs that are not finite, as of a step that is left out, are not taken."""
         if not outputs.isfinite().all():
             return
         fill_row(self.input_ids[slot], ids, self.pad)
         fill_row(self.labels[slot], labels, UNSCORED)
         if taken is not None:
             fill_row(self.decoder_input_ids[slot], taken, self.pad)
+        if segments is not None:
+            fill_row(self.segments[slot], segments, PADDING)
         self.lengths[slot] = length
         limit, missing = torch.finfo(self.outputs.dtype).max, self.outputs.shape[1] - len(outputs)
         self.outputs[slot] = functional.pad(outputs.float().clamp(-limit, limit), (0, 0, 0, missing))
@@ -197,7 +218,8 @@ class Reservoir(nn.Module):
         ids, labels = self.input_ids[slots].long(), self.labels[slots].long()
         present = torch.arange(ids.shape[1]) < self.lengths[slots][:, None]
         taken = self.decoder_input_ids[slots].long() if self.decodes else None
-        batch = label_batch(ids, labels, present, decoder_input_ids=taken)
+        segments = self.segments[slots].long() if self.isolated else None
+        batch = label_batch(ids, labels, present, decoder_input_ids=taken, segments=segments)
         return {name: value.to(self.outputs.device) for name, value in batch.items()}
 
     def outputs_of(self, slots: Tensor) -> Tensor:

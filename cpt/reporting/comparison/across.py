@@ -76,7 +76,7 @@ def bits_per_byte(sections: Sequence[ComparedRuns]) -> list[Block]:
     alike = defaultdict(list)
     for number, section in enumerate(sections, start=1):
         if section.objective == "causal" and _has_digests(section):
-            key = [section.conditions[name] for name in ("domains", "texts", "score_on")]
+            key = [section.conditions[name] for name in ("domains", "texts", "score_on", "packing")]
             alike[tuple(key)].append((number, section))
     return [_tabulate_bits(found) for found in alike.values() if len(found) > 1]
 

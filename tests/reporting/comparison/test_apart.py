@@ -23,6 +23,7 @@ OTHERS = {
     "tokenizer": {"conditions": CONDITIONS | {"tokenizer": "4567cdef"}},
     "length": {"conditions": CONDITIONS | {"length": 128}},
     "mask_rate": {"conditions": CONDITIONS | {"mask_rate": 0.15}},
+    "packing": {"conditions": CONDITIONS | {"packing": "isolated"}},
     "domains": {"order": DOMAINS[:2], "nll": [row[:3] for row in NLL[:3]]},
 }
 
@@ -175,6 +176,7 @@ def test_bits_per_byte_of_causal_models_on_one_text_stand_side_by_side():
         [causal(), causal(digest="else")],
         [causal(), run()],
         [causal(), causal(conditions=CONDITIONS | {"score_on": "valid"})],
+        [causal(), causal(conditions=CONDITIONS | {"packing": "isolated"})],
     ],
 )
 def test_other_bits_per_byte_do_not(runs):
@@ -205,20 +207,20 @@ def test_no_run_is_lost(tmp_path, capsys, no_pictures):
             saved(tmp_path / f"{place}-{name}-{seed}", seed=seed, **given)
     assert main([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("8 sections, each with its own tables")
+    assert shown.startswith("9 sections, each with its own tables")
     with open(tmp_path / "comparison.csv", newline="") as file:
         table = list(csv.DictReader(file))
-    assert len(table) == len({line["folder"] for line in table}) == 16
-    assert {line["section"] for line in table} == set("12345678")
+    assert len(table) == len({line["folder"] for line in table}) == 18
+    assert {line["section"] for line in table} == set("123456789")
     assert {line["length"] for line in table} == {"64", "128"}
     markdown = (tmp_path / "comparison.md").read_text()
-    assert markdown.startswith("# Comparison of runs\n\n8 sections, each with its own tables")
+    assert markdown.startswith("# Comparison of runs\n\n9 sections, each with its own tables")
     told = json.loads((tmp_path / "comparison.json").read_text())
-    assert [len(each["runs"]) for each in told["sections"]] == [2] * 8
+    assert [len(each["runs"]) for each in told["sections"]] == [2] * 9
     assert told["sections"][0]["conditions"]["tokenizer"] == "0123abcd"
-    assert told["apart"][0].startswith("8 sections")
+    assert told["apart"][0].startswith("9 sections")
     latex = (tmp_path / "comparison.tex").read_text()
-    assert latex.count(r"\begin{tabular}") == 8
+    assert latex.count(r"\begin{tabular}") == 9
     assert r"% masked, mask\_rate 0.3, length 128" in latex
 
 
