@@ -20,81 +20,15 @@ from lightning.pytorch.callbacks import Callback
 from measuring import ROOT, paired, save
 from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times, undisturbed
 from subjects import Pulse, fit
+from variants import DENSE, TARGETS, VARIANTS
 
 from cpt.data.batch import inputs_of, labels_of
 from cpt.methods.base import ContinualModule
 from cpt.training.costs import own_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
-NCL, DENSE = "ncl", "ncl, dense head"  # the dense head is what the authors' code computes
+NCL = "ncl"
 EXCLUDED = ("none", "joint")  # they have no second domain
-TARGETS = {
-    "das": 2.5,
-    "dga": 2.5,
-    "migu": 1.04,
-    "ncl + migu": 1.04,
-    "ewc": 1.08,
-    "l2": 1.06,
-    "kd": 1.5,
-    "derpp": 2.2,
-    "replay": 1.0,
-    "adapter": 0.85,
-    "lora": 0.85,
-    "lora, query and value": 0.85,
-    "inclora": 0.85,
-    "olora": 0.85,
-    "nlora": 0.9,
-    "moelora": 1.1,  # 1.3 times lora's
-    "sapt": 1.1,
-    "demix": 1.0,
-    "lifelong_moe": 2.0,  # the teacher's pass, and in half of the blocks two experts a token
-    "hat": 1.15,
-    "hat, adapter": 1.15,
-    "cpt_plugin": 1.2,
-    "prompt": 264 / 164,  # its 100 tokens beside the sample's
-    "progprompt": 184 / 164,  # of two domains
-    "merge": 1.05,
-    "merge_lora": 0.95,  # 1.05 times lora's
-    "reptile": 1.05,
-    "ncl, freeze": 1.05,
-    "ncl + fisher": 1.05,
-    "ncl + mofo": 1.05,
-    "si": 1.1,
-    "mas": 1.1,
-    "osf": 1.2,
-    "agem, a batch": 2.0,
-}
-VARIANTS = {
-    DENSE: ["method=ncl"],
-    "ncl, bf16": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=eager"],
-    "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=sdpa"],
-    "ncl, not fused": ["method=ncl", "optim.fused=false"],
-    "ncl + migu": ["method=ncl", "mask=migu"],
-    "ncl + fisher": ["method=ncl", "mask=migu", "mask.migu.importance=fisher"],
-    "ncl + mofo": ["method=ncl", "mask=mofo"],
-    "ncl, freeze": ["method=ncl", "freeze.only=attention"],
-    "agem, a batch": ["method=agem", "method.draw=16"],
-    "agem, update": ["method=agem", "method.acts_on=update"],
-    "agem, gem": ["method=agem", "method.constraints=each"],
-    "migu, backward": ["method=migu", "method.mask.backend=backward"],
-    "migu, backward, frozen": ["method=migu", "method.mask.backend=backward", "method.mask.acts_on=frozen"],
-    "das without contrast": ["method=das", "method.contrast=0"],
-    "das, half the samples": ["method=das", "method.contrast_samples=0.5"],
-    "das, fixed negatives": ["method=das", "method.contrast_negatives=fixed"],
-    "das, every second step": ["method=das", "method.contrast_every=2"],
-    "das + tokens": ["method=das", "method.units=[heads,neurons,outputs,tokens]"],
-    "kd, hidden": ["method=kd", "method.distilled=hidden"],
-    "derpp, logits": ["method=derpp", "method.matched=logits"],
-    "replay, added": ["method=replay", "method.mixture.adds=true"],
-    "adapter, houlsby": ["method=adapter", "method.placement=houlsby"],
-    "lora, query and value": ["method=lora", "method.targets=[query,value]"],
-    "lora + migu": ["method=lora", "mask=migu"],
-    "demix, adapters": ["method=demix", "method.experts=adapter"],
-    "hat, adapter": ["method=hat", "method.form=adapter"],
-    "sapt, mocl": ["method=sapt", "method.key=cosine", "method.query=encoder"],
-    "prompt, 20 tokens": ["method=prompt", "method.tokens=20"],
-    "replay, general": ["method=replay", "replay@method.mixture=general"],
-}
 SHAPE = [
     "order=[sympy,networkx]",
     "model.vocabulary=5000",
