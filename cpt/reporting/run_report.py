@@ -41,11 +41,13 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         title="Perplexity on each test text (column) after each stage (row)",
         lines=["Framed: a domain's own stage. Colour: change against the base model."],
         picture=figures.heatmap(scores) if scores.rows else b"",
+        name="matrix",
         head=["after", *scores.domains],
         cells=_format_matrix(scores),
         folded=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
     )
-    stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
+    over = figures.stages(scores) if scores.rows else b""
+    stages = Block(title="Perplexity over the stages", picture=over, name="stages")
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
@@ -152,6 +154,7 @@ def _show_parts(scores: Scores) -> Block:
         title="Parts of the model that scored each text",
         lines=["The part of which domain, or the base; with their mean weights where several were mixed."],
         picture=figures.mixtures(scores) if len(scores.rows) > 1 else b"",
+        name="parts",
         head=["after", *scores.domains],
         cells=cells,
         words=1 + len(scores.domains),
@@ -176,6 +179,7 @@ def _show_similarity(scores: Scores) -> Block:
         title="Similarity of the domains' texts, in the order learned",
         lines=[f"{figures.describe_similarity(scores)} Embedding: {told['embedding']}."],
         picture=figures.similarities(scores),
+        name="similarity",
         head=["", *told["names"], GENERAL],
         cells=[[name, *(f"{each:.2f}" for each in (*row, near))] for name, row, near in rows],
         folded=f"{len(told['names'])} x {len(told['names'])} cosines",
