@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from html import escape, unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,10 @@ class Picture(bytes):
         made.drawn, made.marks = drawn, dict(marks)
         return made
 
+    @cached_property
+    def svg(self) -> bytes:
+        return b"<svg></svg>" if self.drawn is None else _save(self.drawn, "svg")
+
 
 def name_marks(name: str, artists: Iterable[Artist]) -> None:
     """Writes into the artists whose marks they are."""
@@ -42,14 +47,14 @@ def name_marks(name: str, artists: Iterable[Artist]) -> None:
 def write_vectors(picture: bytes, stem: Path) -> None:
     """Writes STEM.svg and STEM.pdf, the same bytes each time; nothing of a picture that is PNG alone."""
     if isinstance(picture, Picture) and picture.drawn is not None:
-        for kind in ("svg", "pdf"):
-            stem.with_name(f"{stem.name}.{kind}").write_bytes(_save(picture.drawn, kind))
+        stem.with_name(f"{stem.name}.svg").write_bytes(picture.svg)
+        stem.with_name(f"{stem.name}.pdf").write_bytes(_save(picture.drawn, "pdf"))
 
 
 def inline_svg(picture: Picture, *, prefix: str, told: str) -> str:
     """The picture as an element of a page that loads nothing: without links to other places, its ids with a
     prefix, each group's marks with `data-group` and what they stand for as a title."""
-    text = _save(picture.drawn, "svg").decode() if picture.drawn is not None else ""
+    text = picture.svg.decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", text, flags=re.S)
     text = re.sub(r"\n\s*", "\n", re.sub(r"<!--.*?-->", "", text, flags=re.S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cpt.evaluation.statistics import EXACT, FLIPS, Difference, compare_pairs
 from cpt.reporting.comparison.differences import CorrectedDifference, contrasts, correct_holm
@@ -50,6 +51,7 @@ class Finding:
         return [name for name, each in self.others.items() if not excludes_zero(each.difference)]
 
 
+@lru_cache(maxsize=16)  # the page and the console ask for the same ones
 def build_findings(section: ComparedRuns) -> Block:
     """Nothing of fewer than two groups that learned a sequence."""
     lines = [line for groups in split_groups(section) for line in tell_groups(section, groups)]
