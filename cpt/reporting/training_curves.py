@@ -26,9 +26,9 @@ PANELS = {
 LOGARITHMIC = ("grad_norm",)
 PLACE = "tokens"  # what a stage had read by a step
 EXPLAINED = (
-    "From metrics.csv, a point each `trainer.log_every_n_steps`: the loss on the batch of that step, the norm "
-    "of the gradient before clipping, the rate of the step, the pace since the point before. Upright lines: a "
-    "stage begins."
+    "From metrics.csv, a point each `trainer.log_every_n_steps`: the loss on the batch of that step, the "
+    "norm of the gradient before clipping, the rate of the step, the pace since the point before. Upright "
+    "lines: a stage begins."
 )
 
 
