@@ -14,7 +14,7 @@ import pytest
 from cpt.report import main
 from cpt.reporting.comparison import charts
 from cpt.reporting.page import Block, write_page
-from tests.support.comparing import saved
+from tests.support.comparing import endtasks, saved
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""
@@ -334,7 +334,7 @@ def test_paper_shows_what_is_folded(opened):
     opened.send("Emulation.setEmulatedMedia", media="")
 
 
-NARROW = ["group", "LC (perplexity)", "CPT", "FG", "FLOPs (x baseline)"]
+NARROW = ["group", "LC (perplexity)", "CPT", "FG", "MF1 (%)", "FLOPs (x baseline)"]
 
 
 @pytest.fixture(scope="module")
@@ -344,6 +344,7 @@ def comparison(tmp_path_factory):
     for place, method in enumerate(("ncl", "das", "ewc")):
         for seed in range(2):
             given = {"method": method, "seed": seed, "shift": 0.1 * place + 0.01 * seed}
+            given |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + 0.01 * seed, 0.6, 0.7]])}
             variant = {"variant": "a_long_setting=0.25; another=true"} if method == "ewc" else {}
             saved(top / f"{method}-{seed}", **given, **variant)
     assert main([str(top), "--export", "none"]) == 0
