@@ -13,9 +13,10 @@ from typing import NoReturn
 from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison import tables
 from cpt.reporting.comparison.across import build_heading
-from cpt.reporting.comparison.album import build_pictures
+from cpt.reporting.comparison.album import build_pictures, draw_plane
 from cpt.reporting.comparison.compute import tabulate_compute
 from cpt.reporting.comparison.exports import KINDS, export_sections
+from cpt.reporting.comparison.findings import build_findings
 from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import (
     FILTERS,
@@ -147,7 +148,7 @@ def _report(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]
     blocks = [*above, *_number([body for body, _ in bodies]), *others]
     stem = (asked_for.out or _first_folder(asked_for.folders)) / asked_for.name
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page = write_page(blocks, title="Comparison of runs", stem=stem)
+    page = write_page(blocks, title="Comparison of runs", stem=stem, vectors=True)
     beside = {block.title.lower().replace(" ", "_"): _plainly(block) for block in others if _plainly(block)}
     beside |= {"apart": list(above[0].lines)} if above else {}
     export_sections(compared, stem=stem, kinds=kinds if compared else [], beside=beside)
@@ -177,7 +178,7 @@ def _number(bodies: Sequence[Sequence[Block]]) -> list[Block]:
     if len(bodies) == 1:
         return list(bodies[0])
     return [
-        replace(block, title=f"{block.title} (section {place})")
+        replace(block, title=f"{block.title} (section {place})", name=f"section_{place}-{block.name}")
         for place, body in enumerate(bodies, start=1)
         for block in body
     ]
@@ -200,8 +201,9 @@ def _build_section_blocks(
         examples,
         *answers,
     ]
-    first = [show_strengths(section, curve)] if curve else []
-    return [*first, main, *others, tabulate_compute(section), *build_pictures(section)], [*failed, *unread]
+    curves = [show_strengths(section, curve)] if curve else []
+    first = [build_findings(section), *curves, draw_plane(section), main]
+    return [*first, *others, tabulate_compute(section), *build_pictures(section)], [*failed, *unread]
 
 
 def aside(there: Found, chosen: Sequence[Run], *, failed: Sequence[str]) -> list[Block]:
@@ -233,6 +235,8 @@ def _print(above: Sequence[Block], compared: Sequence[ComparedRuns], others: Seq
         table = [align_columns(block)] if block.cells else []
         print("\n".join(filter(None, [block.title, *table, *block.lines])), end="\n\n")
     for section in compared:
+        if (findings := build_findings(section)).lines:
+            print("\n".join([findings.title, *findings.lines]), end="\n\n")
         main = tables.tabulate_main(section, domains=())
         print(
             "\n".join([main.title, align_columns(tables.tabulate_console(section)), *main.lines]), end="\n\n"

@@ -24,6 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
+from cpt.reporting.page import Block
 from tests.support.campaign import is_resting
 
 ROOT = Path(__file__).parent.parent
@@ -202,6 +203,8 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_report.py looks at them."""
     for name in ("heatmap", "stages", "mixtures", "similarities"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
+    monkeypatch.setattr("cpt.reporting.run_report.build_training_block", lambda scores, folder: Block())
+    monkeypatch.setattr("cpt.reporting.run_report.build_inside_blocks", lambda scores, folder: [])
 
 
 @pytest.fixture

@@ -124,9 +124,13 @@ class Staged(LightningModule):
         with recording(self.masks, alone=self.trainer.accumulate_grad_batches == 1):
             terms = self.losses(batch)
         self.guard.see(terms)
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+        if self.trainer.global_step == 0 or self.is_logged():  # the bar has a loss from the first step on
             self.record(terms)
         return sum(terms.values())
+
+    def is_logged(self) -> bool:
+        """Whether loggers write what is noted in this step: Lightning does so at the end of every n-th."""
+        return (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0
 
     def record(self, terms: dict[str, Tensor]) -> None:
         """Logs each term."""
@@ -175,6 +179,8 @@ class Staged(LightningModule):
         # Clipping by norm is torch's clip_grad_norm_ cut in two: its norm is what the guard looks at.
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = total_norm([parameter.grad for parameter in parameters])
+        if self.is_logged():
+            self.log(f"train/grad_norm/{self.domain.name}", norm)
         self.steps = self.guard.allows(self.trainer, norm)
         if not self.steps:
             for parameter in parameters:

@@ -60,6 +60,7 @@ def _show_matrix(scores: Scores, tasks: Mapping[str, Any]) -> Block:
         title=f"Answers to each task (column) after each stage (row): {told}",
         lines=["Framed: a task's own stage. Dark: better."],
         picture=_draw(scores, matrix, rows, list(tasks)),
+        name="answers",
         head=["after", *tasks],
         cells=[*_cells(scores, matrix, rows), *_levels(tasks)],
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cpt.reporting.formatting import shorten
+from cpt.reporting.vectors import Picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,8 +35,9 @@ def figure(size: tuple[float, float]) -> Figure:
     return Figure(figsize=size, dpi=130, layout="constrained")
 
 
-def png(drawn: Figure, *, told: str) -> bytes:
-    """The figure as PNG in at most 256 colours, a third of the size, with what it shows in words."""
+def png(drawn: Figure, *, told: str, marks: Mapping[str, str] | None = None) -> Picture:
+    """The figure as PNG in at most 256 colours, a third of the size, with what it shows in words; `marks`
+    says the same of each group whose artists have its name: see cpt.reporting.vectors."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -44,7 +46,7 @@ def png(drawn: Figure, *, told: str) -> bytes:
     text.add_itxt("Description", told)
     image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True, pnginfo=text)
-    return small.getvalue()
+    return Picture.of(small.getvalue(), drawn, marks or {})
 
 
 def description(picture: bytes) -> str:

@@ -54,7 +54,9 @@ def build_endtask_blocks(scores: Scores, folder: Path) -> list[Block]:
     measured = np.isfinite(A).reshape(len(A), -1).any(-1).sum()
     picture = draw_endtasks(scores) if measured > 1 else b""
     tables = [_show_scores(endscores.cube(given, kind), scores, folded=name) for kind, name in NAMES.items()]
-    first = _show_scores(A, scores, title=f"End tasks: {_name_metrics(given)}", picture=picture)
+    first = _show_scores(
+        A, scores, title=f"End tasks: {_name_metrics(given)}", picture=picture, name="endtasks"
+    )
     return [_show_summary(scores), first, *tables, _transitions(scores, folder)]
 
 

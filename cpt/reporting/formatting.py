@@ -48,9 +48,9 @@ def percent(share: float) -> str:
 
 
 def megabytes(size: float | None) -> str:
-    """Bytes in units of 10^6, fewer than 10,000 in units that show them, in as many digits as one reads."""
+    """Bytes in units of 10^6, fewer than 100,000 in units that show them, in as many digits as one reads."""
     if size is None:
         return "–"
-    if 0 < size < 1e4:
+    if 0 <= size < 1e5:
         return f"{size:.0f} B" if size < 1e3 else f"{size / 1e3:.2f} kB"
     return f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"

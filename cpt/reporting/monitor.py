@@ -27,6 +27,7 @@ def build_monitor_block(scores: Scores) -> Block:
         title="Other text while each domain is learned",
         lines=[EXPLAINED],
         picture=draw_rises(scores),
+        name="monitor",
         head=["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"],
         cells=[[name, *describe_stage(name, stage)] for name, stage in scores.monitor.items()],
         words=1,

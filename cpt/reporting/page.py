@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,9 @@ from markupsafe import Markup, escape
 
 from cpt.reporting.drawing import FEW, description
 from cpt.reporting.formatting import strip_controls
+from cpt.reporting.vectors import Picture, inline_svg, write_vectors
 
+LONGEST = 60  # characters of a picture's name
 # What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
 IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
 IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
@@ -27,8 +30,9 @@ class Block:
     """A part of a report, without what is empty; `folded` is the line that unfolds its table and code.
 
     On the HTML page the reader sorts a `sortable` table by its columns; the filters of the whole page act on
-    the rows of every `filtered` one: a search over the title and the columns of words, and a list of boxes to
-    tick for each name in `facets`, one mapping from names to values for each row of cells."""
+    the rows of every `filtered` one and on the marks of their groups in pictures: a search over the title and
+    the columns of words, and a list of boxes to tick for each name in `facets`, one mapping from names to
+    values for each row of cells."""
 
     title: str = ""
     lines: Sequence[str] = ()
@@ -41,20 +45,25 @@ class Block:
     sortable: bool = True
     filtered: bool = False
     facets: Sequence[Mapping[str, str]] = ()
+    name: str = ""  # of the files of its picture; what its title says if nothing is given
+    chosen: Sequence[int] = ()  # columns that the page shows at first, others by choice; none: all
 
     def __post_init__(self) -> None:
         if len(self.facets) not in (0, len(self.cells)):
             raise ValueError(f"facets={len(self.facets)} rows; allowed: none, or {len(self.cells)} as cells")
 
 
-def write_page(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
-    """Writes STEM.md, its pictures STEM-1.png, ... and STEM.html; gives the path of the latter."""
+def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool = False) -> Path:
+    """Writes STEM.md, its pictures STEM-NAME.png, named by what they show, and STEM.html; gives the path of
+    the latter. `vectors`: each picture as SVG and PDF too."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
     parts = [f"# {quote_markup(title, IN_CELL)}"]
-    for number, block in enumerate(shown, start=1):
-        picture = stem.with_name(f"{stem.name}-{number}.png")
+    for block, name in zip(shown, name_pictures(shown), strict=True):
+        picture = stem.with_name(f"{stem.name}-{name}.png")
         if block.picture:
             picture.write_bytes(block.picture)
+        if block.picture and vectors:
+            write_vectors(block.picture, picture.with_suffix(""))
         parts.append(markdown(block, picture=picture.name))
     stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     page = stem.with_name(f"{stem.name}.html")
@@ -62,9 +71,24 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path) -> Path:
     return page
 
 
+def name_pictures(blocks: Sequence[Block]) -> list[str]:
+    """What the picture of each block is called in files: of two alike the second has a number."""
+    plain = [
+        re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_") for block in blocks
+    ]
+    seen: Counter[str] = Counter()
+    names = []
+    for block, name in zip(blocks, plain, strict=True):
+        name = name[:LONGEST] or "picture"
+        seen[name] += bool(block.picture)
+        names.append(f"{name}-{seen[name]}" if seen[name] > 1 else name)
+    return names
+
+
 def _html(blocks: Sequence[Block], *, title: str) -> str:
     """The page, which loads nothing: its policy forbids that, and any script but its own."""
     template, style, script = (_asset(f"report.{kind}.j2") for kind in ("html", "css", "js"))
+    script = re.sub(r"^\s+|/\*.*?\*/\n?", "", script, flags=re.M | re.S)  # no indents, no comments
     return jinja2.Template(template, autoescape=True).render(
         title=title,
         blocks=blocks,
@@ -73,14 +97,30 @@ def _html(blocks: Sequence[Block], *, title: str) -> str:
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         base64=base64.b64encode,
         description=description,
+        drawn=draw_inline,
         inline=inline,
+        told=separate_interval,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
+
+
+def draw_inline(block: Block, number: int) -> Markup:
+    """Its picture as SVG where the marks in it have names; else nothing."""
+    if not (isinstance(block.picture, Picture) and block.picture.marks):
+        return Markup()
+    told = f"{block.title}. {description(block.picture)}"
+    return Markup(inline_svg(block.picture, prefix=f"p{number}-", told=told))
 
 
 def inline(line: str) -> Markup:
     """A line of Markdown with what stands between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
+
+
+def separate_interval(cell: str) -> Markup:
+    """A number with its deviation and its interval, if it has them, as elements of their own."""
+    parted = re.sub(r" (\[[^\]]*\])", r" <small>\1</small>", str(escape(cell)))
+    return Markup(re.sub(r"(± [^ <]+)", r"<span>\1</span>", parted))
 
 
 def _asset(name: str) -> str:

@@ -16,10 +16,12 @@ from cpt.reporting import figures
 from cpt.reporting.answers import build_answer_blocks, build_answer_moves, format_answers
 from cpt.reporting.formatting import decimals, megabytes, perplexity, pick_ends, shorten
 from cpt.reporting.generated import build_generated_block
+from cpt.reporting.inside import build_inside_blocks
 from cpt.reporting.labels import label
 from cpt.reporting.monitor import build_monitor_block
 from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.probes import build_probe_block, format_probes
+from cpt.reporting.training_curves import build_training_block
 
 FORMULAS = (
     "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. "
@@ -41,15 +43,17 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         title="Perplexity on each test text (column) after each stage (row)",
         lines=["Framed: a domain's own stage. Colour: change against the base model."],
         picture=figures.heatmap(scores) if scores.rows else b"",
+        name="matrix",
         head=["after", *scores.domains],
         cells=_format_matrix(scores),
         folded=f"{len(scores.rows)} x {len(scores.domains)} perplexities",
     )
-    stages = Block(title="Perplexity over the stages", picture=figures.stages(scores) if scores.rows else b"")
+    over = figures.stages(scores) if scores.rows else b""
+    stages = Block(title="Perplexity over the stages", picture=over, name="stages")
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
-    blocks[3:3] = [build_monitor_block(scores)]
+    blocks[3:3] = [build_training_block(scores, Path(folder)), build_monitor_block(scores)]
     blocks += [_show_similarity(scores), build_generated_block(Path(folder))]
     moves = build_answer_moves(scores, Path(folder))
     blocks[1:1] = [*build_answer_blocks(scores), moves]  # where there are tasks, people look at these first
@@ -58,7 +62,13 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         build_probe_block(scores),
         endtask_report.build_compute_block(scores),
     ]
-    blocks += [_show_rates(scores), _show_texts(scores), _show_seconds(scores), settings]
+    blocks += [
+        *build_inside_blocks(scores, Path(folder)),
+        _show_rates(scores),
+        _show_texts(scores),
+        _show_seconds(scores),
+        settings,
+    ]
     return write_page(
         blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=Path(folder) / "report"
     )
@@ -152,6 +162,7 @@ def _show_parts(scores: Scores) -> Block:
         title="Parts of the model that scored each text",
         lines=["The part of which domain, or the base; with their mean weights where several were mixed."],
         picture=figures.mixtures(scores) if len(scores.rows) > 1 else b"",
+        name="parts",
         head=["after", *scores.domains],
         cells=cells,
         words=1 + len(scores.domains),
@@ -176,6 +187,7 @@ def _show_similarity(scores: Scores) -> Block:
         title="Similarity of the domains' texts, in the order learned",
         lines=[f"{figures.describe_similarity(scores)} Embedding: {told['embedding']}."],
         picture=figures.similarities(scores),
+        name="similarity",
         head=["", *told["names"], GENERAL],
         cells=[[name, *(f"{each:.2f}" for each in (*row, near))] for name, row, near in rows],
         folded=f"{len(told['names'])} x {len(told['names'])} cosines",

@@ -68,13 +68,33 @@ def track(
     loggers += custom
     for logger in custom:
         logger.log_hyperparams(dict(about.config))
-    if not options.get("wandb"):
-        yield loggers
-        return
+    with finishing(custom):
+        if options.get("wandb"):
+            with tracked(options, folder, about) as tracker:
+                yield [*loggers, tracker]
+        else:
+            yield loggers
+
+
+@contextmanager
+def finishing(loggers: Sequence[Logger]) -> Iterator[None]:
+    """Tells loggers how a run has ended; some write only then what they have been given last."""
+    status = "failed"
+    try:
+        yield
+        status = "success"
+    finally:
+        for logger in loggers:
+            logger.finalize(status)
+
+
+@contextmanager
+def tracked(options: Mapping[str, Any], folder: Path, about: About) -> Iterator[WandbLogger]:
+    """The W&B run of a run, while it lasts."""
     tracker = wandb_logger(options, folder, about)
     failed = True
     try:
-        yield [*loggers, tracker]
+        yield tracker
         failed = False
     except Preempted:
         tracker.experiment.mark_preempting()  # W&B's state `preempted`, not `failed`
@@ -110,6 +130,7 @@ def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mappi
             publish_stage(logger.experiment, scores, row=row, distributions=distributions)
         else:
             logger.log_metrics(without_stage(stage_row(scores, row)), step=row)
+            logger.save()
 
 
 @rank_zero_only

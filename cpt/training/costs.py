@@ -92,6 +92,7 @@ class Compute(Callback):
         self.flops = {"before": 0, "step": 0, "after": 0}
         self.counter: FlopCounterMode | None = None
         self.counted_from = self.left_out = 0
+        self.paced = (0, 0, 0.0)  # step, tokens and moment of the last point of the curves
 
     def costs(self, trainer: Trainer) -> dict[str, int]:
         """Of all processes together; memory of the one that needs most. Asked by every process."""
@@ -123,6 +124,7 @@ class Compute(Callback):
         forget_peak(trainer.strategy.root_device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.paced = trainer.global_step, self.tokens, time.perf_counter()
         if trainer.global_step == 0:
             self.begin()
 
@@ -143,6 +145,18 @@ class Compute(Callback):
         self.tokens += batch["input_ids"].numel() if present is None else int(present.sum())
         if "decoder_input_ids" in batch:  # whose padding nothing is to be predicted at
             self.tokens += len(batch["positions"])
+        self.note_pace(trainer, pl_module)
+
+    def note_pace(self, trainer: Trainer, module: LightningModule) -> None:
+        """Logs the tokens of the stage so far, and how many a second since the last time."""
+        step, now = trainer.global_step, time.perf_counter()
+        if step == self.paced[0] or step % trainer.log_every_n_steps:
+            return
+        _, tokens, then = self.paced
+        self.paced = step, self.tokens, now
+        noted = {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / (now - then)}
+        for name, value in noted.items():
+            module.log(f"train/{name}/{module.domain.name}", float(value), sync_dist=True, reduce_fx="sum")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin()

@@ -52,7 +52,7 @@ def test_the_page_has_it_before_the_losses(tmp_path):
     write_report(tmp_path, scores)
     page = (tmp_path / "report.md").read_text()
     assert page.index("Answers to each task") < page.index("Perplexity on each test text")
-    with Image.open(tmp_path / "report-2.png") as picture:
+    with Image.open(tmp_path / "report-answers.png") as picture:
         assert picture.size[0] > 300
     shown = format_answers(scores).splitlines()
     assert "AP 70.00 %" in shown[0]

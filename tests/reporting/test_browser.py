@@ -11,8 +11,10 @@ import time
 import numpy as np
 import pytest
 
+from cpt.report import main
 from cpt.reporting.comparison import charts
 from cpt.reporting.page import Block, write_page
+from tests.support.comparing import endtasks, saved
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), ""
@@ -330,3 +332,79 @@ def test_paper_shows_what_is_folded(opened):
     opened.send("Emulation.setEmulatedMedia", media="print")
     assert opened.run("getComputedStyle(document.querySelector('.page')).display") == "none"
     opened.send("Emulation.setEmulatedMedia", media="")
+
+
+NARROW = ["group", "LC (perplexity)", "CPT", "FG", "MF1 (%)", "FLOPs (x baseline)"]
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory):
+    """The page of a real comparison: three methods, one with a long name, two seeds each."""
+    top = tmp_path_factory.mktemp("comparison")
+    for place, method in enumerate(("ncl", "das", "ewc")):
+        for seed in range(2):
+            given = {"method": method, "seed": seed, "shift": 0.1 * place + 0.01 * seed}
+            given |= {"endtasks": endtasks([[None] * 3] * 3 + [[0.5 + 0.01 * seed, 0.6, 0.7]])}
+            variant = {"variant": "a_long_setting=0.25; another=true"} if method == "ewc" else {}
+            saved(top / f"{method}-{seed}", **given, **variant)
+    assert main([str(top), "--export", "none"]) == 0
+    return top / "comparison.html"
+
+
+def shown_marks(browser):
+    """The groups that have a visible mark in each of the pictures."""
+    groups = "[...svg.querySelectorAll('[data-group]')].filter(m => getComputedStyle(m).display != 'none')"
+    each = f"[...new Set({groups}.map(m => m.dataset.group.split(' ')[0]))].sort()"
+    return browser.run(f"[...document.querySelectorAll('.plot svg')].map(svg => {each})")
+
+
+def test_filters_act_on_the_marks_in_the_pictures(browser, comparison):
+    browser.open(comparison, size=LAPTOP)
+    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 4
+    tick(browser, "das")
+    assert shown_marks(browser) == [["das"]] * 4
+    typed(browser, "nothing-like-it")
+    assert shown_marks(browser) == [[]] * 4
+    browser.run("document.querySelector('.page button').click()")
+    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 4
+
+
+def test_a_mark_says_what_it_stands_for(browser, comparison):
+    browser.open(comparison, size=LAPTOP)
+    over = "document.querySelector('.plot [data-group=das]').dispatchEvent"
+    browser.run(f"{over}(new PointerEvent('pointerover', {{bubbles: true}}))")
+    told = browser.run("document.querySelector('.tip').textContent")
+    assert told.startswith("das, runs: 2") and "FG" in told and "[" in told
+    faded = "[...document.querySelectorAll('.plot svg.lit [data-group]:not(.on)')].map(m => m.dataset.group)"
+    assert "ncl" in browser.run(faded) and "das" not in browser.run(faded)
+    browser.run("document.body.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))")
+    assert (
+        browser.run("document.querySelector('.tip').textContent + document.querySelector('.lit')") == "null"
+    )
+
+
+def test_the_main_table_is_narrow_and_shows_other_columns_by_choice(browser, comparison):
+    browser.open(comparison, size=LAPTOP)
+    heads = "[...document.querySelector('[data-chosen]').tHead.rows[0].cells]"
+    shown = f"{heads}.filter(c => c.checkVisibility()).map(c => c.textContent)"
+    assert browser.run(shown) == NARROW
+    choose = "[...document.querySelectorAll('.columns label')].find(l => l.textContent == ' orders')"
+    browser.run(f"{choose}.querySelector('input').click()")
+    assert browser.run(shown) == ["group", "orders", *NARROW[1:]]
+    browser.send("Emulation.setEmulatedMedia", media="print")
+    assert len(browser.run(shown)) == browser.run(f"{heads}.length") > 10
+    wide = "[...document.querySelectorAll('.wide')].filter(w => w.scrollWidth > innerWidth).length"
+    assert browser.run(wide) == 0
+    browser.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_phone_shows_the_numbers_of_the_main_table(browser, comparison):
+    browser.open(comparison, size=PHONE)
+    assert browser.run("document.documentElement.scrollWidth") <= PHONE[0]
+    cells = "[...document.querySelector('[data-chosen]').tBodies[0].rows[2].cells]"
+    edges = browser.run(f"{cells}.filter(c => c.checkVisibility()).map(c => c.getBoundingClientRect().right)")
+    assert len(edges) == len(NARROW) and max(edges) <= PHONE[0]
+    assert browser.run(f"getComputedStyle({cells}[0]).position") == "sticky"
+    first = browser.run("document.querySelector('section h2').getBoundingClientRect().top")
+    assert browser.run("document.querySelector('section h2').textContent") == "Findings"
+    assert 0 < first < PHONE[1] / 2

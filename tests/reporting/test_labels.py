@@ -37,7 +37,15 @@ def test_a_variant_is_what_the_command_line_gives_beyond_the_names():
 
 @pytest.mark.parametrize(
     ("size", "shown"),
-    [(None, "–"), (0, "0.00 MB"), (600, "600 B"), (4_096, "4.10 kB"), (10_000, "0.01 MB"), (2e8, "200 MB")],
+    [
+        (None, "–"),
+        (0, "0 B"),
+        (600, "600 B"),
+        (4_096, "4.10 kB"),
+        (10_000, "10.00 kB"),
+        (100_000, "0.10 MB"),
+        (2e8, "200 MB"),
+    ],
 )
 def test_a_small_state_is_not_nothing(size, shown):
     assert megabytes(size) == shown

@@ -79,7 +79,7 @@ def test_a_picture_is_told_in_its_own_words(tmp_path):
     image = Elements(page(tmp_path, Block(title="Trade-off", picture=picture))).all("img")[0]
     assert image["alt"] == f"Trade-off. {said}"
     assert base64.b64decode(image["src"].partition("base64,")[2]) == picture
-    assert (tmp_path / "report-1.png").read_bytes() == picture
+    assert (tmp_path / "report-trade-off.png").read_bytes() == picture
 
 
 def test_pictures_of_others_need_not_say_anything():
@@ -103,7 +103,7 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
     assert parts[:4] == ["# Title", "## Table", "A line.", "<details><summary>more</summary>"]
     assert parts[4] == "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |"
     assert parts[5:8] == ["~~~~yaml\nx: 1\n~~~~", "</details>", "## Picture"]
-    assert parts[8] == "![Picture](report-2.png)\n"
+    assert parts[8] == "![Picture](report-picture.png)\n"
 
 
 def test_names_with_dots_keep_them(tmp_path):

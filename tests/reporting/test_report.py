@@ -475,7 +475,7 @@ def test_a_report_shows_what_each_stage_cost(tmp_path):
         "trained",
         "stored",
     ]
-    assert base == ["base", "0", "0", "0.0", "1.5", "0.0", "1.00 MB", "0", "0.00 MB"]
+    assert base == ["base", "0", "0", "0.0", "1.5", "0.0", "1.00 MB", "0", "0 B"]
     assert sympy == ["sympy", "51,200", "2e+12", "41.5", "2.5", "9.2", "9.00 MB", "5,120", "1.00 MB"]
     assert pandas[1:6] == ["51,200", "4e+12", "30.0", "0.0", "0.0"]
     times = ["71.5", "4.0", "9.2"]

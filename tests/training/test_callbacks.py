@@ -182,6 +182,43 @@ def test_several_loggers_are_told_the_curves_the_row_and_the_metrics(small, star
     assert (tmp_path / "metrics.csv").exists()
 
 
+def test_a_logger_of_lightning_is_made_from_its_class_and_has_the_curves(small, start, tmp_path):
+    """Two stages are two fits, and a row each after them, in one file."""
+    theirs = "+logger.theirs={_target_: lightning.pytorch.loggers.CSVLogger, name: theirs, version: ''}"
+    start(small(TWO, "trainer.log_every_n_steps=1", "logger=csv", theirs), tmp_path)
+    with (tmp_path / "theirs" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    ours = {}
+    with (tmp_path / "metrics.csv").open() as file:
+        for row in csv.DictReader(file):
+            ours.setdefault(row["name"], []).append(float(row["value"]))
+    for name in ("train/lm/law", "train/lm/food", "train/grad_norm/food", "train/tokens/law", "ppl/law"):
+        assert [float(row[name]) for row in rows if row.get(name)] == pytest.approx(ours[name]), name
+    assert any(row.get("LC/perplexity") for row in rows)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert ours["train/tokens/law"][-1] == scores["seen"][1]
+    assert all(pace > 0 for pace in ours["train/tokens_per_s/food"])
+
+
+def test_tensorboard_is_made_from_its_choice(small, start, tmp_path):
+    pytest.importorskip("tensorboard", reason="pip install tensorboard to test logger=tensorboard")
+    start(small("order=[law]", "trainer.log_every_n_steps=1", "logger=tensorboard"), tmp_path)
+    assert any((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_curves_hold_the_step_that_they_are_written_for(small, start, tmp_path):
+    curves = []
+    for every in (1, 3):
+        folder = tmp_path / str(every)
+        start(small("order=[law]", f"trainer.log_every_n_steps={every}", "logger=csv"), folder)
+        with (folder / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["name"] == "train/lm/law"]
+        curves.append({int(row["step"]): float(row["value"]) for row in rows})
+    each, third = curves
+    assert sorted(third) == [2, 5]
+    assert third == {step: each[step] for step in third}
+
+
 @pytest.mark.slow
 def test_loggers_compose(composed):
     assert composed("logger=[csv,wandb]").logger == composed("logger=[wandb,csv]").logger

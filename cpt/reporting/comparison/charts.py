@@ -16,40 +16,45 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.drawing import FEW, literal, png
-from cpt.reporting.figures import heaviest, mark_own, part_weights, perplexities
+from cpt.reporting.figures import perplexities
 from cpt.reporting.formatting import perplexity
+from cpt.reporting.outliers import find_window, hold
+from cpt.reporting.vectors import name_marks
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Values = Sequence[float | None]
 Places = Mapping[str, int]
+Marks = Mapping[str, str]  # by group, what its marks stand for
 Styles = Mapping[str, Mapping[str, str]]
 HIGHLIGHTED = 6  # of more than FEW curves, so many are told apart: those that end lowest
 
 
-def trade_off(groups: Mapping[str, tuple[Values, Values]], *, places: Places | None = None) -> bytes:
+def trade_off(
+    groups: Mapping[str, tuple[Values, Values]], *, places: Places | None = None, marks: Marks | None = None
+) -> bytes:
     """Forgetting (nats) against average perplexity, a point per run; large: the mean of a group.
 
     A group is two sequences, forgetting and perplexity by run. One without forgetting (joint training,
     zero-shot) is a line at its mean perplexity.
     """
     figure, axes = _open_plane(len(groups))
-    styles, levels = assign_styles(groups, places), {}
+    styles, levels, there = assign_styles(groups, places), {}, {}
     for name, values in groups.items():
-        x, y = _pair_known(values)
-        y_alone = _to_array(values[1])
-        if x.size:
-            _points(axes, x, y, label=_name_group(name, runs=x.size), style=styles[name])
+        pairs, y_alone = _pair_known(values), _to_array(values[1])
+        if pairs[0].size:
+            there[name] = pairs
         elif np.isfinite(y_alone).any():
             levels[name] = float(y_alone[np.isfinite(y_alone)].mean())
-    axes.margins(0.12)
+    off = _scatter(axes, there, styles, logarithmic=False)
     _draw_levels(axes, levels, styles)
     axes.set(xlabel="forgetting FG (nats; left is better)", ylabel="average perplexity LC (down is better)")
     _legend(figure, axes)
-    told = _list_means(groups, x="forgetting", y="perplexity")
-    return png(figure, told=f"Forgetting (nats) and average perplexity, means over runs. {told}")
+    told = _list_means(groups, x="forgetting", y="perplexity") + off
+    return png(figure, told=f"Forgetting (nats) and average perplexity, means over runs. {told}", marks=marks)
 
 
 def pareto(
@@ -59,26 +64,26 @@ def pareto(
     y: str,
     logarithmic: bool,
     places: Places | None = None,
+    marks: Marks | None = None,
 ) -> bytes:
     """A group's mean of x against that of y, small its runs, and the front: the groups than which none is
     lower in both. x and y are the axes' labels; lower is better. `logarithmic`: x, whose values of 0 or less
-    are left out."""
+    are left out. A group so far off that the others would be pressed together stands at the border."""
     figure, axes = _open_plane(len(points))
-    styles, means = assign_styles(points, places), {}
-    for name, values in points.items():
-        there = _pair_known(values, positive=logarithmic)
-        if there[0].size:
-            means[name] = there[0].mean(), there[1].mean()
-            _points(axes, *there, label=_name_group(name, runs=there[0].size), style=styles[name])
-    if logarithmic and means:
+    pairs = {name: _pair_known(values, positive=logarithmic) for name, values in points.items()}
+    there = {name: each for name, each in pairs.items() if each[0].size}
+    if logarithmic and there:
         axes.set_xscale("log")
-    axes.margins(0.12)
+    off = _scatter(axes, there, assign_styles(points, places), logarithmic=logarithmic)
+    means = {name: (each[0].mean(), each[1].mean()) for name, each in there.items()}
     front = pareto_front(means)
     _staircase(axes, [means[name] for name in front])
+    if logarithmic and there:
+        drawing.plain_logarithm(axes.xaxis, np.array(axes.get_xlim()))
     axes.set(xlabel=x, ylabel=y)
     _legend(figure, axes)
-    told = f"The front: {', '.join(front) or 'no group'}. {_list_means(points, x='x', y='y')}"
-    return png(figure, told=f"{y} against {x}; lower is better for both. {told}")
+    told = f"The front: {', '.join(front) or 'no group'}. {_list_means(points, x='x', y='y')}{off}"
+    return png(figure, told=f"{y} against {x}; lower is better for both. {told}", marks=marks)
 
 
 def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -91,7 +96,9 @@ def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
     return front
 
 
-def curves(groups: Mapping[str, Sequence[Scores]], *, places: Places | None = None) -> bytes:
+def curves(
+    groups: Mapping[str, Sequence[Scores]], *, places: Places | None = None, marks: Marks | None = None
+) -> bytes:
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains."""
     figure, axes = _open_plane(min(len(groups), 2 * FEW))
@@ -106,67 +113,19 @@ def curves(groups: Mapping[str, Sequence[Scores]], *, places: Places | None = No
             )  # [run, stage], nan where a run has no more
         elif np.isfinite(last).any():
             levels[name] = float(np.nanmean(last))
-    _each_curve(axes, lines, styles)
+    highest = {name: runs.mean().dropna().to_numpy() for name, runs in lines.items()}
+    window = find_window({name: each.max(keepdims=True) for name, each in highest.items()}, logarithmic=True)
+    _each_curve(axes, lines, styles, top=window[1] if window else np.inf)
+    axes.set_ylim(top=window[1] if window else None)
     _draw_levels(axes, levels, styles)
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *map(np.ravel, lines.values())]))
     axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(figure, axes)
     ends = [f"{name} {perplexity(value)}" for name, value in (_end_curves(lines) | levels).items()]
-    return png(figure, told=f"Mean perplexity over the domains so far, at the end. {_listed(ends)}")
-
-
-def matrices(runs: Mapping[str, Scores]) -> bytes:
-    """The runs' matrices side by side, coloured on one scale by the change in nats against the base model; a
-    domain's own stage is framed. A run that learned nothing is left out."""
-    shown = {name: scores for name, scores in runs.items() if len(scores.rows) > 1}
-    changes = {name: scores.matrix - scores.matrix[:1] for name, scores in shown.items()}
-    figure, grid = drawing.panels({name: each.shape for name, each in changes.items()}, each=0.36)
-    everything = np.concatenate([np.ravel(each) for each in changes.values()] or [np.zeros(1)])
-    scale = drawing.limits(everything)
-    for (name, scores), axes in zip(shown.items(), grid, strict=False):
-        how = {"cmap": drawing.diverging(), **scale}
-        names = {"rows": scores.rows, "columns": scores.domains}
-        image = drawing.panel(axes, changes[name], title=name, **names, **how)
-        strong = np.abs(changes[name]) > 0.6 * scale["vmax"]
-        if len(shown) <= FEW:
-            drawing.write_numbers(axes, changes[name], white=strong, most=8, sign="+")
-        mark_own(axes, scores=scores, columns=scores.domains)
-    _scale(figure, image if shown else None, label="change in nats per token\n(blue: better than base)")
-    domains = {name: [text != GENERAL for text in scores.domains] for name, scores in shown.items()}
-    ends = [f"{name} {changes[name][-1, domains[name]].mean():+.2f}" for name in shown]
-    return png(figure, told=f"Change in nats of the last model, mean over domains. {_listed(ends)}")
-
-
-def overlaps(matrices: Mapping[str, tuple[list[str], np.ndarray]]) -> bytes:
-    """How far domains share what each uses, side by side: names [n] and similarities [n, n] in 0..1."""
-    shapes = {name: values.shape for name, (_, values) in matrices.items()}
-    figure, grid = drawing.panels(shapes, each=0.42)
-    image, ends = None, []
-    for (title, (names, values)), axes in zip(matrices.items(), grid, strict=False):
-        how = {"cmap": drawing.sequential(), "vmin": 0, "vmax": 1}
-        image = drawing.panel(axes, values, title=title, rows=names, columns=names, **how)
-        drawing.write_numbers(axes, values, white=values > 0.6, most=9)
-        others = values[~np.eye(len(names), dtype=bool)]
-        if np.isfinite(others).any():
-            ends.append(f"{title} {np.nanmean(others):.2f}")
-    _scale(figure, image, label="similarity of two domains")
-    return png(figure, told=f"Similarity between domains, mean over pairs. {_listed(ends)}")
-
-
-def posteriors(groups: Mapping[str, Scores]) -> bytes:
-    """The weights of the parts in the last models' scores of each text, side by side."""
-    shown = {name: part_weights(scores) for name, scores in groups.items()}
-    figure, grid = drawing.panels({name: weights.shape for name, (_, weights) in shown.items()}, each=0.42)
-    image = None
-    for (title, (parts, weights)), axes in zip(shown.items(), grid, strict=False):
-        how = {"cmap": drawing.sequential(), "vmin": 0, "vmax": 1}
-        texts = groups[title].domains
-        image = drawing.panel(axes, weights, title=title, rows=texts, columns=parts, **how)
-        drawing.write_numbers(axes, weights, white=weights > 0.6, most=9)
-    _scale(figure, image, label="mean weight of a part (column)\nin the score of a text (row)")
-    told = [f"{name}: {heaviest(scores)}" for name, scores in list(groups.items())[:FEW]]
-    return png(figure, told=" ".join(told) or "No group.")
+    return png(
+        figure, told=f"Mean perplexity over the domains so far, at the end. {list_told(ends)}", marks=marks
+    )
 
 
 def assign_styles(names: Iterable[str], places: Places | None) -> dict[str, dict[str, str]]:
@@ -199,12 +158,45 @@ def _name_group(name: str, *, runs: int) -> str:
     return literal(name, width=44) + f" ({runs})" * (runs > 1)
 
 
-def _points(axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str, style: Mapping[str, str]) -> None:
+def _scatter(axes: Axes, points: Mapping[str, np.ndarray], styles: Styles, *, logarithmic: bool) -> str:
+    """Every group's runs, [2, run], and its mean; gives what has to be said of those at the border."""
+    axes.margins(0.12)
+    x = find_window({name: each[0] for name, each in points.items()}, logarithmic=logarithmic)
+    y = find_window({name: each[1] for name, each in points.items()}, logarithmic=False)
+    off = []
+    for name, runs in points.items():
+        mean = runs.mean(1)
+        shown = np.array([m if w is None else np.clip(m, *w) for m, w in zip(mean, (x, y), strict=True)])
+        label = _name_group(name, runs=runs[0].size)
+        if (shown == mean).all():
+            drawn = _points(axes, *runs, label=label, style=styles[name])
+        else:
+            off.append(f"{name} ({mean[0]:.4g}, {mean[1]:.4g})")
+            label = f"{label}: off the axes, {mean[0]:.4g}, {mean[1]:.4g}"
+            drawn = _point_off(axes, shown, label=label, style=styles[name])
+        name_marks(name, drawn)
+    hold(axes.xaxis, x)
+    hold(axes.yaxis, y)
+    return f" Off the axes, drawn at the border: {'; '.join(off)}." if off else ""
+
+
+def _points(
+    axes: Axes, x: np.ndarray, y: np.ndarray, *, label: str, style: Mapping[str, str]
+) -> list[Artist]:
     """The runs of a group, and their mean as a large hollow mark."""
     many, mark = x.size > 5, {"color": style["color"], "marker": style["marker"]}
-    axes.scatter(x, y, s=12 if many else 24, alpha=0.4 if many else 0.7, linewidths=0, zorder=2, **mark)
+    runs = axes.scatter(
+        x, y, s=12 if many else 24, alpha=0.4 if many else 0.7, linewidths=0, zorder=2, **mark
+    )
     hollow = {"facecolors": "none", "edgecolors": style["color"], "linewidths": 2, "zorder": 3}
-    axes.scatter(x.mean(), y.mean(), s=130, marker=style["marker"], label=label, **hollow)
+    return [runs, axes.scatter(x.mean(), y.mean(), s=130, marker=style["marker"], label=label, **hollow)]
+
+
+def _point_off(axes: Axes, shown: np.ndarray, *, label: str, style: Mapping[str, str]) -> list[Artist]:
+    """A group's mark at the border that its mean lies beyond, with a grey centre."""
+    filled = {"facecolors": "0.8", "edgecolors": style["color"], "linewidths": 2, "zorder": 4}
+    where = {"marker": style["marker"], "clip_on": False}
+    return [axes.scatter(*shown, s=130, label=label, **filled, **where)]
 
 
 def _staircase(axes: Axes, front: Sequence[tuple[float, float]]) -> None:
@@ -226,15 +218,19 @@ def _draw_levels(axes: Axes, levels: Mapping[str, float], styles: Styles) -> Non
         label = f"{literal(name, width=30)}: {perplexity(level)}"
         style = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
         if bottom <= level <= top:
-            axes.axhline(level, label=label, **style)
+            name_marks(name, [axes.axhline(level, label=label, **style)])
         else:
-            axes.plot([], [], label=f"{label} (off the axis)", **style)
+            name_marks(name, axes.plot([], [], label=f"{label} (off the axis)", **style))
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
+    sources = axes.get_legend_handles_labels()[0]
+    if sources:
         how = {"frameon": False, "fontsize": 8, "markerscale": 0.7, "labelspacing": 0.8}
-        figure.legend(loc="outside right upper", **how)
+        legend = figure.legend(loc="outside right upper", **how)
+        for source, *shown in zip(sources, legend.legend_handles, legend.get_texts(), strict=True):
+            for each in shown:
+                each.set_gid(source.get_gid())
 
 
 def _so_far(scores: Scores) -> np.ndarray:
@@ -257,29 +253,26 @@ def _end_curves(lines: Mapping[str, pandas.DataFrame]) -> dict[str, float]:
     return {name: float(runs.mean().dropna().iloc[-1]) for name, runs in lines.items()}
 
 
-def _each_curve(axes: Axes, lines: Mapping[str, pandas.DataFrame], styles: Styles) -> None:
-    """A curve per group; of many, those that end lowest are told apart and the others grey."""
+def _each_curve(axes: Axes, lines: Mapping[str, pandas.DataFrame], styles: Styles, *, top: float) -> None:
+    """A curve per group; of many, those that end lowest are told apart and the others grey. What leaves the
+    picture at its top says so."""
     ends = _end_curves(lines)
     marked = sorted(ends, key=ends.get)[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in [name for name in lines if name not in marked]:
-        axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", linewidth=0.8, zorder=1)
+        name_marks(name, axes.plot(lines[name].columns + 1, lines[name].mean(), color="0.75", zorder=1))
     if len(marked) < len(lines):
-        axes.plot([], [], color="0.75", label=f"{len(lines) - len(marked)} others")
+        over = sum(float(lines[name].mean().max()) > top for name in lines if name not in marked)
+        label = f"{len(lines) - len(marked)} others" + f" ({over} off the axis)" * (over > 0)
+        axes.plot([], [], color="0.75", label=label)
     for name in marked:
         runs, stages = lines[name], lines[name].columns + 1
         style = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20)}
         label = f"{_name_group(name, runs=len(runs))}: {perplexity(ends[name])}"
-        axes.plot(stages, runs.mean(), label=label, zorder=3, linewidth=1.6, **style)
-        faint = 0.15 if len(marked) <= HIGHLIGHTED else 0.06
-        axes.fill_between(stages, runs.min(), runs.max(), color=style["color"], alpha=faint, linewidth=0)
-
-
-def _scale(figure: Figure, image: object, *, label: str) -> None:
-    """One colour scale beside all panels; none where there is no panel."""
-    if image is not None:
-        shown = [axes for axes in figure.axes if axes.get_visible()]
-        how = {"aspect": 24, "shrink": min(1.0, 3.2 / figure.get_figheight()), "anchor": (0, 1)}
-        figure.colorbar(image, ax=shown, label=label, **how)
+        label += " (off the axis)" * (float(runs.mean().max()) > top)
+        drawn = axes.plot(stages, runs.mean(), label=label, zorder=3, linewidth=1.6, **style)
+        faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
+        range_ = axes.fill_between(stages, runs.min(), runs.max(), color=style["color"], **faint)
+        name_marks(name, [*drawn, range_])
 
 
 def _list_means(groups: Mapping[str, tuple[Values, Values]], *, x: str, y: str) -> str:
@@ -289,10 +282,10 @@ def _list_means(groups: Mapping[str, tuple[Values, Values]], *, x: str, y: str) 
         there = _pair_known(values)
         if there[0].size:
             each.append(f"{name}: {x} {there[0].mean():.4g}, {y} {there[1].mean():.4g}")
-    return _listed(each)
+    return list_told(each)
 
 
-def _listed(each: Iterable[str]) -> str:
+def list_told(each: Iterable[str]) -> str:
     """The first of them, and how many more there are."""
     known = list(each)
     more = f"; and {len(known) - FEW} more" if len(known) > FEW else ""

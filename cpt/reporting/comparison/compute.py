@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from cpt.reporting.comparison.charts import pareto_front
 from cpt.reporting.comparison.groups import ComparedRuns, Group
-from cpt.reporting.comparison.measures import COSTS, NONE, format_spread
+from cpt.reporting.comparison.measures import COSTS, format_spread
 from cpt.reporting.comparison.notes import is_ranked
-from cpt.reporting.comparison.tables import add_facets
+from cpt.reporting.comparison.tables import add_facets, ratio
 from cpt.reporting.page import Block, few
 
 STORED = (
@@ -47,17 +47,9 @@ def _format_costs(group: Group, section: ComparedRuns) -> list[str]:
     cells = []
     for measure in COSTS:
         cells += [format_spread(group.spread(measure.key), show=measure.show, bounds=False)]
-        cells += [_ratio(group, section, measure.key)] if measure.key in RELATIVE else []
+        cells += [ratio(group, section, measure.key)] if measure.key in RELATIVE else []
     needed = sorted({run.scores.needs_domain for run in group.runs})
     return [*cells, " or ".join("yes" if each else "no" for each in needed)]
-
-
-def _ratio(group: Group, section: ComparedRuns, key: str) -> str:
-    """Mean over the baseline's mean; of the baseline itself 1."""
-    own = group in section.baselines.values()
-    other = group if own else section.baselines.get(group.name)
-    mean, least = group.mean(key), other.mean(key) if other else None
-    return NONE if mean is None or not least else f"{mean / least:.2f}"
 
 
 def points(section: ComparedRuns, x: str, y: str) -> Points:

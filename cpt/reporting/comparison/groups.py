@@ -15,6 +15,7 @@ from cpt.reporting.comparison.measures import Spread, spread_values
 from cpt.reporting.comparison.runs import Pair, Run
 from cpt.reporting.formatting import shorten
 from cpt.reporting.labels import label, shared_values, split_variant
+from cpt.reporting.marks import find_places
 from cpt.reporting.page import few
 
 SOURCES = ("domains.",)  # where the text came from; whether it is the same is seen from its digest
@@ -119,8 +120,7 @@ def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[Comp
     sets = sorted(alike.values(), key=lambda each: -len(each))
     firsts = [each[0] for each in sets]
     groups = [group_runs(each, by_order=by_order) for each in sets]
-    names = dict.fromkeys(group.name for each in groups for group in each)
-    places = {name: place for place, name in enumerate(names)}
+    places = find_places((group.name, group.plain) for each in groups for group in each)
     return [
         _build_section(each, title=_title(each[0].runs[0], firsts), baseline=baseline, places=places)
         for each in groups

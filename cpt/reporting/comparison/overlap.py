@@ -36,7 +36,7 @@ def measure_overlap(folder: Path, rows: Sequence[str]) -> dict[str, tuple[list[s
       recovered from the shares since the first domain by the tokens that the stages read.
     - "gates: neurons", ... (HAT): the units that are open.
     """
-    stages = {number: _read_stage(folder, number) for number in range(1, len(rows))}
+    stages = {number: read_stage(folder, number) for number in range(1, len(rows))}
     there = {number: row for number, row in stages.items() if row}
     found = {}
     for prefix, title in SUMMED.items():
@@ -69,7 +69,7 @@ def jaccard(shares: np.ndarray) -> np.ndarray:
         return np.where(empty[:, None] & empty, np.nan, 1 / (1 / p + 1 / q - 1))
 
 
-def _read_stage(folder: Path, number: int) -> Row:
+def read_stage(folder: Path, number: int) -> Row:
     """The arrays of one stage; none if its file is missing or damaged."""
     try:
         with open(Path(folder) / "diagnostics" / f"{number:03d}.npz", "rb") as file, np.load(file) as arrays:

@@ -12,6 +12,7 @@ from cpt.core.rules import is_number, show
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.runs import Run
 from cpt.reporting.drawing import figure, literal, png, style
+from cpt.reporting.marks import find_places
 from cpt.reporting.page import Block
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def show_strengths(section: ComparedRuns, key: str) -> Block:
         title=f"Learned against forgotten over {key}",
         lines=LINES,
         picture=draw_strengths(curves, alone, key),
+        name="strengths",
         head=["method", key, *HEAD],
         cells=[[name, value, *tell_group(group)] for name, value, group in rows],
     )
@@ -100,8 +102,9 @@ def draw_strengths(curves: Curves, alone: Sequence[Group], key: str) -> bytes:
     for what does not have the setting."""
     drawn = figure((8.0, 5.0))
     axes = drawn.subplots()
-    for number, (name, points) in enumerate(curves.items()):
-        draw_curve(axes, points, label=literal(name, width=30), look=style(number))
+    looks = find_places((name, points[0][1].plain) for name, points in curves.items())
+    for name, points in curves.items():
+        draw_curve(axes, points, label=literal(name, width=30), look=style(looks[name]))
     for group in alone:
         if (there := spot(group)) is not None:
             axes.plot(*there, marker="*", markersize=12, color="0.3", linestyle="none")
@@ -119,7 +122,7 @@ def draw_curve(
     axes: Axes, points: Sequence[tuple[Any, Group]], *, label: str, look: Mapping[str, str]
 ) -> None:
     spots = [(there, show(value)) for value, group in points if (there := spot(group)) is not None]
-    line = {"color": look["color"], "linestyle": look["linestyle"], "marker": "o", "markersize": 4}
+    line = {"color": look["color"], "linestyle": look["linestyle"], "marker": look["marker"], "markersize": 4}
     axes.plot([there[0] for there, _ in spots], [there[1] for there, _ in spots], label=label, **line)
     for there, value in spots:
         mark(axes, value, there, color=look["color"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cpt.evaluation.statistics import EXACT, FLIPS
 from cpt.reporting.answers import NAMES as MEASURE_NAMES
 from cpt.reporting.comparison.answered import Line, on_answers
 from cpt.reporting.comparison.differences import (
@@ -17,9 +16,11 @@ from cpt.reporting.comparison.differences import (
     probed_tasks,
     rank_groups,
 )
+from cpt.reporting.comparison.findings import least_p
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import (
     COMPARED,
+    COSTS,
     MEASURES,
     NONE,
     Measure,
@@ -48,6 +49,11 @@ ON_ANSWERS = (
 NAMES = ("group", "method", "model", "orders", "runs")
 
 
+FLOPS = next(measure for measure in COSTS if measure.key == "cost/flops")
+# What the main table shows at first; the rest by choice.
+FIRST = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")
+
+
 def names(group: Group) -> list[str]:
     """What the page filters by."""
     return [group.name, group.method, group.model, few(group.orders, between=", "), group.size]
@@ -55,17 +61,35 @@ def names(group: Group) -> list[str]:
 
 def tabulate_main(section: ComparedRuns, *, domains: Sequence[str]) -> Block:
     """A row per group, with every measure that one of them has; `domains`: the only ones measured, if any."""
-    measures = list_present(section, MEASURES)
-    cells = [[*names(group), *cells_of(group, measures)] for group in section.groups]
-    head = [*NAMES, *(measure.title for measure in measures)]
+    measures, costs = list_present(section, MEASURES), list_present(section, [FLOPS])
+    cells = [
+        [*names(group), *cells_of(group, measures), *(_format_cost(group, section, each) for each in costs)]
+        for group in section.groups
+    ]
+    head = [*NAMES, *(measure.title for measure in measures), *["FLOPs (x baseline)"] * len(costs)]
+    told = [place for place, each in enumerate([*measures, *costs], start=len(NAMES)) if each.key in FIRST]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
-    block = Block(title=section.title, head=head, cells=cells, words=len(NAMES))
+    block = Block(title=section.title, head=head, cells=cells, words=len(NAMES), chosen=[0, *told])
     return add_facets(replace(block, lines=[*only, SPREAD, *notes(section)]), section)
 
 
 def add_facets(block: Block, section: ComparedRuns) -> Block:
     """With what the page filters its rows by; the first cell of a row is a group's name."""
     return replace(block, filtered=True, facets=section.facets(row[0] for row in block.cells))
+
+
+def _format_cost(group: Group, section: ComparedRuns, measure: Measure) -> str:
+    """The mean, and how many times the baseline's that is."""
+    mean, times = group.mean(measure.key), ratio(group, section, measure.key)
+    return NONE if mean is None else measure.show(mean) + f" ({times})" * (times != NONE)
+
+
+def ratio(group: Group, section: ComparedRuns, key: str) -> str:
+    """Mean over the baseline's mean; of the baseline itself 1."""
+    own = group in section.baselines.values()
+    other = group if own else section.baselines.get(group.name)
+    mean, least = group.mean(key), other.mean(key) if other else None
+    return NONE if mean is None or not least else f"{mean / least:.2f}"
 
 
 def cells_of(group: Group, measures: Sequence[Measure], *, bounds: bool = True) -> list[str]:
@@ -118,11 +142,6 @@ def _tabulate_differences(section: ComparedRuns, measures: Sequence[Measure], *,
         f"{LEAST}{smallest}. {HOLM}.",
     ]
     return add_facets(Block(title=title, lines=lines, head=head, cells=cells, words=2), section)
-
-
-def least_p(pairs: int) -> float:
-    """The smallest p-value that so many pairs can give: that of all signs alike, or of no drawn sign."""
-    return 2.0 ** (1 - pairs) if pairs <= EXACT else 1 / (1 + FLIPS)
 
 
 def format_difference(given: CorrectedDifference | None, measure: Measure) -> list[str]:

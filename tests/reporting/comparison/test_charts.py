@@ -13,7 +13,7 @@ from PIL import Image
 
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing, figures
-from cpt.reporting.comparison import charts
+from cpt.reporting.comparison import charts, panels
 from cpt.reporting.drawing import description
 
 pytestmark = pytest.mark.slow
@@ -56,8 +56,8 @@ def made(*, count=3, method="ncl", rows=None, nll=None, parts=None, seed=0):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figure of a picture and what it says, in place of its PNG."""
-    for module in (charts, figures):
-        monkeypatch.setattr(module, "png", lambda figure, *, told: (figure, told))
+    for module in (charts, figures, panels):
+        monkeypatch.setattr(module, "png", lambda figure, *, told, marks=None: (figure, told))
     return lambda picture: picture
 
 
@@ -223,7 +223,7 @@ def images(figure):
 
 def test_matrices_share_a_colour_scale(drawn):
     strong = made(nll=[[4.0] * 4, [1.0, 4, 4, 4], [4.0] * 4, [4.0, 4, 4, 6.5]])
-    figure, told = drawn(charts.matrices({"ncl": made(), "strong": strong, "none": made(rows=["base"])}))
+    figure, told = drawn(panels.matrices({"ncl": made(), "strong": strong, "none": made(rows=["base"])}))
     maps = images(figure)
     assert list(maps) == ["ncl", "strong"]
     for axes in maps.values():
@@ -237,7 +237,7 @@ def test_matrices_share_a_colour_scale(drawn):
 
 
 def test_many_matrices_are_small_and_without_numbers(drawn):
-    figure, _ = drawn(charts.matrices({name: made() for name in NAMES[:13]}))
+    figure, _ = drawn(panels.matrices({name: made() for name in NAMES[:13]}))
     assert all(len(axes.texts) == 0 for axes in images(figure).values())
     assert sum(axes.get_visible() for axes in figure.axes) == 14
 
@@ -249,7 +249,7 @@ def similarity(count):
 def test_overlaps_are_between_0_and_1(drawn):
     names, values = similarity(3)
     values[0, 1] = values[1, 0] = np.nan
-    figure, told = drawn(charts.overlaps({"das: importance": (names, values), "migu": similarity(13)}))
+    figure, told = drawn(panels.overlaps({"das: importance": (names, values), "migu": similarity(13)}))
     das, migu = images(figure).values()
     assert das.images[0].get_clim() == (0, 1)
     assert [text.get_text() for text in das.texts] == ["1.00", "0.25", "1.00", "0.25", "0.25", "0.25", "1.00"]
@@ -261,7 +261,7 @@ def test_overlaps_are_between_0_and_1(drawn):
 def test_posteriors_are_those_of_the_last_model(drawn):
     last = {"domain0": {"domain0": 0.7, "base": 0.3}, "general": {"base": 1.0}}
     scores = made(parts=[{}, {}, {"domain0": {"base": 1.0}}, last])
-    figure, told = drawn(charts.posteriors({"demix": scores}))
+    figure, told = drawn(panels.posteriors({"demix": scores}))
     expected = np.zeros((4, 4))
     expected[0, :2], expected[3, 0] = (0.3, 0.7), 1
     np.testing.assert_array_equal(images(figure)["demix"].images[0].get_array(), expected)
@@ -277,10 +277,10 @@ def test_one_domain_and_236(count):
     began = time.process_time()
     scores = made(count=count, parts=[{}, *[{"domain0": {"domain0": 1.0}}] * count])
     pictures = [
-        charts.matrices({"ncl": scores}),
+        panels.matrices({"ncl": scores}),
         charts.curves({"ncl": [scores]}),
-        charts.overlaps({"das": similarity(count)}),
-        charts.posteriors({"demix": scores}),
+        panels.overlaps({"das": similarity(count)}),
+        panels.posteriors({"demix": scores}),
         figures.heatmap(scores),
         figures.stages(scores),
     ]
@@ -291,7 +291,7 @@ def test_one_domain_and_236(count):
 
 
 def test_no_group_is_a_picture_too():
-    for draw in (charts.trade_off, charts.curves, charts.matrices, charts.overlaps, charts.posteriors):
+    for draw in (charts.trade_off, charts.curves, panels.matrices, panels.overlaps, panels.posteriors):
         assert description(draw({})).endswith(("None.", "No group."))
     assert "no group" in description(charts.pareto({}, x="x", y="y", logarithmic=True))
 
@@ -307,7 +307,7 @@ def test_pictures_are_small_and_keep_their_colours():
 def test_dollars_are_not_formulas():
     name = "$\\frac$"
     values = similarity(1)[1]
-    assert charts.overlaps({name: ([name], values)}).startswith(b"\x89PNG")
+    assert panels.overlaps({name: ([name], values)}).startswith(b"\x89PNG")
     assert charts.trade_off({name: ([0.1], [2.0])}).startswith(b"\x89PNG")
 
 

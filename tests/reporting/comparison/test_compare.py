@@ -32,7 +32,7 @@ def pixel():
 @pytest.fixture
 def drawn(monkeypatch):
     """Which pictures were asked for, and of what, without the seconds of drawing them."""
-    from cpt.reporting.comparison import charts
+    from cpt.reporting.comparison import charts, panels
 
     asked, dot = {}, pixel()
     for name in ("trade_off", "pareto", "matrices", "curves", "overlaps", "posteriors"):
@@ -41,7 +41,7 @@ def drawn(monkeypatch):
             asked.setdefault(name, []).append((groups, options))
             return dot
 
-        monkeypatch.setattr(charts, name, draw)
+        monkeypatch.setattr(charts if hasattr(charts, name) else panels, name, draw)
     return asked
 
 
@@ -349,7 +349,11 @@ def test_the_real_pictures_and_page(tmp_path):
         saved(tmp_path / method, method=method, shift=0.1 * (method == "das"))
     assert main([str(tmp_path)]) == 0
     html = (tmp_path / "comparison.html").read_text()
-    assert html.count("data:image/png;base64,iVBOR") == 5
+    assert html.count("data:image/png;base64,iVBOR") == 1  # the matrices; the others are drawn in the page
+    assert html.count("<svg ") == 4
+    named = {path.stem.removeprefix("comparison-") for path in tmp_path.glob("comparison-*.pdf")}
+    shown = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices"}
+    assert named == shown == {path.stem[11:] for path in tmp_path.glob("comparison-*.svg")}
     assert all(title in html for title in PICTURES)
 
 

@@ -52,7 +52,7 @@ def test_it_comes_first_with_what_was_learned_and_forgotten(folder):
     assert main([str(folder), "--curve", "method.strength", "--export", "none"]) == 0
     page = (folder / "comparison.md").read_text()
     assert page.index("Learned against forgotten over method.strength") < page.index("## Compute")
-    assert (folder / "comparison-1.png").stat().st_size > 10_000
+    assert (folder / "comparison-strengths.png").stat().st_size > 10_000
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ewc | 1")]
     learned = [float(row[3]) for row in rows[:3]]
     assert learned[0] - learned[1] == pytest.approx(0.1, abs=2e-4)

@@ -1,0 +1,95 @@
+"""The sentences that a comparison opens with: who is best, by how much, and what cannot be told."""
+
+import pytest
+
+from cpt.reporting.comparison import findings
+from tests.support.comparing import NLL, run, section
+
+
+def lines(*runs, **how):
+    return list(findings.build_findings(section(runs, **how)).lines)
+
+
+def several(method, *, shifts, **given):
+    """Runs of a method, a seed for each shift of its last row."""
+    return [run(method=method, seed=seed, shift=shift, **given) for seed, shift in enumerate(shifts)]
+
+
+NOISE = [0.001 * (place % 4) for place in range(9)]
+
+
+def begins(told, start):
+    (line,) = [line for line in told if line.startswith(start)]
+    return line
+
+
+def test_the_best_is_named_with_its_interval_and_its_lead():
+    better = [-0.2 + 3 * noise for noise in NOISE]
+    told = lines(*several("ncl", shifts=NOISE), *several("das", shifts=better))
+    forgets = begins(told, "Forgets least: `das`, FG")
+    assert " nats (runs: 9); -0.19" in forgets
+    assert "against ncl, p 0.0039, Holm 0.0039 (9 pairs)" in forgets
+    assert forgets.endswith("Told apart from all 1 others (Holm p < 0.05).")
+    assert begins(told, "Best average at the end: `das`, LC")
+    assert told[-1] == findings.HOW
+
+
+def test_what_cannot_be_told_apart_is_named_and_why():
+    told = lines(
+        *several("ncl", shifts=[0.0, 0.01, 0.02]),
+        *several("das", shifts=[-0.2, -0.19, -0.17]),
+        *several("kd", shifts=[-0.19, -0.2, -0.16]),
+    )
+    forgets = begins(told, "Forgets least: `das`")
+    assert "Not told apart from any of 2 others by the test (3 pairs: no p below 0.25, times 2" in forgets
+    assert forgets.endswith("by the interval of the paired difference from all but kd.")
+
+
+def test_some_are_told_apart_and_others_are_not():
+    same = [-0.2 + noise * (-1) ** place for place, noise in enumerate(NOISE)]
+    told = lines(
+        *several("ncl", shifts=NOISE),
+        *several("das", shifts=[-0.2] * 9),
+        *several("kd", shifts=same),
+    )
+    best = begins(told, "Forgets least")
+    assert "Not told apart from 1 of 2 others (Holm p ≥ 0.05): " in best
+    assert "ncl" not in best.split("0.05): ")[1]
+
+
+def test_one_run_has_no_interval_and_no_test():
+    told = begins(lines(run(), run(method="das", shift=-0.1)), "Forgets least: `das`")
+    assert "(one run: no interval)" in told and "more seeds are needed" in told
+
+
+def test_higher_is_better_where_it_is():
+    def tasked(method, value):
+        from tests.support.comparing import endtasks
+
+        given = endtasks([[None] * 3, [None] * 3, [None] * 3, [value] * 3])
+        return run(method=method, endtasks=given)
+
+    assert begins(lines(tasked("ncl", 0.3), tasked("das", 0.6)), "Best end tasks: `das`, MF1 (%) 60.00")
+
+
+def test_equal_compute_leaves_out_what_took_more():
+    def costing(method, flops, shift):
+        return run(method=method, shift=shift, flops=[0, flops, flops, flops])
+
+    runs = [costing("ncl", 1000, 0.0), costing("das", 3000, -0.5), costing("ewc", 1050, -0.1)]
+    told = begins(lines(*runs), "Best at equal compute")
+    assert told.startswith("Best at equal compute (at most 1.1 times ncl's FLOPs, 2 groups): `ewc`, LC")
+    uncounted = [run(costs=False), run(method="das", costs=False)]
+    assert "not known, ncl has no counted FLOPs" in begins(lines(*uncounted), "Best at equal compute")
+
+
+def test_references_without_a_sequence_are_never_the_best():
+    joint = run(method="joint", nll=[NLL[0], [0.1] * 4], rows=["base", "joint"])
+    told = lines(run(), run(method="das"), run(method="one", shift=-3), joint)
+    assert not any("`joint`," in line or "`one`," in line for line in told[:-1])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_nothing_is_said_of_fewer_than_two(count):
+    runs = [run(method="joint", nll=[NLL[0], NLL[3]], rows=["base", "joint"]), *[run()] * count]
+    assert lines(*runs) == []
