@@ -52,8 +52,8 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         if plan.run.plan:
             return foretell(arrange(plan), place)
         adopt(place, plan)
-        place.claim(plan.settings)
         with place.locked():
+            place.claim(plan.settings)
             place.clean()
             with beating(place.path):
                 return learn_or_tell(plan, place)

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from cpt.core.checksums import FILE, Checksums
-from cpt.core.files import check_archive
 from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
+from cpt.training.files import check_state
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
 from cpt.training.stages import check_stage
@@ -72,7 +72,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     """What is wrong with a run folder."""
     place, instead = RunFolder(folder), f"bring it back from a copy, or delete {folder} to learn again"
     for path in sorted(folder.glob("checkpoints/*.ckpt")):
-        yield from error_of(check_archive, path, instead="delete it to learn that domain again")
+        yield from error_of(check_state, path, instead="delete it to learn that domain again")
     for path in sorted(folder.glob("stages/*.pt")):
         yield from error_of(check_stage, path, instead=instead)
     for path in sorted(

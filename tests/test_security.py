@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ from cpt.models import loading
 from cpt.training.run_folder import RunFolder
 from cpt.training.stages import check_stage
 from tests.conftest import ROOT
+from tests.support.killing import KilledError, Killer
 
 CANARY = "canary-7f3a9"
 
@@ -122,6 +124,23 @@ def test_a_state_with_a_pickle_in_it_is_refused_in_a_line(tmp_path, capsys):
     assert not mark.exists()
     torch.load(stage, weights_only=False)
     assert mark.exists()  # the file is what it is meant to be
+
+
+def test_a_checkpoint_with_a_pickle_in_it_is_refused_in_a_line(small, start, killing, tmp_path, capsys):
+    killing(Killer(step=3, domain="law"))
+    with pytest.raises(KilledError):
+        start(small("order=[law,food]"), tmp_path / "run")
+    killing(None)
+    (path,) = (tmp_path / "run").glob("checkpoints/*.ckpt")
+    write_evil(path, tmp_path / "ran")
+    said = rf"{path} holds other things than tensors; it is not used; delete it to learn"
+    assert verify.main([str(tmp_path / "run")]) == 1
+    assert re.search(said, capsys.readouterr().out)
+    with pytest.raises(ValueError, match=said):
+        start(small("order=[law,food]"), tmp_path / "run")
+    assert not (tmp_path / "ran").exists()
+    path.unlink()
+    start(small("order=[law,food]"), tmp_path / "run")
 
 
 def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):

@@ -33,6 +33,11 @@ CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
 
 def reason(error: BaseException) -> str:
     """An error's message on one line; of an error inside a Hydra instantiation, the cause's."""
+    return " ".join(words_of(error).splitlines())
+
+
+def words_of(error: BaseException) -> str:
+    """What is to be said of an error, as far as it is told in lines."""
     match error:
         case MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")

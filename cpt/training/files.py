@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
-from cpt.core.files import replacing
+from cpt.core.files import check_archive, replacing
+from cpt.core.tensors import load_tensors
+
+WRITER = ("PytorchStreamWriter", "inline_container")  # who says what torch makes of a full disk
 
 
 def save_state(state: Any, path: Path) -> None:
@@ -15,6 +18,16 @@ def save_state(state: Any, path: Path) -> None:
         with replacing(path) as partial:
             torch.save(state, partial)
     except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error):  # what torch makes of a full disk
+        if not any(name in str(error) for name in WRITER):
             raise
         raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+
+
+def check_state(path: Path, *, instead: str) -> None:
+    """Raises ValueError if a file of tensors is truncated or damaged, or holds things that could bring code;
+    `instead` says what to do about it."""
+    check_archive(path, instead=instead)
+    try:
+        load_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {instead}") from error

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.bank import rest_parts
 from cpt.core.collectives import wait_for_others
-from cpt.core.files import check_archive
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.core.pulse import enter_phase
@@ -32,6 +31,7 @@ from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.examinations import Measured
+from cpt.training.files import check_state
 from cpt.training.generation import Generation
 from cpt.training.leaks import Leak
 from cpt.training.monitoring import watch
@@ -147,7 +147,7 @@ class Learner:
         the scores take them."""
         checkpoint = self.place.checkpoint(number, domain.name)
         if checkpoint.exists():
-            check_archive(
+            check_state(
                 checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
             )
             log.info("going on within %s", domain.name)

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.files import check_archive
 from cpt.core.options import Options
 from cpt.core.preemption import defer_signals
 from cpt.data.budget import Budget
@@ -31,6 +30,7 @@ from cpt.models.resizing import entries, fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
+from cpt.training.files import check_state
 from cpt.training.trainer import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     module, data = make_learner(options, new), general_only(options, new, corpora)
     checkpoint = folder / "base.ckpt"
     if checkpoint.exists():
-        check_archive(checkpoint, instead="delete it to pre-train the base from its beginning")
+        check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
     alone: Mapping[str, Any] = {
         "accelerator": accelerator,
         "devices": 1,

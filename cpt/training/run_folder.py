@@ -153,10 +153,20 @@ class RunFolder:
             yield
         except Exception as error:
             if is_new:
-                self.leave()
-            if is_new and self.path.is_dir():  # what a sweep has put there stays
-                signs.note_end(self.path, "failed", told(error), began=began)
+                self.give_up(told(error), began=began)
             raise
+
+    def give_up(self, why: str, *, began: str) -> None:
+        """Removes the folder of a run that was refused, unless another start of it is at work there; what a
+        sweep has put there stays, and says why."""
+        lock = self.path / ".lock"
+        try:
+            with FileLock(lock, timeout=0) if lock.exists() else contextlib.nullcontext():
+                self.leave()
+        except Timeout:
+            return
+        if self.path.is_dir():
+            signs.note_end(self.path, "failed", why, began=began)
 
     def leave(self) -> None:
         """Removes the folder if nothing of a run is in it."""
@@ -172,8 +182,16 @@ class RunFolder:
                 yield
         except Timeout as error:
             raise ValueError(
-                f"another process is at work in {self.path}; wait for it or choose another name=…"
+                f"another process is at work in {self.path}{self.tell_holder()}; wait for it or choose "
+                "another name=…"
             ) from error
+
+    def tell_holder(self) -> str:
+        """Host and number of the process that holds the folder, as far as it has said so."""
+        with contextlib.suppress(ValueError):
+            if (sign := signs.Sign.load(self.path)) and sign.going:
+                return f" (host {sign.holder.host}, process {sign.holder.pid})"
+        return ""
 
     def scores(self) -> Scores | None:
         """What has been committed."""

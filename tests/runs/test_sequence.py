@@ -1,5 +1,6 @@
 """A run from its config to its folder."""
 
+import contextlib
 import gc
 import json
 import math
@@ -13,7 +14,9 @@ from lightning.pytorch.callbacks import Callback
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from cpt.core.files import check_archive
+from cpt.core.signs import Holder, Sign, now
 from cpt.evaluation.objective import objective_value
+from cpt.training.run_folder import RunFolder
 from tests.conftest import SHARED
 
 ORDER = "order=[law,food]"
@@ -106,6 +109,29 @@ def test_a_folder_of_another_config_is_refused(done, small, start):
 def test_two_starts_at_once_are_refused(small, start, tmp_path):
     with FileLock(tmp_path / ".lock"), pytest.raises(ValueError, match="another process is at work in"):
         start(small(ORDER), tmp_path)
+
+
+def test_a_second_start_is_told_who_is_at_work(small, start, tmp_path):
+    Sign(state="running", holder=Holder.own(), **dict.fromkeys(("began", "moved", "written"), now())).write(
+        tmp_path
+    )
+    said = rf"at work in {tmp_path} \(host {Holder.own().host}, process {Holder.own().pid}\); wait for it"
+    with FileLock(tmp_path / ".lock"), pytest.raises(ValueError, match=said):
+        start(small(ORDER), tmp_path)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_start_that_is_refused_leaves_the_folder_of_a_younger_one(held, tmp_path):
+    """Both begin in a new folder; the other has its config and its lock when this one ends."""
+    place, other = RunFolder(tmp_path / "run"), contextlib.ExitStack()
+    with pytest.raises(ValueError, match="refused"), place.unless_refused():
+        place.claim({"name": "x"})
+        if held:
+            other.enter_context(FileLock(place.path / ".lock"))
+        raise ValueError("refused")
+    assert place.config.exists() == held
+    assert not (place.path / "progress.json").exists()
+    other.close()
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not(done, small, start, tmp_path):

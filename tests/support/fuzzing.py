@@ -1,0 +1,311 @@
+"""What nobody meant, made by hypothesis: overrides, files of text, examples of end tasks, files of run
+folders.
+
+Each check takes one such input and returns where it is taken, or refused as a user is to see it. Anything
+else is raised: an error that the command line would show as a traceback, or one that does not name its
+file."""
+
+import contextlib
+import io
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from cpt import status, verify
+from cpt.core.errors import reason
+from cpt.core.signs import Holder, Sign, now
+from cpt.data.sources.base import read_members
+from cpt.data.sources.texts import Texts
+from cpt.evaluation.endtasks.tasks import plan_endtasks
+from cpt.evaluation.scores import Scores
+from cpt.reporting.run_report import format_scores
+from cpt.training.plan import make_plan
+from cpt.training.run_folder import RunFolder
+from tests.conftest import ROOT
+from tests.support.comparing import saved
+from tests.support.data_fixtures import SHARED
+from tests.support.endtask_fixtures import options, write_task
+
+FORESEEN = (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError)
+KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+PACKED = ("", "", ".gz", ".zst")
+SETTINGS = {"name": "x", "seed": 0, "order": ["law"]}
+
+
+def refused(error: BaseException, *, naming: Path | None = None) -> None:
+    """Raises AssertionError for an error that does not say in a line what it is about."""
+    said = reason(error)
+    assert said and "\n" not in said, repr(said)
+    assert naming is None or str(naming) in said, f"{said!r} does not name {naming}"
+
+
+# Overrides
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1e400, 10**30, 1e-320, True]))
+WORDS = st.one_of(
+    st.text(max_size=12), st.sampled_from(["null", "true", "nan", "${seed}", "${no.such}", "a/b"])
+)
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@cache
+def keys() -> tuple[str, ...]:
+    """The dotted keys of the config, with those of its sections."""
+    found = []
+
+    def walk(node: Any, at: str) -> None:
+        found.append(at) if at else None
+        if isinstance(node, DictConfig):
+            for key in node:
+                walk(node._get_node(key), f"{at}.{key}" if at else str(key))
+
+    walk(compose("config"), "")
+    return tuple(found)
+
+
+def written(value: Any) -> str:
+    """A value as somebody writes it on a command line, not always with its quotes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {written(each)}" for key, each in value.items()) + "}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def overrides() -> st.SearchStrategy[list[str]]:
+    """One to three overrides of keys that there are, or nearly."""
+    sign = st.sampled_from(["", "", "", "", "+", "++", "~"])
+    key = st.one_of(st.deferred(lambda: st.sampled_from(keys())), st.text(min_size=1, max_size=8))
+    one = st.builds(lambda sign, key, value: f"{sign}{key}={written(value)}", sign, key, VALUES)
+    return st.lists(one, min_size=1, max_size=3)
+
+
+def check_overrides(said: list[str]) -> None:
+    """They make a plan, or are refused in a line."""
+    try:
+        make_plan(compose("config", overrides=said))
+    except FORESEEN as error:
+        refused(error)
+
+
+# Files
+
+ROWS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries({"text": st.one_of(VALUES, st.text(min_size=40, max_size=60))}),
+        st.dictionaries(st.sampled_from(["text", "label", "id", "", "x"]), VALUES, max_size=3),
+        VALUES,
+    ),
+    max_size=5,
+)
+
+
+def as_json(rows: list[Any]) -> bytes:
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+def as_parquet(rows: list[Any]) -> bytes:
+    file = io.BytesIO()
+    try:
+        pq.write_table(pa.table({"text": pa.array(list(rows))}), file)
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):  # no table is of these
+        pq.write_table(pa.table({"text": ["one"]}), file)
+    return file.getvalue()
+
+
+def spoil(raw: bytes, places: list[tuple[int, int]], cut: int | None) -> bytes:
+    """Bytes of which some are others, and that may end early."""
+    changed = bytearray(raw)
+    for place, value in places:
+        if changed:
+            changed[place % len(changed)] = value
+    return bytes(changed[:cut])
+
+
+PLACES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=3)
+CUT = st.one_of(st.none(), st.none(), st.integers(0, 200))
+CONTENT = st.one_of(
+    st.binary(max_size=60),
+    st.text(max_size=60).map(lambda text: text.encode("utf-8", "surrogatepass")),
+    st.builds(spoil, ROWS.map(as_json), PLACES, CUT),
+    st.builds(spoil, ROWS.map(as_parquet), PLACES, CUT),
+)
+
+
+def check_text(name: str, packed: str, content: bytes) -> None:
+    """A domain of one such file is read, or refused with the file's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "law" / f"all{name}{packed}"
+        path.parent.mkdir()
+        path.write_bytes(squeeze(content, packed))
+        source = Texts(
+            root=folder,
+            folder=".",
+            general=None,
+            ignore=(),
+            columns=None,
+            column="text",
+            document="auto",
+            **SHARED,
+        )
+        try:
+            source.check(["law"])
+            for split, document in read_members(source, "law"):
+                assert isinstance(document, str) and split is not None
+        except FORESEEN as error:
+            refused(error, naming=path)
+
+
+def squeeze(content: bytes, packed: str) -> bytes:
+    """Packed, but for every third content: then it is not what its name says."""
+    if not packed or len(content) % 3 == 2:
+        return content
+    return pa.compress(content, codec={".gz": "gzip", ".zst": "zstd"}[packed], asbytes=True)
+
+
+def check_task(kind: str, content: bytes) -> None:
+    """An end task of which one file is such is read, or refused with the file's or the folder's name."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_task(Path(folder), "law", train=6, test=4, dev=2)
+        place = Path(folder) / "endtasks" / "law"
+        (place / "test.jsonl").unlink()
+        (place / f"test{kind}").write_bytes(content)
+        try:
+            plan_endtasks(options("texts", root=Path(folder)), ["law"], ["law"]).task("law")
+        except FORESEEN as error:
+            refused(error)
+            assert folder in reason(error) or "law" in reason(error), reason(error)
+
+
+# Run folders
+
+FILES = (
+    "scores.json",
+    "progress.json",
+    "config.yaml",
+    "identity.json",
+    "checksums.json",
+    "sweep.json",
+    "documents",
+)
+
+
+def write_run(folder: Path) -> Path:
+    """A run folder with a file of each kind that is read without torch."""
+    run = folder / "run"
+    saved(run)
+    times = dict.fromkeys(("began", "moved", "written"), now())
+    Sign(state="running", holder=Holder.own(), **times).write(run)
+    place = RunFolder(run)
+    place.claim(SETTINGS)
+    told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
+    place.identity.write_text(json.dumps(told))
+    place.outputs.write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
+    queue = {"version": 1, "runs": ["run"], "written": now(), "holder": vars(Holder.own())}
+    (run.parent / "sweep.json").write_text(json.dumps(queue))
+    for row in range(2):
+        place.save_documents(row, {"law": np.ones((2, 3))})
+    return run
+
+
+def changed_text(raw: bytes, value: Any, at: float) -> bytes:
+    """Text of JSON with another value in the place of one."""
+    text = raw.decode()
+    begins = [place for place, sign in enumerate(text) if sign in ":[,"] or [0]
+    place = begins[int(at * (len(begins) - 1))] + 1
+    end = min((found for sign in ",]}\n" if (found := text.find(sign, place)) >= 0), default=len(text))
+    return (text[:place] + json.dumps(value) + text[end:]).encode()
+
+
+def check_run(
+    name: str, how: str, value: Any, at: float, places: list[tuple[int, int]], cut: int | None
+) -> None:
+    """Whatever a file of a run folder has become, it is told of in lines, by each command that reads it."""
+    with (
+        tempfile.TemporaryDirectory() as top,
+        contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as said,
+    ):
+        run = write_run(Path(top))
+        path = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}.get(
+            name, run / name
+        )
+        raw = path.read_bytes()
+        json_like = path.suffix in (".json", ".yaml") and how == "value"
+        path.write_bytes(changed_text(raw, value, at) if json_like else spoil(raw, places, cut))
+        verify.main([top])
+        with contextlib.redirect_stderr(said):
+            status.main([top])
+        for look in (read_scores, read_place):
+            with contextlib.suppress(*FORESEEN):
+                look(run)
+        shutil.rmtree(run)
+
+
+def read_scores(run: Path) -> None:
+    format_scores(Scores.load(run / "scores.json"))
+
+
+def read_place(run: Path) -> None:
+    place = RunFolder(run)
+    place.check(SETTINGS)
+    OmegaConf.load(place.config)
+    place.lost(full=True)
+    place.check_documents([["law"], ["law"]])
+
+
+AREAS = {
+    "overrides": (check_overrides, (overrides(),)),
+    "texts": (check_text, (st.sampled_from(KINDS), st.sampled_from(PACKED), CONTENT)),
+    "end tasks": (check_task, (st.sampled_from([".jsonl", ".csv", ".parquet", ".json"]), CONTENT)),
+    "run folders": (
+        check_run,
+        (st.sampled_from(FILES), st.sampled_from(["value", "bytes"]), VALUES, st.floats(0, 1), PLACES, CUT),
+    ),
+}
+
+
+def try_examples(area: str, count: int, *, seed: int | None = None) -> int:
+    """So many inputs of an area; how many were looked at. The same ones each time, or with a seed others, of
+    which the smallest that fails is found. Raises what the check raises."""
+    check, parts = AREAS[area]
+    phases = [Phase.generate] + [Phase.shrink] * (seed is not None)
+    seen = []
+
+    @settings(
+        max_examples=count,
+        derandomize=seed is None,
+        deadline=None,
+        database=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.tuples(*parts))
+    def look(each: tuple) -> None:
+        seen.append(each)
+        check(*each)
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        (look if seed is None else seeded(seed)(look))()
+    return len(seen)
