@@ -74,7 +74,7 @@ def count_rows(folder: Path) -> int:
 
 
 def start(folder: Path, given: Sequence[str], *, log: Path) -> subprocess.Popen:
-    line = [sys.executable, "run.py", "experiment=m2d2_mini", *given, f"hydra.run.dir={folder}"]
+    line = [sys.executable, "run.py", *given, f"hydra.run.dir={folder}"]
     with log.open("ab") as file:
         return subprocess.Popen(line, cwd=ROOT, stdout=file, stderr=file)
 
@@ -178,7 +178,8 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
     chosen = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": str(chosen.threads), "HF_HUB_OFFLINE": "1"}
-    given = [f"domains.root={chosen.root.absolute()}", "order=random", "keep_stages=true", *chosen.config]
+    given = ["experiment=m2d2_mini", f"domains.root={chosen.root.absolute()}", "order=random"]
+    given += ["keep_stages=true", *chosen.config]
     straight = chosen.runs / "straight"
     kept = straight.with_suffix(".json")
     if not kept.exists():

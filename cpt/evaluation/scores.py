@@ -32,12 +32,12 @@ from cpt.evaluation.probes.results import check_probes
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
-NOTED = ("rates", "leak")  # lists of a stage
+NOTED = ("rates", "leak", "spikes")  # lists of a stage
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
-    *("similarity", "leak", "numerics", "monitor", "base"),
+    *("similarity", "leak", "numerics", "monitor", "base", "spikes"),
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
@@ -70,6 +70,7 @@ class Scores(Layout):
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
     leak: list[list[float]] = field(default_factory=list)  # [row], see cpt.training.leaks
+    spikes: list[list[float]] = field(default_factory=list)  # [row], see cpt.optim.spikes
     grown: list[int] = field(default_factory=list)  # stages that had been learned when domains were added
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results

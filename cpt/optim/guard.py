@@ -18,6 +18,7 @@ from cpt.core.collectives import maximise_in_place, sum_in_place
 from cpt.core.preemption import notice, release_children
 from cpt.core.processes import in_company
 from cpt.core.sharding import total_norm
+from cpt.optim.spikes import Spikes
 
 log = logging.getLogger(__name__)
 POLICIES = ("stop", "skip", "rollback")
@@ -46,6 +47,7 @@ class Guard(Callback):
             raise ValueError(f"on_nonfinite={policy}; allowed: {', '.join(POLICIES)}")
         self.policy, self.advice = policy, advice
         self.terms: dict[str, Tensor] = {}
+        self.spikes = Spikes()
         self.left_out: set[int] = set()
         self.failed: int | None = None  # the step that is rolled back from
         self.in_a_row = self.rollbacks = 0
@@ -77,7 +79,14 @@ class Guard(Callback):
         if not fine:
             return self.refuse(trainer, terms | {GRADIENT: norm})
         self.in_a_row = 0
+        self.watch(trainer, value)
         return scaler is None or self.fits(trainer, norm, scaler)
+
+    def watch(self, trainer: Trainer, value: Tensor) -> None:
+        """Tells of the first loss of a stage that is far above those before it."""
+        if isinstance(value, Tensor) and (told := self.spikes.see(trainer.global_step, value.item())):
+            name = trainer.datamodule.domain.name
+            warn_once(trainer, f"{told}, in {name}; more of this stage are counted in the report")
 
     def fits(self, trainer: Trainer, norm: Tensor, scaler: GradScaler) -> bool:
         """Whether a gradient has room in float16. Raises ValueError where it has none at any scale: it is no
@@ -128,10 +137,12 @@ class Guard(Callback):
         return self.heard if in_company() else notice.number
 
     def state_dict(self) -> dict[str, Any]:
-        return {"left_out": sorted(self.left_out)}
+        return {"left_out": sorted(self.left_out), "spikes": self.spikes.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left_out.update(state["left_out"])
+        if "spikes" in state:  # which an earlier version has not
+            self.spikes.load(state["spikes"])
 
 
 def warn_once(trainer: Trainer, message: str) -> None:

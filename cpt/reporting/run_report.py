@@ -115,6 +115,7 @@ def _show_run(scores: Scores) -> Block:
         ["trained", f"{max(scores.trained, default=0):,} parameters"],
         ["stored beside the model", _stored(scores)],
         *([["steps left out", _skipped(scores)]] if any(scores.skipped) else []),
+        *([["losses that jumped", _spikes(scores)]] if any(scores.spikes) else []),
         *([["moved inside what is protected", _leaks(scores)]] if any(scores.leak) else []),
         ["domain at test time", "must be known" if scores.needs_domain else "need not be known"],
         *([["load the model (from this folder)", scores.loading]] if scores.loading else []),
@@ -137,6 +138,15 @@ def _skipped(scores: Scores) -> str:
     counts = zip(scores.rows, scores.skipped, strict=True)
     told = ", ".join(f"{count} of {row}" for row, count in counts if count)
     return f"{told}: loss or gradient were not finite (on_nonfinite)"
+
+
+def _spikes(scores: Scores) -> str:
+    """Of each stage how many steps had a loss far above its running median, and the first of them."""
+    return "; ".join(
+        f"{row}: {each[0]:.0f}, first at step {each[1]:.0f}, {each[2]:.4g} against a median of {each[3]:.4g}"
+        for row, each in zip(scores.rows, scores.spikes, strict=False)
+        if each
+    )
 
 
 def _computed(scores: Scores) -> str:

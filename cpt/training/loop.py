@@ -174,8 +174,8 @@ class Learner:
         self.rest(number)
         beside = stored_bytes(state, own_names(self.module.model))
         kept = {"trained": trained_parameters(self.module), "stored": beside}
-        noted = {"skipped": len(guard.left_out), "rates": rates.noted, "leak": leak.noted}
-        return kept | compute.costs(fitting) | noted
+        noted = {"rates": rates.noted, "leak": leak.noted, "spikes": guard.spikes.noted}
+        return kept | compute.costs(fitting) | noted | {"skipped": len(guard.left_out)}
 
     def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
         """The trainer that has learned a domain to its end, however often it was rolled back."""

@@ -1,0 +1,56 @@
+"""Every wrong option of tests/support/wrong_options.py, each in a process of its own: is it one line, and
+is nothing left?
+
+    python tests/campaigns/inputs.py --trials 467 --seed 0
+
+The line has to begin as the table says, on the error stream, with exit code 1 and without a traceback,
+and there may be no folder of the run after it. benchmarks/options.py times the same starts."""
+
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from tests.campaigns import runs  # noqa: E402
+from tests.campaigns.frame import ROOT, conduct  # noqa: E402
+from tests.conftest import SMALL, SMALL_GPT2, SMALL_T5  # noqa: E402
+from tests.support import wrong_options as tables  # noqa: E402
+from tests.support.processes import ended, started  # noqa: E402
+
+TABLES = (
+    (tables.AT_ONCE, []),
+    (tables.ON_THE_MODEL, SMALL),
+    (tables.ON_A_CAUSAL, SMALL_GPT2),
+    (tables.ON_A_DECODER, SMALL_T5),
+)
+CASES = [(given, said, size) for table, size in TABLES for given, said in table.items()]
+
+
+def words(given: str) -> list[str]:
+    """The arguments of a case, as a shell hands them over."""
+    return [given] if "{" in given else [each.replace("=(", "='('") for each in given.split()]
+
+
+def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    given, said, size = CASES[number % len(CASES)]
+    home = place / f"case-{number}"
+    home.mkdir()
+    places = (
+        [f"domains.root={runs.write_texts(place)}", "domains=texts", f"cache_dir={home / 'cache'}"]
+        if size
+        else []
+    )
+    code = ended(started(ROOT / "run.py", *places, *size, *words(given), cwd=home, log=home / "log"))
+    log = (home / "log").read_text()
+    line = runs.one_line(log)
+    left = sorted(str(path.relative_to(home)) for path in home.glob("outputs/*/*"))
+    fine = code == 1 and line is not None and line.startswith(f"cpt: {said}") and not left
+    shutil.rmtree(home)
+    return {"given": given, "code": code, "left": left, "fine": fine, "last": "" if fine else log[-800:]}
+
+
+if __name__ == "__main__":
+    sys.exit(conduct(trial, name="inputs", about=__doc__, trials=len(CASES)))
