@@ -69,7 +69,7 @@ def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict
     codes = [ended(each, seconds=2 * runs.HANGS_S) for each in (first, second)]
     # A job that another sweep is at fails here; the same command again does what is missing.
     then = ended(started(ROOT / "run.py", *arguments, cwd=home, log=logs[1]), seconds=2 * runs.HANGS_S)
-    found = {name: next(home.glob(f"outputs/sweep/*{name}*/scores.json"), None) for name in METHODS}
+    found = {name: next(home.glob(f"outputs/sweep/{name}_*/scores.json"), None) for name in METHODS}
     same = all(path and runs.bits(path.parent) == expected[name]["bits"] for name, path in found.items())
     told = {"kind": kind, "codes": codes, "then": then, "same": same, "fine": same and then == 0}
     told["last"] = "" if told["fine"] else logs[1].read_text()[-1500:]

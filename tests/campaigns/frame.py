@@ -24,7 +24,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from tqdm import tqdm  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results" / "campaigns"
 LONGEST = 2000  # characters of an error that are kept
 Trial = Callable[[Path, int, random.Random], dict[str, Any]]
 

@@ -113,16 +113,18 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         victim = draw.choice(members)
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        kills.append({"killed": "sweep" if victim == process.pid else "job", "of": len(members)})
-        left = runs.wait_for(lambda own=members: not any(map(is_there, own)), seconds=LEAVES_S)
-        kills[-1]["left"] = left
+        of_sweep = victim == process.pid
+        kills.append({"killed": "sweep" if of_sweep else "job", "of": len(members), "left": True})
+        if of_sweep:  # which no job outlives; that of a job goes on with the others
+            left = runs.wait_for(lambda own=members: not any(map(is_there, own)), seconds=LEAVES_S)
+            kills[-1]["left"] = left
         ended(process)
     told = {
         "sweep": methods,
         "kills": kills,
         "code": ended(started(ROOT / "run.py", *arguments, cwd=home, log=log)),
     }
-    found = {name: next(home.glob(f"outputs/sweep/*{name}*/scores.json"), None) for name in methods}
+    found = {name: next(home.glob(f"outputs/sweep/{name}_*/scores.json"), None) for name in methods}
     told["same"] = all(
         path and runs.bits(path.parent) == expected[name]["bits"] for name, path in found.items()
     )

@@ -67,6 +67,7 @@ def main() -> int:
             found.append(measure(Path(folder), method, given.domains))
         for name, each in found[-1]["ends"].items():
             print(f"{method:10}{name:10}{each['early']:>16,.3f}{each['late']:>16,.3f}{each['ratio']:>8.3f}")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps({"campaign": "long", "runs": found}, indent=1) + "\n")
     return 0 if all(each["flat"] for each in found) else 1
 

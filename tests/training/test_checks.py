@@ -47,6 +47,12 @@ def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
     assert told(composed(*overrides(given)), make_plan).startswith(AT_ONCE[given])
 
 
+def test_a_newline_within_an_argument_makes_no_second_line(composed):
+    with pytest.raises(HydraException) as raised:
+        composed("a\nb={}")
+    assert reason(raised.value).startswith("a b={} cannot be read: ") and "\n" not in reason(raised.value)
+
+
 def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(composed):
     expected = "trainer.detect_anamoly is not known; did you mean trainer.detect_anomaly? allowed: what conf/"
     assert told(composed("+trainer.detect_anamoly=true"), read_sections).startswith(expected)
