@@ -122,14 +122,13 @@ def _apart(found: Finding) -> str:
     if len(alike) < count or least_p(most) * count < LEVEL:
         names = few(alike, between=", ")
         return f"Not told apart from {len(alike)} of {count} others (Holm p ≥ {LEVEL:.2g}): {names}."
-    told = (
-        f"Not told apart from any of {count} others by the test ({most} pair{'s' * (most > 1)}: no p below "
-    )
-    told += f"{least_p(most):.2g}, times {count} by Holm"
     if most == 1:
-        return f"{told}; more seeds are needed)."
+        return f"One pair tells nothing apart from the {count} others: more seeds are needed."
     within = few(found.within, between=", ")
-    return f"{told}); by the interval of the paired difference from all{' but ' * bool(within)}{within}."
+    told = f"The paired intervals exclude 0 against all {count} others{' but ' * bool(within)}{within}"
+    return (
+        f"{told}; the test cannot confirm it ({most} pairs: no p below {least_p(most):.2g}, Holm × {count})."
+    )
 
 
 def tell_equal_compute(section: ComparedRuns, groups: Sequence[Group], *, whose: str) -> list[str]:

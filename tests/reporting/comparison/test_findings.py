@@ -41,8 +41,8 @@ def test_what_cannot_be_told_apart_is_named_and_why():
         *several("kd", shifts=[-0.19, -0.2, -0.16]),
     )
     forgets = begins(told, "Forgets least: `das`")
-    assert "Not told apart from any of 2 others by the test (3 pairs: no p below 0.25, times 2" in forgets
-    assert forgets.endswith("by the interval of the paired difference from all but kd.")
+    assert "The paired intervals exclude 0 against all 2 others but kd; the test cannot confirm" in forgets
+    assert forgets.endswith("(3 pairs: no p below 0.25, Holm × 2).")
 
 
 def test_some_are_told_apart_and_others_are_not():
