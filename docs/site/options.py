@@ -87,7 +87,7 @@ def rows(cfg: DictConfig, place: str) -> Iterator[str]:
         for each in fields(kind):
             if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
                 rule = each.metadata["rule"]
-                value = value_of(node, each.name).replace("|", "&#124;")
+                value = value_of(node, each.name).replace("|", "&#124;") or '""'
                 told = (each.metadata["help"], rule.allowed if rule else "")
                 yield (
                     f"| `{with_dot(place)}{each.name}` | `{value}` | " + " | ".join(map(escape, told)) + " |"

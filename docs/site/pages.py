@@ -55,9 +55,12 @@ TITLES = {
     "results/m2d2.md": "120 fields: the comparison",
 }
 MORE = "More"
-STYLE = """.md-grid { max-width: 76rem; } .md-typeset table:not([class]) { font-size: .62rem; }
-.md-typeset table:not([class]) th { min-width: 0; padding: .5em .7em; } .md-typeset table:not([class])
-td { padding: .45em .7em; }
+STYLE = """
+.md-grid { max-width: 76rem; }
+.md-typeset table:not([class]) { font-size: .62rem; }
+.md-typeset table:not([class]) th { min-width: 0; padding: .5em .7em; }
+.md-typeset table:not([class]) td { padding: .45em .7em; }
+.md-typeset table:not([class]) td:first-child code { white-space: nowrap; word-break: normal; }
 """
 
 

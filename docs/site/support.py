@@ -115,7 +115,7 @@ INTRODUCTION = """# Which method learns which model
 
 Made by `python docs/site/support.py`: every pair was run, two domains of two steps each, scored and
 exported, on a model of its family with a few thousand random weights. ✓: it ran. A number: it was
-refused before any text was read, by the line below the table. What a method of the table does stands in
+refused, by the line below the table. What a method of the table does stands in
 the [catalogue](catalogue.md). Any other Hugging Face model of these kinds is taken too
 (`model=checkpoint model.checkpoint=…`); what a method needs and does not find, it says in such a line.
 
@@ -138,6 +138,7 @@ def mark(line: str | None, lines: list[str]) -> str:
     """A cell: its tick, or the number of its line, which is added where it is new."""
     if not line:
         return "✓" if line == "" else "–"
+    line = line.partition("; found ")[0]  # of the little model what it has
     if line not in lines:
         lines.append(line)
     return str(lines.index(line) + 1)
