@@ -18,7 +18,7 @@ from tests.support.site import program
 
 DOCS = ROOT / "docs"
 pages, options, choosing, support = map(program, ("pages", "options", "choosing", "support"))
-# Pairs of which each is tried again: taken, and refused by the method, by the family, by a mask.
+# Pairs of which each is tried again: taken, and refused for units that a model does not tell.
 TRIED = [
     ("ncl", "Llama"),
     ("ewc", "T5 v1.1"),
@@ -143,8 +143,8 @@ def test_the_page_of_options_is_what_the_program_writes(monkeypatch):
 
 def test_the_table_of_models_has_every_method_and_is_what_was_found():
     found = json.loads(told("support.json"))
-    assert set(found) == set(support.list_rows())
-    assert {row for row, cells in found.items() if set(cells) != set(support.FAMILIES)} == set()
+    assert set(found) <= set(support.list_rows())  # what was not tried yet is a dash
+    assert {family for cells in found.values() for family in cells} == set(support.FAMILIES)
     assert told("support.md") == support.page(found), "python docs/site/support.py writes it again"
     crashed = [
         line
@@ -175,6 +175,6 @@ def test_a_pair_is_what_the_table_of_models_says(row, family, places, no_picture
 @pytest.mark.campaign
 @pytest.mark.parametrize("row", support.list_rows())
 def test_every_pair_is_what_the_table_of_models_says(row, places, no_pictures, tmp_path):
-    found = json.loads(told("support.json"))[row]
-    again = {family: try_pair(row, family, places, tmp_path / family) for family in support.FAMILIES}
+    found = json.loads(told("support.json")).get(row, {})
+    again = {family: try_pair(row, family, places, tmp_path / family) for family in found}
     assert again == found

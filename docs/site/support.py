@@ -115,7 +115,7 @@ INTRODUCTION = """# Which method learns which model
 
 Made by `python docs/site/support.py`: every pair was run, two domains of two steps each, scored and
 exported, on a model of its family with a few thousand random weights. ✓: it ran. A number: it was
-refused, by the line below the table. What a method of the table does stands in
+refused, by the line below the table. –: not tried yet. What a method of the table does stands in
 the [catalogue](catalogue.md). Any other Hugging Face model of these kinds is taken too
 (`model=checkpoint model.checkpoint=…`); what a method needs and does not find, it says in such a line.
 
@@ -126,8 +126,8 @@ def page(found: Mapping[str, Mapping[str, str]]) -> str:
     """`docs/support.md`."""
     lines: list[str] = []
     table = ["| | " + " | ".join(FAMILIES) + " |", "| :-- |" + " :-: |" * len(FAMILIES)]
-    for row in filter(found.__contains__, list_rows()):
-        cells = [mark(found[row].get(family), lines) for family in FAMILIES]
+    for row in list_rows():
+        cells = [mark(found.get(row, {}).get(family), lines) for family in FAMILIES]
         table.append(f"| `{row}` | {' | '.join(cells)} |")
     told = [f"{number}. `{line.replace('`', '')}`" for number, line in enumerate(lines, 1)]
     rest = "The last rows are of `method=ncl` with what they name.\n\n## What the numbers say\n\n"
