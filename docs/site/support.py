@@ -113,7 +113,7 @@ def load() -> dict[str, dict[str, str]]:
 
 INTRODUCTION = """# Which method learns which model
 
-Made by `python docs/site/support.py`: each pair with a mark was run, two domains of two steps each, scored and
+Made by `python docs/site/support.py`: each pair with a mark was run, two domains of two steps, scored and
 exported, on a model of its family with a few thousand random weights. ✓: it ran. A number: it was
 refused, by the line below the table. –: not tried yet. What a method of the table does stands in
 the [catalogue](catalogue.md). Any other Hugging Face model of these kinds is taken too
