@@ -15,6 +15,7 @@ from cpt.evaluation.scores import VERSION
 from cpt.report import parser
 from cpt.reporting.comparison.runs import FILTERS
 from tests.conftest import ROOT
+from tests.support.site import program
 
 README, DOCS, CONF = ROOT / "README.md", ROOT / "docs", ROOT / "conf"
 DOCUMENTS = [
@@ -26,8 +27,11 @@ DOCUMENTS = [
 ]
 TESTS = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
 WRITTEN_BY_THE_READER = {"cpt/methods/l1.py", "conf/method/l1.yaml"}
-CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first")}
-LONGEST = 200  # lines of the README
+CHOSEN_BY_THE_READER = {("method", "mine"), ("experiment", "first"), ("experiment", "manuals")}
+EXAMPLES = {("experiment", path.stem) for path in (DOCS / "examples" / "experiment").glob("*.yaml")}
+LONGEST = 120  # lines of the README
+OF_PROGRAMS = ("options.md", "support.md")  # written from what there is, as tests/test_site.py sees
+OF_EXTRAS = {"mkdocs"}
 OF_WANDB = {"--append"}  # that it no longer has this option is what is told
 CONFIG_ON_WANDB = {"cpt.label", "cpt.measured", "cpt.group", "cpt.order", "cpt.texts", "cpt.versions"}
 GROUPS = sorted({path.parent.relative_to(CONF).as_posix() for path in CONF.rglob("*/*.yaml")})
@@ -80,6 +84,10 @@ def options() -> set[str]:
     return found
 
 
+def is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("--")
+
+
 def as_in_conf(key: str) -> str:
     """A task's own value is one of all tasks; a choice within a method is one of its own group; callbacks and
     loggers have any name."""
@@ -115,13 +123,15 @@ def test_links_lead_to_files(path):
 def test_choices_that_are_named_exist(path):
     found = {match for word in words(path) if (match := CHOICE.fullmatch(word))}
     choices = {(match[1], name) for match in found for name in re.split(r"[,|]", match[2])}
-    wanted = choices - CHOSEN_BY_THE_READER
+    wanted = choices - CHOSEN_BY_THE_READER - EXAMPLES
     assert {(group, name) for group, name in wanted if not (CONF / group / f"{name}.yaml").exists()} == set()
 
 
 @pytest.mark.slow
 @each_document
 def test_options_that_are_named_exist(path):
+    if path.name in OF_PROGRAMS:
+        return
     found = {as_in_conf(match[1]) for word in words(path) if (match := OPTION.fullmatch(word))}
     open_to = ("domains.packages.", "domains.columns.", "domains.catalogue.", "endtask.tasks.")
     assert {key for key in found - options() if not key.startswith(open_to)} == set()
@@ -130,7 +140,7 @@ def test_options_that_are_named_exist(path):
 @pytest.mark.slow
 @each_document
 def test_runs_that_are_shown_are_hydras_and_set_what_there_is(path):
-    shown = [word for given in commands(path, "python run.py") for word in given if "=" in word]
+    shown = [word for given in commands(path, "python run.py") for word in given if is_override(word)]
     parsed = OverridesParser.create().parse_overrides([word.replace("…", "x") for word in shown])
     set_whole = {each.key_or_group for each in parsed} - set(GROUPS)
     assert {key for key in set_whole if "." not in key} <= options()
@@ -140,7 +150,7 @@ def test_runs_that_are_shown_are_hydras_and_set_what_there_is(path):
 def test_modules_and_programs_that_are_named_exist(path):
     text = told(path)
     modules = set(re.findall(r"python -m ([\w.]+)", text))
-    assert {name for name in modules if find_spec(name) is None} == set()
+    assert {name for name in modules - OF_EXTRAS if find_spec(name) is None} == set()
     programs = set(re.findall(r"python ([\w/]+\.py)", text))
     assert {name for name in programs if not (ROOT / name).exists()} == set()
     names = {name for name in spans(path) if re.fullmatch(r"cpt(\.\w+)+", name)} - CONFIG_ON_WANDB
@@ -178,17 +188,30 @@ def test_the_pages_name_every_choice(page, group):
     assert choices <= named
 
 
-def test_every_method_stands_in_the_readme_and_in_the_fidelity_page():
-    readme, fidelity = told(README), told(DOCS / "fidelity.md")
+def test_every_method_stands_in_the_catalogue_and_in_the_fidelity_page():
+    catalogue, fidelity = told(DOCS / "catalogue.md"), told(DOCS / "fidelity.md")
     methods = {path.stem for path in (CONF / "method").glob("*.yaml")}
-    rows = [line.split("|")[1] for line in readme.splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in catalogue.splitlines() if line.startswith("| `")]
     assert {name for name in methods if not any(f"`{name}`" in row for row in rows)} == set()
     folded = fidelity.lower().replace("-", "_").replace("++", "pp")
     assert {name for name in methods - {"ncl", "one", "joint", "none"} if name not in folded} == set()
 
 
-def test_the_readme_is_short_and_leads_to_every_page():
+def test_every_source_of_text_stands_in_the_catalogue():
+    rows = [line.split("|")[1] for line in told(DOCS / "catalogue.md").splitlines() if line.startswith("| `")]
+    sources = {path.stem for path in (CONF / "domains").glob("*.yaml")}
+    assert {name for name in sources if not any(f"`{name}`" in row for row in rows)} == set()
+
+
+def test_the_readme_is_short_begins_with_two_commands_and_leads_to_every_page():
     text = told(README)
     assert len(text.splitlines()) <= LONGEST
-    assert {path.name for path in DOCS.glob("*.md") if f"(docs/{path.name})" not in text} == set()
-    assert f"`scores.json` | the same as data (version {VERSION})" in text
+    assert lines(README)[:2] == ["pip install -e . && python run.py", 'pip install -e ".[dev]" && pytest']
+    assert "(docs/catalogue.md#methods)" in text
+    assert f"| {len(list((CONF / 'method').glob('*.yaml')))} methods |" in text
+    elsewhere = {
+        page for pages in program("pages").SECTIONS.values() for page in pages
+    }  # of the site's navigation
+    there = {path.name for path in DOCS.glob("*.md")}
+    assert {name for name in there - elsewhere if f"(docs/{name}" not in text} == set()
+    assert f"`scores.json` | the same as data (version {VERSION})" in told(DOCS / "running.md")

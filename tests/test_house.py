@@ -32,12 +32,10 @@ def test_a_wing_imports_from_those_below_it_only():
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_every_wing_has_its_line_in_the_map_and_in_the_readme():
+def test_every_wing_has_its_line_in_the_map():
     wings = {f"{name}/" for name in folders(CPT)}
     named = set(re.findall(r"^  (\w+/) +\w", block("The map"), re.MULTILINE))
     assert wings == named
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert {name for name in wings if f"\ncpt/{name} " not in readme} == set()
 
 
 def test_the_hooks_that_are_drawn_are_there_and_none_is_missing():
