@@ -40,6 +40,8 @@ def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path, caplog)
     assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
     assert rises(held)[0] <= 1.2 and rises(held)[1] <= 0.3
     assert "budget" not in free["monitor"]["law"]
+    reports = {name: (tmp_path / name / "report.md").read_text() for name in ("free", "held")}
+    assert "Budget of drift" in reports["held"] and "Budget of drift" not in reports["free"]
     for number, (stage, seen) in enumerate(held["monitor"].items(), start=1):
         budget = seen["budget"]
         assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
