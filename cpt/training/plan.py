@@ -147,8 +147,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         lost_rate=lost_rate(cfg),
     )
     check_generated(plan)
-    check_drift(plan)
-    return check_sharded(plan)
+    return check_sharded(check_drift(plan))
 
 
 def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:
@@ -162,10 +161,10 @@ def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:
     return monitor
 
 
-def check_drift(plan: Plan) -> None:
-    """Raises ValueError for a budget that can not be held, or would bound nothing."""
+def check_drift(plan: Plan) -> Plan:
+    """The plan; raises ValueError for a budget that can not be held, or would bound nothing."""
     if not plan.drift.given:
-        return
+        return plan
     given = ", ".join(f"budget.{name}={value}" for name, value in plan.drift.given.items())
     method, monitor = plan.method.load(), plan.monitor
     wrong = {
@@ -181,6 +180,7 @@ def check_drift(plan: Plan) -> None:
         raise ValueError(
             f"{given} does not go with {found[0]}; allowed: budget.general=null, budget.past=null"
         )
+    return plan
 
 
 def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
