@@ -62,6 +62,9 @@ NEUTRAL: dict[str, Any] = {
     "domains.embedding_model": None,
     "domains.embedding_samples": 1000,
     "eval.tokens": None,
+    "budget.general": None,
+    "budget.past": None,
+    "budget.steer": "rate",
     "method.constraints": "mean",
     "method.margin": 0,
     "method.teacher": "run",
@@ -106,7 +109,8 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result; values that compute the same are equal."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
-    if all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
+    bounded = any(leaves.get(f"budget.{name}") is not None for name in ("general", "past"))
+    if not bounded and all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
 

@@ -55,6 +55,18 @@ class Staged(LightningModule):
                 "allowed: in shape(stage), which a resumed run repeats"
             )
 
+    pace = 1.0  # of the rate that the schedule says, the share that steps are made with
+
+    def set_pace(self, pace: float) -> None:
+        """Has steps be made with such a share of the schedule's rate, from the next on."""
+        self.pace = pace
+        for config in self.trainer.lr_scheduler_configs:
+            own = cast(LambdaLR, config.scheduler)
+            for group, rate, factor in zip(
+                own.optimizer.param_groups, own.base_lrs, own.lr_lambdas, strict=True
+            ):
+                group["lr"] = rate * factor(own.last_epoch)
+
     def configure_optimizers(self) -> dict:
         optimizer = self.make_optimizer(list(self.parameter_groups()))
         for group in optimizer.param_groups:
@@ -62,7 +74,7 @@ class Staged(LightningModule):
         if self.carried is not None:
             self.carried.give(optimizer, self.named_parameters())
         data = self.trainer.datamodule
-        scheduler = LambdaLR(optimizer, lambda step: self.schedule(data.progress(step)))
+        scheduler = LambdaLR(optimizer, lambda step: self.pace * self.schedule(data.progress(step)))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:

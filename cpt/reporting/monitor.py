@@ -12,6 +12,12 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import DASHES, FEW, SERIES, figure, literal, png
 from cpt.reporting.page import Block
 
+BUDGETED = (
+    "Upper ends of the 95 % intervals at the step whose weights the stage ended with, of what may be spent "
+    "by then: the general text since the base, past domains in the mean, each since it was learned. The "
+    "bounds are the dotted lines in the picture above."
+)
+BOUND = "what a budget allows"
 Stage = Mapping[str, Any]  # cpt.evaluation.monitor.Watched, as scores.json has it
 EXPLAINED = (
     "Validation text, since the first look of each stage: the domain itself, those texts learned before it "
@@ -33,6 +39,43 @@ def build_monitor_block(scores: Scores) -> Block:
         words=1,
         folded=f"{len(scores.monitor)} stages",
     )
+
+
+def build_budget_block(scores: Scores) -> Block:
+    """What a budget allowed and what it did, stage by stage; nothing of a run that had none."""
+    stages = {name: stage["budget"] for name, stage in scores.monitor.items() if stage.get("budget")}
+    if not stages:
+        return Block()
+    bounds = list(dict.fromkeys(bound for each in stages.values() for bound in each["allowed"]))
+    cells = [
+        [name, *(describe_bound(scores.monitor[name], bound) for bound in bounds), *describe_acts(each)]
+        for name, each in stages.items()
+    ]
+    return Block(
+        title="Budget of drift",
+        lines=[BUDGETED],
+        head=["stage", *(f"{bound}, nats" for bound in bounds), "kept step", "gone back", "lowest rate"],
+        cells=cells,
+        words=1,
+        folded=f"{len(stages)} stages",
+    )
+
+
+def describe_bound(stage: Stage, bound: str) -> str:
+    """The upper end of a drift at the step that was kept, of what is allowed; where none was, at the last."""
+    budget = stage["budget"]
+    seen, kept = budget["drift"].get(bound), budget["kept"]
+    if not seen:
+        return "–"
+    upper = seen[stage["steps"].index(kept) if kept in stage["steps"] else -1][1]
+    return f"{'–' if upper is None else signed(upper)} of {budget['allowed'][bound]:.3f}"
+
+
+def describe_acts(budget: Stage) -> Iterator[str]:
+    """The step whose weights it ended with, how often it went back, the lowest share of the rate."""
+    yield "–" if budget["kept"] is None else str(budget["kept"])
+    yield str(sum("back to step" in act for act in budget["acts"]))
+    yield f"x {min(budget['pace'], default=1.0):.3g}"
 
 
 def describe_stage(name: str, stage: Stage) -> Iterator[str]:
@@ -72,6 +115,11 @@ def draw_rises(scores: Scores) -> bytes:
             low, high = np.array(stage["rise"][GENERAL], float).T
             axes.plot(steps, lines[GENERAL], color="black", linewidth=1.6)
             axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
+        for bound, height in bounds_of(stage).items():
+            colour = "black" if bound == GENERAL else SERIES[1]
+            axes.plot(
+                steps[[0, -1]], [height, height], color=colour, linewidth=1.2, linestyle=":", label=BOUND
+            )
         axes.axvline(steps[-1], color="0.7", linewidth=0.8, linestyle="-" if not stage["ended"] else ":")
         ticks.append((steps[0] + steps[-1]) / 2)
         begin = int(steps[-1])
@@ -86,6 +134,13 @@ def draw_rises(scores: Scores) -> bytes:
     return png(drawn, told=tell_rises(scores))
 
 
+def bounds_of(stage: Stage) -> dict[str, float]:
+    """By how much what is bounded might rise in a stage, since its first look."""
+    budget = stage.get("budget") or {"drift": {}}
+    began = {bound: seen[0][0] for bound, seen in budget["drift"].items() if seen[0][0] is not None}
+    return {bound: budget["allowed"][bound] - value for bound, value in began.items()}
+
+
 def legend(axes: Any) -> None:
     """What the lines are, whichever of them there are."""
     from matplotlib.lines import Line2D
@@ -93,6 +148,9 @@ def legend(axes: Any) -> None:
     kinds = {"the domain itself": (SERIES[0], DASHES[1]), "past domains": (SERIES[1], DASHES[0])}
     kinds["general text"] = ("black", DASHES[0])
     marks = [Line2D([], [], color=colour, linestyle=dashes) for colour, dashes in kinds.values()]
+    if any(line.get_label() == BOUND for line in axes.lines):
+        kinds[BOUND] = ("black", ":")
+        marks.append(Line2D([], [], color="black", linestyle=":"))
     axes.legend(marks, list(kinds), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 

@@ -18,7 +18,7 @@ from cpt.reporting.formatting import decimals, megabytes, perplexity, pick_ends,
 from cpt.reporting.generated import build_generated_block
 from cpt.reporting.inside import build_inside_blocks
 from cpt.reporting.labels import label
-from cpt.reporting.monitor import build_monitor_block
+from cpt.reporting.monitor import build_budget_block, build_monitor_block
 from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.probes import build_probe_block, format_probes
 from cpt.reporting.training_curves import build_training_block
@@ -53,7 +53,8 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     code = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
     settings = Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}")
     blocks = [_show_run(scores), matrix, stages, _show_parts(scores), _show_metrics(scores)]
-    blocks[3:3] = [build_training_block(scores, Path(folder)), build_monitor_block(scores)]
+    watched = [build_monitor_block(scores), build_budget_block(scores)]
+    blocks[3:3] = [build_training_block(scores, Path(folder)), *watched]
     blocks += [_show_similarity(scores), build_generated_block(Path(folder))]
     moves = build_answer_moves(scores, Path(folder))
     blocks[1:1] = [*build_answer_blocks(scores), moves]  # where there are tasks, people look at these first

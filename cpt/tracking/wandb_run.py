@@ -26,7 +26,7 @@ NOTHING: Mapping[str, Any] = {}
 ADVICE = "logger.mode=offline keeps the run in its folder"
 LARGEST_REPORT = 10_000_000  # bytes; a page that is larger is slow in a panel
 AXES = {
-    "trainer/global_step": ("train/*", "monitor/*"),
+    "trainer/global_step": ("train/*", "monitor/*", "budget/*"),
     "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
 }
 

@@ -166,7 +166,6 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
     domains = module.stages(plan.order)
     replay = module.replay
     learned = [part for domain in domains for part in domain.parts]
-    watched = plan.monitor.every is not None
 
     def packed(name: str, split: str) -> Any:
         return corpora.packed(
@@ -190,7 +189,7 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
         workers=options.workers,
         eval_tokens=plan.evaluation.tokens,
         forms=make_forms(corpora, start, learned, replay),
-        validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if watched else {},
+        validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
 
 

@@ -21,6 +21,7 @@ from cpt.data.options import DataOptions
 from cpt.data.replay import NOTHING, Mixture
 from cpt.data.sources.base import Source
 from cpt.evaluation.answers.options import AnswerOptions
+from cpt.evaluation.budget import BudgetOptions
 from cpt.evaluation.endtasks.tasks import check_given
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.policy import EvalOptions
@@ -65,6 +66,7 @@ class Sections:
     freeze: Freeze | None
     evaluation: EvalOptions | None
     monitor: MonitorOptions | None
+    drift: BudgetOptions | None
     data: DataOptions | None
     parts: PartsOptions | None
     model: ModelOptions | None
@@ -93,6 +95,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         freeze=read_section(cfg, "freeze").read(Freeze),
         evaluation=read_section(cfg, "eval").read(EvalOptions),
         monitor=read_section(cfg, "monitor").read(MonitorOptions),
+        drift=read_section(cfg, "budget").read(BudgetOptions),
         data=read_section(cfg, "data").read(DataOptions),
         parts=read_section(cfg, "parts").read(PartsOptions),
         model=read_section(cfg, "model").read(ModelOptions),

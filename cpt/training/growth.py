@@ -40,6 +40,8 @@ def say_why_not(plan: Plan) -> str:
         return "optim.carry=all lets the rate decay over all domains"
     if getattr(plan.schedule, "needs_end", False):
         return f"schedule={type(plan.schedule).__name__} has rates that depend on how many domains follow"
+    if plan.drift.given:
+        return "budget.general and budget.past are shared out among the domains of the order"
     return ""
 
 

@@ -15,6 +15,7 @@ from cpt.core.places import CONF
 from cpt.core.rules import show
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
+from cpt.evaluation.budget import BudgetOptions
 from cpt.evaluation.endtasks.tasks import Protocol, Settings
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.policy import EvalOptions
@@ -29,6 +30,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
     "monitor": (MonitorOptions,),
+    "budget": (BudgetOptions,),
     "data": (DataOptions,),
     "parts": (PartsOptions,),
     "model": (ModelOptions,),

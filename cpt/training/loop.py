@@ -162,13 +162,13 @@ class Learner:
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         # Last, so that a checkpoint has what the others did at its step.
         resting = [Resting(self.place.stage(number - 1))] * self.rests
-        watching = watch(self.plan.monitor, self.data, domain, compute)
+        watching = watch(self.plan, self.place, self.data, domain, compute)
         ours = [*resting, *watching, compute, rates, leak, guard]
         callbacks = [*ours, *self.callbacks.entering(number), saving]
         with self.outlook.timed("learn", number):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
-        self.scores.monitor.update((domain.name, each.watched.tell()) for each in watching)
+        self.scores.monitor.update((domain.name, each.tell()) for each in watching)
         check_finite(self.module.state_dict(), domain.name)
         state = save_stage(self.module, self.place.stage(number))
         self.rest(number)

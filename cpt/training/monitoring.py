@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from cpt.adapters.routing import Router
 from cpt.core.randomness import key
@@ -20,18 +20,30 @@ from cpt.evaluation.perplexity import DocumentNLL
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
 from cpt.training.costs import Compute
+from cpt.training.plan import Plan
+from cpt.training.run_folder import RunFolder
+from cpt.training.steering import Steering, add_last, put_back, steer, trained
 
 log = logging.getLogger(__name__)
 
 
 class Monitor(Callback):
     """The looks of one stage, at the validation text of the domain and of others; a stage that is gone on
-    with has them from its checkpoint. They change no bit of what is learned, but where they end it."""
+    with has them from its checkpoint. They change no bit of what is learned, but where they end it or hold a
+    budget."""
 
     def __init__(
-        self, options: MonitorOptions, texts: Mapping[str, Packed], *, own: Sequence[str], compute: Compute
+        self,
+        options: MonitorOptions,
+        texts: Mapping[str, Packed],
+        *,
+        every: int,
+        own: Sequence[str],
+        compute: Compute,
+        steering: Steering | None,
     ) -> None:
         self.options, self.texts, self.own, self.compute = options, texts, own, compute
+        self.every, self.steering = every, steering
         self.rows = {
             name: text.draw_rows(options.tokens, stream=key("monitor rows", name))
             for name, text in texts.items()
@@ -43,6 +55,8 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
+        if self.steering is not None:
+            pl_module.pace = self.steering.pace
         if self.watched.ended:
             trainer.should_stop = True
 
@@ -60,11 +74,13 @@ class Monitor(Callback):
         if step == self.step or not self.began:  # within the parts of a step
             return
         self.step = step
-        if step % self.options.every and step < trainer.max_steps:
+        why = self.steering.steered.ended if self.steering else ""
+        if step % self.every and step < trainer.max_steps and not why:
             return
-        self.look(trainer, pl_module)
-        self.show(trainer, pl_module)
-        why = self.watched.judge(self.options, own=self.own)
+        if not why:
+            self.look(trainer, pl_module)
+            self.show(trainer, pl_module)
+            why = self.judge()
         if why and step < trainer.max_steps:
             self.watched.ended, trainer.should_stop = why, True
             if trainer.is_global_zero:
@@ -73,9 +89,14 @@ class Monitor(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Before the method's work after the domain.
         if self.best and self.watched.kept != trainer.global_step:
-            with torch.no_grad():
-                for name, parameter in trained(pl_module):
-                    parameter.copy_(self.best[name].to(parameter.device))
+            put_back(pl_module, self.best)
+        if self.steering is not None and trainer.is_global_zero:
+            self.steering.save()
+
+    def judge(self) -> str:
+        """Why the stage is to end now, in words; nothing where it goes on."""
+        spent = self.steering.steered.ended if self.steering else ""
+        return spent or self.watched.judge(self.options, own=self.own)
 
     def look(self, trainer: Trainer, module: ContinualModule) -> None:
         """Notes the losses of the model as it is now."""
@@ -88,6 +109,8 @@ class Monitor(Callback):
         if self.options.keep == "best" and self.watched.is_best(self.own):
             self.best = {name: each.detach().clone() for name, each in trained(module)}
             self.watched.kept = trainer.global_step
+        if self.steering is not None:
+            self.steering.see(trainer, module, now)
 
     @torch.no_grad()
     def measure(self, trainer: Trainer, module: ContinualModule) -> dict[str, Tensor]:
@@ -121,6 +144,7 @@ class Monitor(Callback):
         stage, rises = trainer.datamodule.domain.name, self.watched.rises()
         for logger in trainer.loggers:
             told = {f"monitor/{text}/{stage}": values[-1] for text, values in self.watched.nll.items()}
+            told |= self.steering.series(stage) if self.steering else {}
             logger.log_metrics(told, step=trainer.global_step)
         past = [rise for text, rise in rises.items() if text not in (*self.own, GENERAL)]
         shown = {"past": max(past, default=None), GENERAL: rises.get(GENERAL)}
@@ -128,23 +152,31 @@ class Monitor(Callback):
             if rise is not None:
                 module.log(f"monitor/{name}+", rise, prog_bar=True, logger=False)
 
+    def tell(self) -> dict[str, Any]:
+        """What was seen and done, as scores.json has it."""
+        return self.watched.tell() | ({"budget": self.steering.steered.tell()} if self.steering else {})
+
     def state_dict(self) -> dict[str, Any]:
-        return {"watched": self.watched.tell(), "began": self.began, "best": self.best}
+        own = {"watched": self.watched.tell(), "began": self.began, "best": self.best}
+        return own | ({"steering": self.steering.state_dict()} if self.steering else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.watched = Watched.read(state["watched"])
         self.began, self.best = dict(state["began"]), dict(state["best"])
+        if self.steering is not None:
+            self.steering.load_state_dict(state["steering"])
 
 
-def watch(options: MonitorOptions, data: DomainSequence, domain: Domain, compute: Compute) -> list[Monitor]:
+def watch(
+    plan: Plan, place: RunFolder, data: DomainSequence, domain: Domain, compute: Compute
+) -> list[Monitor]:
     """What looks at other text while a domain is learned, where that is asked for."""
-    if options.every is None:
+    if not plan.watches:
         return []
+    options, every = plan.monitor, plan.monitor.interval(data.steps(domain))
+    if options.every is None:
+        log.info("%s is looked at every %d steps, for its budget (monitor.every=null)", domain.name, every)
     names = options.choose(domain.parts, data.past(domain), stage=domain.name)
-    texts = {name: data.validation[name] for name in names}
-    return [Monitor(options, texts, own=domain.parts, compute=compute)]
-
-
-def trained(module: ContinualModule) -> list[tuple[str, nn.Parameter]]:
-    """What a stage trains, by name."""
-    return [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    texts = {name: data.validation[name] for name in add_last(plan.drift, names, data, domain)}
+    steering = steer(plan.drift, place, data, domain)
+    return [Monitor(options, texts, every=every, own=domain.parts, compute=compute, steering=steering)]

@@ -16,8 +16,9 @@ from cpt.data.budget import Budget, share_batch
 from cpt.data.options import DataOptions
 from cpt.data.replay import Generated, Mixture
 from cpt.data.similarity import Similarity
-from cpt.data.sources.base import Source
+from cpt.data.sources.base import GENERAL, Source
 from cpt.evaluation.answers.options import AnswerOptions
+from cpt.evaluation.budget import PAST, BudgetOptions
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.objective import objective_value
@@ -44,6 +45,7 @@ class Plan:
     freeze: Freeze
     evaluation: EvalOptions
     monitor: MonitorOptions
+    drift: BudgetOptions  # nats by which losses on other text may rise
     data: DataOptions
     parts: PartsOptions
     method: Choice
@@ -69,6 +71,16 @@ class Plan:
     def by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
         return orders.by_texts(self.run.order)
+
+    @property
+    def watches(self) -> bool:
+        """Whether other text is looked at while a domain is learned."""
+        return self.monitor.every is not None or bool(self.drift.given)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether weights are kept while a domain is learned, to go back to."""
+        return self.monitor.keep == "best" or bool(self.drift.given)
 
     @property
     def mixture(self) -> Mixture:
@@ -113,6 +125,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         freeze=said.freeze,
         evaluation=said.evaluation,
         monitor=check_ending(said.monitor, said.schedule),
+        drift=said.drift,
         data=said.data,
         parts=said.parts,
         method=said.method,
@@ -134,7 +147,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         lost_rate=lost_rate(cfg),
     )
     check_generated(plan)
-    return check_sharded(plan)
+    return check_sharded(check_drift(plan))
 
 
 def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:
@@ -146,6 +159,28 @@ def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:
             "infinite): the next domain goes on before it; allowed: stop=null, patience=null, keep=last"
         )
     return monitor
+
+
+def check_drift(plan: Plan) -> Plan:
+    """The plan; raises ValueError for a budget that can not be held, or would bound nothing."""
+    if not plan.drift.given:
+        return plan
+    given = ", ".join(f"budget.{name}={value}" for name, value in plan.drift.given.items())
+    method, monitor = plan.method.load(), plan.monitor
+    wrong = {
+        f"method={plan.names['method']}, which learns each domain from the base": method.alone,
+        f"method={plan.names['method']}, which has no past": PAST in plan.drift.given and method.needs_all,
+        "a schedule whose decay is a branch (wsd, infinite)": getattr(plan.schedule, "branches", False),
+        "monitor.keep=best, whose weights may be over it": monitor.keep == "best",
+        "monitor.general=false": GENERAL in plan.drift.given and not monitor.general,
+        "monitor.past=0": PAST in plan.drift.given and not monitor.past,
+        "strategy=fsdp: weights are kept as a whole": plan.trainer.strategy == "fsdp",
+    }
+    if found := [reason for reason, holds in wrong.items() if holds]:
+        raise ValueError(
+            f"{given} does not go with {found[0]}; allowed: budget.general=null, budget.past=null"
+        )
+    return plan
 
 
 def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:

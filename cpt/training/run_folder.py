@@ -22,7 +22,13 @@ from cpt.evaluation.documents import documents_file, load_documents
 from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
-HELD = ("stages", "checkpoints", "documents", "diagnostics")  # folders of files that appear as a whole
+HELD = (
+    "stages",
+    "checkpoints",
+    "documents",
+    "diagnostics",
+    "looks",
+)  # folders of files that appear as a whole
 
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
@@ -240,6 +246,23 @@ class RunFolder:
             path = self.path / "diagnostics" / f"{row:03d}.npz"
             with replacing(path) as partial, partial.open("wb") as file:
                 np.savez(file, **values)
+
+    def looks(self, number: int) -> Path:
+        """Losses by document that a budget counts from, as they were before a stage."""
+        return self.path / "looks" / f"{number:03d}.npz"
+
+    def save_looks(self, number: int, losses: dict[str, np.ndarray]) -> None:
+        with replacing(self.looks(number)) as partial, partial.open("wb") as file:
+            np.savez(file, **losses)
+
+    def load_looks(self, number: int) -> dict[str, np.ndarray]:
+        """Those of the stages before one. Raises ValueError for what is gone or damaged."""
+        found: dict[str, np.ndarray] = {}
+        for path in map(self.looks, range(1, number)):
+            check_archive(path, instead=f"bring it back from a copy, or delete {self.path} to learn again")
+            with np.load(path) as file:
+                found |= {name: file[name] for name in file.files}
+        return found
 
     def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
         return load_documents(self.path, rows)

@@ -171,6 +171,28 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(
     assert bits(tmp_path) == bits(uninterrupted(method))
 
 
+BOUNDED = ["monitor.every=2", "monitor.tokens=200", "budget.general=1e-3", "budget.past=1e-3"]
+
+
+@pytest.mark.parametrize(
+    "method", run_few([name for name in LEARNING if name not in ("one", "dga", "joint")], {"derpp"})
+)
+def test_held_to_a_budget_it_goes_on_with_the_same_bits(method, killing, small, start, tmp_path):
+    """Killed before a checkpoint, after one, and after the last step."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    given = [*chosen(method), ORDER, *DROPOUT, *BOUNDED]
+    start(small(*given), whole)
+    one = json.loads((whole / "scores.json").read_text())["monitor"]
+    for step in sorted({1, min(3, one["food"]["steps"][-1]), one["food"]["steps"][-1] or 1}):
+        killing(Killer(step=step, domain="food"))
+        with pytest.raises(KilledError):
+            start(small(*given), killed)
+    killing(None)
+    start(small(*given), killed)
+    assert json.loads((killed / "scores.json").read_text())["monitor"] == one
+    assert bits(killed) == bits(whole)
+
+
 @pytest.mark.parametrize(
     "choices",
     [

@@ -14,6 +14,7 @@ from typing import Any
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_one_of_several
 from cpt.core.rules import show
+from cpt.evaluation.monitor import LOOKS
 from cpt.evaluation.scores import Scores
 from cpt.training.forecast.table import format_forecast
 from cpt.training.growth import find_beginnings, say_why_not
@@ -118,6 +119,15 @@ def step_of_base(plan: Plan, corpora: Any, start: Any) -> float:
     return time_pretraining(make_learner(plan.model, new), general_only(plan.model, new, corpora), options)
 
 
+def describe_budget(plan: Plan) -> dict[str, Any]:
+    """What other text may lose, and what sees to it; nothing where there is no budget."""
+    if not plan.drift.given:
+        return {}
+    every = plan.monitor.every
+    looks = f"every {every} steps" if every else f"{LOOKS} times a stage"
+    return {"nats": plan.drift.given, "steer": plan.drift.steer, "looks": looks}
+
+
 def describe(
     plan: Plan, place: RunFolder, folder: RunFolder, scores: Scores | None, *, device: str, world: int
 ) -> dict[str, Any]:
@@ -136,6 +146,7 @@ def describe(
         "device": device,
         "processes": world,
         "policy": {**plan.evaluation.policy, "tokens": plan.evaluation.tokens},
+        "budget": describe_budget(plan),
         "keep_stages": plan.run.keep_stages,
         "not_timed": [name for name, asked in measured.items() if asked is not None],
     }

@@ -12,6 +12,7 @@ from cpt.training.forecast.watching import Phase, Tried
 from cpt.training.forecast.work import Row, Work
 from cpt.training.options import minutes_of
 from cpt.training.plan import Plan
+from cpt.training.steering import add_last
 
 PARTS = ("weights", "companions", "state", "others", "gradients", "optimizer")
 OF_AN_ARRAY = 248  # bytes of a .npz file beside an array's own numbers
@@ -62,6 +63,7 @@ class Outlook:
         parts["rest"] = max(0, *rests, resting + max(scoring) - sum(parts.values()))
         if self.is_sharded:
             parts[GATHERED] = 2 * max(each.gathered for each in tried)
+        parts["kept"] = parts["gradients"] * self.plan.keeps
         parts[TOGETHER] = parts["gradients"] * (self.world > 1 and not self.is_sharded)
         parts["program"] = self.program
         if self.program:
@@ -94,7 +96,7 @@ class Outlook:
             "stage files, the last alone": files[-1] if files else 0,
             BEFORE: sum(files[-2:]) if len(files) > 1 else 0,
             "stage files, all (keep_stages=true)": sum(files),
-            "checkpoint, while learning": sizes[-1] + grown if sizes else 0,
+            "checkpoint, while learning": sizes[-1] + grown + self.memory(1).get("kept", 0) if sizes else 0,
             "losses by document": documents,
             "answers": self.answers(),
             "exported model": self.exported(files),
@@ -159,14 +161,15 @@ class Outlook:
     def looking(self, row: Row) -> float:
         """Seconds of looks at other text while a stage is learned."""
         options, stage = self.plan.monitor, self.data.domains[row.number - 1]
-        if options.every is None:
+        if not self.plan.watches:
             return 0.0
         total = 0.0
-        for text in options.choose(stage.parts, self.data.past(stage), stage=stage.name):
+        names = options.choose(stage.parts, self.data.past(stage), stage=stage.name)
+        for text in add_last(self.plan.drift, names, self.data, stage):
             kind = "seen" if self.data.places.get(text, self.stages) < row.number - 1 else "unseen"
             tokens = min(options.tokens, int(self.data.validation[text].row_lengths.sum()))
             total += tokens * self.token_s(kind, row.number)
-        return total * (1 + row.left_steps // options.every) / self.world
+        return total * (1 + row.left_steps // options.interval(max(1, row.steps))) / self.world
 
     def saving(self, row: Row) -> float:
         """Seconds of checkpoints, and of the stage's file."""

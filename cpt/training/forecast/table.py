@@ -17,6 +17,7 @@ MEMORY = {
     "others": "the method's, in no buffer",
     "gradients": "gradients",
     "optimizer": "optimizer's state",
+    "kept": "weights to go back to",
     "gathered": "a block while it computes",
     "buckets": "gradients as they are exchanged",
     "weights and scoring": "weights, and scoring",
@@ -63,6 +64,9 @@ def stages(data: Mapping[str, Any]) -> Iterator[str]:
     heads = ["stage", "steps", "tokens read", "texts scored", "tokens scored"]
     heads += ["tokens generated"] * generates + ["steps left", "scored left"] * left
     yield from aligned([heads, *few(rows), whole])
+    if budget := data["budget"]:
+        bounds = ", ".join(f"{name} {value:g}" for name, value in budget["nats"].items())
+        yield f"budget, nats per token: {bounds}; steered by {budget['steer']}, looked at {budget['looks']}"
     scored = data["scored_tokens"]
     policy = " ".join(f"eval.{name}={value}" for name, value in data["policy"].items() if value is not None)
     share = scored["scored_tokens"] / max(1, scored["full_matrix"])

@@ -1,0 +1,144 @@
+"""How often a budget of drift holds, and what it costs in learning: `python benchmarks/budget.py
+--root FOLDER` makes results/budget.json.
+
+FOLDER holds corpora/<domain> and general with {train,valid,test}.jsonl.gz, of which the first documents are
+read. For each seed, in one process, the domains of DAS are learned by a small model: with the budget, and at
+fixed shares of the rate without one. A budget is steered by validation text; whether it held is read from the
+last row of the matrix, on test text. Reports are not written."""
+
+import argparse
+import gzip
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hydra import compose, initialize_config_dir
+from measuring import save
+
+from cpt.core.places import CONF
+from cpt.evaluation.scores import Scores
+
+TAKEN = {"train": 300, "valid": 80, "test": 200}  # documents of each text
+GENERAL = {"train": 2000}
+SIZES = [
+    *("model.length=64", "model.vocabulary=2048", "model.config.hidden_size=64"),
+    *("model.config.intermediate_size=96", "model.config.num_attention_heads=2", "model.base.steps=1000"),
+    *("trainer.batch_size=16", "trainer.eval_batch_size=128", "trainer.probe_samples=16"),
+    *("trainer.checkpoint_every=100000", "domains.held_out.most=200"),
+]
+HELD = 0.95  # of the seeds
+RATES = (1, 0.5, 0.25, 0.125, 0.0625)
+
+
+def main() -> None:
+    options = read_arguments()
+    work = Path(tempfile.mkdtemp()) if options.work is None else options.work
+    take(options.root, work / "texts")
+    settings = {f"rate x {rate:g}": rate for rate in options.rates} | {"budget": 1.0}
+    rows: list[dict[str, Any]] = []
+    for seed in range(options.seeds):
+        for name, rate in settings.items():
+            rows.append({"seed": seed, "setting": name} | learn(options, work, name, rate, seed))
+            print(rows[-1], flush=True)
+        asked = {name: value for name, value in vars(options).items() if name not in ("root", "work", "out")}
+        told = sum_up(rows, seeds=seed + 1, general=options.general, past=options.past)
+        save(
+            "budget",
+            {"options": asked | {"seeds": seed + 1}, "settings": told, "rows": rows},
+            out=options.out,
+        )
+        for line in describe(told):
+            print(line, flush=True)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, required=True, help="the data; see above")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=40, help="of each domain")
+    parser.add_argument("--general", type=float, default=0.02, help="nats")
+    parser.add_argument("--past", type=float, default=0.05, help="nats")
+    parser.add_argument("--tokens", type=int, default=6000, help="of each text, at a look")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="fixed ones, of the default")
+    parser.add_argument("--given", nargs="*", default=[], help="options of all runs")
+    parser.add_argument("--work", type=Path, help="where texts, base and runs lie; default: a new folder")
+    parser.add_argument("--out", help="default: results/budget.json")
+    return parser.parse_args()
+
+
+def take(root: Path, into: Path) -> None:
+    """The first documents of each text."""
+    for folder in [*sorted((root / "corpora").iterdir()), root / "general"]:
+        target = into / folder.relative_to(root)
+        target.mkdir(parents=True, exist_ok=True)
+        for split, count in (TAKEN | (GENERAL if folder.name == "general" else {})).items():
+            with gzip.open(folder / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
+                lines = list(islice(file, count))
+            with gzip.open(target / f"{split}.jsonl.gz", "wt", encoding="utf-8") as file:
+                file.writelines(lines)
+
+
+def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed: int) -> dict[str, Any]:
+    """One run: what it learned, and by how much other text rose."""
+    from cpt.reporting import run_report
+    from cpt.run import run
+
+    run_report.write_report = lambda *given: None  # pictures take longer than the learning
+    bounds = [f"budget.general={options.general}", f"budget.past={options.past}"]
+    given = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
+    given += [f"monitor.tokens={options.tokens}", *bounds * (name == "budget"), *options.given]
+    places = [f"domains.root={work / 'texts'}", f"cache_dir={work / 'cache'}"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", ["domains=das6", *places, *SIZES, *given])
+    folder, began = work / "run", time.process_time()
+    shutil.rmtree(folder, ignore_errors=True)
+    run(cfg, folder=folder)
+    scores = Scores.load(folder / "scores.json")
+    return measure(scores) | {"seconds": round(time.process_time() - began, 1)}
+
+
+def measure(scores: Scores) -> dict[str, float]:
+    """Of the test text, in the mean: nats gained on each domain by its own stage, and by the end; nats that
+    the general text and past domains rose by at the last row."""
+    metrics = {name: each["nats"] for name, each in scores.metrics.items()}
+    loss, own = scores.matrix, list(scores.diagonal.values())
+    before = [loss[0, scores.domains.index(name)] for name in scores.learned]
+    return {
+        "learned": float(np.mean(before) - np.mean(own)),
+        "kept": float(np.mean(before) - metrics["LC"]),
+        "general": float(metrics["general_drift"]),
+        "past": float(metrics["FG"]),
+    }
+
+
+def sum_up(rows: list[dict], *, seeds: int, general: float, past: float) -> dict[str, dict[str, float]]:
+    """By setting: in which share of the seeds both bounds held, and means; what it learned over the best
+    fixed setting that held in 95 % of them."""
+    told: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(row["setting"] for row in rows):
+        own = [row for row in rows if row["setting"] == name]
+        held = [row["general"] <= general and row["past"] <= past for row in own]
+        means = {
+            key: float(np.mean([row[key] for row in own])) for key in ("learned", "kept", "general", "past")
+        }
+        worst = {f"most {key}": max(row[key] for row in own) for key in ("general", "past")}
+        told[name] = {"held": float(np.mean(held)), **means, **worst, "seeds": seeds}
+    fixed = [each for name, each in told.items() if name != "budget" and each["held"] >= HELD]
+    for key in ("learned", "kept"):
+        best = max((each[key] for each in fixed), default=float("nan"))
+        told["budget"][f"{key} over the best fixed"] = told["budget"][key] / best
+    return told
+
+
+def describe(told: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    for name, each in told.items():
+        yield f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.items())
+
+
+if __name__ == "__main__":
+    main()

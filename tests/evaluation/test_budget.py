@@ -1,0 +1,95 @@
+"""What a budget makes of what was seen."""
+
+import numpy as np
+import pytest
+
+from cpt.evaluation.budget import BudgetOptions, Steered, find_drift
+
+
+def steered(*looks, steer="rate", allowed=0.1):
+    """After looks at the general text: at each its rise and the upper end."""
+    made = Steered({"general": allowed})
+    for step, look in enumerate(looks):
+        made.see(step, {"general": look}, steer=steer)
+    return made
+
+
+def losses(**means):
+    """Of three documents with ten tokens each, nats and tokens."""
+    counts = np.full(3, 10.0)
+    return {text: np.array([[10.0 * each for each in values], counts]) for text, values in means.items()}
+
+
+def test_the_rate_falls_from_half_of_the_budget_on():
+    paces = [steered((0, 0), (0, upper)).pace[-1] for upper in (-0.2, 0.0, 0.05, 0.075, 0.1)]
+    assert paces == pytest.approx([1, 1, 1, 0.5, 0])
+
+
+def test_it_comes_back_when_the_drift_does():
+    assert steered((0, 0), (0, 0.09), (0, 0.04)).pace == pytest.approx([1, 0.2, 1])
+
+
+def test_over_it_goes_back_and_each_time_at_half_the_rate():
+    found = steered((0, 0), (0.03, 0.06), (0.09, 0.11), (0.04, 0.06), (0.2, 0.3))
+    assert found.kept == 3 and not found.ended
+    assert found.pace == pytest.approx([1, 0.8, 0.4, 0.4, 0.2])
+    assert "back to step 1; rate x 0.4" in found.acts[1] and "back to step 3" in found.acts[-1]
+
+
+def test_the_interval_counts_not_the_mean():
+    assert steered((0, 0), (0.05, 0.11)).brake == 0.5
+    assert steered((0, 0), (0.05, float("nan"))).brake == 0.5  # what is no number is not within
+
+
+def test_it_ends_where_no_rate_holds():
+    over = [(0.2, 0.3)] * 6
+    assert not steered((0, 0), *over[:5]).ended
+    assert "less than 0.03125 of its rate" in steered((0, 0), *over).ended
+
+
+def test_steered_by_the_end_it_ends_at_the_first_look_over():
+    found = steered((0, 0), (0.08, 0.09), (0.1, 0.101), steer="end")
+    assert (found.kept, found.pace, found.ended) == (1, [1, 1, 0], "its budget is spent")
+
+
+def test_spent_before_the_first_step_nothing_is_learned():
+    found = steered((0.11, 0.12))
+    assert found.pace == [0] and found.kept is None and "before its first step" in found.ended
+    assert found.acts == [
+        "step 0: general +0.1100, at most +0.1200 of 0.1000: its budget is spent before its first step"
+    ]
+
+
+def test_without_anything_to_bound_the_rate_stays():
+    made = Steered({"past": 0.1})
+    assert made.see(0, {}, steer="rate") and made.pace == [1] and not made.acts
+
+
+def test_the_scarcer_of_two_decides():
+    made = Steered({"general": 0.1, "past": 0.2})
+    assert made.see(0, {"general": (0, 0.08), "past": (0, 0.12)}, steer="rate")
+    assert made.spent == pytest.approx(0.8)
+    assert not made.see(1, {"general": (0, 0.02), "past": (0, 0.21)}, steer="rate")
+
+
+def test_each_stage_adds_its_share():
+    options = BudgetOptions(general=0.06, past=0.3, steer="rate")
+    assert options.allow(1, stages=3) == pytest.approx({"general": 0.02, "past": 0.1})
+    assert options.allow(3, stages=3) == pytest.approx(options.given)
+
+
+def test_drift_is_of_the_general_text_and_the_mean_of_past_ones():
+    began = losses(general=[4, 4, 4], one=[1, 1, 1], two=[2, 2, 2], mine=[9, 9, 9])
+    now = losses(general=[4.1, 4.1, 4.1], one=[1.5, 1.5, 1.5], two=[1.9, 1.9, 1.9], mine=[5, 5, 5])
+    found = find_drift(["general", "past"], began, now, own=["mine"])
+    assert found["general"] == pytest.approx((0.1, 0.1)) and found["past"] == pytest.approx((0.2, 0.2))
+    assert find_drift(["past"], began, {"mine": now["mine"]}, own=["mine"]) == {}
+    assert list(find_drift(["general"], began, now, own=["mine"])) == ["general"]
+
+
+def test_the_upper_end_is_over_documents():
+    began, now = losses(general=[4, 4, 4]), losses(general=[4, 4, 4.3])
+    value, upper = find_drift(["general"], began, now, own=[])["general"]
+    assert value == pytest.approx(0.1) and upper == pytest.approx(0.3)
+    single = {text: each[:, :1] for text, each in now.items()}
+    assert find_drift(["general"], {"general": began["general"][:, :1]}, single, own=[])["general"] == (0, 0)

@@ -1,0 +1,149 @@
+"""Runs that are held to a budget of drift."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.killing import KilledError, Killer
+from tests.support.making import DROPOUT
+
+THREE = ["order=[law,food,space]", "trainer.steps=12", "monitor.every=2", "monitor.tokens=400"]
+STEEP = ["optim.lr=0.03", "schedule=constant", "schedule.warmup=0"]
+HELD = ["budget.general=1.2", "budget.past=0.3"]
+
+
+def scores_of(folder):
+    return json.loads((folder / "scores.json").read_text())
+
+
+def weights(folder):
+    return torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+
+
+def rises(scores):
+    """Of the last row: of the general text since the base, of past domains in the mean since their own."""
+    nll, columns, rows = np.array(scores["nll"]), scores["domains"], scores["rows"]
+    past = [nll[-1, columns.index(name)] - nll[rows.index(name), columns.index(name)] for name in rows[1:-1]]
+    general = columns.index("general")
+    return nll[-1, general] - nll[0, general], np.mean(past)
+
+
+def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path, caplog):
+    caplog.set_level("INFO")
+    every = [*THREE, *STEEP, "monitor.tokens=1000000", "domains.score_on=valid"]
+    start(small("method=ncl", *every), tmp_path / "free")
+    start(small("method=ncl", *every, *HELD), tmp_path / "held")
+    free, held = (scores_of(tmp_path / name) for name in ("free", "held"))
+    column = free["domains"].index("general")
+    assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
+    assert rises(held)[0] <= 1.2 and rises(held)[1] <= 0.3
+    assert "budget" not in free["monitor"]["law"]
+    reports = {name: (tmp_path / name / "report.md").read_text() for name in ("free", "held")}
+    assert "Budget of drift" in reports["held"] and "Budget of drift" not in reports["free"]
+    for number, (stage, seen) in enumerate(held["monitor"].items(), start=1):
+        budget = seen["budget"]
+        assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
+        kept = seen["steps"].index(budget["kept"])
+        assert budget["drift"]["general"][kept][1] <= 0.4 * number
+        row = held["rows"].index(stage)
+        drift = held["nll"][row][column] - held["nll"][0][column]
+        assert drift == pytest.approx(budget["drift"]["general"][kept][0], abs=1e-4)  # weights went back
+        assert all(f"budget of {stage}, {act}" in caplog.text for act in budget["acts"])
+    assert "past" not in held["monitor"]["law"]["budget"]["drift"]
+    last = held["monitor"]["space"]["budget"]
+    kept = held["monitor"]["space"]["steps"].index(last["kept"])
+    assert rises(held)[1] == pytest.approx(last["drift"]["past"][kept][0], abs=1e-4)
+    assert held["rates"][1][-1] < held["rates"][1][0] and any("back to" in act for act in last["acts"])
+
+
+def test_the_rate_is_that_share_of_the_schedules(small, start, tmp_path):
+    given = [
+        "order=[law]",
+        *THREE[1:],
+        *STEEP,
+        "budget.general=0.2",
+        "logger=csv",
+        "trainer.log_every_n_steps=1",
+    ]
+    start(small("method=ncl", *given), tmp_path)
+    seen = scores_of(tmp_path)["monitor"]["law"]
+    text = (tmp_path / "metrics.csv").read_text()
+    assert "budget/pace/law" in text and "budget/general/law" in text
+    rows = [line.split(",") for line in text.splitlines()]
+    name, step, value = (rows[0].index(each) for each in ("name", "step", "value"))
+    rates = {int(row[step]): float(row[value]) for row in rows if row[name] == "train/lr/law"}
+    for at, pace in zip(seen["steps"][:-1], seen["budget"]["pace"][:-1], strict=True):
+        assert rates[at] == pytest.approx(0.03 * pace) or at not in rates
+    assert len(rates) > 5 and min(rates.values()) < 0.03
+
+
+def test_looked_at_a_twentieth_of_a_stage_where_nothing_else_is_said(small, start, tmp_path, caplog):
+    caplog.set_level("INFO")
+    given = ["order=[law]", "trainer.steps=30", "monitor.past=0", "budget.general=9"]
+    start(small("method=ncl", *given), tmp_path)
+    assert scores_of(tmp_path)["monitor"]["law"]["steps"] == [*range(0, 31, 2)]
+    assert "law is looked at every 2 steps, for its budget (monitor.every=null)" in caplog.text
+
+
+def test_a_budget_that_is_never_touched_changes_no_bit(small, start, tmp_path):
+    every = ["order=[law,food]", *THREE[1:], *DROPOUT, "monitor.past=0"]
+    start(small("method=ewc", *every), tmp_path / "free")
+    start(small("method=ewc", *every, "budget.general=9"), tmp_path / "held")
+    one, other = weights(tmp_path / "free"), weights(tmp_path / "held")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_spent_before_a_stage_it_learns_nothing(small, start, tmp_path, monkeypatch):
+    """One step is made, at no rate; the stages after it are learned."""
+    from cpt.evaluation.budget import BudgetOptions
+
+    monkeypatch.setattr(
+        BudgetOptions, "allow", lambda self, number, stages: {"general": (9.0, 1e-6, 9.0)[number - 1]}
+    )
+    start(small("method=ncl", *THREE, *STEEP, "budget.general=0.5"), tmp_path)
+    found = scores_of(tmp_path)
+    assert "before its first step" in found["monitor"]["food"]["ended"]
+    assert found["nll"][1] == pytest.approx(found["nll"][2], abs=1e-6) != found["nll"][3]
+    assert found["seen"][2] < found["seen"][1] / 2
+
+
+@pytest.mark.parametrize(("method", "steer"), [("ewc", "rate"), ("lora", "end")])
+def test_killed_it_ends_with_the_same_bits(method, steer, small, start, killing, tmp_path):
+    given = [f"method={method}", *THREE, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
+    given += [f"budget.steer={steer}", "trainer.checkpoint_every=3", "order=[law,food]"]
+    start(small(*given), tmp_path / "whole")
+    whole = scores_of(tmp_path / "whole")
+    last = whole["monitor"]["food"]["steps"][-1]
+    for step in sorted({1, min(5, last), last}):
+        killing(Killer(step=step, domain="food"))
+        with pytest.raises(KilledError):
+            start(small(*given), tmp_path / "killed")
+    killing(None)
+    start(small(*given), tmp_path / "killed")
+    killed = scores_of(tmp_path / "killed")
+    assert all(whole[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert any(whole["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))
+
+
+def test_what_drift_is_counted_from_may_not_be_damaged(small, start, killing, tmp_path):
+    given = ["order=[law,food]", *THREE[1:], "budget.past=9"]
+    killing(Killer(step=1, domain="food"))
+    with pytest.raises(KilledError):
+        start(small("method=ncl", *given), tmp_path)
+    killing(None)
+    path = tmp_path / "looks" / "001.npz"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="001.npz is truncated or damaged"):
+        start(small("method=ncl", *given), tmp_path)
+
+
+def test_it_is_part_of_what_a_run_is(small, start, tmp_path):
+    given = ["order=[law,food]", *THREE[1:], "budget.general=9"]
+    start(small("method=ncl", *given), tmp_path)
+    for other in ("budget.general=8", "monitor.tokens=300"):
+        with pytest.raises(ValueError, match=other.partition("=")[0]):
+            start(small("method=ncl", *given, other), tmp_path)
