@@ -72,7 +72,7 @@ def test_an_advice_is_planned_run_stopped_gone_on_with_and_told(here, tmp_path, 
     assert told.splitlines()[-1] == advice["recommended"]["command"]
     check_advice(advice)
     check_command(advice["recommended"]["command"], corpora)
-    with Image.open(tmp_path / "outputs/advice/advice-1.png") as picture:
+    with Image.open(tmp_path / "outputs/advice/advice-plane.png") as picture:
         assert f"{advice['recommended']['arm']} recommended" in picture.text["Description"]
     assert here("--weight", "0") == []  # nothing is learned again
     assert json.loads((tmp_path / "outputs/advice/advice.json").read_text()) == advice

@@ -25,7 +25,7 @@ Arm = Mapping[str, Any]
 def make_blocks(advice: Mapping[str, Any]) -> list[Block]:
     best = find_arm(advice, advice["recommended"]["arm"])
     return [
-        Block(title=f"Recommended: {best['arm']}", lines=tell(advice), picture=draw(advice)),
+        Block(title=f"Recommended: {best['arm']}", lines=tell(advice), picture=draw(advice), name="plane"),
         Block(title="The command", code=advice["recommended"]["command"]),
         Block(
             title="What each arm traded",

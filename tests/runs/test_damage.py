@@ -11,7 +11,7 @@ from PIL import Image
 from cpt.evaluation.scores import Scores
 from cpt.report import main
 from cpt.reporting import run_report
-from cpt.reporting.comparison import charts
+from cpt.reporting.comparison import charts, panels
 from tests.support.comparing import endtasks, made, saved
 
 WRONG = (None, "x", -1, 1.5, True, [], {}, [[]], [None], {"a": None}, 10**400)
@@ -42,8 +42,10 @@ def changed(data, at, wrong):
 def no_charts(monkeypatch):
     file = io.BytesIO()
     Image.new("RGB", (1, 1)).save(file, format="PNG")
-    for name in ("trade_off", "pareto", "matrices", "curves", "overlaps", "posteriors"):
-        monkeypatch.setattr(charts, name, lambda *_, **__: file.getvalue())
+    drawn = {charts: ("trade_off", "pareto", "curves"), panels: ("matrices", "overlaps", "posteriors")}
+    for module, names in drawn.items():
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_, **__: file.getvalue())
 
 
 def full():
