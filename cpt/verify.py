@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from cpt.core.checksums import FILE, Checksums
@@ -94,8 +95,20 @@ def measure_file(place: RunFolder) -> None:
     scores = place.scores()
     if scores is not None:
         place.check_documents([scores.measured(row) for row in range(len(scores.rows))])
-    if scores is not None and scores.run["finished"] and (lost := place.lost(full=True)):
+    if scores is None or not scores.run["finished"]:
+        return
+    if lost := place.lost(full=True):
         raise ValueError(f"{place.path}: {'; '.join(lost)}; {AGAIN}")
+    if missing := find_missing(place, stages=len(scores.rows) - 1):
+        raise ValueError(f"{missing[-1]} is missing: no run goes on from it; bring it back from a copy")
+
+
+def find_missing(place: RunFolder, *, stages: int) -> list[Path]:
+    """What a finished run of so many stages has not kept: the last one, with `keep_stages` any of them."""
+    file = place.path / "config.yaml"
+    keeps = file.exists() and OmegaConf.load(file).get("keep_stages", False)
+    first = 1 if keeps else max(1, stages)
+    return [path for path in map(place.stage, range(first, stages + 1)) if not path.exists()]
 
 
 def read_through(path: Path) -> None:

@@ -115,7 +115,9 @@ def test_every_option_stands_on_its_page_with_its_help_and_what_is_allowed(path)
     kind = options_of(target, place=group) if target and target.startswith("cpt.") else None
     if kind is None or group in options.ALIKE:
         return
-    place = f"{group}.{path.stem}" if group == "mask" else group  # masks multiply: each has a place of its own
+    place = (
+        f"{group}.{path.stem}" if group == "mask" else group
+    )  # masks multiply: each has a place of its own
     section = told("options.md").split(f"### `{group}={path.stem}`\n")[1].split("\n##")[0]
     for name, field in kind.__dataclass_fields__.items():
         if name in given and not OmegaConf.is_dict(given._get_node(name)):

@@ -283,6 +283,20 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, 
     assert "no folder" in capsys.readouterr().out
 
 
+def test_verify_misses_the_stages_that_a_finished_run_keeps(again, capsys):
+    path = again / "stages" / "002.pt"
+    stage = path.read_bytes()
+    path.unlink()
+    assert verify.main([str(again)]) == 1
+    [line, _] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{path} is missing: no run goes on from it")
+    config = again / "config.yaml"
+    config.write_text(config.read_text().replace("keep_stages: false", "keep_stages: true"))
+    path.write_bytes(stage)
+    assert verify.main([str(again)]) == 1
+    assert "001.pt is missing" in capsys.readouterr().out
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {root!r})
