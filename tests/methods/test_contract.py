@@ -175,7 +175,8 @@ BOUNDED = ["monitor.every=2", "monitor.tokens=200", "budget.general=1e-3", "budg
 
 
 @pytest.mark.parametrize(
-    "method", run_few([name for name in LEARNING if name not in ("one", "dga", "joint", "branched")], {"derpp"})
+    "method",
+    run_few([name for name in LEARNING if name not in ("one", "dga", "joint", "branched")], {"derpp"}),
 )
 def test_held_to_a_budget_it_goes_on_with_the_same_bits(method, killing, small, start, tmp_path):
     """Killed before a checkpoint, after one, and after the last step."""
