@@ -78,14 +78,21 @@ def sections_within(cfg: DictConfig, place: str) -> Iterator[str]:
 
 
 def describe_section(cfg: DictConfig, place: str) -> Iterator[str]:
-    """A line for each option of a section: what it is now, what it means, what is allowed."""
+    """Lines for each option of a section: what it is now, what it means, what is allowed."""
+    for key, value, told, allowed in list_options(cfg, place):
+        yield f"{key}={value}"
+        yield f"    {told}" + (f"; allowed: {allowed}" if allowed else "")
+
+
+def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, str]]:
+    """Of each option of a section its key, its value as one gives it, its help and what is allowed."""
     node = OmegaConf.select(cfg, place) if place else cfg
     for kind in kinds_of(node, place):
         for each in fields(kind):
             if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
                 rule = each.metadata["rule"]
-                yield f"{with_dot(place)}{each.name}={value_of(node, each.name)}"
-                yield f"    {each.metadata['help']}" + (f"; allowed: {rule.allowed}" if rule else "")
+                key, value = f"{with_dot(place)}{each.name}", value_of(node, each.name)
+                yield key, value, each.metadata["help"], rule.allowed if rule else ""
 
 
 def value_of(node: DictConfig, name: str) -> str:

@@ -7,7 +7,6 @@ options are now."""
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 os.environ.pop("CPT_CACHE", None)  # a default of the page, and not this machine's
@@ -15,12 +14,11 @@ DOCS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(DOCS.parent))
 
 from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import DictConfig, OmegaConf  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
 
 import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
-from cpt.core.options import with_dot  # noqa: E402
 from cpt.core.places import CONF  # noqa: E402
-from cpt.training.help import kinds_of, list_sections, value_of  # noqa: E402
+from cpt.training.help import list_options, list_sections  # noqa: E402
 
 PAGE = DOCS / "options.md"
 # Groups in the order of the page; of those that are alike in all choices the default's options are shown.
@@ -82,16 +80,9 @@ def escape(text: str) -> str:
 
 def rows(cfg: DictConfig, place: str) -> Iterator[str]:
     """A row for each option of a section."""
-    node = OmegaConf.select(cfg, place) if place else cfg
-    for kind in kinds_of(node, place):
-        for each in fields(kind):
-            if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
-                rule = each.metadata["rule"]
-                value = value_of(node, each.name).replace("|", "&#124;") or '""'
-                told = (each.metadata["help"], rule.allowed if rule else "")
-                yield (
-                    f"| `{with_dot(place)}{each.name}` | `{value}` | " + " | ".join(map(escape, told)) + " |"
-                )
+    for key, value, *told in list_options(cfg, place):
+        shown = value.replace("|", "&#124;") or '""'
+        yield f"| `{key}` | `{shown}` | " + " | ".join(map(escape, told)) + " |"
 
 
 def table(found: list[str]) -> list[str]:
