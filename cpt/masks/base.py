@@ -102,15 +102,15 @@ class Held:
 
     @classmethod
     def of(cls, constraint: Constraint, parameters: Iterable[nn.Parameter]) -> "Held":
-        return cls(constraint, [(each, each.detach().clone()) for each in parameters])
+        return cls(constraint, [(each, each.detach().clone()) for each in dict.fromkeys(parameters)])
 
     @torch.no_grad()
     def constrain(self, optimizer: Optimizer) -> None:
         """Leaves of the step what the constraint does."""
-        steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
+        steps = [(parameter, parameter.detach().sub_(old)) for parameter, old in self.before]  # where it lies
         self.constraint.constrain(steps, optimizer)
-        for (parameter, step), (_, old) in zip(steps, self.before, strict=True):
-            parameter.copy_(old + step)
+        for parameter, old in self.before:
+            parameter.add_(old)
 
 
 @contextmanager

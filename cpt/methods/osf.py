@@ -6,22 +6,36 @@ Before each domain every map within the blocks is decomposed as it is then,
     W = U_h S_h V_h^T + U_l S_l V_l^T        k largest singular values, and the others
     dW <- (I - U_h U_h^T) dW (I - V_h V_h^T)
 
+With `least` k follows how little a block changes what it is given, on the text before (section 3.3):
+
+    share_b = least + I_b (protected - least)     I_b the mean cosine of a block's input and output, over
+                                                  the mean of all blocks
+
+The paper writes the cosine of each map's input and output, which a map that is not square has not: here all
+maps of a block have the block's. Before the first domain, of which there is no text before, I_b = 1.
+
 The released code (peft, training_hub) trains the factors U_l, S_l, V_l and projects their gradients; AdamW,
 which divides by entry and decays, moves them out of their subspace again. Here W itself is trained, by any
 optimizer, and what is projected is the step that is made (`acts_on: update`)."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
+from torch import Tensor, ones
+
 from cpt.core.options import Options, option
-from cpt.core.rules import number, one_of
+from cpt.core.rules import number, one_of, or_null
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.masks.subspaces import Subspaces
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.units import projections
+from cpt.models.influence import measure_similarity
+from cpt.models.units import blocks, projections
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +47,21 @@ class OSFOptions(Options):
     )
     growth: float = option("share that each further domain adds", number("0 to 1"))
     most: float = option("share that there is at most", number("0 to 1"))
+    least: float | None = option(
+        "share in a block that would change all it is given, where the others have it by how little they "
+        "change; null: all alike",
+        or_null(number("0 to 1")),
+    )
     sides: str = option(
         "what is protected: all in either subspace, or only what is in both", one_of("both", "block")
     )
     acts_on: str = option("what is projected: the gradient, or the step", one_of("gradient", "update"))
+
+    def check_together(self) -> None:
+        if self.least is not None and self.least > self.protected:
+            raise ValueError(
+                f"least={self.least} with protected={self.protected}; allowed: at most that, or null"
+            )
 
 
 class OSF(ContinualModule):
@@ -49,15 +74,40 @@ class OSF(ContinualModule):
         self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
         self.subspaces.over(projections(self.model))
         self.masks.append(self.subspaces)
+        self.blocks = [name for name, _ in blocks(self.model)]
+        self.similarity: Tensor
+        self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
-        share = self.share(self.domain)
+        shares = self.shares(self.domain)
         sizes = {name: min(weight.shape) for name, weight in self.subspaces.maps.items()}
-        self.subspaces.span({name: floor(share * size) for name, size in sizes.items()})
+        self.subspaces.span({name: floor(shares[self.block_of(name)] * size) for name, size in sizes.items()})
+        if self.options.least is not None:
+            told = ", ".join(f"{float(share):.2f}" for share in shares)
+            log.info("%s: of the directions of each map, protected by block: %s", self.domain.name, told)
 
-    def share(self, domain: Domain) -> Fraction:
-        """Of a map's singular directions, those that a domain leaves alone."""
+    def after_domain(self, probe: Iterable[Batch]) -> None:
+        if self.options.least is not None:
+            self.similarity = measure_similarity(self.model, self.objective, probe)
+
+    def block_of(self, name: str) -> int:
+        """The place of the block that a map is in."""
+        return next(place for place, block in enumerate(self.blocks) if name.startswith(f"{block}."))
+
+    def shares(self, domain: Domain) -> list[Fraction]:
+        """Of the singular directions of a block's maps, those that a domain leaves alone, for each block."""
         first, growth, most = (
             Fraction(str(each)) for each in (self.options.protected, self.options.growth, self.options.most)
         )
-        return min(first + domain.index * growth, max(first, most))
+        most = max(first, most)
+        alike = min(first + domain.index * growth, most)
+        if self.options.least is None:
+            return [alike] * len(self.blocks)
+        least, similar = Fraction(str(self.options.least)), self.similarity.clamp_min(0).tolist()
+        mean = sum(similar) / len(similar)
+        parts = [Fraction(each / mean) if mean else Fraction(1) for each in similar]
+        return [min(least + part * (alike - least), most) for part in parts]
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        own = {} if self.options.least is None else {"osf/similarity": self.similarity}
+        return super().diagnostics() | own

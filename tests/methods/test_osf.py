@@ -1,12 +1,15 @@
 """OSF: nothing of a step is in the directions that are protected."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import nn
 
 from cpt.masks.base import Held
 from cpt.masks.subspaces import Subspaces
-from cpt.models.units import Projection
+from cpt.models.influence import measure_similarity, watch_blocks
+from cpt.models.units import Projection, blocks
 from tests.support.making import ORDER, made
 
 
@@ -91,3 +94,56 @@ def test_directions_are_those_of_the_model_before_each_domain(small):
             now = work.module.subspaces.maps[name].detach()
             assert shares(now.double() - start, left, right)[0] < 1e-8, name
         before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}
+
+
+BY_BLOCK = ["method.protected=0.5", "method.least=0.1", "method.most=0.9"]
+
+
+def test_a_block_that_changes_less_is_protected_more(small):
+    work = made(small("method=osf", ORDER, *BY_BLOCK))
+    work.learn(0)
+    similar = work.module.similarity
+    assert len(set(similar.tolist())) == len(similar) > 1
+    work.learn(1)  # measures anew behind it
+    part = similar / similar.mean()
+    bases = work.module.subspaces.bases.named()
+    for name, weight in work.module.subspaces.maps.items():
+        share = 0.1 + 0.4 * part[work.module.block_of(name)].item()
+        assert bases[f"{name}.left"].shape[1] == int(share * min(weight.shape)), name
+
+
+def test_before_the_first_domain_all_blocks_have_the_share_asked_for(small):
+    work = made(small("method=osf", ORDER, *BY_BLOCK))
+    assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * len(work.module.blocks)
+
+
+@pytest.mark.parametrize(("similar", "shares"), [([0.2, 0.6], [0.3, 0.7]), ([-1.0, 0.5], [0.1, 0.8])])
+def test_shares_lie_between_the_least_and_the_most(small, similar, shares):
+    work = made(small("method=osf", ORDER, "method.protected=0.5", "method.least=0.1", "method.most=0.8"))
+    work.module.similarity = torch.tensor(similar)
+    found = [float(each) for each in work.module.shares(work.data.domains[1])]
+    assert found == pytest.approx(shares)
+
+
+def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(small):
+    """By hand, from the hidden states that the model itself gives; tokens of padding do not count."""
+    work = made(small("method=ncl", ORDER))
+    model, objective = work.module.model.eval(), work.module.objective
+    found = measure_similarity(model, objective, batches := work.batches(2))
+    again = []
+    for batch in batches:
+        hidden = model(batch["input_ids"], output_hidden_states=True).hidden_states
+        states = list(hidden)
+        with watch_blocks([layer for _, layer in blocks(model)]) as seen:
+            objective.nll(model, batch)
+        states = [seen[0][0], *(made for _, made in seen.values())]
+        again.append(
+            [torch.cosine_similarity(a, b, dim=-1) for a, b in zip(states[:-1], states[1:], strict=True)]
+        )
+        torch.testing.assert_close(states[1], hidden[1])
+    means = torch.stack([torch.stack(each).mean((1, 2)) for each in again]).mean(0)
+    torch.testing.assert_close(found, means)
+    padded = dict(batches[0], attention_mask=torch.ones_like(batches[0]["input_ids"]))
+    padded["attention_mask"][:, -5:] = 0
+    assert not torch.equal(measure_similarity(model, objective, [padded]), found)
+    assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(found)))
