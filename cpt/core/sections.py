@@ -81,8 +81,11 @@ class Section:
         return own, {name: value for name, value in self.values.items() if name not in known}
 
 
-def read_section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = None) -> Section:
-    """A section of a config, or these names at its top; raises ValueError where it is none."""
+def read_section(
+    cfg: DictConfig, place: str, *, names: Sequence[str] | None = None, written: str | None = None
+) -> Section:
+    """A section of a config, or these names at its top; raises ValueError where it is none. `written` is the
+    config `as_written`, where it is known."""
     node = OmegaConf.select(cfg, place) if place else cfg
     if not isinstance(node, DictConfig):
         MAPPING.check(place, to_python(node))
@@ -93,7 +96,7 @@ def read_section(cfg: DictConfig, place: str, *, names: Sequence[str] | None = N
             values[name] = to_python(node[name])
         except (MissingMandatoryValue, InterpolationToMissingValueError):
             continue
-    text = as_written(cfg)
+    text = as_written(cfg) if written is None else written
     used = frozenset(name for name in map(str, looked_at) if is_used(f"{with_dot(place)}{name}", text))
     return Section(place, values, len(values) == len(looked_at), used)
 

@@ -5,7 +5,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -86,32 +86,32 @@ class Sections:
 def read_sections(cfg: DictConfig) -> Sections:
     """Raises ValueError for a key that there is not and for a value that may not be; what is missing (`???`)
     is not looked at."""
-    check_top(cfg)
-    number("0 or more").check("method.rate", read_section(cfg, "method").values.get("rate", 1))
-    masks, replay = read_section(cfg, "mask"), read_section(cfg, "replay")
-    check_given(read_section(cfg, "endtask").values)
+    written = as_written(cfg)
+    check_top(cfg, written)
+    read = partial(read_section, cfg, written=written)
+    number("0 or more").check("method.rate", read("method").values.get("rate", 1))
+    masks, replay = read("mask"), read("replay")
+    check_given(read("endtask").values)
     return Sections(
-        run=read_section(cfg, "", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
-        freeze=read_section(cfg, "freeze").read(Freeze),
-        evaluation=read_section(cfg, "eval").read(EvalOptions),
-        monitor=read_section(cfg, "monitor").read(MonitorOptions),
-        drift=read_section(cfg, "budget").read(BudgetOptions),
-        data=read_section(cfg, "data").read(DataOptions),
-        parts=read_section(cfg, "parts").read(PartsOptions),
-        model=read_section(cfg, "model").read(ModelOptions),
-        method=read_section(cfg, "method").choose(),
-        masks={
-            name: read_section(cfg, f"mask.{name}").choose() for name in check_entries(masks.values, "mask")
-        },
+        run=read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
+        freeze=read("freeze").read(Freeze),
+        evaluation=read("eval").read(EvalOptions),
+        monitor=read("monitor").read(MonitorOptions),
+        drift=read("budget").read(BudgetOptions),
+        data=read("data").read(DataOptions),
+        parts=read("parts").read(PartsOptions),
+        model=read("model").read(ModelOptions),
+        method=read("method").choose(),
+        masks={name: read(f"mask.{name}").choose() for name in check_entries(masks.values, "mask")},
         replay=NOTHING if replay.values.get("_target_", "") is None else replay.choose(),
-        source=make_now(read_section(cfg, "domains").choose()),
-        optim=read_optimizer(read_section(cfg, "optim")),
-        schedule=make_now(read_section(cfg, "schedule").choose()),
-        answers=read_section(cfg, "answers").choose(),
-        probe=read_section(cfg, "probe").choose(),
-        trainer=read_trainer(read_section(cfg, "trainer")),
-        logger=read_logger(read_section(cfg, "logger")),
-        callbacks=check_entries(read_section(cfg, "callbacks").values, "callbacks"),
+        source=make_now(read("domains").choose()),
+        optim=read_optimizer(read("optim")),
+        schedule=make_now(read("schedule").choose()),
+        answers=read("answers").choose(),
+        probe=read("probe").choose(),
+        trainer=read_trainer(read("trainer")),
+        logger=read_logger(read("logger")),
+        callbacks=check_entries(read("callbacks").values, "callbacks"),
     )
 
 
@@ -120,12 +120,12 @@ def make_now(chosen: Any) -> Any:
     return chosen.load()(**chosen.arguments) if isinstance(chosen, Choice) else chosen
 
 
-def check_top(cfg: DictConfig) -> None:
+def check_top(cfg: DictConfig, written: str) -> None:
     """Raises ValueError for a key that is none of conf/config.yaml and its groups, and for a group that is
     missing."""
-    known, text = top_level(), as_written(cfg)
+    known = top_level()
     for key in map(str, cfg):
-        if key not in known and key not in ELSEWHERE and not is_used(key, text):
+        if key not in known and key not in ELSEWHERE and not is_used(key, written):
             raise ValueError(unknown_name(key, known, whole=", ".join(known)))
     if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")

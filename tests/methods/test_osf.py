@@ -147,3 +147,8 @@ def test_similarity_is_the_mean_cosine_over_tokens_that_are_there(small):
     padded["attention_mask"][:, -5:] = 0
     assert not torch.equal(measure_similarity(model, objective, [padded]), found)
     assert torch.equal(measure_similarity(model, objective, []), torch.ones(len(found)))
+
+
+def test_the_least_share_is_no_larger_than_the_share(small):
+    with pytest.raises(ValueError, match=r"least=0.6 with protected=0.5; allowed: at most that, or null"):
+        made(small("method=osf", "method.protected=0.5", "method.least=0.6"))

@@ -418,7 +418,6 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
     "osf": {
         "protected=2": SHARE,
         "least=2": f"null or {SHARE}",
-        "least=0.6": "at most that, or null",
         "growth=-1": SHARE,
         "sides=left": "both, block",
         "acts_on=frozen": "gradient, update",
