@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.amp import GradScaler
 
-from cpt.core.collectives import maximise_in_place, sum_in_place
+from cpt.core.collectives import agree, maximise_in_place, sum_in_place
 from cpt.core.preemption import notice, release_children
 from cpt.core.processes import in_company
 from cpt.core.sharding import total_norm
@@ -119,8 +119,9 @@ class Guard(Callback):
         raise RollbackError(told)
 
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
-        """Raises ValueError or RollbackError where the last step has left weights that are not finite."""
-        if not all_finite(weights):
+        """Raises ValueError or RollbackError where the last step has left weights that are not finite, in all
+        processes where it has in one."""
+        if agree(not all_finite(weights)):
             step, name = trainer.global_step, trainer.datamodule.domain.name
             told = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
@@ -181,10 +182,12 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def check_finite(state: Mapping[str, Tensor], row: str) -> None:
-    """Raises ValueError where something that a stage has left is not finite."""
-    if not all_finite(state.values()):
-        bad = [name for name, value in state.items() if not all_finite([value])]
-        raise ValueError(f"{', '.join(bad[:3])} is not finite after {row}; {ADVICE}")
+    """Raises ValueError where something that a stage has left is not finite, in this process or another."""
+    fine = all_finite(state.values())
+    if agree(not fine):
+        bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
+        told = ", ".join(bad[:3]) or "what another process has"
+        raise ValueError(f"{told} is not finite after {row}; {ADVICE}")
 
 
 def check_losses(means: Mapping[str, float], row: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.optim.guard import MOST
+from cpt.optim.guard import MOST, all_finite
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 
@@ -239,6 +239,23 @@ main()
 """
 
 
+RUINED = """
+import sys
+sys.path.insert(0, {root!r})
+from cpt.methods.ncl import NCL
+
+met = []
+def ruin(self):
+    if self.global_rank == 1 and self.trainer.global_step == 3 and self.domain.name == "law" and not met:
+        met.append(next(self.model.parameters()).data.fill_(float("inf")))
+NCL.after_update = ruin
+sys.argv[0] = __file__
+from cpt.__main__ import main
+
+main()
+"""
+
+
 CLOCKS = """
 import os
 import sys
@@ -275,18 +292,24 @@ def test_all_processes_save_by_the_clock_of_one(corpora, cache, tmp_path):
     assert steps[0] == steps[1] and len(steps[0]) > 2, said
 
 
-@pytest.mark.parametrize("policy", ["stop", "rollback"])
-def test_all_processes_hear_of_one(policy, corpora, cache, tmp_path):
-    """The loss of one of two processes alone, with a gradient of numbers."""
+@pytest.mark.parametrize(
+    ("policy", "after"), [("stop", False), ("rollback", False), ("rollback", True)], ids=str
+)
+def test_all_processes_hear_of_one(policy, after, corpora, cache, tmp_path):
+    """The loss of one of two processes alone, with a gradient of numbers; or its weights after a step."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(root=str(ROOT)))
+    script.write_text((RUINED if after else SCRIPT).format(root=str(ROOT)))
     places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", ORDER, *SMALL]
     ddp = ["strategy=ddp", "trainer.accelerator=cpu", f"on_nonfinite={policy}"]
     folder = Path(tmp_path / "run")
     arguments = [*places, *ddp, f"hydra.run.dir={folder}"]
     code = ended(started(script, *arguments, cwd=tmp_path, log=tmp_path / "log", twin=True), seconds=60)
     said = (tmp_path / "log").read_text()
-    if policy == "stop":
+    if after:
+        assert code == 0 and "the weights are not finite after step 4 of law" in said, said
+        assert scores(folder)["skipped"] == [0, 2, 0], said  # of the two steps since the checkpoint
+        assert all_finite(state(folder).values())
+    elif policy == "stop":
         assert code == 1 and "the lm loss is inf at step 3 of law" in said
     else:
         assert code == 0 and scores(folder)["skipped"] == [0, 2, 0], said
