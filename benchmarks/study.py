@@ -40,15 +40,16 @@ def make_study(
     name: str,
     raw: str,
     parts: Callable[[ComparedRuns], Iterable[str]],
+    marked: str | None = None,
 ) -> None:
     """Runs what is missing of an experiment's sweeps, and makes its comparison's page, its scores and its
-    section anew."""
+    section, marked by the program's name (default: the experiment's), anew."""
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
     runs = find_finished(options.runs)
     write_results(options, runs, name=name, raw=raw)
     (section,) = sections(runs, by_order=False, baseline="ncl")
-    write_section(experiment, parts(section))
+    write_section(marked or experiment, parts(section))
 
 
 def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Sequence[str]]) -> None:

@@ -77,7 +77,8 @@ class Sweep:
         if not waiting:
             return 0.0
         list_runs(self.folder, [job.folder for job in jobs])
-        places = share_out_machine([job.config for job in waiting], jobs=self.jobs, threads=None)
+        configs = [job.config for job in jobs]
+        places = share_out_machine(configs, jobs=self.jobs, threads=None, waiting=len(waiting))
         run_all(waiting, command=COMMAND, places=places, grace=60)
         return time.monotonic() - began
 

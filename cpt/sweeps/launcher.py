@@ -75,8 +75,9 @@ class ProcessLauncher(Launcher):
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
                 list_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
+                configs = [job.config for job in jobs]
                 places = share_out_machine(
-                    [job.config for job in waiting], jobs=self.jobs, threads=self.threads
+                    configs, jobs=self.jobs, threads=self.threads, waiting=len(waiting)
                 )
                 run_all(waiting, command=job_command(self.config), places=places, grace=self.grace)
             return conclude_sweep(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)

@@ -29,15 +29,18 @@ def devices(cfg: DictConfig, *, gpus: int) -> int:
 
 
 def share_out_machine(
-    configs: Sequence[DictConfig], *, jobs: int | None, threads: int | None
+    configs: Sequence[DictConfig], *, jobs: int | None, threads: int | None, waiting: int | None = None
 ) -> list[dict[str, str]]:
-    """The environment of each of the jobs at once: its share of the cores and of the GPUs."""
+    """The environment of each of the jobs at once: its share of the cores and of the GPUs. `waiting` of the
+    configs are still to run (default: all); what goes on later has the threads that it would have had, since
+    with others the last bits differ."""
     on_cpu = all(OmegaConf.select(cfg, "trainer.accelerator") == "cpu" for cfg in configs)
     gpus = [] if on_cpu else visible_gpus()
     each = max(devices(cfg, gpus=len(gpus)) for cfg in configs)
     fitting = max(1, (len(gpus) or cores()) // each)
     number = min(jobs or fitting, len(configs))
     shared = thread_variables(number * each, threads=threads)
+    number = number if waiting is None else min(number, waiting)
     if not gpus:
         return [shared] * number
     firsts = [place % fitting * each for place in range(number)]
@@ -45,9 +48,10 @@ def share_out_machine(
 
 
 def thread_variables(processes: int, *, threads: int | None) -> dict[str, str]:
-    """`threads`, or the cores divided by the processes at once; what the user has set otherwise stays."""
-    number = threads or max(1, cores() // processes)
-    names = [name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if threads or name not in os.environ]
+    """`threads`, or the cores divided by the processes at once, unless the user has set either variable."""
+    number, names = threads or max(1, cores() // processes), ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    if threads is None and any(name in os.environ for name in names):
+        names = ()
     # Threads that wait by spinning halve the speed of the other processes.
     waiting = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")} if processes > 1 else {}
     return dict.fromkeys(names, str(number)) | waiting

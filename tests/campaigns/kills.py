@@ -125,12 +125,14 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         "code": ended(started(ROOT / "run.py", *arguments, cwd=home, log=log)),
     }
     found = {name: next(home.glob(f"outputs/sweep/{name}_*/scores.json"), None) for name in methods}
-    told["same"] = all(
-        path and runs.bits(path.parent) == expected[name]["bits"] for name, path in found.items()
-    )
+    same = {
+        name: bool(path) and runs.bits(path.parent) == expected[name]["bits"] for name, path in found.items()
+    }
+    told["same"] = all(same.values())
+    told["unlike"] = [name for name, each in same.items() if not each]
     told["fine"] = told["same"] and told["code"] == 0 and all(each["left"] for each in kills)
     told["last"] = "" if told["fine"] else log.read_text()[-1500:]
-    shutil.rmtree(home)
+    shutil.rmtree(home) if told["fine"] else home.rename(place / f"unlike-{number}")
     return told
 
 

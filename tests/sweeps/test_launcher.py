@@ -396,6 +396,17 @@ def test_cores_are_divided(machine, number, trainer, jobs, count, threads):
     assert all("CUDA_VISIBLE_DEVICES" not in place for place in places)
 
 
+@pytest.mark.parametrize(("waiting", "count"), [(9, 4), (3, 3), (1, 1)])
+def test_what_goes_on_later_has_the_threads_that_it_would_have_had(machine, waiting, count):
+    places = share_out_machine(plans(9, devices=1), jobs=4, threads=None, waiting=waiting)
+    assert [place["OMP_NUM_THREADS"] for place in places] == ["2"] * count
+
+
+def test_threads_that_the_user_has_set_stay(machine, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert share_out_machine(plans(1), jobs=None, threads=None) == [{}]
+
+
 def test_jobs_on_the_cpu_leave_gpus_alone(machine):
     machine(1)
     assert len(share_out_machine(plans(9, devices=1, accelerator="cpu"), jobs=None, threads=None)) == 8

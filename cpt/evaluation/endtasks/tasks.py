@@ -12,7 +12,19 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from cpt.core.options import Options, option
-from cpt.core.rules import MAPPING, YES_NO, Rule, is_list, is_whole, number, one_of, or_null, show, whole
+from cpt.core.rules import (
+    MAPPING,
+    TEXT,
+    YES_NO,
+    Rule,
+    is_list,
+    is_whole,
+    number,
+    one_of,
+    or_null,
+    show,
+    whole,
+)
 
 METRICS = ("macro_f1", "micro_f1", "accuracy")
 WHEN = ("last", "each", "diagonal")
@@ -197,6 +209,20 @@ class Planned:
         return Task(name, train, dev, test, self.source.classes(name, train), settings)
 
 
+def find_kind(target: Any) -> type[TaskSource]:
+    """The class of a source of end tasks; raises ValueError for what is none."""
+    TEXT.check("endtask._target_", target)
+    try:
+        kind = get_class(target)
+    except Exception as error:  # whatever a module raises while it is read in
+        raise ValueError(f"endtask._target_={target}: {error}") from error
+    if not issubclass(kind, TaskSource):
+        raise ValueError(
+            f"endtask._target_={target}; allowed: a class below cpt.evaluation.endtasks.tasks.TaskSource"
+        )
+    return kind
+
+
 def plan_endtasks(
     options: Mapping[str, Any], source_names: Sequence[str] | None, order: Sequence[str]
 ) -> Planned | None:
@@ -208,7 +234,7 @@ def plan_endtasks(
     if not options or options.get("_target_") is None:
         return None
     given = plain_options(options)
-    kind = get_class(given.pop("_target_"))
+    kind = find_kind(given.pop("_target_"))
     check_keys("endtask", set(given), allowed=(*SETTINGS, *SHARED, *kind.OPTIONS), needed=True)
     check_task_values("endtask", given)
     source = kind(**{key: value for key, value in given.items() if key not in NOT_FOR_SOURCES})
