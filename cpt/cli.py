@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
+from cpt.core.parents import end_with_parent
 from cpt.core.places import CONF
 from cpt.training.help import FLAG, describe_options
 
@@ -23,6 +24,7 @@ report_errors = utils.run_and_report
 def start() -> None:
     """Does what the arguments say. A `_target_` may name a module in the working directory, which is searched
     last: no file there hides a library."""
+    end_with_parent()
     sys.path.append(os.getcwd())
     utils.run_and_report = run_step
     # The group is there already, as null: for Hydra a plus would choose it twice.

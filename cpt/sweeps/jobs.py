@@ -26,11 +26,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt.core.errors import unknown_name
+from cpt.core.parents import PARENT
 from cpt.core.preemption import GO_ON
 from cpt.core.signs import note_end, now
 
 log = logging.getLogger(__name__)
-PARENT = "CPT_LAUNCHER"  # environment variable: the process that a job must not outlive
 TAIL_BYTES = 65536
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 ERROR = re.compile(r"(cpt:|[\w.]*(Error|Exception|Interrupt)(:|\(|$))")

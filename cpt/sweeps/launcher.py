@@ -4,12 +4,10 @@ No generator, thread pool or W&B run leaks from job to job, and a killed job tak
 of a distributed job repeat its command line: with `-m` in it they would run the whole sweep themselves.
 """
 
-import ctypes
 import logging
 import math
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -26,12 +24,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers that a run folder's name is made with)
 from cpt.core.errors import readable
+from cpt.core.parents import end_with_parent
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.queues import list_runs
 from cpt.sweeps.cluster import ClusterLauncher
 from cpt.sweeps.jobs import (
     CONTINUES,
-    PARENT,
     Job,
     check_swept_choices,
     compose_jobs,
@@ -43,7 +41,6 @@ from cpt.sweeps.optuna_sweeper import OptunaSweeper
 from cpt.sweeps.resources import share_out_machine
 
 log = logging.getLogger(__name__)
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 POLL_S = 0.1
 
 
@@ -148,13 +145,6 @@ def stop(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
         job.process.wait()
 
 
-def end_with_parent() -> None:
-    """In a job and its ranks: Linux kills it when the process that started it is gone, even by SIGKILL."""
-    if sys.platform == "linux" and os.environ.get(PARENT) == str(os.getppid()):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.environ[PARENT] = str(os.getpid())
-
-
 def plugin(made: type[Plugin]) -> None:
     """Hydra takes plugins named `hydra_plugins.` only; a file there would be imported by every Hydra
     program."""
@@ -162,6 +152,6 @@ def plugin(made: type[Plugin]) -> None:
     Plugins.instance().class_name_to_class[f"hydra_plugins.cpt.{made.__name__}"] = made
 
 
-end_with_parent()
+end_with_parent()  # also in programs of others that have their sweeps run so
 for each in (ProcessLauncher, ClusterLauncher, OptunaSweeper):
     plugin(each)

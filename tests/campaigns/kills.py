@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 from cpt.verify import damage_in_run  # noqa: E402
 from tests.campaigns import runs  # noqa: E402
 from tests.campaigns.frame import ROOT, conduct  # noqa: E402
-from tests.support.processes import ended, started  # noqa: E402
+from tests.support.processes import ended, is_there, started  # noqa: E402
 
 LEAVES_S = 60.0  # within which a process has to leave whose companion was killed
 GIVEN = ("trainer.steps=12",)
@@ -37,12 +37,6 @@ def children(pid: int) -> list[int]:
 def family(pid: int) -> list[int]:
     """A process and those below it."""
     return [pid, *(each for child in children(pid) for each in family(child))]
-
-
-def is_there(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def kill_at(process: Any, moment: float, draw: random.Random) -> dict[str, Any]:
@@ -97,6 +91,11 @@ def sweep_of(place: Path, home: Path, methods: list[str]) -> list[str]:
     return ["-m", *kept, "name=sweep", "hydra.launcher.jobs=2"]
 
 
+def in_folder(name: str) -> str:
+    """A method's name as a folder of a sweep has it."""
+    return name.replace("_", ".")
+
+
 def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     methods = sorted({runs.shuffled(runs.METHODS, number + turn) for turn in (0, 5)})
     expected = {name: runs.whole(place, [f"method={name}", *GIVEN]) for name in methods}
@@ -124,7 +123,9 @@ def of_a_sweep(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
         "kills": kills,
         "code": ended(started(ROOT / "run.py", *arguments, cwd=home, log=log)),
     }
-    found = {name: next(home.glob(f"outputs/sweep/{name}_*/scores.json"), None) for name in methods}
+    found = {
+        name: next(home.glob(f"outputs/sweep/{in_folder(name)}_*/scores.json"), None) for name in methods
+    }
     same = {
         name: bool(path) and runs.bits(path.parent) == expected[name]["bits"] for name, path in found.items()
     }

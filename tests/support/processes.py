@@ -48,6 +48,14 @@ def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
     os.kill(pid, number)
 
 
+def is_there(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def born(script: str, arguments: list[str], *, cwd: Path, log: Path, variables: dict, twin: bool) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
