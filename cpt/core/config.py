@@ -5,6 +5,7 @@ import json
 import operator
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -79,6 +80,7 @@ IN_ADDRESS = re.compile(r"(\w://)[^/\s@]+@")  # name and password before the hos
 FOR_OTHERS = ("name", "rate")  # of a choice: what it is called, its learning rate over the model's
 
 
+@cache
 def executes(key: str) -> bool:
     """Whether a config key says how the run is carried out only."""
     return key == "strategy" or any(key == name or key.startswith(f"{name}.") for name in EXECUTION)

@@ -57,6 +57,12 @@ class Run:
     values: dict[str, float] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)  # of its conditions, what others say
 
+    def but(self, **changes: Any) -> Run:
+        """The run with these fields; its config is not read again."""
+        made = replace(self, **changes)
+        vars(made).update({name: vars(self)[name] for name in ("_config", "settings") if name in vars(self)})
+        return made
+
     @property
     def pair(self) -> Pair:
         return tuple(self.scores.run["order"]), self.scores.run["seed"]
@@ -191,7 +197,7 @@ def measure_runs(runs: Sequence[Run], *, domains: Collection[str]) -> list[Run]:
     ones = [run for run in runs if _is_reference(run)]
     sought = [(run, frozenset(domains) & set(run.scores.domains)) for run in runs]
     return [
-        replace(run, domains=names, values=_measure_run(run, names, ones=ones))
+        run.but(domains=names, values=_measure_run(run, names, ones=ones))
         for run, names in sought
         if names or not domains
     ]
@@ -205,7 +211,7 @@ def complete_conditions(runs: Sequence[Run]) -> list[Run]:
         for name, value in run.conditions.items():
             said[run.counted, name].update([] if is_unknown(value) else [value])
     return [
-        replace(run, assumed={name: next(iter(said[run.counted, name])) for name in _list_open(run, said)})
+        run.but(assumed={name: next(iter(said[run.counted, name])) for name in _list_open(run, said)})
         for run in runs
     ]
 
