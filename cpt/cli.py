@@ -16,6 +16,7 @@ import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
 from cpt.core.parents import end_with_parent
 from cpt.core.places import CONF
+from cpt.sweeps.arguments import leave_to_jobs
 from cpt.training.help import FLAG, describe_options
 
 report_errors = utils.run_and_report
@@ -28,7 +29,7 @@ def start() -> None:
     sys.path.append(os.getcwd())
     utils.run_and_report = run_step
     # The group is there already, as null: for Hydra a plus would choose it twice.
-    sys.argv = [each.replace("+experiment=", "experiment=") for each in sys.argv]
+    sys.argv = leave_to_jobs([each.replace("+experiment=", "experiment=") for each in sys.argv])
     with readable_errors():  # --help is no step of its own for Hydra
         if FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
