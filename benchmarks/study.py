@@ -9,9 +9,14 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from hydra import compose, initialize_config_dir
 from measuring import ROOT
+from omegaconf import DictConfig, OmegaConf
 
+import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
+from cpt.core.config import plain_config
+from cpt.core.places import CONF
 from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 
@@ -26,9 +31,13 @@ def read_arguments(name: str, about: str) -> argparse.Namespace:
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / name, help="the run folders")
     parser.add_argument("--jobs", type=int, help="runs at once (default: a fair share of the machine)")
     parser.add_argument("--report-only", action="store_true", help="no runs, only the pages")
+    parser.add_argument(
+        "--published", action="store_true", help="no runs, only the pages, of the scores that were published"
+    )
     options = parser.parse_args()
+    options.report_only |= options.published
     if options.root is None and not options.report_only:
-        parser.error("--root is needed, or --report-only")
+        parser.error("--root is needed, or --report-only, or --published")
     return options
 
 
@@ -44,6 +53,8 @@ def make_study(
 ) -> None:
     """Runs what is missing of an experiment's sweeps, and makes its comparison's page, its scores and its
     section, marked by the program's name (default: the experiment's), anew."""
+    if options.published:
+        restore_runs(RESULTS / raw, options.runs, experiment)
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
     runs = find_finished(options.runs)
@@ -64,6 +75,28 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
         sys.exit(f"{failed} sweeps have jobs that failed; the same command tries them again")
 
 
+def restore_runs(raw: Path, into: Path, experiment: str) -> None:
+    """Run folders of published scores, each with the config that gives such a run today."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        for line in raw.read_text(encoding="utf-8").splitlines():
+            scores = json.loads(line) | {"versions": {}, "loading": ""}
+            run = scores["run"]
+            chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
+            chosen += [f"method.{each}" for each in run["variant"].split("; ") if each]
+            cfg = compose(
+                "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
+            )
+            orders = cfg.domains.orders
+            numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
+            cfg.order = next(
+                (number for number, each in numbered if list(each) == run["order"]), run["order"]
+            )
+            folder = into / "_".join((*chosen, "-".join(run["order"]))).replace("=", "-")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
+            OmegaConf.save(OmegaConf.create(plain_config(cfg)), folder / "config.yaml")
+
+
 def find_finished(folder: Path) -> list[Run]:
     scores, _ = find_runs([folder])
     runs = [Run(folder=path, scores=each) for path, each in scores.items() if each.run["finished"]]
@@ -74,6 +107,8 @@ def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str
     """The comparison's page with its pictures, and the scores of every run, a line each."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     report.main([str(options.runs), "--out", str(RESULTS), "--name", name])
+    if options.published:
+        return
     lines = [json.dumps(keep_scores(run)) for run in sorted(runs, key=lambda run: run.folder.name)]
     (RESULTS / raw).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
