@@ -121,7 +121,8 @@ def test_the_title_and_cells_are_not_taken_for_markup(tmp_path):
 def test_the_page_works_where_it_is_printed_or_dark(tmp_path):
     html = page(tmp_path, Block(lines=["one"]))
     assert "@media print" in html
-    assert "prefers-color-scheme: dark" in html
+    dark = html.partition("prefers-color-scheme: dark")[2].partition("\n}")[0]
+    assert "img, svg { filter: invert" in dark  # pictures are drawn on white
     assert not re.search(r"https?:|//|@import|url\(", html)
 
 
