@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-
-from cpt.core.places import CONF
 
 SWEEPS = ("-m", "--multirun")
 
@@ -19,11 +17,7 @@ def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
     if not set(SWEEPS) & set(arguments):
         return list(arguments)
     found = {each: read(each) for each in arguments if not each.startswith("-")}
-    groups = [
-        one.key_or_group
-        for one in found.values()
-        if one and one.is_sweep_override() and (CONF / one.key_or_group).is_dir()
-    ]
+    groups = [one.key_or_group for one in found.values() if one and one.is_sweep_override()]
     return [defer(each, found.get(each), groups) for each in arguments]
 
 
@@ -39,6 +33,6 @@ def read(argument: str) -> Override | None:
 def defer(argument: str, given: Override | None, groups: Sequence[str]) -> str:
     """The argument, as a sweep of one value where it fixes an option of one of these groups."""
     name, _, value = argument.partition("=")
-    if given is None or given.type is not OverrideType.CHANGE or given.is_sweep_override() or not value:
+    if given is None or given.is_sweep_override() or not value:
         return argument
     return f"{name}=choice({value})" if name.startswith(tuple(f"{each}." for each in groups)) else argument

@@ -9,7 +9,7 @@ import torch
 
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.optim.guard import MOST, all_finite
+from cpt.optim.guard import MOST, all_finite, check_finite
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 
@@ -170,6 +170,13 @@ def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, mon
     assert not list(tmp_path.glob("stages/*"))
     start(small(ORDER), tmp_path)
     assert same(state(tmp_path), state(whole))
+
+
+def test_what_one_process_has_stops_all(monkeypatch):
+    check_finite({"weight": torch.ones(2)}, "law")
+    monkeypatch.setattr("cpt.optim.guard.agree", lambda own: True)  # another has said so
+    with pytest.raises(ValueError, match="what another process has is not finite after law"):
+        check_finite({"weight": torch.ones(2)}, "law")
 
 
 def test_a_base_that_is_no_number_is_not_kept(small, start, tmp_path):
