@@ -16,7 +16,7 @@ import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
 from cpt.core.parents import end_with_parent
 from cpt.core.places import CONF
-from cpt.sweeps.arguments import leave_to_jobs
+from cpt.sweeps.arguments import check_choices, leave_to_jobs
 from cpt.training.help import FLAG, describe_options
 
 report_errors = utils.run_and_report
@@ -34,6 +34,7 @@ def start() -> None:
         if FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
         else:
+            check_choices(sys.argv[1:])
             app()
 
 

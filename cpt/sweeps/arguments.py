@@ -1,10 +1,12 @@
-"""The arguments of a sweep, as Hydra takes them."""
+"""The arguments of the command line, before Hydra takes them."""
 
 from collections.abc import Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
+
+from cpt.core.places import CONF
 
 SWEEPS = ("-m", "--multirun")
 
@@ -19,6 +21,17 @@ def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
     found = {each: read(each) for each in arguments if not each.startswith("-")}
     groups = [one.key_or_group for one in found.values() if one and one.is_sweep_override()]
     return [defer(each, found.get(each), groups) for each in arguments]
+
+
+def check_choices(arguments: Sequence[str]) -> None:
+    """Raises ValueError for a list of choices of a group with something that is no name, which Hydra ends on
+    in its own lines."""
+    for argument in arguments:
+        given = None if argument.startswith("-") else read(argument)
+        if given is None or not (CONF / given.key_or_group).is_dir() or not isinstance(given.value(), list):
+            continue
+        if not all(isinstance(each, str | QuotedString) for each in given.value()):
+            raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")
 
 
 def read(argument: str) -> Override | None:

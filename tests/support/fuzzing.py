@@ -34,6 +34,7 @@ from cpt.data.sources.texts import Texts
 from cpt.evaluation.endtasks.tasks import plan_endtasks
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
+from cpt.sweeps.arguments import check_choices
 from cpt.training.plan import make_plan
 from cpt.training.run_folder import RunFolder
 from tests.conftest import ROOT
@@ -105,6 +106,7 @@ def overrides() -> st.SearchStrategy[list[str]]:
 def check_overrides(said: list[str]) -> None:
     """They make a plan, or are refused in a line."""
     try:
+        check_choices(said)
         make_plan(compose("config", overrides=said))
     except FORESEEN as error:
         refused(error)

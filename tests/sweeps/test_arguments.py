@@ -1,8 +1,10 @@
 """What Hydra is given of a sweep's arguments."""
 
+import re
+
 import pytest
 
-from cpt.sweeps.arguments import leave_to_jobs
+from cpt.sweeps.arguments import check_choices, leave_to_jobs
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,16 @@ def test_options_of_a_swept_group_are_left_to_the_jobs(given, taken):
 )
 def test_all_else_stays_as_it_is(given):
     assert leave_to_jobs(given.split()) == given.split()
+
+
+@pytest.mark.parametrize("given", ["optim=[null]", "mask=[migu,5]", "+schedule=[{}]"])
+def test_a_list_with_something_that_is_no_name_is_refused(given):
+    with pytest.raises(ValueError, match=rf"{re.escape(given)}; allowed: a choice of conf/\w+, or a list"):
+        check_choices(["seed=1", given])
+
+
+@pytest.mark.parametrize(
+    "given", ["mask=[migu,mofo]", "order=[law,food]", "order=[1,2]", "-m", "a=(", "optim=adamw"]
+)
+def test_other_lists_are_left_to_hydra(given):
+    check_choices([given])
