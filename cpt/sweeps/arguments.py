@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from cpt.core.places import CONF
@@ -24,13 +24,13 @@ def leave_to_jobs(arguments: Sequence[str]) -> list[str]:
 
 
 def check_choices(arguments: Sequence[str]) -> None:
-    """Raises ValueError for a list of choices of a group with something that is no name, which Hydra ends on
-    in its own lines."""
+    """Raises ValueError for a choice of a group that is no name: Hydra says it in its own lines, or ends."""
     for argument in arguments:
         given = None if argument.startswith("-") else read(argument)
-        if given is None or not (CONF / given.key_or_group).is_dir() or not isinstance(given.value(), list):
+        if given is None or not (CONF / given.key_or_group).is_dir() or given.type is OverrideType.DEL:
             continue
-        if not all(isinstance(each, str | QuotedString) for each in given.value()):
+        named = given.value() if isinstance(given.value(), list) else [given.value()]
+        if any(each is None or isinstance(each, int | float | list) for each in named):
             raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")
 
 

@@ -38,14 +38,28 @@ def test_all_else_stays_as_it_is(given):
     assert leave_to_jobs(given.split()) == given.split()
 
 
-@pytest.mark.parametrize("given", ["optim=[null]", "mask=[migu,5]", "+schedule=[{}]"])
-def test_a_list_with_something_that_is_no_name_is_refused(given):
+@pytest.mark.parametrize(
+    "given",
+    ["optim=[null]", "optim=5", "experiment=null", "mask=true", "mask=[migu,5]", "+schedule=[[linear]]"],
+)
+def test_a_choice_that_is_no_name_is_refused(given):
     with pytest.raises(ValueError, match=rf"{re.escape(given)}; allowed: a choice of conf/\w+, or a list"):
         check_choices(["seed=1", given])
 
 
 @pytest.mark.parametrize(
-    "given", ["mask=[migu,mofo]", "order=[law,food]", "order=[1,2]", "-m", "a=(", "optim=adamw"]
+    "given",
+    [
+        "mask=[migu,mofo]",
+        "order=[law,food]",
+        "order=[1,2]",
+        "-m",
+        "a=(",
+        "optim=adamw",
+        "~experiment",
+        "optim={lr: 1}",
+        "mask=migu,mofo",
+    ],
 )
-def test_other_lists_are_left_to_hydra(given):
+def test_all_others_are_left_to_hydra(given):
     check_choices([given])
