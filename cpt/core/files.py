@@ -28,13 +28,14 @@ def replace(path: Path, text: str) -> None:
 
 
 def check_archive(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a file of weights is truncated or damaged; `instead` says what to do about it."""
+    """Raises ValueError if a file of weights or losses is truncated or damaged; `instead` says what to do
+    about it."""
     if not path.exists():
         raise ValueError(f"{path} is gone; {instead}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError) as error:
-        damaged = str(error)
+    except Exception as error:  # whatever a byte of an archive may come to: another version, a lock, a size
+        damaged = str(error) or type(error).__name__
     if damaged:
         raise ValueError(f"{path} is truncated or damaged ({damaged}); {instead}")

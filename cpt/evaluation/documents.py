@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cpt.core.files import check_archive
 from cpt.evaluation.scores import Scores
 
 Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
@@ -18,10 +19,13 @@ def documents_file(folder: Path, row: int) -> Path:
 
 
 def load_documents(folder: Path, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
-    """The losses of some rows of a run folder, by text [2, documents]."""
+    """The losses of some rows of a run folder, by text [2, documents]. Raises ValueError for what is gone or
+    damaged."""
     loaded = []
     for row in rows:
-        with np.load(documents_file(folder, row)) as file:
+        path = documents_file(folder, row)
+        check_archive(path, instead="bring it back from a copy")
+        with np.load(path) as file:
             loaded.append(dict(file))
     return loaded
 

@@ -1,9 +1,10 @@
 """The arguments of the command line, before Hydra takes them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import Override, OverrideType, QuotedString
 from hydra.errors import HydraException
 
 from cpt.core.places import CONF
@@ -29,9 +30,14 @@ def check_choices(arguments: Sequence[str]) -> None:
         given = None if argument.startswith("-") else read(argument)
         if given is None or not (CONF / given.key_or_group).is_dir() or given.type is OverrideType.DEL:
             continue
-        named = given.value() if isinstance(given.value(), list) else [given.value()]
-        if any(each is None or isinstance(each, int | float | list) for each in named):
+        named = given.value() if isinstance(given.value(), list) else []
+        if not all(isinstance(each, str | QuotedString) for each in named) or is_plain(given.value()):
             raise ValueError(f"{argument}; allowed: a choice of conf/{given.key_or_group}, or a list of them")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is neither a name nor keys with values nor a sweep."""
+    return value is None or isinstance(value, int | float)
 
 
 def read(argument: str) -> Override | None:

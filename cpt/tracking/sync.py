@@ -22,6 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cpt.core.config import digest
 from cpt.core.errors import reason
+from cpt.core.files import check_archive
 from cpt.evaluation.scores import Scores
 from cpt.tracking.wandb_run import AXES, open_run, publish, publish_stage
 
@@ -131,6 +132,7 @@ def _arrays(path: Path, row: int) -> dict[str, np.ndarray]:
     archive = path / "diagnostics" / f"{row:03d}.npz"
     if not archive.exists():
         return {}
+    check_archive(archive, instead="bring it back from a copy, or delete it to go without")
     with np.load(archive) as arrays:
         return dict(arrays)
 

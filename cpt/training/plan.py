@@ -105,6 +105,7 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
     said = read_sections(cfg)
     settings = plain_config(cfg)  # raises for what is missing
+    or_null(TEXT).check("from", settings["from"])
     objective_value({}, said.run.objective)
     check_share(said.trainer)
     check_answered(said.model, said.source)
@@ -188,7 +189,6 @@ def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
     folder that is no finished run's."""
     if folder is None:
         return model
-    or_null(TEXT).check("from", folder)
     scores = Path(folder) / "scores.json"
     if not scores.exists() or not Scores.load(scores).run["finished"]:
         raise ValueError(f"from={folder} is no finished run; allowed: null, or the folder of one")

@@ -41,6 +41,7 @@ AT_ONCE = {
     "+callback.x=1": "callback is not known; did you mean callbacks? allowed: name, variant, ",
     "~method": "method is missing; allowed: method=…, one of conf/method",
     "+callbacks.early.patience=3": "callbacks.early={'patience': 3} has no class; allowed: null, or +callba",
+    "from=[]": "from=[]; allowed: null or a text",
     "endtask._target_=[]": "endtask._target_=[]; allowed: ",
     "endtask._target_=nowhere.X": "endtask._target_=nowhere.X: ",
     "endtask._target_=cpt.methods.ewc.EWC": "endtask._target_=cpt.methods.ewc.EWC; allowed: a class below",

@@ -40,7 +40,15 @@ def test_all_else_stays_as_it_is(given):
 
 @pytest.mark.parametrize(
     "given",
-    ["optim=[null]", "optim=5", "experiment=null", "mask=true", "mask=[migu,5]", "+schedule=[[linear]]"],
+    [
+        "optim=[null]",
+        "optim=5",
+        "experiment=null",
+        "mask=true",
+        "mask=[migu,5]",
+        "+schedule=[[linear]]",
+        "schedule=[{}]",
+    ],
 )
 def test_a_choice_that_is_no_name_is_refused(given):
     with pytest.raises(ValueError, match=rf"{re.escape(given)}; allowed: a choice of conf/\w+, or a list"):

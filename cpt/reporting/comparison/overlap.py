@@ -8,11 +8,12 @@ unit matters to both; between sets it is Jaccard's, |A and B| / |A or B|. All la
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from cpt.core.files import check_archive
 
 Row = Mapping[str, np.ndarray]
 IMPORTANCE, OWN, CHOSEN, GATES = "importance", "measured", "chosen", "overlap"  # what names begin with
@@ -71,10 +72,12 @@ def jaccard(shares: np.ndarray) -> np.ndarray:
 
 def read_stage(folder: Path, number: int) -> Row:
     """The arrays of one stage; none if its file is missing or damaged."""
+    path = Path(folder) / "diagnostics" / f"{number:03d}.npz"
     try:
-        with open(Path(folder) / "diagnostics" / f"{number:03d}.npz", "rb") as file, np.load(file) as arrays:
+        check_archive(path, instead="")
+        with np.load(path) as arrays:
             return dict(arrays)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError):
         return {}
 
 
