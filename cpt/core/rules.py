@@ -108,5 +108,9 @@ def or_null(rule: Rule) -> Rule:
 YES_NO = Rule(lambda value: isinstance(value, bool), "true, false")
 TEXT = Rule(is_text, "a text")
 TEXTS = Rule(lambda value: is_list(value, is_text), "a list of texts")
+MAPPED_TEXTS = Rule(
+    lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values()),
+    "keys with texts, {key: text}",
+)
 MAPPING = Rule(lambda value: isinstance(value, Mapping), "keys with values, {key: value}")
 PATTERN = Rule(is_pattern, "a regular expression")

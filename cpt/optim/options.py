@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import Choice, Options, option, prefix_errors
-from cpt.core.rules import YES_NO, Rule, is_list, is_number, number, or_null
+from cpt.core.rules import TEXT, YES_NO, Rule, is_list, is_number, number, or_null
 from cpt.core.sections import GIVEN, Section
 
 BETAS = Rule(
@@ -64,6 +64,7 @@ def read_optimizer(given: Section) -> Choice | None:
     """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
     may not be."""
     target = given.values.get("_target_")
+    or_null(TEXT).check(f"{given.place}._target_", target)
     kind = KNOWN.get(target)
     if kind is not None:
         further = {name: value for name, value in given.values.items() if name in FURTHER[target]}

@@ -9,7 +9,7 @@ import numpy as np
 
 from cpt.core.options import Options, option
 from cpt.core.randomness import key, shuffle
-from cpt.core.rules import MAPPING, Rule, is_list, is_text, one_of
+from cpt.core.rules import MAPPED_TEXTS, Rule, is_list, is_text, one_of
 
 NAMES = ("none", "task", "dataset")
 MADE = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # fields every format has
@@ -33,12 +33,14 @@ class Template(Options):
     names: str = option(
         "what of the names stands there: nothing, the task's, and the data set's", one_of(*NAMES)
     )
-    prefixes: Mapping[str, str] = option("the prefix for each of `names`", MAPPING)
+    prefixes: Mapping[str, str] = option("the prefix for each of `names`", MAPPED_TEXTS)
     options: str = option("the order of the options: as they are listed, or for each example its own",
                           one_of("file", "shuffled"))  # fmt: skip
     separator: str = option("between options", Rule(lambda value: isinstance(value, str), "a text"))
-    instructions: Mapping[str, str] = option("what is asked, by task", MAPPING)
-    tasks: Mapping[str, str] = option("the task of each data set, where its place does not say it", MAPPING)
+    instructions: Mapping[str, str] = option("what is asked, by task", MAPPED_TEXTS)
+    tasks: Mapping[str, str] = option(
+        "the task of each data set, where its place does not say it", MAPPED_TEXTS
+    )
     unasked: Sequence[str] = option(
         "tasks whose text asks already: no question",
         Rule(lambda value: is_list(value, is_text), "a list of tasks"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cpt.core.errors import unknown_name
 from cpt.core.options import option
-from cpt.core.rules import YES_NO, Rule, or_null, whole
+from cpt.core.rules import MAPPED_TEXTS, YES_NO, Rule, or_null, whole
 from cpt.evaluation.due import Due
 
 # What a task may be known by, and whether that is of what the model writes.
@@ -31,7 +31,7 @@ class AnswerOptions(Due):
     measures: Mapping[str, str] | None = option(
         "what some tasks are known by, instead of the usual; null: none",
         Rule(
-            lambda value: value is None or isinstance(value, Mapping),
+            lambda value: value is None or MAPPED_TEXTS.allows(value),
             "null or a measure for each of some tasks",
         ),
     )
