@@ -25,7 +25,6 @@ SWEEPS = (
     ["method=moelora", "method.rate=1", *LONG],
     ["method=sapt", "method.key=cosine", "method.query=encoder", "method.strength=1", "method.rate=1", *LONG],
     ["method=ncl", *LONG],
-    ["method=prompt,progprompt", *LONG],
 )
 
 
