@@ -107,10 +107,10 @@ class Held:
     @torch.no_grad()
     def constrain(self, optimizer: Optimizer) -> None:
         """Leaves of the step what the constraint does."""
-        steps = [(parameter, parameter.detach().sub_(old)) for parameter, old in self.before]  # where it lies
+        steps = [(parameter, parameter.detach() - old) for parameter, old in self.before]
         self.constraint.constrain(steps, optimizer)
-        for parameter, old in self.before:
-            parameter.add_(old)
+        for (parameter, step), (_, old) in zip(steps, self.before, strict=True):
+            parameter.copy_(step.add_(old))
 
 
 @contextmanager
