@@ -105,7 +105,6 @@ def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
     said = read_sections(cfg)
     settings = plain_config(cfg)  # raises for what is missing
-    or_null(TEXT).check("from", settings["from"])
     objective_value({}, said.run.objective)
     check_share(said.trainer)
     check_answered(said.model, said.source)
@@ -197,7 +196,9 @@ def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
 
 
 def begun(folder: str | None, name: str) -> dict[str, str]:
-    """What the model is called where it goes on from another run's end."""
+    """What the model is called where it goes on from another run's end. Raises ValueError for what is no
+    folder's name."""
+    or_null(TEXT).check("from", folder)
     return {} if folder is None else {"model": f"{name} from {Path(folder).name}"}
 
 
