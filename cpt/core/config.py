@@ -69,6 +69,7 @@ NEUTRAL: dict[str, Any] = {
     "method.constraints": "mean",
     "method.margin": 0,
     "method.teacher": "run",
+    "method.least": None,
 }
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 
+from cpt.core.signs import answers_signals, stat_of
+
 PARENT = "CPT_LAUNCHER"  # environment variable: the process that those it starts must not outlive
 RANK = "LOCAL_RANK"  # which Lightning gives the ranks that it starts
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -22,11 +24,8 @@ def end_with_parent() -> None:
 
 
 def is_there(pid: int) -> bool:
-    """Whether there is a process of this number."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    """Whether a process has not ended; one that nobody has waited for has."""
+    if sys.platform != "linux":
+        return answers_signals(pid)
+    state = stat_of(pid)
+    return state is not None and state[0] not in "ZX"

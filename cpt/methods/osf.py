@@ -76,7 +76,8 @@ class OSF(ContinualModule):
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in blocks(self.model)]
         self.similarity: Tensor
-        self.register_buffer("similarity", ones(len(self.blocks)))
+        if options.least is not None:  # all else goes on from the state of runs that knew no such share
+            self.register_buffer("similarity", ones(len(self.blocks)))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         shares = self.shares(self.domain)

@@ -121,7 +121,7 @@ class Guard(Callback):
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
         """Raises ValueError or RollbackError where the last step has left weights that are not finite, in all
         processes where it has in one."""
-        if agree(not all_finite(weights)):
+        if agree(int(not all_finite(weights))):
             step, name = trainer.global_step, trainer.datamodule.domain.name
             told = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
@@ -184,7 +184,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 def check_finite(state: Mapping[str, Tensor], row: str) -> None:
     """Raises ValueError where something that a stage has left is not finite, in this process or another."""
     fine = all_finite(state.values())
-    if agree(not fine):
+    if agree(int(not fine)):
         bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
         told = ", ".join(bad[:3]) or "what another process has"
         raise ValueError(f"{told} is not finite after {row}; {ADVICE}")

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from cpt.core import parents
 from cpt.core.parents import PARENT, RANK
 from tests.conftest import ROOT
 from tests.support.processes import is_there
@@ -51,3 +52,12 @@ def test_a_rank_whose_first_process_is_gone_ends_before_it_waits_for_it(rank, co
     with here(CHILD, **{PARENT: str(gone.pid)}, **({} if rank is None else {RANK: rank})) as process:
         said, _ = process.communicate(timeout=60)
     assert (process.returncode, said.strip()) == (code, "here" if rank is None else "")
+
+
+def test_a_process_that_nobody_has_waited_for_is_not_there():
+    with here("") as process:
+        deadline = time.monotonic() + 30
+        while parents.is_there(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.returncode is None  # it is a zombie
+        assert not parents.is_there(process.pid)
