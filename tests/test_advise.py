@@ -102,13 +102,16 @@ def check_command(command, corpora):
 
 
 @pytest.mark.slow
-def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch):
+def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch, capsys, corpora):
     monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((1, False),))
     monkeypatch.setattr("cpt.advising.sweeping.PILOT", 4)  # one and the same run
     here("--out", "failed", fails="freeze")
+    told = capsys.readouterr().out
     advice = json.loads((tmp_path / "failed/advice.json").read_text())
     assert {arm["arm"] for arm in advice["arms"]} == {"ncl", "replay-25"}
     assert any(line == "freeze: failed (exit 1): cpt: broken" for line in advice["unknown"])
+    assert told.splitlines()[-1] == advice["recommended"]["command"]
+    check_command(advice["recommended"]["command"], corpora)
 
 
 @pytest.mark.slow

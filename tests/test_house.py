@@ -10,6 +10,7 @@ from pathlib import Path
 from cpt.masks.base import GradientMask
 from cpt.methods.base import ContinualModule
 from tests.conftest import ROOT
+from tests.support.campaign import RESTING
 
 CPT, MAP = ROOT / "cpt", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MOST_FILES = 4  # that define a top-level function of one name
@@ -30,6 +31,17 @@ def test_a_wing_imports_from_those_below_it_only():
     program = "from importlinter.cli import lint_imports as lint; raise SystemExit(lint(no_cache=True))"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_what_rests_until_the_campaign_is_there():
+    files = defaultdict(set)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        files[path.name] |= set(
+            re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+    assert {
+        name: set(tests) - files[name] for name, tests in RESTING.items() if set(tests) - files[name]
+    } == {}
 
 
 def test_every_wing_has_its_line_in_the_map():
