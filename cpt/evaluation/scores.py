@@ -37,7 +37,7 @@ NOTED = ("rates", "leak", "spikes")  # lists of a stage
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
-    *("similarity", "leak", "numerics", "monitor", "base", "spikes"),
+    *("similarity", "leak", "numerics", "monitor", "base", "spikes", "moved"),
 }
 FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
@@ -80,6 +80,7 @@ class Scores(Layout):
     numerics: dict[str, str] = field(default_factory=dict)  # the precision, and how attention was computed
     # name; origin: built, folder or hub; of a hub its revision
     base: dict[str, str] = field(default_factory=dict)
+    moved: dict[str, list[float]] = field(default_factory=dict)  # see cpt.models.movement
     similarity: dict[str, Any] = field(default_factory=dict)  # SIMILARITY, where it decided the order
     needs_domain: bool = False  # whether a text's domain must be known at test time
     alone: bool = False  # whether each domain was learned from the base, so that no model has met them all

@@ -22,6 +22,7 @@ from cpt.evaluation.documents import gather_documents
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
+from cpt.models.movement import measure_movement
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.card.files import remove_card, write_card
@@ -260,6 +261,8 @@ class Learner:
         loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
         start.tokenizer.save_pretrained(self.place.model)
+        if len(self.scores.rows) > 1:
+            self.scores.moved = measure_movement(start.model(), self.place.model)
         check_signals("before the report was written")
         enter_phase("writing the report")
         sums, counts = gather_documents(self.place.load_documents(range(len(self.scores.rows))), self.scores)

@@ -366,7 +366,7 @@ def test_the_contract_of_the_file(tmp_path):
     made().save(tmp_path / "scores.json")
     data = json.loads((tmp_path / "scores.json").read_text())
     later = "conditions skipped alone probes answers rates policy grown similarity leak numerics monitor base"
-    later += " spikes"
+    later += " spikes moved"
     assert set(data) == {*AT_FIRST, *later.split()}
     assert data["version"] == 3
     assert data["nll"] == NLL.tolist()

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
+from safetensors.torch import load_file
 
 from cpt import card as program
 from cpt.reporting.card.facts import gather_card
@@ -83,6 +84,28 @@ def test_a_run_leaves_a_card_whose_figures_are_those_of_its_files(run):
     assert card["model"]["config_digest"] == scores["config_digest"]
     weights = (run / "model" / "model.safetensors").read_bytes()
     assert card["model"]["weights"]["model.safetensors"]["sha256"] == hashlib.sha256(weights).hexdigest()
+
+
+def test_it_says_how_far_the_weights_lie_from_the_base(run, cache):
+    card, page = read(run)
+    end = load_file(run / "model" / "model.safetensors")
+    began = next(
+        base for base in map(load_file, cache.glob("base/*/model.safetensors")) if is_like(base, end)
+    )
+    way = sum((end[name] - each).double().square().sum() for name, each in began.items())
+    whole = sum(each.double().square().sum() for each in began.values())
+    distance, share = card["moved"]["all"]
+    assert distance == pytest.approx(float((way / whole).sqrt()), rel=1e-5) and distance > 0.001
+    others = sum(int((end[name] != each).sum()) for name, each in began.items())
+    assert share == digits(others / sum(each.numel() for each in began.values()))
+    assert f"| all | {distance:.4f} | {100 * share:.2f} |" in page
+    assert not any("How far the weights" in line for line in card["limits"])
+
+
+def is_like(one, other):
+    return {name: each.shape for name, each in one.items()} == {
+        name: each.shape for name, each in other.items()
+    }
 
 
 def test_a_cell_has_the_interval_of_its_documents(run):

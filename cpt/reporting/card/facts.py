@@ -62,6 +62,7 @@ def gather_card(folder: Path, scores: Scores | None = None) -> Tree:
         "source": without_folders(settings.get("domains.name", UNKNOWN)),
         "training": tell_training(scores, settings),
         "stages": list(tell_stages(scores)),
+        **({"moved": scores.moved} if scores.moved else {}),
         "results": tell_results(scores, rows),
         "limits": list_limits(scores, documents=rows is not None, base=base["origin"] != UNKNOWN),
     }

@@ -36,5 +36,6 @@ def tell_meaning(scores: Scores) -> Iterator[str]:
     if scores.conditions.get("score_on") == "valid":
         yield "The losses are of validation text, with which settings may have been chosen."
     yield "Intervals are over held-out documents of the same sources; of other text they say nothing."
-    yield "How far the weights lie from the base was not measured."
+    if not scores.moved:
+        yield "How far the weights lie from the base was not measured."
     yield "What the model writes, its biases, and the licences of its texts and base were not examined."

@@ -29,6 +29,7 @@ def format_card(card: Card) -> str:
         show_texts(card),
         show_training(card["training"]),
         show_stages(card["stages"]),
+        show_movement(card.get("moved", {})),
         *show_results(card["results"]),
         *show_tasks(card["results"]),
         show_limits(card["limits"]),
@@ -184,17 +185,21 @@ def show_stages(stages: Sequence[Card]) -> Block:
         "them. Moved inside: the share of the stage's squared movement inside what the method protects, and "
         "that of a random movement."
     ]
-    head = [
-        "stage",
-        "tokens",
-        "rates",
-        "parameters trained",
-        "stored beside",
-        "moved inside",
-        "steps left out",
-        "FLOPs",
-    ]
-    return Block(title="What moved", lines=lines, head=head, cells=cells)
+    named = "stage, tokens, rates, parameters trained, stored beside, moved inside, steps left out, FLOPs"
+    return Block(title="What moved", lines=lines, head=named.split(", "), cells=cells)
+
+
+def show_movement(moved: Mapping[str, Sequence[float]]) -> Block:
+    """How far the exported weights lie from the base's, by kind."""
+    cells = [[kind, f"{distance:.4f}", percent(share)] for kind, (distance, share) in moved.items()]
+    told = (
+        "Distance: the length of what was added to the base's weights, over the length of those. Changed: "
+        "how many of 100 numbers are others. What lies beside the plain model is not in it, nor are kinds of "
+        "which some have no counterpart in the base."
+    )
+    head = ["weights", "distance", "changed, %"]
+    lines = [told] if cells else []
+    return Block(title="How far the weights moved", lines=lines, head=head, cells=cells)
 
 
 def tell_leak(leak: Sequence[float] | None) -> str:
