@@ -1,7 +1,7 @@
 """How far exported weights lie from those that they came from."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from cpt.models.units import blocks
 
 EMBEDDINGS, ATTENDING, MAPS, VECTORS = "embeddings", "attention", "other maps of blocks", "norms and biases"
 REST, ALL = "head and the rest", "all"
-Names = Mapping[nn.Parameter, list[str]]
 
 
 @torch.no_grad()
@@ -27,15 +26,12 @@ def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[floa
     nothing where there are none such files."""
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     lost = set()
-    names = list_names(base)
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("*.safetensors"))]
         exported = {name: file for file in files for name in file.keys()}  # noqa: SIM118  (it is no mapping)
-        for parameter, kind in sort_by_kind(base):
-            now = read_any(exported, names[parameter], like=parameter)
-            now = (
-                read_any(exported, list_saved(base, parameter, names), like=parameter) if now is None else now
-            )
+        for name, parameter, kind in sort_by_kind(base):
+            called = revert_weight_conversion(base, {name: parameter.detach()})  # in files, by transformers
+            now = read_any(exported, called, like=parameter)
             if now is None:
                 lost.add(kind)
             else:
@@ -59,21 +55,7 @@ def tell_movement(sums: Tensor) -> list[float]:
     return [(moved / was) ** 0.5 if was else 0.0, others / count]
 
 
-def list_names(model: nn.Module) -> Names:
-    """All names of each parameter: one that is tied has several, of which a file holds one."""
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    return names
-
-
-def list_saved(model: PreTrainedModel, parameter: nn.Parameter, names: Names) -> list[str]:
-    """What transformers calls a parameter in files, where that is another name."""
-    given = ({name: parameter.detach()} for name in names[parameter])
-    return [saved for each in given for saved in revert_weight_conversion(model, each)]
-
-
-def read_any(exported: Mapping[str, Any], names: list[str], *, like: Tensor) -> Tensor | None:
+def read_any(exported: Mapping[str, Any], names: Iterable[str], *, like: Tensor) -> Tensor | None:
     """The tensor that has one of these names, if it has the shape."""
     for name in names:
         if name in exported and (there := exported[name].get_tensor(name)).shape == like.shape:
@@ -81,14 +63,14 @@ def read_any(exported: Mapping[str, Any], names: list[str], *, like: Tensor) -> 
     return None
 
 
-def sort_by_kind(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, str]]:
-    """Each parameter once, with what it is called on a card."""
+def sort_by_kind(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Each parameter once with its name, and what it is called on a card."""
     within = {id(each) for _, block in blocks(model) for each in block.parameters()}
     embedded = {id(each) for m in model.modules() if isinstance(m, nn.Embedding) for each in m.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            yield parameter, VECTORS
+            yield name, parameter, VECTORS
         elif id(parameter) in within:
-            yield parameter, ATTENDING if ATTENTION.search(name) else MAPS
+            yield name, parameter, ATTENDING if ATTENTION.search(name) else MAPS
         else:
-            yield parameter, EMBEDDINGS if id(parameter) in embedded else REST
+            yield name, parameter, EMBEDDINGS if id(parameter) in embedded else REST
