@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from filelock import FileLock, Timeout
 
 from cpt.core.checksums import FILE, Checksums, seal, sync
+from cpt.core.files import writing
 from cpt.core.pulse import waiting_for
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def fill(folder: Path, make: Callable[[Path], None]) -> None:
     for pattern in ("*.tmp", f"*{PARTIAL}"):
         for left in partial.rglob(pattern):
             left.unlink()
-    make(partial)
+    with writing(partial):
+        make(partial)
     seal(partial)
     os.replace(partial, folder)
     sync(folder.parent)

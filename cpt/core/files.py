@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from cpt.core.checksums import sync
+
+REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
 
 
 @contextlib.contextmanager
@@ -19,6 +22,19 @@ def replacing(path: Path) -> Iterator[Path]:
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises OSError where a library has an error of its own for a system that does not let it write."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # safetensors has one, torch a RuntimeError, tokenizers no more than this
+        if not REFUSED.search(str(error)):
+            raise
+        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
 
 
 def replace(path: Path, text: str) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
 from lightning.pytorch import callbacks as theirs
@@ -19,9 +18,9 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from cpt.core.errors import reason
-from cpt.core.files import replacing
 from cpt.core.signatures import check_arguments, target
 from cpt.core.tensors import load_tensors
+from cpt.training.files import save_state
 from cpt.training.monitoring import Monitor
 
 BUDGET = "trainer.steps, trainer.epochs or trainer.tokens say how long a domain is learned"
@@ -131,8 +130,7 @@ class CustomCallbacks:
         self.at = number
         states = {name: each.state_dict() for name, each in self.callbacks.items()}
         if writes and any(states.values()):
-            with replacing(self.path(number)) as partial:
-                torch.save(states, partial)
+            save_state(states, self.path(number))
             for old in range(number - 1):
                 self.path(old).unlink(missing_ok=True)
 

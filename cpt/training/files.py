@@ -5,22 +5,15 @@ from typing import Any
 
 import torch
 
-from cpt.core.files import check_archive, replacing
+from cpt.core.files import check_archive, replacing, writing
 from cpt.core.tensors import load_tensors
-
-WRITER = ("PytorchStreamWriter", "inline_container")  # who says what torch makes of a full disk
 
 
 def save_state(state: Any, path: Path) -> None:
     """Writes tensors to a file that is the old one or the new one at any time. Raises OSError where it cannot
     be written."""
-    try:
-        with replacing(path) as partial:
-            torch.save(state, partial)
-    except RuntimeError as error:
-        if not any(name in str(error) for name in WRITER):
-            raise
-        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+    with writing(path), replacing(path) as partial:
+        torch.save(state, partial)
 
 
 def check_state(path: Path, *, instead: str) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cpt.adapters.bank import rest_parts
 from cpt.core.collectives import wait_for_others
+from cpt.core.files import writing
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.core.pulse import enter_phase
@@ -258,9 +259,10 @@ class Learner:
         check_signals("before the model was exported")
         enter_phase("exporting the model")
         self.place.make_room()
-        loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
+        with writing(self.place.model):
+            loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
+            start.tokenizer.save_pretrained(self.place.model)
         self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
-        start.tokenizer.save_pretrained(self.place.model)
         if len(self.scores.rows) > 1:
             self.scores.moved = measure_movement(start.model(), self.place.model)
         check_signals("before the report was written")
