@@ -360,13 +360,13 @@ def shown_marks(browser):
 
 def test_filters_act_on_the_marks_in_the_pictures(browser, comparison):
     browser.open(comparison, size=LAPTOP)
-    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 4
+    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 5
     tick(browser, "das")
-    assert shown_marks(browser) == [["das"]] * 4
+    assert shown_marks(browser) == [["das"]] * 5
     typed(browser, "nothing-like-it")
-    assert shown_marks(browser) == [[]] * 4
+    assert shown_marks(browser) == [[]] * 5
     browser.run("document.querySelector('.page button').click()")
-    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 4
+    assert shown_marks(browser) == [["das", "ewc", "ncl"]] * 5
 
 
 def test_a_mark_says_what_it_stands_for(browser, comparison):

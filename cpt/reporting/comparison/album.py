@@ -110,7 +110,8 @@ def _draw_matrices(section: ComparedRuns) -> Block:
     title = "Matrices side by side"
     if not runs:
         return Block()
-    return Block(title=title, lines=lines, picture=panels.matrices(runs), name="matrices")
+    drawn = panels.matrices(runs, marks=tell_marks(section))
+    return Block(title=title, lines=lines, picture=drawn, name="matrices")
 
 
 def _choose_groups(groups: list[Group], section: ComparedRuns) -> list[Group]:
@@ -133,7 +134,8 @@ def _draw_overlaps(section: ComparedRuns) -> Block:
     title = "Overlap of importances, masks and gates"
     if not shown:
         return Block()
-    return Block(title=title, lines=lines, picture=panels.overlaps(shown), name="overlap")
+    drawn = panels.overlaps(shown, marks=tell_marks(section))
+    return Block(title=title, lines=lines, picture=drawn, name="overlap")
 
 
 def _draw_posteriors(section: ComparedRuns) -> Block:
@@ -149,4 +151,5 @@ def _draw_posteriors(section: ComparedRuns) -> Block:
     title = "Posteriors over parts"
     if not shown:
         return Block()
-    return Block(title=title, lines=lines, picture=panels.posteriors(shown), name="posteriors")
+    drawn = panels.posteriors(shown, marks=tell_marks(section))
+    return Block(title=title, lines=lines, picture=drawn, name="posteriors")

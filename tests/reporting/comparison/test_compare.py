@@ -349,8 +349,8 @@ def test_the_real_pictures_and_page(tmp_path):
         saved(tmp_path / method, method=method, shift=0.1 * (method == "das"))
     assert main([str(tmp_path)]) == 0
     html = (tmp_path / "comparison.html").read_text()
-    assert html.count("data:image/png;base64,iVBOR") == 1  # the matrices; the others are drawn in the page
-    assert html.count("<svg ") == 4
+    assert html.count("data:image/png;base64,iVBOR") == 0  # all are drawn in the page
+    assert html.count("<svg ") == 5 and html.count("<image ") == 3  # two heat maps and their scale
     named = {path.stem.removeprefix("comparison-") for path in tmp_path.glob("comparison-*.pdf")}
     shown = {"forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices"}
     assert named == shown == {path.stem[11:] for path in tmp_path.glob("comparison-*.svg")}
