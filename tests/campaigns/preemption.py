@@ -23,7 +23,7 @@ from cpt.core.preemption import GO_ON, SIGNALS  # noqa: E402
 from tests.campaigns import runs  # noqa: E402
 from tests.campaigns.frame import conduct  # noqa: E402
 from tests.campaigns.signals import FIRST_PORT, count_lines, lost, slurm  # noqa: E402
-from tests.support.processes import ended, sent  # noqa: E402
+from tests.support.processes import ended, heeds_signals, last_child, sent  # noqa: E402
 
 SETUPS = ("alone", "two", "slurm", "alone", "two slurm")
 LOOPS = {  # what the log says first, and how long they take at most
@@ -66,13 +66,16 @@ def leave(
     """A start that has a signal in a loop, and how it ended; nothing where the run was over before."""
     processes = begin(arguments, run, setup, port=plan["port"])
     first, seen = processes[0], LOOPS[plan["loop"]].search
+    for each in processes:
+        runs.wait_for(lambda each=each: heeds_signals(each.pid) or not each.is_alive(), seconds=runs.HANGS_S)
     runs.wait_for(lambda: seen(runs.said(run)) or not first.is_alive(), seconds=runs.HANGS_S)
     latest = plan["seconds"] if plan["loop"] == "anywhere" else 0.25
     time.sleep(moment := draw.uniform(0, latest))
     number, rank = draw.choice(SIGNALS), draw.randrange(2) if setup == "two" else 0
-    children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
     if rank:
-        runs.wait_for(lambda: not first.is_alive() or children.read_text(), seconds=runs.HANGS_S)
+        runs.wait_for(
+            lambda: not first.is_alive() or heeds_signals(last_child(first.pid)), seconds=runs.HANGS_S
+        )
     if not first.is_alive():
         return {}
     signalled(processes, number, rank)

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -46,6 +47,25 @@ def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
     for _ in range(rank):
         pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[-1])
     os.kill(pid, number)
+
+
+def heeds_signals(pid: int | None) -> bool:
+    """Whether a process has a handler for SIGTERM: from its program's first lines on, not while Python starts
+    or, forked beforehand, it waits for its command line."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def last_child(pid: int) -> int | None:
+    """The process that one has started last, if it has any."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return None
+    return int(children[-1]) if children else None
 
 
 def is_there(pid: int) -> bool:
