@@ -112,5 +112,9 @@ MAPPED_TEXTS = Rule(
     lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values()),
     "keys with texts, {key: text}",
 )
+TEXTS_BY_KEY = Rule(
+    lambda value: isinstance(value, Mapping) and all(map(TEXTS.allows, value.values())),
+    "keys with lists of texts, {key: [text]}",
+)
 MAPPING = Rule(lambda value: isinstance(value, Mapping), "keys with values, {key: value}")
 PATTERN = Rule(is_pattern, "a regular expression")

@@ -54,12 +54,13 @@ class Section:
                     check_field(each, values[each.name])
         return None
 
-    def choose(self) -> Any:
+    def choose(self, *, needed: bool = False) -> Any:
         """What the section chooses: the options themselves where a class is its own options, else a Choice;
-        None where nothing is chosen or a value is missing. Raises ValueError for a class that there is not
-        and for its options as `read` does."""
+        None where a value is missing or, unless it is `needed`, nothing is chosen. Raises ValueError for a
+        class that there is not and for its options as `read` does."""
         target = self.values.get("_target_")
-        or_null(TEXT).check(f"{with_dot(self.place)}_target_", target)
+        rule = TEXT if needed and "_target_" in self.values else or_null(TEXT)
+        rule.check(f"{with_dot(self.place)}_target_", target)
         if target is None:
             return None
         kind = options_of(target, place=self.place)

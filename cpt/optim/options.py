@@ -64,7 +64,8 @@ def read_optimizer(given: Section) -> Choice | None:
     """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
     may not be."""
     target = given.values.get("_target_")
-    or_null(TEXT).check(f"{given.place}._target_", target)
+    if "_target_" in given.values:
+        TEXT.check(f"{given.place}._target_", target)
     kind = KNOWN.get(target)
     if kind is not None:
         further = {name: value for name, value in given.values.items() if name in FURTHER[target]}

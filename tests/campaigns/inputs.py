@@ -7,6 +7,7 @@ The line has to begin as the table says, on the error stream, with exit code 1 a
 and there may be no folder of the run after it. benchmarks/options.py times the same starts."""
 
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -26,18 +27,20 @@ TABLES = (
     (tables.ON_A_CAUSAL, SMALL_GPT2),
     (tables.ON_A_DECODER, SMALL_T5),
 )
+WORD = re.compile(r"(?:\{[^}]*\}|\S)+")  # with the spaces that a mapping has
 CASES = [(given, said, size) for table, size in TABLES for given, said in table.items()]
 
 
 def words(given: str) -> list[str]:
     """The arguments of a case, as a shell hands them over."""
-    return [given] if "{" in given else [each.replace("=(", "='('") for each in given.split()]
+    return [each.replace("=(", "='('") for each in WORD.findall(given)]
 
 
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     given, said, size = CASES[number % len(CASES)]
     home = place / f"case-{number}"
     home.mkdir()
+    (home / "cpt").symlink_to(ROOT / "cpt")  # a folder that some cases name
     places = (
         [f"domains.root={runs.write_texts(place)}", "domains=texts", f"cache_dir={home / 'cache'}"]
         if size

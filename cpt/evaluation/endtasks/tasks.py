@@ -15,6 +15,7 @@ from cpt.core.options import Options, option
 from cpt.core.rules import (
     MAPPING,
     TEXT,
+    TEXTS_BY_KEY,
     YES_NO,
     Rule,
     is_list,
@@ -81,6 +82,8 @@ class Protocol(Options):
 
 
 RULES = {each.name: each.metadata["rule"] for kind in (Settings, Protocol) for each in fields(kind)}
+RULES |= {"root": or_null(TEXT), "folder": TEXT, "path": TEXT, "cache": TEXT}  # of sources' own options
+RULES |= {"packages": or_null(TEXTS_BY_KEY)}
 SETTINGS = tuple(field.name for field in fields(Settings))
 
 
