@@ -41,7 +41,7 @@ AT_ONCE = {
     "+callback.x=1": "callback is not known; did you mean callbacks? allowed: name, variant, ",
     "~method": "method is missing; allowed: method=…, one of conf/method",
     "+callbacks.early.patience=3": "callbacks.early={'patience': 3} has no class; allowed: null, or +callba",
-    "optim._target_=[]": "optim._target_=[]; allowed: null or a text",
+    "optim._target_=[]": "optim._target_=[]; allowed: a text",
     "domains=tasks domains.template.prefixes.none=5": "domains.template.prefixes={'none': 5, ",
     "answers=trace answers.measures.C-STANCE=[]": "answers.measures={'C-STANCE': [], ",
     "from=[]": "from=[]; allowed: null or a text",
