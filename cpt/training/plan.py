@@ -203,8 +203,11 @@ def begun(folder: str | None, name: str) -> dict[str, str]:
 
 
 def names_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What each group's choice is called; several masks by a plus."""
-    names = {group: str(settings[group]["name"]) for group in ("method", "replay", "model")}
+    """What each group's choice is called; several masks by a plus. Raises ValueError for one without name."""
+    groups = ("method", "replay", "model")
+    if nameless := [group for group in groups if "name" not in settings[group]]:
+        raise ValueError(f"{nameless[0]}.name is missing; needed: {nameless[0]}.name=…")
+    names = {group: str(settings[group]["name"]) for group in groups}
     return names | {"mask": "+".join(settings["mask"]) or "none"}
 
 

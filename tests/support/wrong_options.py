@@ -51,6 +51,8 @@ AT_ONCE = {
     "endtask=submodules endtask.cache=5": "endtask.cache=5; allowed: a text",
     "endtask=submodules endtask.packages=5": "endtask.packages=5; allowed: null or keys with lists of texts",
     "endtask=submodules endtask.packages={a:1}": "endtask.packages={'a': 1}; allowed: null or keys with list",
+    "~replay.name": "replay.name is missing; needed: replay.name=…",
+    "~method.name": "method.name is missing; needed: method.name=…",
     "domains._target_=null": "domains._target_=null; allowed: a text",
     "method._target_=null": "method._target_=null; allowed: a text",
     "optim._target_=null": "optim._target_=null; allowed: a text",
