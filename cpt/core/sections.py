@@ -59,7 +59,7 @@ class Section:
         None where a value is missing or, unless it is `needed`, nothing is chosen. Raises ValueError for a
         class that there is not and for its options as `read` does."""
         target = self.values.get("_target_")
-        rule = TEXT if needed and "_target_" in self.values else or_null(TEXT)
+        rule = TEXT if needed and self.complete else or_null(TEXT)
         rule.check(f"{with_dot(self.place)}_target_", target)
         if target is None:
             return None

@@ -64,7 +64,7 @@ def read_optimizer(given: Section) -> Choice | None:
     """The optimizer that a section chooses; None where a value is missing. Raises ValueError for a value that
     may not be."""
     target = given.values.get("_target_")
-    if "_target_" in given.values:
+    if given.complete or target is not None:
         TEXT.check(f"{given.place}._target_", target)
     kind = KNOWN.get(target)
     if kind is not None:

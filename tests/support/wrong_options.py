@@ -53,6 +53,8 @@ AT_ONCE = {
     "endtask=submodules endtask.packages={a:1}": "endtask.packages={'a': 1}; allowed: null or keys with list",
     "~replay.name": "replay.name is missing; needed: replay.name=…",
     "~method.name": "method.name is missing; needed: method.name=…",
+    "~method._target_": "method._target_=null; allowed: a text",
+    "~optim._target_": "optim._target_=null; allowed: a text",
     "domains._target_=null": "domains._target_=null; allowed: a text",
     "method._target_=null": "method._target_=null; allowed: a text",
     "optim._target_=null": "optim._target_=null; allowed: a text",
