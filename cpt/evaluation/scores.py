@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -125,8 +125,12 @@ class Scores(Layout):
     @property
     def cells(self) -> Array:
         """The same with infinity for what was measured and was no number: no mean may leave it out."""
-        rows = [[np.nan if x is None else np.inf if np.isnan(x) else x for x in row] for row in self.nll]
-        return np.array(rows or np.empty((0, len(self.domains))), dtype=float)
+        cells = self.matrix
+        missing = np.isnan(cells).sum(1)
+        for number, row in enumerate(self.nll):
+            if row.count(None) < missing[number]:
+                cells[number] = [np.nan if x is None else np.inf if np.isnan(x) else x for x in row]
+        return cells
 
     @property
     def diagonal(self) -> dict[str, float]:
@@ -191,11 +195,12 @@ class Scores(Layout):
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
-        measured = compute_values(self.cells, layout=self)
+        cells = self.cells  # once: of 1,000 domains they are a million
+        measured = compute_values(cells, layout=self)
         self.metrics = {name: {u: float(x) for u, x in units.items()} for name, units in measured.items()}
-        for name, (seen, whole) in count_terms(self.cells, layout=self).items():
+        for name, (seen, whole) in count_terms(cells, layout=self).items():
             self.metrics[name] |= {"terms": [seen, whole]} if seen < whole else {}
-        for name, median in compute_medians(self.cells, layout=self).items():
+        for name, median in compute_medians(cells, layout=self).items():
             self.metrics[name]["median"] = median
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
@@ -217,9 +222,7 @@ class Scores(Layout):
 
     def save(self, path: Path) -> None:
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
-        text = json.dumps(asdict(self), default=lambda array: array.tolist())
-        plain = json.loads(text, parse_constant=lambda constant: None)  # nan and infinity are not JSON
-        lines = [f'"{key}": {json.dumps(value)}' for key, value in plain.items()]
+        lines = [f'"{each.name}": {encode(getattr(self, each.name))}' for each in fields(self)]
         temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
         try:
             with open(temporary, "w", encoding="utf-8") as file:
@@ -229,6 +232,14 @@ class Scores(Layout):
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def encode(value: Any) -> str:
+    """JSON, in which what is nan or infinite is null."""
+    text = json.dumps(value, default=lambda array: array.tolist())
+    if "NaN" not in text and "Infinity" not in text:
+        return text
+    return json.dumps(json.loads(text, parse_constant=lambda constant: None))
 
 
 def complete_fields(data: dict[str, Any]) -> dict[str, Any]:
