@@ -51,9 +51,9 @@ needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="a file system of one
 TRIALS = {
     "a wrong option": (inputs.trial, 3),
     "a damaged file": (faults.trial, 2),
+    "a second start": (concurrency.trial, 4),
 }
 MORE = {
-    "a second start": (concurrency.trial, 4),
     "a number that is none": (nonfinite.trial, 0),
     "a killed run": (kills.trial, 0),
     "a killed sweep": (kills.trial, 4),

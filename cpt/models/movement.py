@@ -63,9 +63,17 @@ def read_any(exported: Mapping[str, Any], names: Iterable[str], *, like: Tensor)
     return None
 
 
+def list_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks of a model; none of one that is made of something else."""
+    try:
+        return [block for _, block in blocks(model)]
+    except ValueError:
+        return []
+
+
 def sort_by_kind(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, str]]:
     """Each parameter once with its name, and what it is called on a card."""
-    within = {id(each) for _, block in blocks(model) for each in block.parameters()}
+    within = {id(each) for block in list_blocks(model) for each in block.parameters()}
     embedded = {id(each) for m in model.modules() if isinstance(m, nn.Embedding) for each in m.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:

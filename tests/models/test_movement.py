@@ -4,6 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.models.movement import ALL, ATTENDING, EMBEDDINGS, MAPS, REST, VECTORS, measure_movement
 from tests.models.test_units import FAMILIES, build
@@ -52,3 +53,10 @@ def test_it_is_read_from_several_files_and_from_fewer_bits(tmp_path):
     )[ALL]
     assert 0.0005 < distance < 0.004 and share > 0.5
     assert measure_movement(model, tmp_path) == {}
+
+
+def test_a_model_without_transformer_blocks_is_measured(tmp_path):
+    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=40, state_size=4)
+    model = AutoModelForCausalLM.from_config(config)
+    moved = measure_movement(model, saved(model, tmp_path, lambda other: other.lm_head.weight.mul_(2)))
+    assert moved[ALL][0] > 0 and ATTENDING not in moved and moved[VECTORS] == [0, 0]

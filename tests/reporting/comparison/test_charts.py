@@ -258,6 +258,17 @@ def test_overlaps_are_between_0_and_1(drawn):
     assert told.endswith("das: importance 0.25; migu 0.25.")
 
 
+def test_each_heat_map_is_its_groups():
+    overlap = panels.overlaps(
+        {"a: b: importance": similarity(3), "migu: mask": similarity(3)}, marks={"migu": "x"}
+    )
+    assert set(re.findall(r'id="mark:(.*?)"', overlap.svg.decode())) == {"a: b", "migu"}
+    assert overlap.marks == {"migu": "x"}
+    scores = made()
+    scores.parts = [{"law": {"law": 0.5, "food": 0.5}}] * len(scores.rows)
+    assert b'id="mark:demix"' in panels.posteriors({"demix": scores}, marks={"demix": "x"}).svg
+
+
 def test_posteriors_are_those_of_the_last_model(drawn):
     last = {"domain0": {"domain0": 0.7, "base": 0.3}, "general": {"base": 1.0}}
     scores = made(parts=[{}, {}, {"domain0": {"base": 1.0}}, last])
