@@ -75,6 +75,7 @@ def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | 
 def carry_out(plan: Plan, place: RunFolder) -> Scores:
     """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
     with defer_signals():  # libraries do not bear to be left while they are read in
+        from cpt.core.memory import keep_free
         from cpt.core.threads import keep_threads
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly
@@ -89,6 +90,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
 
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
+    keep_free()
     took: dict[str, float] = {}
     with starting(took, "read the texts"):
         corpora = assembly.read_corpora(plan)

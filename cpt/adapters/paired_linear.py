@@ -3,27 +3,62 @@
     y = (W x + b) + alpha / r B (A x)
 
 peft makes B (A x), scales it and adds it: three passes over outputs [N, d_out] forward and two backward,
-which at rank 8 take longer than the products. Here the second product adds to the first one's result as
-it is made (addmm). In 32 bits that changes the last digits; in 16 bits a sum is rounded once, not thrice."""
+which at rank 8 take longer than the products. On a processor in 32 bits, of no fewer rows than the
+map has inputs and without dropout, the pair is added to the map instead, whose product is then the whole,
+
+    y = (W + alpha / r B A) x + b,    dL/dA = alpha / r (B^T dL/dy) x^T,    dL/dB = alpha / r dL/dy (A x)^T
+
+and W + alpha / r B A is made again on the way back rather than kept. Else the second product adds to the first
+one's result as it is made (addmm). Both change the last digits; in 16 bits, in which W + B A would round
+what a pair learns away, a sum is rounded once, not thrice."""
 
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear, LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 
 class PairedLinear(Linear):
-    """A layer of peft that adds its pairs to the frozen map's output in place of making a second output."""
+    """A layer of peft that adds its pairs to the frozen map, or to its output in place of making another."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
             return super().forward(x, *args, **kwargs)
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if names and self.may_join(x, names):
+            return self.join(x, names)
         result = self.base_layer(x)
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                result = self.add(name, x, result)
+        for name in names:
+            result = self.add(name, x, result)
         return result
+
+    def may_join(self, x: Tensor, names: list[str]) -> bool:
+        """Whether pairs may be added to the map for this x, and that takes less time."""
+        maps = [self.base_layer, *(half[name] for half in (self.lora_A, self.lora_B) for name in names)]
+        return (
+            x.device.type == "cpu"
+            and not torch.is_autocast_enabled("cpu")
+            and {x.dtype, *(each.weight.dtype for each in maps)} in ({torch.float32}, {torch.float64})
+            and x.numel() >= x.shape[-1] ** 2
+            and isinstance(self.base_layer, nn.Linear | Conv1D)
+            and not any(parameter.requires_grad for parameter in self.base_layer.parameters())
+            and not any(map(is_watched, maps))
+            and all(isinstance(self.lora_dropout[name], nn.Identity) for name in names)
+        )
+
+    def join(self, x: Tensor, names: list[str]) -> Tensor:
+        """What the map with its pairs makes of x [..., d_in]."""
+        base = self.base_layer
+        weight = base.weight.T if isinstance(base, Conv1D) else base.weight
+        pairs = [
+            each
+            for name in names
+            for each in (self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name])
+        ]
+        flat = JoinedProduct.apply(x.flatten(0, -2), weight, base.bias, *pairs)
+        return flat.view(*x.shape[:-1], flat.shape[-1])
 
     def add(self, name: str, x: Tensor, result: Tensor) -> Tensor:
         """The result [..., d_out] with what a pair makes of x [..., d_in]."""
@@ -33,6 +68,44 @@ class PairedLinear(Linear):
             return (result + b(low) * scale).to(result.dtype)
         flat = torch.addmm(result.flatten(0, -2), low.flatten(0, -2), b.weight.T, alpha=scale)
         return flat.view(result.shape)
+
+
+class JoinedProduct(torch.autograd.Function):
+    """x [N, d_in] by a frozen weight [d_out, d_in] and bias [d_out] or None, with pairs A [r, d_in], B [d_out, r]
+    and their scales, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *pairs: Any) -> Tensor:
+        halves, ctx.scales = [*zip(pairs[::3], pairs[1::3], strict=True)], pairs[2::3]
+        ctx.save_for_backward(x, weight, *(half for pair in halves for half in pair))
+        return nn.functional.linear(x, add_pairs(weight, halves, ctx.scales), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (given,), (x, weight, *flat) = gradients, ctx.saved_tensors
+        halves = [*zip(flat[::2], flat[1::2], strict=True)]
+        of_x = given @ add_pairs(weight, halves, ctx.scales) if ctx.needs_input_grad[0] else None
+        found: list[Tensor | None] = []
+        for number, ((a, b), scale) in enumerate(zip(halves, ctx.scales, strict=True)):
+            asked = ctx.needs_input_grad[3 + 3 * number :]
+            found.append((given @ b).T.mul(scale) @ x if asked[0] else None)
+            # r rows and their transpose take less time than r columns
+            found.append(((x @ a.T).T.mul(scale) @ given).T if asked[1] else None)
+            found.append(None)
+        return of_x, None, None, *found
+
+
+def add_pairs(weight: Tensor, halves: list[tuple[Tensor, Tensor]], scales: tuple[float, ...]) -> Tensor:
+    """A weight [d_out, d_in] with what pairs add to it."""
+    for (a, b), scale in zip(halves, scales, strict=True):
+        weight = torch.addmm(weight, b, a, alpha=scale)
+    return weight
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether someone looks at what a module takes or makes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in hooks)
 
 
 def pair_up(layer: LoraLayer) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters import lora
+from cpt.adapters.paired_linear import PairedLinear
 from cpt.models.units import projections
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,7 @@ CONFIGS = {
     "llama": {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False},
 }
 TOKENS = torch.arange(24).view(2, 12) % 37 + 3
+may_join = PairedLinear.may_join
 # peft asks for a property that transformers has renamed.
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
@@ -120,8 +122,13 @@ def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
         torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
 
 
+@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_one_product_adds_what_peft_adds(kind, build):
+def test_one_product_adds_what_peft_adds(kind, joined, build, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        PairedLinear, "may_join", lambda *given: seen.append(may_join(*given)) or (joined and seen[-1])
+    )
     model = build(kind).double()
     scope = attach(model)
     learn(model, scope.names)
@@ -132,12 +139,27 @@ def test_one_product_adds_what_peft_adds(kind, build):
     calls = [watch_calls(each) for each in (model, plain)]
     for each in (model, plain):
         each(input_ids=TOKENS).logits.square().sum().backward()
-    assert not calls[0] and calls[1]
+    assert not calls[0] and calls[1] and any(seen)
     assert torch.allclose(logits(model), logits(plain), rtol=1e-12)
     for name in scope.names:
         own, other = (each.get_parameter(name).grad for each in (model, plain))
         assert other.abs().max() > 0
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [15, 16])
+def test_the_map_itself_takes_the_pairs_of_as_many_rows_as_it_has_inputs(rows, build):
+    model = build()
+    learn(model, attach(model).names)
+    layer, x = next(iter(lora.layers(model).values())), torch.randn(1, rows, 16)
+    assert layer.may_join(x, [lora.NEWEST]) == (rows == 16)
+    with torch.autocast("cpu", torch.bfloat16):  # in which W + B A loses what B A is
+        assert not layer.may_join(x, [lora.NEWEST])
+    assert not layer.may_join(x.half(), [lora.NEWEST])
+    seen = []
+    layer.lora_A[lora.NEWEST].register_forward_hook(lambda *given: seen.append(given))
+    layer(x)
+    assert seen  # who looks at a half, as masks do, sees it
 
 
 def watch_calls(model) -> list[str]:
