@@ -8,9 +8,9 @@ map has inputs and without dropout, the pair is added to the map instead, whose 
 
     y = (W + alpha / r B A) x + b,    dL/dA = alpha / r (B^T dL/dy) x^T,    dL/dB = alpha / r dL/dy (A x)^T
 
-and W + alpha / r B A is made again on the way back rather than kept. Else the second product adds to the first
-one's result as it is made (addmm). Both change the last digits; in 16 bits, in which W + B A would round
-what a pair learns away, a sum is rounded once, not thrice."""
+and W + alpha / r B A is made again on the way back rather than kept. Else the second product adds to the
+first one's result as it is made (addmm). Both change the last digits; in 16 bits, in which W + B A would
+round what a pair learns away, a sum is rounded once, not thrice."""
 
 from typing import Any
 
@@ -71,8 +71,8 @@ class PairedLinear(Linear):
 
 
 class JoinedProduct(torch.autograd.Function):
-    """x [N, d_in] by a frozen weight [d_out, d_in] and bias [d_out] or None, with pairs A [r, d_in], B [d_out, r]
-    and their scales, one after another."""
+    """x [N, d_in] by a frozen weight [d_out, d_in] and bias [d_out] or None, with pairs A [r, d_in],
+    B [d_out, r] and their scales, one after another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *pairs: Any) -> Tensor:

@@ -31,6 +31,7 @@ class Scorer(ABC):
     What it remembers is of the last evaluation, and no part of any state_dict."""
 
     needs_domain = False  # whether a text's domain must be known at test time
+    in_sequence = False  # whether what a row scores depends on the rows before it
 
     def __init__(self) -> None:
         self.taken: dict[int, dict[int, Tensor]] = {}  # by domain and part: weights summed over positions
@@ -82,6 +83,10 @@ class Router(Scorer):
     @property
     def needs_domain(self) -> bool:
         return self.routing.learned == "domain"
+
+    @property
+    def in_sequence(self) -> bool:
+        return self.routing.prior != "uniform"
 
     @property
     def parts(self) -> list[int]:

@@ -65,6 +65,7 @@ class DomainSequence(LightningDataModule):
     trainer: Trainer  # Lightning's, while it fits or validates
     domain: Domain = Domain("", -1, ())  # before the first is entered
     asked: Sequence[str] | None = None  # the held-out texts that are scored; None: all
+    by_length = False  # whether rows of much the same length are scored together
     generated: Mapping[str, Packed] | None = None  # what the model wrote before the current domain, by text
 
     def __init__(
@@ -200,6 +201,8 @@ class DomainSequence(LightningDataModule):
         """The held-out texts that are asked for, the same masked positions for every model; each process has
         its share of the batches."""
         rows = {name: self.scored_rows(name) for name in self.scored_texts}
+        if self.by_length:
+            rows = {name: self.held_out[name].by_length(each) for name, each in rows.items()}
         return self.shared_out(self.held_out, rows, purpose="score")
 
     @property

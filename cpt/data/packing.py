@@ -74,6 +74,12 @@ class Packed:
         lengths[-1] = len(self.rows[len(self) - 1]["ids"])
         return lengths
 
+    def by_length(self, rows: np.ndarray) -> np.ndarray:
+        """Rows, the longest first where a batch is as wide as its longest row; else as they are."""
+        if self.packing != PER_DOCUMENT and self.answers(rows[:1]) is None:
+            return rows
+        return rows[np.argsort(-self.row_lengths[rows], kind="stable")]
+
     def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
         """What is known of rows before they are read."""
         sharing = self.sharing[rows] if self.isolated else None

@@ -173,6 +173,23 @@ class ContinualModule(Staged):
         process."""
         return {} if self.router is None else self.router.used(domain)
 
+    @property
+    def in_sequence(self) -> bool:
+        """Whether what is scored depends on the rows before it."""
+        return self.router is not None and self.router.in_sequence
+
+    def lasting(self, domain: int) -> int | None:
+        """The part that alone decides what text of a domain scores, by the domain that it belongs to (-1: the
+        base), where nothing beside parts is ever trained: it scores the same until it is trained itself. None
+        where more decides."""
+        alone = type(self).nll is ContinualModule.nll and type(self.router) is Router
+        if not alone or type(self.bank) is not Bank or self.scope is None:
+            return None
+        if not set(self.scope.names) <= set(self.bank.names):
+            return None
+        parts = cast(Router, self.router).mixed(domain)
+        return parts[0] if len(parts) == 1 else None
+
     def backbone(self, domain: int) -> PreTrainedModel:
         """The model that stands for a domain: what is exported and what an end task fine-tunes a copy of.
 

@@ -210,7 +210,7 @@ class Learner:
         looked_at = {name: array(values) for name, values in self.module.diagnostics().items()}
         log_stage(self.loggers, self.scores, distributions=looked_at)
         if is_first_process():
-            self.place.save_documents(number, cells.documents)
+            self.place.save_documents(number, {**cells.documents})
             self.place.save_diagnostics(number, looked_at)
             self.save()
             self.place.tidy(number, keep=self.plan.run.keep_stages)
@@ -228,12 +228,12 @@ class Learner:
         log.info("after %s, %d more texts are scored", row, len(missing))
         if is_first_process():
             (before,) = self.place.load_documents([number])
-            self.place.save_documents(number, before | cells.documents)
+            self.place.save_documents(number, before | {**cells.documents})
             self.save()
 
     def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
         with self.outlook.timed("score", number):
-            cells = self.scorer.score(row, texts)
+            cells = self.scorer.score(number, row, texts)
         leave_together(f"before {row} was committed")
         confirm(self.place)
         return cells

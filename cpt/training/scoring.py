@@ -1,14 +1,14 @@
 """The cells of the matrix: which of a row are to be measured, and measuring them."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
 import numpy as np
-from torch import Tensor
 
 from cpt.adapters.bank import BASE
+from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.scores import Scores
@@ -27,18 +27,16 @@ HEAVIEST = 20  # parts that a text's row names, of more
 class Cells:
     """What a model scores on some of the texts, by text."""
 
-    losses: Mapping[str, tuple[Tensor, Tensor]]  # nats and scored tokens, each [documents]
+    means: Mapping[str, float]  # nats per scored token
+    documents: Mapping[str, np.ndarray]  # nats and scored tokens by document, [2, documents]
     parts: Mapping[str, Mapping[str, float]]  # the parts of the model that scored it, the heaviest of them
 
-    @property
-    def means(self) -> dict[str, float]:
-        """Nats per scored token."""
-        return {text: (nll.sum() / count.sum()).item() for text, (nll, count) in self.losses.items()}
-
-    @property
-    def documents(self) -> dict[str, np.ndarray]:
-        """Nats and scored tokens by document, [2, documents]."""
-        return {text: np.stack([each.cpu() for each in pair]) for text, pair in self.losses.items()}
+    def __or__(self, other: "Cells") -> "Cells":
+        return Cells(
+            {**self.means, **other.means},
+            {**self.documents, **other.documents},
+            {**self.parts, **other.parts},
+        )
 
 
 class Scorer:
@@ -56,6 +54,7 @@ class Scorer:
     ) -> None:
         self.options, self.trainer, self.place = options, trainer, place
         self.module, self.data, self.scores = module, data, scores
+        self.told = False
 
     def wanted(self, number: int) -> list[str]:
         """The texts that the model after so many stages is to be scored on."""
@@ -67,17 +66,57 @@ class Scorer:
         there = set(self.scores.measured(number))
         return [text for text in self.wanted(number) if text not in there]
 
-    def score(self, row: str, texts: Collection[str]) -> Cells:
-        """The losses of the model as it is now on some of the texts; raises ValueError where one is no
+    def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
+        """The losses of the model as it is now, after so many stages, on some of the texts. Those that only a
+        part scores which has scored them before are not computed again. Raises ValueError where one is no
         number."""
-        self.data.asked = texts
+        known = self.find_known(number, texts)
+        cells = self.measure(row, [text for text in texts if text not in known])
+        if known and not self.told:
+            told = "after %s, %d of %d texts keep their losses: the part that scores them rests"
+            log.info(told, row, len(known), len(texts))
+            self.told = True
+        for earlier in sorted(set(known.values())):
+            cells |= self.recall(earlier, [text for text in known if known[text] == earlier])
+        return cells
+
+    def find_known(self, number: int, texts: Collection[str]) -> dict[str, int]:
+        """Of the texts whose losses after so many stages are those of an earlier row, the last such row."""
+        found = {}
+        for text in texts:
+            part = self.module.lasting(self.data.places.get(text, BASE))
+            if part is not None:
+                column = self.scores.domains.index(text)
+                rows = [r for r in range(part + 1, number) if self.scores.nll[r][column] is not None]
+                found |= {text: rows[-1]} if rows else {}
+        return found
+
+    def recall(self, number: int, texts: Sequence[str]) -> Cells:
+        """What a row has of some texts; the documents for the process that writes."""
+        nll = dict(zip(self.scores.domains, self.scores.nll[number], strict=True))
+        (losses,) = self.place.load_documents([number]) if is_first_process() else ({},)
+        return Cells(
+            {text: nll[text] for text in texts},
+            {text: losses[text] for text in texts if text in losses},
+            {text: self.scores.parts[number].get(text, {}) for text in texts},
+        )
+
+    def measure(self, row: str, texts: Sequence[str]) -> Cells:
+        """The losses of the model as it is now, computed."""
+        if not texts:
+            return Cells({}, {}, {})
+        self.data.asked, self.data.by_length = texts, not self.module.in_sequence
         label = f"scoring after {row}"
         make_trainer(self.trainer.lightning, label=label).validate(
             self.module, datamodule=self.data, verbose=False
         )
         self.data.asked = None
         losses = self.module.row()
-        cells = Cells(losses, self.parts(losses))
+        cells = Cells(
+            {text: (nll.sum() / count.sum()).item() for text, (nll, count) in losses.items()},
+            {text: np.stack([each.cpu() for each in pair]) for text, pair in losses.items()},
+            self.parts(losses),
+        )
         check_losses(cells.means, row)
         return cells
 

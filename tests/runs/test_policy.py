@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from cpt import verify
+from cpt.data.packing import Packed
+from cpt.data.sampling import Subset
+from cpt.evaluation.documents import load_documents
 from cpt.evaluation.scores import Scores
+from cpt.methods.base import ContinualModule
+from cpt.training.scoring import Scorer
 from tests.support.making import made
 
 ORDER = "order=[law,food,space]"
@@ -69,3 +74,66 @@ def test_more_tokens_contain_fewer(small):
     assert set(rows[64]) < set(rows[128]) < set(rows[10**6])
     assert list(rows[10**6]) == list(range(len(rows[10**6])))
     assert list(rows[128]) == sorted(rows[128])
+
+
+IN_PARTS = {
+    "adapter": ["method=adapter", "method.per_domain=true"],
+    "demix": ["method=demix"],
+    "lora": ["method=lora", "method.per_domain=true"],
+    "last": ["method=adapter", "method.per_domain=true", "routing@method.routing=last"],
+    "posterior": ["method=demix", "routing@method.routing=posterior"],
+    "hat": ["method=hat"],
+    "cpt_plugin": ["method=cpt_plugin"],
+}
+# Cells after the base's four; of others each domain once, when it was learned.
+COMPUTED = {"demix": 9, "last": 9, "posterior": 12, "hat": 12, "cpt_plugin": 12}
+
+
+@pytest.mark.parametrize("kind", IN_PARTS)
+def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tmp_path, monkeypatch):
+    measured, measure = [], Scorer.measure
+    monkeypatch.setattr(
+        Scorer, "measure", lambda self, row, texts: measured.extend(texts) or measure(self, row, texts)
+    )
+    given = [ORDER, "trainer.steps=2", *IN_PARTS[kind]]
+    start(small(*given), tmp_path / "few")
+    computed = len(measured) - 4
+    monkeypatch.setattr(ContinualModule, "lasting", lambda self, domain: None)
+    start(small(*given), tmp_path / "whole")
+    assert len(measured) - computed - 4 == 16
+    assert computed == COMPUTED.get(kind, 3)
+    few, whole = scores_of(tmp_path / "few"), scores_of(tmp_path / "whole")
+    assert few.nll == whole.nll and few.metrics == whole.metrics and few.parts == whole.parts
+
+
+def test_rows_of_much_the_same_length_are_scored_together(start, small, tmp_path, monkeypatch):
+    places, batch = [], Subset.__getitem__
+
+    def counted(self, number):
+        found = batch(self, number)
+        if self.purpose == "score":
+            places.append(found["input_ids"].numel())
+        return found
+
+    monkeypatch.setattr(Subset, "__getitem__", counted)
+    given = [ORDER, "domains.packing=per_document", "model.length=256", "trainer.steps=2"]
+    given.append("trainer.eval_batch_size=4")
+    start(small(*given), tmp_path / "sorted")
+    fewer = sum(places)
+    monkeypatch.setattr(Packed, "by_length", lambda self, rows: rows)
+    start(small(*given), tmp_path / "plain")
+    assert fewer < 0.95 * (sum(places) - fewer)
+    ordered, plain = scores_of(tmp_path / "sorted"), scores_of(tmp_path / "plain")
+    assert ordered.matrix == pytest.approx(plain.matrix, rel=1e-6)
+    for one, other in zip(
+        *(load_documents(tmp_path / name, range(4)) for name in ("sorted", "plain")), strict=True
+    ):
+        assert all(np.allclose(one[text], other[text], rtol=1e-5) for text in one)
+
+
+def test_a_prior_that_moves_meets_the_rows_in_their_order(small, start, tmp_path, monkeypatch):
+    given = ["method=demix", "routing@method.routing=posterior", "method.routing.prior=updating"]
+    asked = []
+    monkeypatch.setattr(Packed, "by_length", lambda self, rows: asked.append(len(rows)) or rows)
+    start(small(ORDER, "domains.packing=per_document", "trainer.steps=1", *given), tmp_path)
+    assert not asked
