@@ -1,0 +1,101 @@
+"""Seconds that scoring held-out examples takes: rows in their order, rows of much the same length together, and
+these in bf16-mixed, in turns in one process; and how far the losses are apart.
+
+    python benchmarks/scoring.py --root FOLDER --tasks agnews amazon dbpedia yahoo
+
+The rows in their order in 32-true are what cpt did before `DomainSequence.by_length`."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from ground import Ground, arguments, ground
+from measuring import paired, rotated, save, wait_until_quiet
+from stage import Mark, prepare
+
+from cpt.core.memory import keep_free
+from cpt.training.trainer import make_trainer
+
+FIRST = "rows in their order"
+HOW: dict[str, tuple[bool, str]] = {
+    FIRST: (False, "32-true"),
+    "by length": (True, "32-true"),
+    "by length, bf16-mixed": (True, "bf16-mixed"),
+}
+
+
+@dataclass
+class Scoring:
+    """Scores all held-out texts again and again."""
+
+    place: Ground
+    by_length: bool
+    precision: str
+    seconds: list[float] = field(default_factory=list)
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        module, data = self.place.module, self.place.data
+        data.by_length = self.by_length
+        data.asked = [domain.name for domain in data.domains]
+        fitting = make_trainer({**self.place.plan.trainer.lightning, "precision": self.precision}, label="")
+        begun = Mark()
+        fitting.validate(module, datamodule=data, verbose=False)
+        self.seconds.append(begun.seconds_to(Mark()))
+        self.losses = {text: float(nll.sum() / count.sum()) for text, (nll, count) in module.row().items()}
+
+
+def measure(subjects: Mapping[str, Scoring], *, rounds: int, patience: float) -> dict[str, Any]:
+    """All rounds but the first, which warms up."""
+    for number in range(rounds + 1):
+        wait_until_quiet(patience)
+        for name in rotated(list(subjects), number):
+            subjects[name]()
+    seconds = {name: each.seconds[1:] for name, each in subjects.items()}
+    first = subjects[FIRST].losses
+    apart = {
+        name: max(abs(value - first[text]) for text, value in each.losses.items())
+        for name, each in subjects.items()
+    }
+    return {
+        "seconds": {name: float(np.median(each)) for name, each in seconds.items()},
+        "over_rows_in_their_order": {
+            name: paired(each, seconds[FIRST]) for name, each in seconds.items() if name != FIRST
+        },
+        "losses_apart": apart,
+    }
+
+
+def options() -> argparse.Namespace:
+    parser = arguments(str(__doc__).split(":")[0])
+    parser.add_argument("--root", required=True, help="folder of the tasks, as domains=tasks has it")
+    parser.add_argument("--tasks", nargs="+", required=True)
+    parser.add_argument("--template", default="bare")
+    parser.add_argument("--length", type=int, default=384)
+    parser.add_argument("--tokens", type=int, default=20_000, help="of each task, in rows drawn by key")
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    prepare(chosen.threads)
+    keep_free()
+    place = ground(
+        chosen.cache,
+        *("domains=tasks", f"domains.root={chosen.root}", "domains.format=jsonl"),
+        *(f"domains/template={chosen.template}", f"order=[{','.join(chosen.tasks)}]"),
+        *(f"model.length={chosen.length}", f"eval.tokens={chosen.tokens}"),
+        shape="gpt2",
+    )
+    subjects = {name: Scoring(place, *how) for name, how in HOW.items()}
+    found = measure(subjects, rounds=chosen.rounds, patience=chosen.patience)
+    print(*(f"{name}: {value}" for name, value in found.items()), sep="\n")
+    settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out", "root")}
+    save("scoring", {"options": settings, **found}, out=chosen.out)
+
+
+if __name__ == "__main__":
+    main()
