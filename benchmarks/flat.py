@@ -8,6 +8,7 @@ FOLDER holds a folder per domain with {train,valid,test}.txt, and general/. What
 learned again, so that a part can be looked at anew."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from measuring import ROOT, save
+
+from cpt.evaluation import lines as added
 
 POLL_S = 0.2
 FEW = 10  # domains of an end, early or late, that stand for it
@@ -67,10 +70,18 @@ def processor_seconds(place: Path) -> float:
 
 
 def count_rows(folder: Path) -> int:
+    file = folder / "scores.json"
     try:
-        return len(json.loads((folder / "scores.json").read_text(encoding="utf-8"))["rows"])
+        return added.count_rows(file, len(json.loads(file.read_text(encoding="utf-8"))["rows"]))
     except FileNotFoundError:
         return 0
+
+
+def when_written(folder: Path) -> Iterator[int]:
+    """Times of what a row is written to."""
+    for file in (folder / "scores.json", added.lines_file(folder / "scores.json")):
+        with contextlib.suppress(FileNotFoundError):
+            yield file.stat().st_mtime_ns
 
 
 def start(folder: Path, given: Sequence[str], *, log: Path) -> subprocess.Popen:
@@ -84,14 +95,13 @@ def watch(folder: Path, given: Sequence[str], *, until: int | None = None) -> li
 
     Raises RuntimeError for a run that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    began, changed, sights = time.monotonic(), 0.0, []
+    began, changed, sights = time.monotonic(), set[int](), []
     process, rows = start(folder, given, log=folder.with_suffix(".log")), count_rows(folder)
     while process.poll() is None:
         time.sleep(POLL_S)
-        file = folder / "scores.json"
-        if not file.exists() or file.stat().st_mtime == changed:
+        if (seen := set(when_written(folder))) == changed:
             continue
-        changed, found = file.stat().st_mtime, count_rows(folder)
+        changed, found = seen, count_rows(folder)
         if found > rows and process.poll() is None:
             rows = found
             sights.append(look(process.pid, folder, row=rows, began=began))
