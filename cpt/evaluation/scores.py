@@ -200,12 +200,12 @@ class Scores(Layout):
         row, name, nll = line["row"], line["name"], line["nll"]
         if row not in range(len(self.rows) + 1) or self.rows[row : row + 1] not in ([], [name]):
             raise ValueError(f"a line is of row {row}, {name}, which is neither the next nor here already")
-        if not set(nll) <= set(self.domains):
-            raise ValueError(
-                f"the line of row {row} has losses on texts that are no column of {self.domains}"
-            )
+        if not (set(nll) <= set(self.domains) and set(line["phases"]) <= set(PHASES)):
+            raise ValueError(f"the line of row {row}, {name}, has texts that are no column, or other phases")
+        noted = {each: [line[each]] for each in (*NOTED, *COSTS) if each in line}
+        check_types(noted, {each: get_field_types(type(self))[each] for each in noted}, of=f"row {row}")
         if row == len(self.rows):
-            costs = {each: line[each] for each in (*NOTED, *COSTS) if each in line}
+            costs = {each: value for each, (value,) in noted.items()}
             self.append(name, nll=[nll.get(text) for text in self.domains], parts=line["parts"], **costs)
         else:
             self.fill(row, nll, line["parts"])
