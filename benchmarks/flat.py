@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from measuring import ROOT, save
 
 from cpt.evaluation import lines as added
 
-POLL_S = 0.2
+POLL_S = 0.05
 FEW = 10  # domains of an end, early or late, that stand for it
 KILLED_AT = (0.2, 0.5, 0.8)  # of the domains
-CLOCKS = ("seconds", "processor")  # of what is looked at; of these the gap from row to row
+CLOCKS = ("seconds", "processor")  # of what is looked at; of these the gap from row to row, for each
 BLOCK = 512  # bytes of st_blocks
 WIDE = ("eval.rows=each", "eval.columns=all")
 
@@ -60,8 +61,16 @@ def look(process: int, folder: Path, *, row: int, began: float) -> Sight:
         mapped=int(facts["RssFile"].split()[0]) * 1024,
         files=len(list((place / "fd").iterdir())),
         threads=int(facts["Threads"]),
-        disk=sum(each.stat().st_blocks * BLOCK for each in folder.rglob("*") if each.is_file()),
+        disk=sum(disk_bytes(folder)),
     )
+
+
+def disk_bytes(folder: Path) -> Iterator[int]:
+    """Of each file that is there: the run removes some meanwhile."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield (Path(place) / name).stat().st_blocks * BLOCK
 
 
 def processor_seconds(place: Path) -> float:
@@ -139,19 +148,19 @@ def learn_killed(folder: Path, given: Sequence[str], domains: int) -> list[int]:
 
 def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
     """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio."""
-    at = {sight.row: sight for sight in sights}
+    pairs = {later.row: (before, later) for before, later in pairwise(sights)}
     early, late = (
-        [row for row in span if row in at and row - 1 in at]
+        [pairs[row] for row in span if row in pairs]
         for span in (range(FEW + 1, 2 * FEW + 1), range(sights[-1].row - FEW, sights[-1].row))
     )
 
-    def tell(name: str, row: int) -> float:
-        before = getattr(at[row - 1], name) if name in CLOCKS else 0
-        return getattr(at[row], name) - before
+    def tell(name: str, before: Sight, later: Sight) -> float:
+        now = getattr(later, name)
+        return (now - getattr(before, name)) / (later.row - before.row) if name in CLOCKS else now
 
     found = {}
     for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
-        first, last = (statistics.median(tell(name, row) for row in rows) for rows in (early, late))
+        first, last = (statistics.median(tell(name, *pair) for pair in pairs) for pairs in (early, late))
         found[name] = {"early": first, "late": last, "ratio": last / first}
     return found
 
