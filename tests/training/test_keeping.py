@@ -296,3 +296,23 @@ def test_a_row_costs_what_it_has_measured_however_many_there_are(tmp_path, monke
     early, late = (np.mean([work[row] for row in span]) for span in (range(100, 300), range(400, 600)))
     assert early > 0 and late < 1.15 * early
     assert np.median([work[row] for row in range(400, 600)]) <= 5
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_reader_may_meet_the_moment_at_which_the_scores_are_written(tmp_path, monkeypatch, when):
+    """The lines that it has read are then in the file, and those of the next rows are not yet known."""
+    path, _ = begun(tmp_path)
+    rows, own, gone_on = Scores.load(path).rows, Path.read_text, []
+
+    def read(self, **how):
+        old = own(self, **how)
+        if self == path and not gone_on:
+            gone_on.append(True)
+            go_on(path, 73, domains=80)
+            assert lines_file(path).exists()
+        return old if when == "after" else own(self, **how)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    found = Scores.load(path).rows
+    assert gone_on and found[: len(rows)] == rows
+    assert (len(found) > len(rows)) == (when == "before")
