@@ -147,7 +147,7 @@ class DomainSequence(LightningDataModule):
 
     def past(self, domain: Domain) -> list[str]:
         """The texts that were learned before a domain, each once."""
-        before = self.domains[: self.numbers[domain]]
+        before = self.domains[: self.domains.index(domain)]
         return list(dict.fromkeys(part for each in before for part in each.parts))
 
     def replayed(self, domain: Domain) -> dict[str, int]:

@@ -103,12 +103,12 @@ def test_nothing_is_foreseen_without_a_rate():
 def test_how_long_the_latest_stages_took_is_the_measure():
     """Of very many; those before count no more, and neither does one that is not committed."""
     names = [f"d{number}" for number in range(300)]
-    many = outlook({"learn": dict.fromkeys(names[:100], 90.0)})
+    many = outlook({"learn": dict.fromkeys(names[:200], 90.0)})
     many.data[:] = [SimpleNamespace(name=name) for name in names]
     many.data.steps = lambda domain: 1
-    many.scores.rows[:] = ["base", *names[:100]]
+    many.scores.rows[:] = ["base", *names[:200]]
     assert many.took()["learn"] == 90.0
-    many.scores.phases["learn"] |= dict.fromkeys(names[100:281], 2.0) | {names[280]: 50.0}
+    many.scores.phases["learn"] |= dict.fromkeys(names[200:281], 2.0) | {names[280]: 50.0}
     many.scores.rows[:] = ["base", *names[:280]]
     assert many.took()["learn"] == 2.0
     phase = many.phase("learn", 281)
