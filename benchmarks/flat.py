@@ -8,6 +8,7 @@ FOLDER holds a folder per domain with {train,valid,test}.txt, and general/. What
 learned again, so that a part can be looked at anew."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -19,15 +20,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from measuring import ROOT, save
 
-POLL_S = 0.2
+from cpt.evaluation import lines as added
+
+POLL_S = 0.05
 FEW = 10  # domains of an end, early or late, that stand for it
 KILLED_AT = (0.2, 0.5, 0.8)  # of the domains
-CLOCKS = ("seconds", "processor")  # of what is looked at; of these the gap from row to row
+CLOCKS = ("seconds", "processor")  # of what is looked at; of these the gap from row to row, for each
 BLOCK = 512  # bytes of st_blocks
 WIDE = ("eval.rows=each", "eval.columns=all")
 
@@ -57,8 +61,16 @@ def look(process: int, folder: Path, *, row: int, began: float) -> Sight:
         mapped=int(facts["RssFile"].split()[0]) * 1024,
         files=len(list((place / "fd").iterdir())),
         threads=int(facts["Threads"]),
-        disk=sum(each.stat().st_blocks * BLOCK for each in folder.rglob("*") if each.is_file()),
+        disk=sum(disk_bytes(folder)),
     )
+
+
+def disk_bytes(folder: Path) -> Iterator[int]:
+    """Of each file that is there: the run removes some meanwhile."""
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield (Path(place) / name).stat().st_blocks * BLOCK
 
 
 def processor_seconds(place: Path) -> float:
@@ -67,10 +79,18 @@ def processor_seconds(place: Path) -> float:
 
 
 def count_rows(folder: Path) -> int:
+    file = folder / "scores.json"
     try:
-        return len(json.loads((folder / "scores.json").read_text(encoding="utf-8"))["rows"])
+        return added.count_rows(file, len(json.loads(file.read_text(encoding="utf-8"))["rows"]))
     except FileNotFoundError:
         return 0
+
+
+def when_written(folder: Path) -> Iterator[int]:
+    """Times of what a row is written to."""
+    for file in (folder / "scores.json", added.lines_file(folder / "scores.json")):
+        with contextlib.suppress(FileNotFoundError):
+            yield file.stat().st_mtime_ns
 
 
 def start(folder: Path, given: Sequence[str], *, log: Path) -> subprocess.Popen:
@@ -84,14 +104,13 @@ def watch(folder: Path, given: Sequence[str], *, until: int | None = None) -> li
 
     Raises RuntimeError for a run that fails."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    began, changed, sights = time.monotonic(), 0.0, []
+    began, changed, sights = time.monotonic(), set[int](), []
     process, rows = start(folder, given, log=folder.with_suffix(".log")), count_rows(folder)
     while process.poll() is None:
         time.sleep(POLL_S)
-        file = folder / "scores.json"
-        if not file.exists() or file.stat().st_mtime == changed:
+        if (seen := set(when_written(folder))) == changed:
             continue
-        changed, found = file.stat().st_mtime, count_rows(folder)
+        changed, found = seen, count_rows(folder)
         if found > rows and process.poll() is None:
             rows = found
             sights.append(look(process.pid, folder, row=rows, began=began))
@@ -129,19 +148,19 @@ def learn_killed(folder: Path, given: Sequence[str], domains: int) -> list[int]:
 
 def compare_ends(sights: Sequence[Sight]) -> dict[str, Any]:
     """Medians over some domains at the beginning (from the 10th on) and at the end, and their ratio."""
-    at = {sight.row: sight for sight in sights}
+    pairs = {later.row: (before, later) for before, later in pairwise(sights)}
     early, late = (
-        [row for row in span if row in at and row - 1 in at]
+        [pairs[row] for row in span if row in pairs]
         for span in (range(FEW + 1, 2 * FEW + 1), range(sights[-1].row - FEW, sights[-1].row))
     )
 
-    def tell(name: str, row: int) -> float:
-        before = getattr(at[row - 1], name) if name in CLOCKS else 0
-        return getattr(at[row], name) - before
+    def tell(name: str, before: Sight, later: Sight) -> float:
+        now = getattr(later, name)
+        return (now - getattr(before, name)) / (later.row - before.row) if name in CLOCKS else now
 
     found = {}
     for name in (*CLOCKS, "memory", "mapped", "files", "threads"):
-        first, last = (statistics.median(tell(name, row) for row in rows) for rows in (early, late))
+        first, last = (statistics.median(tell(name, *pair) for pair in pairs) for pairs in (early, late))
         found[name] = {"early": first, "late": last, "ratio": last / first}
     return found
 

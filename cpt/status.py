@@ -22,6 +22,7 @@ from typing import Any
 from cpt.core import queues, signs
 from cpt.core.queues import Queue
 from cpt.core.signs import Sign
+from cpt.evaluation.lines import count_rows
 
 STATES = (
     *("running", "waiting", "queued", "finished", "preempted", "failed"),
@@ -202,7 +203,7 @@ def judge(sign: Sign, finished: bool) -> tuple[str, str]:
 
 def read_scores(folder: Path) -> tuple[bool, float | None, str]:
     """Whether a run's scores say that it is finished, the share of its stages that they have, and why they
-    cannot be read. The matrix, which may be large, is not."""
+    cannot be read; not the matrix, which may be large."""
     found: dict[str, Any] = {}
     try:
         with (folder / "scores.json").open(encoding="utf-8") as file:
@@ -212,8 +213,8 @@ def read_scores(folder: Path) -> tuple[bool, float | None, str]:
                     found[name.strip('"')] = json.loads(value.rstrip().rstrip(","))
                 if len(found) == 2:
                     break
-        stages = len(found["run"]["order"])
-        return found["run"]["finished"] is True, share(len(found["rows"]) - 1, stages), ""
+        done = count_rows(folder / "scores.json", len(found["rows"])) - 1
+        return found["run"]["finished"] is True, share(done, len(found["run"]["order"])), ""
     except FileNotFoundError:
         return False, None, ""
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -128,10 +130,20 @@ class DomainSequence(LightningDataModule):
 
     def progress(self, step: int) -> Progress:
         """Where the run is at a step of the current domain's stage; recovery has a course of its own."""
-        steps, place = [self.steps(domain) for domain in self.domains], self.domains.index(self.domain)
-        before, ahead = sum(steps[:place]), self.recovery_steps(self.domain)
-        within = (step, ahead) if step < ahead else (step - ahead, steps[place] - ahead)
-        return Progress(*within, place, len(steps), before + step, sum(steps), steps[0])
+        made, place = self.made, self.numbers[self.domain]
+        before, ahead = made[place], self.recovery_steps(self.domain)
+        within = (step, ahead) if step < ahead else (step - ahead, made[place + 1] - before - ahead)
+        return Progress(*within, place, len(self.domains), before + step, made[-1], made[1])
+
+    @cached_property
+    def numbers(self) -> dict[Domain, int]:
+        """The places of the domains in their order."""
+        return {domain: number for number, domain in enumerate(self.domains)}
+
+    @cached_property
+    def made(self) -> list[int]:
+        """Optimizer steps after so many stages; of all domains once, not in each step."""
+        return list(accumulate(map(self.steps, self.domains), initial=0))
 
     def past(self, domain: Domain) -> list[str]:
         """The texts that were learned before a domain, each once."""
@@ -152,7 +164,7 @@ class DomainSequence(LightningDataModule):
         """What a domain's batches replay: real text, or what the model wrote in its place."""
         texts = self.memory(domain)
         general = {GENERAL: texts[GENERAL]} if self.replay.general and GENERAL in texts else {}
-        past = self.past_texts(domain)
+        past = self.past_texts(domain) if self.replay.past else {}
         pools = self.replay.pools(past, general, stage=domain.name, seed=self.seed)
         if self.forms and isinstance(self.replay, Generated):
             forms = {part: self.forms[part] for part in domain.parts}
@@ -208,7 +220,8 @@ class DomainSequence(LightningDataModule):
     @property
     def scored_texts(self) -> list[str]:
         """The held-out texts that are scored now, in their order."""
-        return [name for name in self.held_out if self.asked is None or name in self.asked]
+        asked = self.held_out if self.asked is None else set(self.asked)
+        return [name for name in self.held_out if name in asked]
 
     def scored_rows(self, name: str) -> np.ndarray:
         """The rows of a held-out text that stand for it: all, or those that `eval_tokens` are drawn from."""

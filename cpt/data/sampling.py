@@ -167,7 +167,7 @@ class Subset(Dataset):
         together: int = 1,
     ) -> None:
         self.texts, self.objective, self.purpose = texts, objective, purpose
-        self.places = places or {}
+        self.places, self.columns = places or {}, {name: column for column, name in enumerate(texts)}
         self.blocks: list[tuple[str, np.ndarray, bool]] = []
         for name in (each for each in texts if each in rows):
             starts = range(0, len(rows[name]), batch_size)
@@ -189,7 +189,7 @@ class Subset(Dataset):
         batch["documents"] = torch.from_numpy(owners.ravel()[places.numpy()])
         batch["domains"] = torch.full((len(rows),), self.places.get(name, -1))
         batch["weight"] = torch.tensor(1 / max(1, len(batch["positions"])))
-        batch["column"] = torch.tensor(list(self.texts).index(name))
+        batch["column"] = torch.tensor(self.columns[name])
         return idle_batch(batch) if idle else batch
 
 

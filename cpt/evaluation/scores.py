@@ -16,9 +16,8 @@ from cpt.core.schema import check_types
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.answers.results import check_answers
 from cpt.evaluation.endtasks.metrics import check_endtasks
+from cpt.evaluation.lines import read_lines, remove_lines
 from cpt.evaluation.metrics import (
-    METRICS,
-    UNITS,
     Array,
     Arrays,
     Layout,
@@ -29,23 +28,18 @@ from cpt.evaluation.metrics import (
 )
 from cpt.evaluation.policy import FULL
 from cpt.evaluation.probes.results import check_probes
+from cpt.evaluation.score_fields import PHASES, check_metrics, check_similarity, complete_fields
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
-# kinds of seconds; "start": what precedes the stages
-PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
 LATER = {  # fields that files of this version may lack
     *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
     *("similarity", "leak", "numerics", "monitor", "base", "spikes", "moved"),
 }
-FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
-METRIC = {"interval": dict[str, list[float | None]], "terms": list[int], **dict.fromkeys(UNITS, float | None)}
-METRIC |= {"median": dict[str, float | None]}
-SIMILARITY = {"names": list[str], "matrix": list[list[float]], "general": list[float], "embedding": str}
 
 
 @dataclass(kw_only=True)
@@ -156,8 +150,8 @@ class Scores(Layout):
         parts: Mapping[str, Mapping[str, float]] | None = None,
         **costs: Any,
     ) -> None:
-        """Adds the row of the model after a stage ("base" first) and measures anew, without intervals; what
-        of COSTS is not given is 0, what of NOTED nothing."""
+        """Adds the row of the model after a stage ("base" first), without measuring anew; what of COSTS is
+        not given is 0, what of NOTED nothing."""
         if row in self.rows or len(nll) != len(self.domains):
             raise ValueError(f"row {row}: {len(nll)} losses; needed: {len(self.domains)}, not in {self.rows}")
         self.rows.append(row)
@@ -171,7 +165,6 @@ class Scores(Layout):
             noted.append([*given] if name in NOTED else int(given))
         if costs:
             raise TypeError(f"costs {sorted(costs)}; allowed: {', '.join((*NOTED, *COSTS))}")
-        self.measure()
 
     def take_over(self, earlier: Scores) -> Scores:
         """These scores with what a run of fewer domains has measured; cells of further texts are missing."""
@@ -182,12 +175,43 @@ class Scores(Layout):
         self.grown = [*earlier.grown, len(self.rows) - 1]
         return self
 
-    def fill(self, row: int, nll: Mapping[str, float], parts: Mapping[str, Mapping[str, float]]) -> None:
-        """Adds cells that were missing in a row, by text, and measures anew, without intervals."""
+    def fill(
+        self, row: int, nll: Mapping[str, float | None], parts: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        """Adds cells that were missing in a row, by text, without measuring anew."""
         for text, value in nll.items():
-            self.nll[row][self.domains.index(text)] = float(value)
+            self.nll[row][self.domains.index(text)] = None if value is None else float(value)
         self.parts[row] |= {text: dict(weights) for text, weights in parts.items() if weights}
-        self.measure()
+
+    def line(self, row: int) -> str:
+        """All that was noted of a row, in a line of cpt.evaluation.lines."""
+        name = self.rows[row]
+        cells = zip(self.domains, self.nll[row], strict=True)
+        told: dict[str, Any] = {"row": row, "name": name, "parts": self.parts[row]}
+        told["nll"] = {text: value for text, value in cells if value is not None}
+        told["phases"] = {kind: stages[name] for kind, stages in self.phases.items() if name in stages}
+        told["monitor"] = {name: self.monitor[name]} if name in self.monitor else {}
+        noted = {each: getattr(self, each)[row : row + 1] for each in (*NOTED, *COSTS)}
+        return encode(told | {each: values[0] for each, values in noted.items() if values})
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Takes over what a line says of a row, be it here already. Raises ValueError for a line that is not
+        of the next row or an earlier one."""
+        row, name, nll = line["row"], line["name"], line["nll"]
+        if row not in range(len(self.rows) + 1) or self.rows[row : row + 1] not in ([], [name]):
+            raise ValueError(f"a line is of row {row}, {name}, which is neither the next nor here already")
+        if not (set(nll) <= set(self.domains) and set(line["phases"]) <= set(PHASES)):
+            raise ValueError(f"the line of row {row}, {name}, has texts that are no column, or other phases")
+        noted = {each: [line[each]] for each in (*NOTED, *COSTS) if each in line}
+        check_types(noted, {each: get_field_types(type(self))[each] for each in noted}, of=f"row {row}")
+        if row == len(self.rows):
+            costs = {each: value for each, (value,) in noted.items()}
+            self.append(name, nll=[nll.get(text) for text in self.domains], parts=line["parts"], **costs)
+        else:
+            self.fill(row, nll, line["parts"])
+        for kind, seconds in line["phases"].items():
+            self.phases[kind][name] = max(seconds, self.phases[kind].get(name, 0.0))
+        self.monitor |= line["monitor"]
 
     def measured(self, row: int) -> list[str]:
         """The texts that were scored in a row."""
@@ -208,20 +232,36 @@ class Scores(Layout):
 
     @classmethod
     def load(cls, path: Path) -> Scores:
-        """The scores in a file; a ValueError of one line if it is damaged, foreign or of another version."""
+        """The scores in a file and, of a run that is not finished, in the lines beside it; a ValueError of
+        one line if these are damaged, foreign or of another version."""
         try:
+            lines = read_lines(path)  # first: see cpt.evaluation.lines
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(data, dict) or data.get("version") != VERSION:
                 raise ValueError(f"needed is cpt's format, version {VERSION}")
             if differing := sorted(({f.name for f in fields(cls)} ^ set(data)) - LATER):
                 raise ValueError(f"missing or unknown: {', '.join(differing)}")
-            return cls(**complete_fields(data))
+            return cls(**complete_fields(data)).complete(lines)
         except (ValueError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
 
+    def complete(self, lines: Sequence[Mapping[str, Any]]) -> Scores:
+        """These scores with what lines add to them, measured anew."""
+        if lines and not self.run["finished"]:
+            for line in lines:
+                self.take(line)
+            self.measure()
+            self.sum_seconds()
+        return self
+
+    def sum_seconds(self) -> None:
+        """Sets the seconds of the run from those of its phases."""
+        self.seconds = sum(sum(stages.values()) for stages in self.phases.values())
+
     def save(self, path: Path) -> None:
-        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too."""
+        """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. No line
+        beside it is needed then."""
         lines = [f'"{each.name}": {encode(getattr(self, each.name))}' for each in fields(self)]
         temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
         try:
@@ -232,6 +272,7 @@ class Scores(Layout):
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+        remove_lines(path)
 
 
 def encode(value: Any) -> str:
@@ -242,53 +283,7 @@ def encode(value: Any) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda constant: None))
 
 
-def complete_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """A file's fields with those that an earlier cpt left out or wrote in another form: whether the method
-    learned from the base, and seconds by phase (`learn pandas`) in place of kind and stage."""
-    run, phases = data["run"], data["phases"]
-    given = {"alone": isinstance(run, dict) and run.get("method") in FROM_BASE} | data
-    if isinstance(phases, dict) and not all(isinstance(stages, dict) for stages in phases.values()):
-        given["phases"] = divide_phases(phases)
-    return given
-
-
-def divide_phases(phases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """{kind: {stage: seconds}} from the phases as they were called: `learn pandas`, `end tasks pandas`."""
-    divided: dict[str, dict[str, Any]] = {kind: {} for kind in PHASES}
-    for phase, seconds in phases.items():
-        words = {"learn ": "learn", "score ": "score", "end tasks ": "endtasks"}
-        prefix = next((each for each in words if phase.startswith(each)), "")
-        divided[words.get(prefix, "start")][phase.removeprefix(prefix)] = seconds
-    return divided
-
-
 @cache
 def get_field_types(kind: type) -> dict[str, Any]:
     """The types of a class's fields."""
     return get_type_hints(kind)
-
-
-def check_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError for a metric that is unknown, lacks a unit, or whose interval has not two bounds."""
-    for name, metric in metrics.items():
-        if name not in METRICS:
-            raise ValueError(f"metrics.{name} is unknown; allowed: {', '.join(METRICS)}")
-        check_types({"interval": {}, "terms": [], "median": {}} | metric, METRIC, of=f"metrics.{name}")
-        if not set(metric.get("median", {})) <= set(UNITS):
-            raise ValueError(f"metrics.{name}.median: allowed are {', '.join(UNITS)}")
-        for unit, bounds in metric.get("interval", {}).items():
-            if unit not in UNITS or len(bounds) != 2:
-                raise ValueError(
-                    f"metrics.{name}.interval.{unit}: needed are two bounds in {', '.join(UNITS)}"
-                )
-
-
-def check_similarity(similarity: Mapping[str, Any], *, order: Sequence[str]) -> None:
-    """Raises ValueError for a similarity that is not of the domains in their order."""
-    if not similarity:
-        return
-    check_types(similarity, SIMILARITY, of="similarity")
-    matrix = similarity["matrix"]
-    sizes = {len(matrix), len(similarity["general"]), *map(len, matrix)}
-    if similarity["names"] != list(order) or sizes != {len(order)}:
-        raise ValueError(f"similarity is of {similarity['names'][:3]}, …, needed are {list(order)[:3]}, …")

@@ -82,6 +82,7 @@ class ContinualModule(Staged):
         self.held: list[Held] = []
         self.shaped: list[Domain] = []  # the stages whose shape the model has
         self.evaluation: dict[str, DocumentNLL] = {}
+        self.columns: list[str] = []  # texts by the number that batches of an evaluation know them by
         self.watch()
 
     def watch(self) -> None:

@@ -241,12 +241,13 @@ class Staged(LightningModule):
         if self.router is not None:
             self.router.begin()
         data = self.trainer.datamodule
+        self.columns = list(data.held_out)
         self.evaluation = {
             name: DocumentNLL(data.held_out[name].documents).to(self.device) for name in data.scored_texts
         }
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        name = list(self.trainer.datamodule.held_out)[int(batch["column"])]
+        name = self.columns[int(batch["column"])]
         places = self.trainer.datamodule.places
         nll, count = self.nll(batch, places.get(name, -1))
         self.evaluation[name].update(nll, count, batch["documents"])

@@ -141,11 +141,13 @@ def _list_perplexities(scores: Scores) -> Lines:
 
 def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Lines:
     """The matrix in every unit, or these rows of it."""
-    units = in_units(scores.matrix, layout=scores)
-    for row in range(len(scores.rows)) if rows is None else rows:
-        values = zip(*(units[unit][row].tolist() for unit in UNITS), strict=True)
-        for text, losses in zip(scores.domains, values, strict=True):
-            for unit, loss in zip(UNITS, losses, strict=True):
+    numbers = range(len(scores.rows)) if rows is None else rows
+    losses = scores.matrix if rows is None else np.array([scores.nll[row] for row in rows], dtype=float)
+    units = in_units(losses, layout=scores)
+    for place, row in enumerate(numbers):
+        values = zip(*(units[unit][place].tolist() for unit in UNITS), strict=True)
+        for text, cell in zip(scores.domains, values, strict=True):
+            for unit, loss in zip(UNITS, cell, strict=True):
                 yield Line("loss", loss, unit, stage=row, after=scores.rows[row], on=text)
 
 
@@ -230,17 +232,26 @@ def list_costs(scores: Scores) -> Lines:
     for cost in COSTS:
         name, unit = COST_NAMES.get(cost, cost), COST_UNITS.get(cost, "bytes")
         yield Line(name, _total_cost(scores, cost), unit, f"cost/{name}")
-        yield from _list_stages(scores, name, getattr(scores, cost), unit)
+        yield from _list_stages(scores, name, unit)
     for kind in TIMED:
         name, took = f"seconds_{kind}", scores.phases.get(kind, {})
         yield Line(name, sum(took.values()), "s", f"cost/{name}")
-        yield from _list_stages(scores, name, [took.get(stage, 0.0) for stage in scores.rows], "s")
+        yield from _list_stages(scores, name, "s")
     yield Line("stored_per_domain", scores.growth, "bytes", "cost/stored_per_domain")
     yield Line("seconds", scores.seconds, "s", "cost/seconds")
 
 
-def _list_stages(scores: Scores, name: str, noted: Sequence[float], unit: str) -> Lines:
-    for row, (stage, value) in enumerate(zip(scores.rows, noted, strict=False)):
+def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
+    """What was noted of each stage, by the name that it has in tables; nothing of what an earlier cpt did not
+    note."""
+    if name.startswith("seconds_"):
+        took = scores.phases.get(name.removeprefix("seconds_"), {})
+        return [took.get(stage, 0.0) for stage in scores.rows]
+    return getattr(scores, {shown: cost for cost, shown in COST_NAMES.items()}.get(name, name))
+
+
+def _list_stages(scores: Scores, name: str, unit: str) -> Lines:
+    for row, (stage, value) in enumerate(zip(scores.rows, costs_by_stage(scores, name), strict=False)):
         yield Line(name, value, unit, f"stage/{escape_name(stage)}/{name}", row, stage)
 
 

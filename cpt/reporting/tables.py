@@ -11,8 +11,8 @@ from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_table import (
     COST_COLUMNS,
+    costs_by_stage,
     escape_name,
-    list_costs,
     list_endtasks,
     list_losses,
     run_table,
@@ -130,12 +130,12 @@ def stage_row(scores: Scores, row: int) -> dict[str, float]:
     learning) are what the run has taken up to here, `memory`, `trained`, `stored` and `leak` are the stage's
     own."""
     losses = [line for line in list_losses(scores, [row]) if line.unit == "perplexity"]
-    so_far = [line.value for line in losses if line.on in scores.rows[1 : row + 1]]
-    costs = [line for line in list_costs(scores) if line.stage is not None and line.stage <= row]
+    learned = set(scores.rows[1 : row + 1])
+    so_far = [line.value for line in losses if line.on in learned]
     points = {f"ppl/{escape_name(line.on)}": line.value for line in losses if not np.isnan(line.value)}
     points |= {"stages/learned": float(np.mean(so_far))} if so_far and not np.isnan(so_far).any() else {}
     for name in CURVES:
-        taken = [line.value for line in costs if line.name == name]
+        taken = costs_by_stage(scores, name)[: row + 1]
         if name in CUMULATED:
             points[f"stages/{name.removesuffix('_learn')}"] = sum(taken)
         elif len(taken) > row:

@@ -131,8 +131,9 @@ class CustomCallbacks:
         states = {name: each.state_dict() for name, each in self.callbacks.items()}
         if writes and any(states.values()):
             save_state(states, self.path(number))
-            for old in range(number - 1):
-                self.path(old).unlink(missing_ok=True)
+            for old in self.folder.glob("*.pt"):
+                if old.stem.isdigit() and int(old.stem) < number - 1:
+                    old.unlink()
 
 
 class Keeper(Callback):

@@ -35,6 +35,7 @@ from cpt.training.costs import Compute, own_names, stored_bytes, trained_paramet
 from cpt.training.examinations import Measured
 from cpt.training.files import check_state
 from cpt.training.generation import Generation
+from cpt.training.keeping import Keeper
 from cpt.training.leaks import Leak
 from cpt.training.monitoring import watch
 from cpt.training.outlook import Outlook
@@ -73,6 +74,7 @@ class Learner:
         self.scorer = Scorer(
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=place
         )
+        self.keeper = Keeper(scores, place.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
         self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
         self.outlook = Outlook(data, self.scorer, scores, examinations, generation is not None)
@@ -135,14 +137,7 @@ class Learner:
         with self.outlook.timed(examination.KIND, number):
             examination.measure(number, self.device)
         if is_first_process():
-            self.collect(examination)
-            self.save()
-
-    def collect(self, examination: Measured) -> None:
-        """Takes over what the end tasks, the answers or the probe have given so far."""
-        results = examination.results(len(self.scores.rows))
-        digest = self.plan.digests[examination.KIND]
-        setattr(self.scores, examination.KIND, results | {"digest": digest})
+            self.keeper.note(examination, number)
 
     def fit(self, number: int, domain: Domain) -> dict[str, Any]:
         """Learns one domain, from its checkpoint if it has one; gives the costs and rates of the stage, as
@@ -212,7 +207,7 @@ class Learner:
         if is_first_process():
             self.place.save_documents(number, {**cells.documents})
             self.place.save_diagnostics(number, looked_at)
-            self.save()
+            self.keeper.keep_row(number)
             self.place.tidy(number, keep=self.plan.run.keep_stages)
 
     def fill(self, number: int) -> None:
@@ -229,7 +224,7 @@ class Learner:
         if is_first_process():
             (before,) = self.place.load_documents([number])
             self.place.save_documents(number, before | {**cells.documents})
-            self.save()
+            self.keeper.keep_row(number)
 
     def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
         with self.outlook.timed("score", number):
@@ -237,10 +232,6 @@ class Learner:
         leave_together(f"before {row} was committed")
         confirm(self.place)
         return cells
-
-    def save(self) -> None:
-        self.scores.seconds = sum(sum(stages.values()) for stages in self.scores.phases.values())
-        self.scores.save(self.place.scores_file)
 
     def whole(self, start: Base) -> ContinualModule:
         """The method with all of its weights in this process: itself, or where they are shared out another
@@ -256,6 +247,8 @@ class Learner:
         is finished."""
         if not is_first_process():
             return
+        if self.keeper.behind:
+            self.keeper.keep_rows()
         check_signals("before the model was exported")
         enter_phase("exporting the model")
         self.place.make_room()
@@ -273,14 +266,14 @@ class Learner:
         if told := self.scorer.tell_missing():
             log.info(told)
         for each in self.examinations:
-            self.collect(each)
+            self.keeper.collect(each)
         self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
         self.scores.run["finished"] = True
         run_report.write_report(self.place.path, self.scores)
         self.certify()
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path, summary=self.plan.logger.summary)
-        self.save()  # last: a run that says that it is finished has all that it leaves
+        self.keeper.keep()  # last: a run that says that it is finished has all that it leaves
 
     def certify(self) -> None:
         """Writes the card of the exported model, if something was learned; a run ends without one, too."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, islice
 from statistics import median
 
 from cpt.core.pulse import PULSE, Phase
@@ -14,6 +15,7 @@ from cpt.training.examinations import Measured
 from cpt.training.scoring import Scorer
 
 ORDER = ("generate", "learn", "score", "endtasks", "answers", "probes")  # within a stage, as in scores.json
+LATELY = 100  # stages whose seconds say how long the same takes
 CALLED = {
     "generate": "writing texts before",
     "learn": "learning",
@@ -46,6 +48,8 @@ class Outlook:
         """What is told of it."""
         took, seconds, steps, untimed = self.took(), 0.0, 0.0, dict[str, None]()
         for later, size in self.after(kind, number):
+            if not size:
+                continue
             if later in took:
                 seconds += took[later] * size
             elif later == kind == "learn":
@@ -57,8 +61,8 @@ class Outlook:
             stage=number,
             stages=len(self.data),
             learns=kind == "learn",
-            done=sum(self.steps[:number][: -1 if kind == "learn" else None]),
-            total=sum(self.steps),
+            done=self.made[max(0, number - (kind == "learn"))],
+            total=self.made[-1],
             rest_s=None if "learn" in untimed else seconds,
             rest_steps=int(steps),
             untimed=tuple(untimed),
@@ -69,17 +73,32 @@ class Outlook:
         """Optimizer steps of each stage."""
         return [self.data.steps(domain) for domain in self.data]
 
+    @cached_property
+    def made(self) -> list[int]:
+        """Optimizer steps after each stage, the base's first."""
+        return list(accumulate(self.steps, initial=0))
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The stages by name."""
+        return {self.name(number): number for number in range(len(self.data) + 1)}
+
     def name(self, number: int) -> str:
         return self.data.domains[number - 1].name if number else "base"
 
     def after(self, kind: str, number: int) -> Iterator[tuple[str, float]]:
         """All that will be done behind a kind of work in a stage, with its size; what is missing of stages
         that are learned already is not foreseen."""
-        here, learned = ORDER.index(kind), len(self.scores.rows)
-        for stage in range(number, len(self.data) + 1):
-            for later in ORDER[here + 1 :] if stage == number else ORDER * (stage >= learned):
-                if size := self.sizes[later][stage]:
-                    yield later, size
+        coming = min(max(number + 1, len(self.scores.rows)), len(self.data) + 1)
+        for later in ORDER[ORDER.index(kind) + 1 :]:
+            yield later, self.sizes[later][number]
+        for later in ORDER:
+            yield later, self.left[later][coming]
+
+    @cached_property
+    def left(self) -> dict[str, list[float]]:
+        """How much work there is of each kind from a stage on, that included."""
+        return {kind: [*accumulate(reversed(sizes), initial=0.0)][::-1] for kind, sizes in self.sizes.items()}
 
     @cached_property
     def sizes(self) -> dict[str, list[float]]:
@@ -94,16 +113,14 @@ class Outlook:
         return dict.fromkeys(ORDER, [0.0] * len(stages)) | found
 
     def took(self) -> dict[str, float]:
-        """By kind, the seconds that one of its size took in the stages that are done; none where none is."""
-        numbers = {self.name(number): number for number in range(len(self.scores.rows))}
-        found = {}
+        """By kind, the seconds that one of its size took in the latest stages that are done; none where none
+        is."""
+        found, blank = {}, [0.0] * (len(self.data) + 1)
         for kind, stages in self.scores.phases.items():
-            done = {numbers[name]: seconds for name, seconds in stages.items() if name in numbers}
-            each = [
-                seconds / size
-                for n, seconds in done.items()
-                if (size := self.sizes.get(kind, [0] * (n + 1))[n])
-            ]
+            sizes, done = self.sizes.get(kind, blank), len(self.scores.rows)
+            latest = islice(reversed(stages.items()), LATELY)
+            numbered = [(self.numbers.get(name, done), seconds) for name, seconds in latest]
+            each = [seconds / sizes[n] for n, seconds in numbered if n < done and sizes[n]]
             if each:
                 found[kind] = median(each)
         return found

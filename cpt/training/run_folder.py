@@ -19,6 +19,7 @@ from cpt.core.config import identity, list_differences, plain_config, redact
 from cpt.core.files import check_archive, replace, replacing
 from cpt.core.pulse import told
 from cpt.evaluation.documents import documents_file, load_documents
+from cpt.evaluation.lines import lines_file
 from cpt.evaluation.scores import Scores
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "preci
 
 
 class RunFolder:
-    """One run's folder. `scores.json` is replaced last of all in each stage; what it does not count is made
-    again.
+    """One run's folder. `scores.json`, or a line beside it, is written last of all in each stage; what they
+    do not count is made again.
 
     Raises ValueError if the folder was made with another config.
     """
@@ -99,6 +100,8 @@ class RunFolder:
         for shards in self.path.glob("stages/*.shards"):
             if not (self.path / "stages" / f"{shards.name.split('.')[0]}.pt").exists():
                 discard(shards)
+        if not self.scores_file.exists():
+            lines_file(self.scores_file).unlink(missing_ok=True)  # of a run that is to begin anew
 
     def seal(self) -> None:
         """Remembers the checksums of what a finished run is asked for; the disk holds it then."""
@@ -268,10 +271,11 @@ class RunFolder:
         return load_documents(self.path, rows)
 
     def tidy(self, stages: int, *, keep: bool) -> None:
-        """Removes what a stage that is committed no longer needs."""
+        """Removes what a stage that is committed no longer needs: by what is there, not by what may be."""
         self.forget_checkpoints()
-        if not keep:
-            for old in range(stages):
-                self.stage(old).unlink(missing_ok=True)  # first: a stage without it does not count
-                for shards in self.path.glob(f"stages/{self.stage(old).stem}.*.shards"):
-                    discard(shards)
+        if keep:
+            return
+        for kind in ("pt", "shards"):  # in this order: a stage without its file does not count
+            for old in self.path.glob(f"stages/*.{kind}"):
+                if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:
+                    discard(old)

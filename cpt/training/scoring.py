@@ -87,8 +87,9 @@ class Scorer:
             part = self.module.lasting(self.data.places.get(text, BASE))
             if part is not None:
                 column = self.scores.domains.index(text)
-                rows = [r for r in range(part + 1, number) if self.scores.nll[r][column] is not None]
-                found |= {text: rows[-1]} if rows else {}
+                earlier = range(number - 1, part, -1)
+                row = next((r for r in earlier if self.scores.nll[r][column] is not None), None)
+                found |= {} if row is None else {text: row}
         return found
 
     def recall(self, number: int, texts: Sequence[str]) -> Cells:

@@ -10,7 +10,7 @@ import torch
 from cpt.data.batch import labels_of
 from cpt.data.budget import Budget
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import NOTHING
+from cpt.data.replay import NOTHING, Replay
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
@@ -279,3 +279,23 @@ def test_what_must_be_positive(texts, name):
     with pytest.raises(ValueError, match=f"trainer.{name}=0; allowed: 1 or more"):
         sequence(texts, **{argument: 0})
     assert sequence(texts, **{argument: 1})
+
+
+def test_a_step_looks_at_its_own_domain_and_not_at_all(texts, monkeypatch):
+    """The steps of all domains are counted once, whatever asks where the run is."""
+    counted, own = [], Budget.steps_for
+    monkeypatch.setattr(Budget, "steps_for", lambda *given, **more: counted.append(1) or own(*given, **more))
+    data = sequence(texts, enter=1)
+    found = [data.progress(step) for step in range(6)]
+    assert [each.total_step for each in found] == list(range(6, 12)) and found[0].first == 6
+    assert (found[0].domain, found[0].steps, found[0].total_steps) == (1, 6, 6 * len(DOMAINS))
+    assert len(counted) == len(DOMAINS)
+
+
+def test_without_replay_no_earlier_text_is_looked_at(texts):
+    data = sequence(texts, enter=len(DOMAINS) - 1)
+    assert [pool for pool in data.earlier(data.domain) if pool.texts] == []
+    mixed = sequence(
+        texts, enter=len(DOMAINS) - 1, replay=Replay(past=0.25, general=0.0, adds=False, memory=None)
+    )
+    assert [list(pool.texts) for pool in mixed.earlier(mixed.domain)] == [mixed.past(mixed.domain)]

@@ -278,10 +278,11 @@ def test_measure_keeps_the_intervals_by_metric_and_unit():
             assert low < metric[unit] < high
 
 
-def test_append_adds_a_row_and_measures():
+def test_append_adds_a_row_that_is_measured_when_asked():
     measured = made(nll=NLL[:1], rows=["base"])
     measured.append("a", nll=NLL[1])
-    assert measured.rows == ["base", "a"]
+    assert measured.rows == ["base", "a"] and "CPT" not in measured.metrics
+    measured.measure()
     assert measured.metrics["CPT"]["nats"] == 3.0
     with pytest.raises(ValueError, match="row a: 4 losses"):
         measured.append("a", nll=NLL[2])

@@ -9,7 +9,7 @@ import pytest
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_table import COST_COLUMNS, KINDS, SUMMARISED, escape_name, run_table, summarise_run
-from cpt.reporting.tables import tabulate
+from cpt.reporting.tables import stage_row, tabulate
 from tests.support.answering import answers
 from tests.support.probing import probes
 
@@ -256,3 +256,17 @@ def test_escaped_names_differ_and_have_no_slash():
     assert len({escape_name(name) for name in TRICKY}) == len(TRICKY)
     assert not any("/" in escape_name(name) for name in TRICKY)
     assert escape_name("cs.AI") == "cs.AI"
+
+
+def test_the_points_of_a_stage_are_of_its_row_and_not_of_the_whole_matrix(monkeypatch):
+    scores = made()
+    monkeypatch.setattr(Scores, "matrix", property(lambda self: pytest.fail("the whole matrix is looked at")))
+    points = stage_row(scores, 1)
+    assert points["ppl/law"] == pytest.approx(math.exp(3.0)) and points["stages/learned"] == points["ppl/law"]
+    assert (
+        points["stages/tokens"] == 1000 and points["stages/seconds"] == 2.0 and points["stages/memory"] == 90
+    )
+    later = stage_row(scores, 2)
+    assert (
+        later["stages/tokens"] == 3000 and later["stages/seconds"] == 6.0 and later["stages/trained"] == 800
+    )

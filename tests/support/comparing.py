@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.evaluation.scores import FROM_BASE, Scores
+from cpt.evaluation.score_fields import FROM_BASE
+from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison.groups import sections
 from cpt.reporting.comparison.runs import Run, measure_runs
 

@@ -32,6 +32,7 @@ from cpt.core.signs import Holder, Sign, now
 from cpt.data.sources.base import read_members
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.endtasks.tasks import plan_endtasks
+from cpt.evaluation.lines import add_line
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.sweeps.arguments import check_choices
@@ -205,6 +206,7 @@ def check_task(kind: str, content: bytes) -> None:
 
 FILES = (
     "scores.json",
+    "scores.jsonl",
     "progress.json",
     "config.yaml",
     "identity.json",
@@ -214,10 +216,12 @@ FILES = (
 )
 
 
-def write_run(folder: Path) -> Path:
-    """A run folder with a file of each kind that is read without torch."""
+def write_run(folder: Path, *, finished: bool) -> Path:
+    """A run folder with a file of each kind that is read without torch; lines count where it is not
+    finished."""
     run = folder / "run"
-    saved(run)
+    scores = saved(run, finished=finished)
+    add_line(run / "scores.json", scores.line(len(scores.rows) - 1))
     times = dict.fromkeys(("began", "moved", "written"), now())
     Sign(state="running", holder=Holder.own(), **times).write(run)
     place = RunFolder(run)
@@ -249,12 +253,12 @@ def check_run(
         tempfile.TemporaryDirectory() as top,
         contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as said,
     ):
-        run = write_run(Path(top))
+        run = write_run(Path(top), finished=name != "scores.jsonl")
         path = {"sweep.json": run.parent / name, "documents": run / "documents" / "000.npz"}.get(
             name, run / name
         )
         raw = path.read_bytes()
-        json_like = path.suffix in (".json", ".yaml") and how == "value"
+        json_like = path.suffix in (".json", ".jsonl", ".yaml") and how == "value"
         path.write_bytes(changed_text(raw, value, at) if json_like else spoil(raw, places, cut))
         verify.main([top])
         with contextlib.redirect_stderr(said):

@@ -54,6 +54,7 @@ def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
         )
         costs |= {"leak": [0.25, 0.5]} if row == 2 else {}
         made.append(name, nll=nll, parts=parts, **costs)
+    made.measure()
     made.metrics["LC"]["interval"] = {"nats": [3.0, 3.5]}
     made.phases = {"start": {"read the texts": 2.0}, "learn": dict.fromkeys(domains, 10.0)}
     made.phases |= {"score": {domains[0]: 0.5}}

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -225,3 +226,14 @@ def test_loggers_compose(composed):
     both = composed("logger=[wandb,tensorboard]", "logger.mode=online").logger
     assert (both.mode, both.csv, both.tensorboard.name) == ("online", True, "tensorboard")
     assert composed("logger=none").logger == {}
+
+
+def test_states_are_removed_by_what_is_there(tmp_path, monkeypatch):
+    """And not by asking for each stage there has been."""
+    for name in ("897.pt", "898.pt", "899.pt", "mine.pt"):
+        (tmp_path / name).touch()
+    removed, own = [], Path.unlink
+    monkeypatch.setattr(Path, "unlink", lambda self, **more: removed.append(self.name) or own(self, **more))
+    CustomCallbacks({"mine": Counting()}, tmp_path).keep(900, writes=True)
+    assert sorted(removed) == ["897.pt", "898.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["899.pt", "900.pt", "mine.pt"]

@@ -98,3 +98,28 @@ def test_nothing_is_foreseen_without_a_rate():
     assert rest_of_run(phase, None) is None
     assert rest_of_run(phase, Place("law (1/3)", 0, 10, "it", None)) is None
     assert rest_of_run(phase, Place("law (1/3)", 0, None, "it", 1.0)) is None
+
+
+def test_how_long_the_latest_stages_took_is_the_measure():
+    """Of very many; those before count no more, and neither does one that is not committed."""
+    names = [f"d{number}" for number in range(300)]
+    many = outlook({"learn": dict.fromkeys(names[:200], 90.0)})
+    many.data[:] = [SimpleNamespace(name=name) for name in names]
+    many.data.steps = lambda domain: 1
+    many.scores.rows[:] = ["base", *names[:200]]
+    assert many.took()["learn"] == 90.0
+    many.scores.phases["learn"] |= dict.fromkeys(names[200:281], 2.0) | {names[280]: 50.0}
+    many.scores.rows[:] = ["base", *names[:280]]
+    assert many.took()["learn"] == 2.0
+    phase = many.phase("learn", 281)
+    assert (phase.done, phase.total) == (280, 300) and many.left["learn"][281] == 20
+
+
+def test_what_is_left_is_looked_up_and_not_counted_in_each_phase():
+    asked = []
+    seen = outlook({})
+    own = seen.data.steps
+    seen.data.steps = lambda domain: asked.append(domain) or own(domain)
+    for number in range(4):
+        seen.phase("score", number)
+    assert len(asked) == 3
