@@ -22,8 +22,9 @@ from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.training.arrangement import arrange, recall
+from cpt.training.capping import hold_cap
 from cpt.training.forecast.making import check_alone, foretell
-from cpt.training.growth import adopt
+from cpt.training.growth import adopt, find_begun
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
 from cpt.training.run_folder import RunFolder
@@ -45,7 +46,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         logging.getLogger("cpt").setLevel(logging.WARNING)
         plan = make_plan(cfg)
         check_alone(plan)
-        return learn_or_tell(plan, place)
+        return learn_or_tell(hold_cap(plan, find_begun(plan, place)), place)
     with place.unless_refused():
         plan = make_plan(cfg)
         plan.source.check_domains(plan.order)
@@ -53,6 +54,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
             return foretell(arrange(plan), place)
         adopt(place, plan)
         with place.locked():
+            plan = hold_cap(plan, place)
             place.claim(plan.settings)
             place.clean()
             with beating(place.path):
@@ -160,6 +162,7 @@ def is_done(cfg: DictConfig, folder: Path) -> bool:
         plan = recall(make_plan(cfg))
     except HydraException as error:
         raise ValueError(reason(error)) from error
+    plan = None if plan is None else hold_cap(plan, place)
     scores = place.scores() if plan is not None and place.is_of(plan.settings) else None
     if plan is None or scores is None or not scores.run["finished"] or place.lost(full=False):
         return False

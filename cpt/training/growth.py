@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cpt.core.cache import discard
+from cpt.training.capping import hold_cap
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
 
@@ -64,6 +65,14 @@ def adopt(place: RunFolder, plan: Plan) -> None:
     log.info("what %s has learned (%s) is gone on with, in a copy", folder, ", ".join(order))
 
 
+def find_begun(plan: Plan, place: RunFolder) -> RunFolder:
+    """The folder whose rows a run goes on from: its own, or one beside it."""
+    if place.config.exists() or say_why_not(plan):
+        return place
+    found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
+    return place if found is None else RunFolder(found[0])
+
+
 def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[str]]]:
     """The finished runs beside a folder that have learned the beginning of a plan, with their orders."""
     from cpt.training.identity import has_same_texts
@@ -71,7 +80,7 @@ def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[s
     for path in sorted(place.path.parent.glob("*/identity.json")):
         folder = RunFolder(path.parent)
         order = order_in(path)
-        if not may_follow(order, plan) or not folder.is_of(plan.settings):
+        if not may_follow(order, plan) or not folder.is_of(hold_cap(plan, folder).settings):
             continue
         scores = folder.scores()
         if scores is not None and scores.run["finished"] and has_same_texts(folder, plan):

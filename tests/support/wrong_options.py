@@ -241,6 +241,8 @@ AT_ONCE = {
     "model writes, and written=false; allowed: accuracy_ranked, accuracy_ranked_mean",
     "domains=tasks model=tiny_gpt2 answers.measures={nosuch:sari}": "answers.measures.nosuch is not known;",
     "domains=tasks answers.measures=sari": "answers.measures=sari; allowed: null or a measure for each",
+    "eval.tokens=0": f"eval.tokens=0; allowed: null or auto or {WHOLE}",
+    "eval.tokens=most": f"eval.tokens=most; allowed: null or auto or {WHOLE}",
     "probe=lm_eval probe.tasks=[]": "probe.tasks=[]; allowed: one or more names, each once",
     "probe=lm_eval probe.tasks=[a,a]": "probe.tasks=[a,a]; allowed: one or more names, each once",
     "probe=lm_eval probe.tasks=a": "probe.tasks=a; allowed: one or more names, each once",
