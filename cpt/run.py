@@ -27,6 +27,7 @@ from cpt.training.forecast.making import check_alone, foretell
 from cpt.training.growth import adopt, find_begun
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
+from cpt.training.raising import raise_steps
 from cpt.training.run_folder import RunFolder
 from cpt.training.verdict import explain_damage
 
@@ -55,6 +56,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         adopt(place, plan)
         with place.locked():
             plan = hold_cap(plan, place)
+            raise_steps(plan, place)
             place.claim(plan.settings)
             place.clean()
             with beating(place.path):

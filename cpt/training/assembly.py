@@ -32,6 +32,7 @@ from cpt.training.identity import checkpoint_files
 from cpt.training.numerics import COARSE
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
+from cpt.training.raising import tell_end
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
@@ -193,6 +194,7 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
     tell_cap(plan, data)
+    tell_end(plan)
     return data
 
 

@@ -21,6 +21,7 @@ from cpt.training.forecast.table import format_forecast
 from cpt.training.growth import find_begun
 from cpt.training.identity import check_identity
 from cpt.training.plan import Plan
+from cpt.training.raising import check_raise, cut_rows, steps_before
 from cpt.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ def foretell(plan: Plan, place: RunFolder) -> None:
     plan = hold_cap(plan, find_begun(plan, place))
     is_new, as_json = not place.config.exists(), plan.run.plan == "json"
     with only_warnings() if as_json else nullcontext():
-        place.check(plan.settings)
+        if check_raise(plan, place) is None:
+            place.check(plan.settings)
         check_identity(plan, place, remember=False)
         with defer_signals():  # libraries do not bear to be left while they are read in
             import cpt.training.assembly  # noqa: F401
@@ -86,6 +88,8 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     data = assembly.make_sequence(plan, corpora, start, module)
     folder = find_begun(plan, place)
     scores = folder.scores()
+    if scores is not None and steps_before(plan, folder) is not None:
+        scores = cut_rows(scores)
     work = count_work(plan, data, folder, scores)
     about = describe(plan, place, folder, scores, device=str(ready.device), world=world)
     about |= {"finished": bool(scores and scores.run["finished"]) and work.is_done}
