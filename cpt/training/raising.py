@@ -15,6 +15,7 @@ from cpt.core.processes import is_one_of_several
 from cpt.core.rules import is_steps
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.optim.schedules import Progress
+from cpt.training.capping import hold_cap
 from cpt.training.plan import SHARDED, Plan
 from cpt.training.run_folder import RunFolder
 
@@ -30,17 +31,44 @@ def raise_steps(plan: Plan, place: RunFolder) -> None:
     before = check_raise(plan, place)
     if before is None:
         return
+    check_contents(plan, place)
     done, scores = steps_done(place), place.scores()
     if done:
         reopen(the_checkpoint(place))
     if scores is not None:
         scores.config_digest = plan.config_digest
+        scores.run |= {"name": str(plan.run.name), "variant": str(plan.run.variant)}
         cut_rows(scores).save(place.scores_file)
     for kind in MEASURED:
         for left in place.path.glob(f"{kind}/001-*"):
             shutil.rmtree(left)
     place.remember(plan.settings)
     log.info("trainer.steps: %d -> %d: going on from step %d", before, plan.trainer.steps, done)
+
+
+def check_contents(plan: Plan, place: RunFolder) -> None:
+    """Raises ValueError for texts, domains or a base that are others now: before anything is taken back."""
+    from cpt.training.arrangement import arrange
+    from cpt.training.identity import check_identity
+
+    check_identity(arrange(plan) if plan.by_texts else plan, place, remember=False)
+
+
+def find_shorter(plan: Plan, place: RunFolder) -> RunFolder | None:
+    """The finished run beside a new folder that has made the most steps, of those that a plan goes on from."""
+    from cpt.training.identity import has_same_texts
+
+    found: dict[int, RunFolder] = {}
+    for path in sorted(place.path.parent.glob("*/checkpoints/001-*.ckpt")):
+        folder = RunFolder(path.parents[1])
+        own = hold_cap(plan, folder)
+        before, scores = steps_before(own, folder), folder.scores()
+        if before is None or scores is None or not scores.run["finished"]:
+            continue
+        same = scores.run["order"] == plan.order and has_same_texts(folder, plan)
+        if same and not say_why_not(own, folder, before):
+            found[before] = folder
+    return found[max(found)] if found else None
 
 
 def check_raise(plan: Plan, place: RunFolder) -> int | None:

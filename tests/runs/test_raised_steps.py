@@ -50,7 +50,8 @@ def test_a_finished_run_goes_on_to_what_it_would_have_come_to(way, start, small,
     start(small(*how), tmp_path / "raised")
     early = weights_of(tmp_path / "raised")
     with caplog.at_level(logging.INFO):
-        start(small(*how, "trainer.steps=11"), tmp_path / "raised")
+        start(small(*how, "trainer.steps=11", "variant=more"), tmp_path / "raised")
+    assert scores_of(tmp_path / "raised").run["variant"] == "more"
     assert "trainer.steps: 6 -> 11: going on from step 6" in caplog.text
     start(small(*how, "trainer.steps=13"), tmp_path / "raised")  # and once more
     start(small(*how, "trainer.steps=13"), tmp_path / "whole")
@@ -103,6 +104,32 @@ def test_a_run_within_its_first_domain_goes_on_to_more(start, small, tmp_path, k
     start(small(*how, "trainer.steps=8"), tmp_path / "whole")
     one, other = (scores_of(tmp_path / name) for name in ("raised", "whole"))
     assert one.nll == other.nll and one.rates == other.rates and one.rows == ["base", "law", "food"]
+
+
+@pytest.mark.adopts
+def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp_path, caplog, capsys):
+    start(small(*ONE), tmp_path / "six")
+    start(small(*ONE, "trainer.steps=8"), tmp_path / "eight")
+    before = files(tmp_path)
+    start(small(*ONE, "trainer.steps=11", "plan=true"), tmp_path / "raised")
+    assert f"goes on from {tmp_path / 'eight'}" in capsys.readouterr().out and files(tmp_path) == before
+    with caplog.at_level(logging.INFO):
+        start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
+    assert f"what {tmp_path / 'eight'} has learned is gone on with" in caplog.text
+    assert "trainer.steps: 8 -> 11: going on from step 8" in caplog.text
+    assert {name: time for name, time in files(tmp_path).items() if name in before} == before
+    start(small(*ONE, "trainer.steps=11", "order=[food]"), tmp_path / "food")  # which none has learned
+    assert scores_of(tmp_path / "food").rows == ["base", "food"] and caplog.text.count("in a copy") == 1
+    start(small(*ONE, "trainer.steps=11"), tmp_path / "elsewhere" / "whole")
+    assert_same(tmp_path / "raised", tmp_path / "elsewhere" / "whole")
+
+
+def test_contents_that_are_others_are_told_before_anything_is_taken_back(start, small, tmp_path, corpora):
+    start(small(*ONE), tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="means other domains"):
+        start(small(*ONE, "order=[food]", "trainer.steps=11"), tmp_path)
+    assert files(tmp_path) == before and scores_of(tmp_path).run["finished"]
 
 
 REFUSED = {
