@@ -114,8 +114,8 @@ def order_in(path: Path) -> list[str]:
 
 
 def copy_run(folder: Path, into: Path, *, also: Sequence[str] = ()) -> None:
-    """What a run needs to go on, and further folders of it, under a name of its own that is there as a whole or
-    not at all."""
+    """What a run needs to go on, and further folders of it, under a name of its own that is there as a whole
+    or not at all."""
     partial = into.with_name(f"{into.name}.partial")
     discard(partial)
     partial.mkdir(parents=True)

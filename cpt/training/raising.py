@@ -55,7 +55,7 @@ def check_contents(plan: Plan, place: RunFolder) -> None:
 
 
 def find_shorter(plan: Plan, place: RunFolder) -> RunFolder | None:
-    """The finished run beside a new folder that has made the most steps, of those that a plan goes on from."""
+    """The finished run beside a new folder that has made the most steps, of those a plan goes on from."""
     from cpt.training.identity import has_same_texts
 
     found: dict[int, RunFolder] = {}
@@ -65,8 +65,7 @@ def find_shorter(plan: Plan, place: RunFolder) -> RunFolder | None:
         before, scores = steps_before(own, folder), folder.scores()
         if before is None or scores is None or not scores.run["finished"]:
             continue
-        same = scores.run["order"] == plan.order and has_same_texts(folder, plan)
-        if same and not say_why_not(own, folder, before):
+        if has_same_texts(folder, plan) and not say_why_not(own, folder, before):
             found[before] = folder
     return found[max(found)] if found else None
 

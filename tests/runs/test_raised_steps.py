@@ -48,11 +48,14 @@ WAYS = {
 def test_a_finished_run_goes_on_to_what_it_would_have_come_to(way, start, small, tmp_path, caplog):
     how = [*ONE, *WAYS[way]]
     start(small(*how), tmp_path / "raised")
-    early = weights_of(tmp_path / "raised")
+    early, probes = weights_of(tmp_path / "raised"), tmp_path / "raised" / "probes"
+    for row in ("000-base", "001-law"):
+        (probes / row).mkdir(parents=True)
     with caplog.at_level(logging.INFO):
         start(small(*how, "trainer.steps=11", "variant=more"), tmp_path / "raised")
     assert scores_of(tmp_path / "raised").run["variant"] == "more"
     assert "trainer.steps: 6 -> 11: going on from step 6" in caplog.text
+    assert [each.name for each in probes.iterdir()] == ["000-base"]  # the other was of fewer steps
     start(small(*how, "trainer.steps=13"), tmp_path / "raised")  # and once more
     start(small(*how, "trainer.steps=13"), tmp_path / "whole")
     assert_same(tmp_path / "raised", tmp_path / "whole")
