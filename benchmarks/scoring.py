@@ -1,5 +1,5 @@
-"""Seconds that scoring held-out examples takes: rows in their order, rows of much the same length together, and
-these in bf16-mixed, in turns in one process; and how far the losses are apart.
+"""Seconds that scoring held-out examples takes: rows in their order, rows of much the same length together,
+and these in bf16-mixed, in turns in one process; and how far the losses are apart.
 
     python benchmarks/scoring.py --root FOLDER --tasks agnews amazon dbpedia yahoo
 

@@ -22,10 +22,12 @@ from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.training.arrangement import arrange, recall
+from cpt.training.capping import hold_cap
 from cpt.training.forecast.making import check_alone, foretell
-from cpt.training.growth import adopt
+from cpt.training.growth import adopt, find_begun
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
+from cpt.training.raising import raise_steps
 from cpt.training.run_folder import RunFolder
 from cpt.training.verdict import explain_damage
 
@@ -45,7 +47,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
         logging.getLogger("cpt").setLevel(logging.WARNING)
         plan = make_plan(cfg)
         check_alone(plan)
-        return learn_or_tell(plan, place)
+        return learn_or_tell(hold_cap(plan, find_begun(plan, place)), place)
     with place.unless_refused():
         plan = make_plan(cfg)
         plan.source.check_domains(plan.order)
@@ -53,6 +55,8 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
             return foretell(arrange(plan), place)
         adopt(place, plan)
         with place.locked():
+            plan = hold_cap(plan, place)
+            raise_steps(plan, place)
             place.claim(plan.settings)
             place.clean()
             with beating(place.path):
@@ -75,7 +79,6 @@ def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | 
 def carry_out(plan: Plan, place: RunFolder) -> Scores:
     """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
     with defer_signals():  # libraries do not bear to be left while they are read in
-        from cpt.core.memory import keep_free
         from cpt.core.threads import keep_threads
         from cpt.tracking.loggers import About, track
         from cpt.training import assembly
@@ -90,7 +93,6 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
 
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
-    keep_free()
     took: dict[str, float] = {}
     with starting(took, "read the texts"):
         corpora = assembly.read_corpora(plan)
@@ -160,6 +162,7 @@ def is_done(cfg: DictConfig, folder: Path) -> bool:
         plan = recall(make_plan(cfg))
     except HydraException as error:
         raise ValueError(reason(error)) from error
+    plan = None if plan is None else hold_cap(plan, place)
     scores = place.scores() if plan is not None and place.is_of(plan.settings) else None
     if plan is None or scores is None or not scores.run["finished"] or place.lost(full=False):
         return False

@@ -24,6 +24,7 @@ EXECUTION = (
     "domains.ignore",  # what is read is known by its content
     "objective",
     "keep_stages",
+    "keep_end",
     "on_nonfinite",
     "endtask",
     "probe",

@@ -230,6 +230,13 @@ class DomainSequence(LightningDataModule):
             return np.arange(len(text))
         return text.draw_rows(self.eval_tokens, stream=key("scored rows", name))
 
+    @property
+    def cut(self) -> list[str]:
+        """The held-out texts of which `eval_tokens` leave a part out."""
+        texts = self.held_out.items() if self.eval_tokens is not None else ()
+        longer = [name for name, text in texts if text.row_lengths.sum() > int(self.eval_tokens or 0)]
+        return [name for name in longer if len(self.scored_rows(name)) < len(self.held_out[name])]
+
     def scored_sizes(self, name: str) -> Sizes:
         """What is known of the rows that are scored of a held-out text."""
         return self.held_out[name].sizes(self.scored_rows(name))

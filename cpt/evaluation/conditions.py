@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 # As scores.json has them under `conditions`, and as config.yaml has those of older runs.
 SETTINGS = {"score_on": "domains.score_on", "length": "model.length", "mask_rate": "model.mask_rate"}
 NOTHING: Mapping[str, Any] = {}
-NONE = "none"  # the mask rate of a causal model
+NONE = "none"  # the mask rate of a causal model; the bound where all is scored
 CONCAT = "concat"  # how text fills rows where nothing is said
 
 
 def conditions(scores: Scores, settings: Mapping[str, Any] = NOTHING) -> dict[str, str]:
     """In words, by name: objective, domains, texts (a digest of all of them), score_on, tokenizer (a digest),
-    length, mask_rate, packing.
+    length, mask_rate, packing, scored (how many tokens), cap (of each text at most, where that bounds one).
 
     What scores.json lacks is taken from the leaves of a config, `settings`; the rest is unknown. Two unknown
     values are equal where the texts have as many tokens, scored tokens and bytes.
@@ -41,6 +41,8 @@ def conditions(scores: Scores, settings: Mapping[str, Any] = NOTHING) -> dict[st
             for name in names
         },
         "packing": str(there.get("packing", CONCAT)),
+        "scored": f"{sum(scores.scored)} tokens",  # of the same text fewer are a part of more
+        "cap": str(there.get("cap", NONE)),
     }
 
 
@@ -60,11 +62,12 @@ def _unknown(scores: Scores, counts: list[int]) -> str:
 
 
 def describe_conditions(given: Mapping[str, str]) -> str:
-    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains, and
-    how rows are packed where documents do not stand one after another."""
+    """`masked, mask_rate 0.3, length 64, tokenizer 0123abcd, test text 4567cdef`: all but the domains, how
+    rows are packed where documents do not stand one after another, and what bounds the scored tokens."""
     rate = f", mask_rate {given['mask_rate']}" * (given["mask_rate"] != NONE)
     rest = (
         f"length {given['length']}, tokenizer {given['tokenizer']}, {given['score_on']} text {given['texts']}"
     )
     packing = f", packing {given['packing']}" * (given["packing"] != CONCAT)
-    return f"{given['objective']}{rate}, {rest}{packing}"
+    cap = f", at most {given['cap']} tokens of each text scored" * (given["cap"] != NONE)
+    return f"{given['objective']}{rate}, {rest}{packing}{cap}"

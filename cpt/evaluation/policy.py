@@ -13,6 +13,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.due import is_due, is_when
 
 FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
+AUTO, CAP = "auto", 200_000  # where nothing is said, of each text at most so many tokens are scored
 SOME = re.compile(r"(near|sample):([1-9]\d*)")
 
 
@@ -33,10 +34,16 @@ class EvalOptions(Options):
         "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)",
         Rule(is_columns, "all, seen, near:K, sample:K"),
     )
-    tokens: int | None = option(
-        "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out",
-        or_null(Rule(is_steps, "a whole number, 1 or more")),
+    tokens: int | str | None = option(
+        "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
+        f"auto: {CAP:,}, or what the run's folder was begun with",
+        or_null(Rule(lambda value: value == AUTO or is_steps(value), "auto or a whole number, 1 or more")),
     )
+
+    @property
+    def cap(self) -> int | None:
+        """Tokens of each text that are scored at most, where no folder says otherwise; None: no bound."""
+        return CAP if self.tokens == AUTO else self.tokens  # type: ignore[return-value]
 
     @property
     def policy(self) -> dict[str, str]:

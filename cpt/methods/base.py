@@ -61,6 +61,7 @@ class ContinualModule(Staged):
     needs_all = False  # whether all domains must be known before the first is learned
     alone = False  # whether each domain is learned from the base, so that its model stands for it alone
 
+    counts_steps = False  # whether a step depends on how many the domain has, beyond its rate
     needs_32_bits = False  # whether weights that are shared out must not be coarser
 
     options: Options

@@ -85,6 +85,7 @@ class CPTPlugin(ContinualModule):
     The inner sizes are shares of the hidden size. `output_relu` puts a ReLU behind the second map, which can
     then not begin at zero, so that the first model is not the base."""
 
+    counts_steps = True
     options: CPTPluginOptions
 
     def __init__(self, options: CPTPluginOptions, shared: Shared) -> None:

@@ -79,6 +79,7 @@ class HATOptions(BottleneckOptions, GateOptions):
 class HAT(ContinualModule):
     """Gives each domain gates of its own over weights that all share, and keeps what they opened."""
 
+    counts_steps = True
     options: HATOptions
 
     def __init__(self, options: HATOptions, shared: Shared) -> None:

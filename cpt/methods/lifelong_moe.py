@@ -95,6 +95,7 @@ class LifelongMoE(ContinualModule):
     `teacher` are the dense parts before the domain, where they are trained and have a say; `shares` has s of
     all mixtures, [M, E]."""
 
+    counts_steps = True
     options: LifelongMoEOptions
 
     def __init__(self, options: LifelongMoEOptions, shared: Shared) -> None:

@@ -67,6 +67,7 @@ class Recall(Constraint):
 class RecAdam(ContinualModule):
     """Recalls what it knew first, and then learns."""
 
+    counts_steps = True
     options: RecAdamOptions
 
     def __init__(self, options: RecAdamOptions, shared: Shared) -> None:

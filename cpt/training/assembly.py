@@ -27,10 +27,12 @@ from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
+from cpt.training.capping import tell_cap
 from cpt.training.identity import checkpoint_files
 from cpt.training.numerics import COARSE
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
+from cpt.training.raising import tell_end
 
 log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "datasets")
@@ -175,7 +177,7 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
     train = {name: packed(name, "train") for name in learned}
     if (balanced := plan.source.balanced) is not False and train:
         train = balance(train, tokens=None if balanced is True else balanced)
-    return DomainSequence(
+    data = DomainSequence(
         domains,
         train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general else {}),
         held_out={name: packed(name, plan.source.score_on) for name in (*plan.order, GENERAL)},
@@ -187,10 +189,13 @@ def make_sequence(plan: Plan, corpora: Corpora, start: Base, module: ContinualMo
         eval_batch_size=options.eval_batch_size,
         probe_samples=options.probe_samples,
         workers=options.workers,
-        eval_tokens=plan.evaluation.tokens,
+        eval_tokens=plan.cap,
         forms=make_forms(corpora, start, learned, replay),
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
+    tell_cap(plan, data)
+    tell_end(plan)
+    return data
 
 
 def make_forms(corpora: Corpora, start: Base, learned: Sequence[str], replay: Mixture) -> dict[str, Packed]:
@@ -250,6 +255,7 @@ def make_scores(plan: Plan, corpora: Corpora, start: Base, data: DomainSequence)
             "scored": objective.scores,
             **({"mean_span": plan.model.mean_span} if start.objective_name == "span" else {}),
             **({"packing": corpora.packing} if corpora.packing != CONCAT else {}),
+            **({"cap": data.eval_tokens} if data.cut else {}),
         },
         base=tell_base(plan),
         similarity=tell_similarity(plan),

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from cpt.core.cache import discard
+from cpt.training.capping import hold_cap
 from cpt.training.plan import Plan
+from cpt.training.raising import find_shorter
 from cpt.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ def adopt(place: RunFolder, plan: Plan) -> None:
         return
     found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
     if found is None:
+        adopt_shorter(place, plan)
         return
     folder, order = found
     if why := say_why_not(plan):
@@ -64,6 +67,24 @@ def adopt(place: RunFolder, plan: Plan) -> None:
     log.info("what %s has learned (%s) is gone on with, in a copy", folder, ", ".join(order))
 
 
+def adopt_shorter(place: RunFolder, plan: Plan) -> None:
+    """Gives a folder that is new a copy of the longest run beside it that its plan makes more steps of."""
+    if (shorter := find_shorter(plan, place)) is None:
+        return
+    place.path.mkdir(parents=True, exist_ok=True)
+    with place.locked():
+        copy_run(shorter.path, place.path, also=("checkpoints",))
+    log.info("what %s has learned is gone on with, in a copy", shorter.path)
+
+
+def find_begun(plan: Plan, place: RunFolder) -> RunFolder:
+    """The folder whose rows a run goes on from: its own, or one beside it."""
+    if place.config.exists() or say_why_not(plan):
+        return place
+    found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
+    return (find_shorter(plan, place) or place) if found is None else RunFolder(found[0])
+
+
 def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[str]]]:
     """The finished runs beside a folder that have learned the beginning of a plan, with their orders."""
     from cpt.training.identity import has_same_texts
@@ -71,7 +92,7 @@ def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[s
     for path in sorted(place.path.parent.glob("*/identity.json")):
         folder = RunFolder(path.parent)
         order = order_in(path)
-        if not may_follow(order, plan) or not folder.is_of(plan.settings):
+        if not may_follow(order, plan) or not folder.is_of(hold_cap(plan, folder).settings):
             continue
         scores = folder.scores()
         if scores is not None and scores.run["finished"] and has_same_texts(folder, plan):
@@ -92,17 +113,18 @@ def order_in(path: Path) -> list[str]:
     return list(order) if isinstance(order, list) else []
 
 
-def copy_run(folder: Path, into: Path) -> None:
-    """What a run needs to go on, under a name of its own that is there as a whole or not at all."""
+def copy_run(folder: Path, into: Path, *, also: Sequence[str] = ()) -> None:
+    """What a run needs to go on, and further folders of it, under a name of its own that is there as a whole
+    or not at all."""
     partial = into.with_name(f"{into.name}.partial")
     discard(partial)
     partial.mkdir(parents=True)
     for name in KEPT:
         if (folder / name).exists():
             shutil.copy2(folder / name, partial / name)
-    for name in (*REPLACED, "callbacks"):
+    for name in (*REPLACED, *also, "callbacks"):
         if (folder / name).is_dir():
-            how = link if name in REPLACED else shutil.copy2
+            how = link if name in (*REPLACED, *also) else shutil.copy2
             shutil.copytree(folder / name, partial / name, copy_function=how)
     if into.exists():  # Hydra's files are there by now
         for path in into.iterdir():

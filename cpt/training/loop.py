@@ -41,6 +41,7 @@ from cpt.training.monitoring import watch
 from cpt.training.outlook import Outlook
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
+from cpt.training.raising import say_why_never
 from cpt.training.rates import Rates
 from cpt.training.run_folder import RunFolder
 from cpt.training.scoring import Cells, Scorer, tell_row
@@ -208,7 +209,8 @@ class Learner:
             self.place.save_documents(number, {**cells.documents})
             self.place.save_diagnostics(number, looked_at)
             self.keeper.keep_row(number)
-            self.place.tidy(number, keep=self.plan.run.keep_stages)
+            run = self.plan.run
+            self.place.tidy(number, keep=run.keep_stages, end=run.keep_end and not say_why_never(self.plan))
 
     def fill(self, number: int) -> None:
         """Measures what a row lacks of what is asked for now, where the weights of its stage are there."""

@@ -110,6 +110,10 @@ class RunOptions(Options):
     )
     plan: Any = option("say what the run will cost, and stop: as a table, or as JSON", PLAN)
     keep_stages: bool = option("keep the weights after every domain, not of the last one only", YES_NO)
+    keep_end: bool = option(
+        "keep the trainer's state at the end of a run of one domain, so that trainer.steps may be raised",
+        YES_NO,
+    )
     cache_dir: str = option("tokenised text and base models, shared by all runs", Rule(is_text, "a folder"))
 
 

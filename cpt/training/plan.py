@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -68,6 +68,11 @@ class Plan:
     similarity: Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
+    def cap(self) -> int | None:
+        """Tokens of each text that are scored at most; None: no bound."""
+        return cast("int | None", self.settings["eval"]["tokens"])
+
+    @property
     def by_texts(self) -> bool:
         """Whether the domains' texts decide their order."""
         return orders.by_texts(self.run.order)
@@ -104,7 +109,7 @@ class Plan:
 def make_plan(cfg: DictConfig) -> Plan:
     """The plan of a config; raises ValueError for what is wrong with it."""
     said = read_sections(cfg)
-    settings = plain_config(cfg)  # raises for what is missing
+    settings = with_cap(plain_config(cfg), said.evaluation.cap)  # raises for what is missing
     objective_value({}, said.run.objective)
     check_share(said.trainer)
     check_answered(said.model, said.source)
@@ -148,6 +153,11 @@ def make_plan(cfg: DictConfig) -> Plan:
     )
     check_generated(plan)
     return check_sharded(check_drift(plan))
+
+
+def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
+    """A config with this bound of what is scored of each text."""
+    return {**settings, "eval": {**settings["eval"], "tokens": cap}}
 
 
 def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:

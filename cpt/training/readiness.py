@@ -13,6 +13,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
+from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.training import callbacks as custom
 from cpt.training.numerics import CHOICES, settle_numerics
@@ -43,9 +44,10 @@ class Ready:
 
 
 def prepare(plan: Plan, place: RunFolder, *, remember: bool = True) -> Ready:
-    """Makes what needs no text; `remember`: in the folder too. Raises ValueError for a plan that cannot be
+    """Makes the process ready, and what needs no text; `remember`: in the folder too. Raises ValueError for a plan that cannot be
     run."""
     quiet()
+    keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     check_model(plan)
     loggers = custom.make_loggers(plan.logger.others, place.path)

@@ -54,9 +54,13 @@ class RunFolder:
         """Remembers the config, or compares it with the remembered one."""
         if not self.config.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
+            self.remember(settings)
             return
         self.check(settings)
+
+    def remember(self, settings: Mapping[str, Any]) -> None:
+        """Has this be the folder's config."""
+        replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a folder that remembers another config."""
@@ -69,7 +73,7 @@ class RunFolder:
     def renew(self, settings: Mapping[str, Any]) -> None:
         """Remembers the config as it is now, where the order has grown."""
         if OmegaConf.load(self.config).get("order") != settings["order"]:
-            replace(self.config, OmegaConf.to_yaml(OmegaConf.create(redact(settings))))
+            self.remember(settings)
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether the folder remembers this config."""
@@ -270,9 +274,11 @@ class RunFolder:
     def load_documents(self, rows: Iterable[int]) -> list[dict[str, np.ndarray]]:
         return load_documents(self.path, rows)
 
-    def tidy(self, stages: int, *, keep: bool) -> None:
-        """Removes what a stage that is committed no longer needs: by what is there, not by what may be."""
-        self.forget_checkpoints()
+    def tidy(self, stages: int, *, keep: bool, end: bool = False) -> None:
+        """Removes what a stage that is committed no longer needs, by what is there; `keep` says
+        that the stages before it stay, `end` that the trainer's state at its end does."""
+        if not end:
+            self.forget_checkpoints()
         if keep:
             return
         for kind in ("pt", "shards"):  # in this order: a stage without its file does not count

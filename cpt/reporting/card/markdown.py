@@ -159,7 +159,8 @@ def show_training(training: Card) -> Block:
     cells = [[name, str(value)] for name, value in training.items() if name not in (*inner, "seconds")]
     cells += [[name, str(value)] for name, value in inner["numerics"].items()]
     cells += [
-        [f"scored with {name}", str(inner["conditions"][name])] for name in ("length", "tokenizer", "texts")
+        [f"scored with {name}", str(inner["conditions"][name])]
+        for name in ("length", "tokenizer", "texts", "cap")
     ]
     cells.append(["seconds of learning", f"{training['seconds']:,.1f}"])
     return Block(title="Training", head=["", "each stage"], cells=cells, words=2)

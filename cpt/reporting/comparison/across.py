@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from cpt.evaluation.conditions import NONE as NO_RATE
+from cpt.evaluation.conditions import NONE as NOT_SAID
 from cpt.evaluation.conditions import is_unknown, text_digest
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import NONE, Measure, format_spread
@@ -26,6 +26,10 @@ SIDE_BY_SIDE = (
 UNKNOWN = (
     "unknown: an earlier cpt did not write it down; what stands in brackets is equal where the texts have as "
     "many tokens, scored tokens or bytes."
+)
+CUT = (
+    "Of texts above the cap (eval.tokens) a part is scored, drawn by rows: there bits per byte are an "
+    "estimate of those of the whole text, from other tokens in each section."
 )
 MEASURES = tuple(
     Measure(key=f"{name}/bits_per_byte", title=name, show=decimals) for name in ("ZS", "CPT", "LC", "FG")
@@ -51,7 +55,7 @@ def _describe_section(section: ComparedRuns, number: int, sections: Sequence[Com
     """`Section 2, 6 runs of tiny_gpt2: tokenizer 0123abcd, length 64.`"""
     own = section.conditions
     keys = [
-        key for key in own if len({each.conditions[key] for each in sections}) > 1 and own[key] != NO_RATE
+        key for key in own if len({each.conditions[key] for each in sections}) > 1 and own[key] != NOT_SAID
     ]
     words = {"domains": few(section.domains, between=", ")}
     models = few(sorted({group.model for group in section.groups}), between=", ")
@@ -95,7 +99,10 @@ def _tabulate_bits(numbered: Sequence[tuple[int, ComparedRuns]]) -> Block:
     ]
     alone = explain_alone([group for _, section in numbered for group in section.groups])
     head = ["section", "group", "tokenizer", "length", "runs", *(measure.title for measure in MEASURES)]
-    return Block(title=BITS, lines=[SIDE_BY_SIDE, *alone], head=head, cells=cells, words=5, sortable=False)
+    cut = [CUT] * any(section.conditions["cap"] != NOT_SAID for _, section in numbered)
+    return Block(
+        title=BITS, lines=[SIDE_BY_SIDE, *cut, *alone], head=head, cells=cells, words=5, sortable=False
+    )
 
 
 def _format_bits(group: Group, measure: Measure) -> str:

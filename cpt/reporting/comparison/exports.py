@@ -31,7 +31,8 @@ from cpt.reporting.comparison.runs import Run
 from cpt.reporting.formatting import strip_controls
 from cpt.reporting.run_table import summarise_run
 
-CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing")  # columns of the CSV
+# Columns of the CSV.
+CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap")
 KINDS = ("csv", "latex", "json")
 IN_TABLE = (
     "LC/perplexity",

@@ -18,7 +18,8 @@ from cpt.reporting.labels import label, shared_values, split_variant
 from cpt.reporting.marks import find_places
 from cpt.reporting.page import few
 
-SOURCES = ("domains.",)  # where the text came from; whether it is the same is seen from its digest
+# Where the text came from, and how much of it is scored: that it is the same is seen from digests and counts.
+SOURCES = ("domains.", "eval.tokens")
 TELLING = 3  # so many settings at most set a name apart; of more, these and a digest
 
 

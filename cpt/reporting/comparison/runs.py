@@ -81,8 +81,8 @@ class Run:
 
     @property
     def alike(self) -> tuple[str, ...]:
-        """Runs of which this is equal can be compared."""
-        return tuple(self.conditions.values())
+        """Runs of which this is equal can be compared: the same tokens were scored, whatever bounded them."""
+        return tuple(value for name, value in self.conditions.items() if name != "cap")
 
     @cached_property
     def settings(self) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from cpt.core.processes import is_one_of_several
 from cpt.core.rules import show
 from cpt.evaluation.monitor import LOOKS
 from cpt.evaluation.scores import Scores
+from cpt.training.capping import hold_cap
 from cpt.training.forecast.table import format_forecast
-from cpt.training.growth import find_beginnings, say_why_not
+from cpt.training.growth import find_begun
 from cpt.training.identity import check_identity
 from cpt.training.plan import Plan
+from cpt.training.raising import check_raise, cut_rows, steps_before
 from cpt.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -37,9 +39,11 @@ def check_alone(plan: Plan) -> None:
 def foretell(plan: Plan, place: RunFolder) -> None:
     """Prints what a run would do and cost. Raises ValueError for one that cannot be run."""
     check_alone(plan)
+    plan = hold_cap(plan, find_begun(plan, place))
     is_new, as_json = not place.config.exists(), plan.run.plan == "json"
     with only_warnings() if as_json else nullcontext():
-        place.check(plan.settings)
+        if check_raise(plan, place) is None:
+            place.check(plan.settings)
         check_identity(plan, place, remember=False)
         with defer_signals():  # libraries do not bear to be left while they are read in
             import cpt.training.assembly  # noqa: F401
@@ -59,14 +63,6 @@ def only_warnings() -> Iterator[None]:
         yield
     finally:
         told.setLevel(level)
-
-
-def find_begun(plan: Plan, place: RunFolder) -> tuple[RunFolder, Scores | None]:
-    """The folder whose rows a run goes on from, its own or one beside it, and what it has measured."""
-    if not place.config.exists() and not say_why_not(plan):
-        begun = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
-        place = place if begun is None else RunFolder(begun[0])
-    return place, place.scores()
 
 
 def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
@@ -90,7 +86,10 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     module = assembly.make_method(trial, start)
     assembly.tell_resting(plan, module, ready.device)
     data = assembly.make_sequence(plan, corpora, start, module)
-    folder, scores = find_begun(plan, place)
+    folder = find_begun(plan, place)
+    scores = folder.scores()
+    if scores is not None and steps_before(plan, folder) is not None:
+        scores = cut_rows(scores)
     work = count_work(plan, data, folder, scores)
     about = describe(plan, place, folder, scores, device=str(ready.device), world=world)
     about |= {"finished": bool(scores and scores.run["finished"]) and work.is_done}
@@ -145,7 +144,7 @@ def describe(
         "state": state,
         "device": device,
         "processes": world,
-        "policy": {**plan.evaluation.policy, "tokens": plan.evaluation.tokens},
+        "policy": {**plan.evaluation.policy, "tokens": plan.cap},
         "budget": describe_budget(plan),
         "keep_stages": plan.run.keep_stages,
         "not_timed": [name for name, asked in measured.items() if asked is not None],
