@@ -44,8 +44,8 @@ class Ready:
 
 
 def prepare(plan: Plan, place: RunFolder, *, remember: bool = True) -> Ready:
-    """Makes the process ready, and what needs no text; `remember`: in the folder too. Raises ValueError for a plan that cannot be
-    run."""
+    """Makes the process ready, and what needs no text; `remember`: in the folder too. Raises ValueError for
+    a plan that cannot be run."""
     quiet()
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
