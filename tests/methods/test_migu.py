@@ -18,7 +18,7 @@ from transformers import (
 
 from cpt.data.batch import label_batch
 from cpt.masks.base import recording
-from cpt.masks.ranking import choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.masks.ranking import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.objectives import Causal
 from cpt.models.sensitivity import samples
 from cpt.models.units import projections
@@ -70,6 +70,11 @@ def test_magnitudes_and_masks_are_those_of_the_authors_code(case, threshold):
     assert torch.equal(mask, arrays[f"{case}_T{threshold}_mask"])
     masked = arrays[f"{case}_grad_w"] * mask[:, None]
     torch.testing.assert_close(masked, arrays[f"{case}_T{threshold}_grad_w"], rtol=1e-4, atol=1e-6)
+
+
+def test_magnitudes_of_more_tokens_than_the_cache_holds_are_those_of_all():
+    output = torch.randn(7, 1 + CACHED // 96, 32)
+    torch.testing.assert_close(magnitudes(output, None), output.abs().sum((0, 1)), rtol=1e-5, atol=0)
 
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
