@@ -13,6 +13,7 @@ from ground import DROPOUT, Ground, ground
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
 
+from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
 from cpt.optim.guard import Guard
 from cpt.tracking.loggers import About, track
@@ -38,7 +39,7 @@ class Course(Rhythm):
         return ground(
             self.cache,
             f"model.length={self.length}",
-            *(f"{name}={dropout}" for name in DROPOUT[self.shape]),
+            *(f"{name}={dropout}" for name in DROPOUT.get(self.shape, [])),
             f"trainer.batch_size={self.batch}",
             f"trainer.steps={self.steps}",
             *(["++optim.fused=true"] if self.fused else []),
@@ -57,9 +58,14 @@ class Pulse(Callback):
         self.beat(outputs["loss"], len(batch["positions"]))
 
 
-def fit(place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = ()) -> None:
+def fit(
+    place: Ground, domain: Domain, *, steps: int, callbacks: Sequence[Callback] = (), keeping: bool = True
+) -> None:
     """Learns a domain as `python run.py` does, with its bar, checkpoint callback, guard and curves. The
-    checkpoint of the last step is written when `callbacks` have heard of it, as others write none."""
+    checkpoint of the last step is written when `callbacks` have heard of it, as others write none. `keeping`
+    says whether the heap keeps what a step frees, as it does there."""
+    if keeping:
+        keep_free()
     options, guard = place.plan.trainer, Guard()
     place.data.enter(domain)
     place.module.enter(domain)
@@ -77,6 +83,12 @@ def cpt(course: Course, beat: Beat) -> None:
     """The training of `python run.py method=ncl`."""
     place = course.ground()
     fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+
+
+def fleeting(course: Course, beat: Beat) -> None:
+    """The same with the C heap as it comes."""
+    place = course.ground()
+    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)], keeping=False)
 
 
 def coarse(course: Course, beat: Beat) -> None:
@@ -209,4 +221,11 @@ def counting(collator: Any, scored: list[int]) -> Any:
     return collate
 
 
-SUBJECTS = {"cpt": cpt, "cpt, bf16": coarse, "bare": bare, "dense": dense, "hf": hf}
+SUBJECTS = {
+    "cpt": cpt,
+    "cpt, heap as it comes": fleeting,
+    "cpt, bf16": coarse,
+    "bare": bare,
+    "dense": dense,
+    "hf": hf,
+}

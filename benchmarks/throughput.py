@@ -76,12 +76,12 @@ def summary(run: dict[str, Any], course: Course) -> dict[str, Any]:
 
 
 def shown(results: dict[str, Any]) -> str:
-    lines = [f"{'subject':10}{'tokens/s':>10}{'scored':>9}{'mean loss':>11}   cpt is faster by"]
+    lines = [f"{'subject':22}{'tokens/s':>10}{'scored':>9}{'mean loss':>11}   cpt is faster by"]
     for name, speed in results["tokens_per_s"].items():
         ratio = results["cpt_over"].get(name)
         times = "{median:.3f} [{low:.3f}, {high:.3f}]".format(**ratio) if ratio else ""
         work = f"{results['scored_tokens'][name]:9}{results['mean_loss'][name]:11.4f}"
-        lines.append(f"{name:10}{speed:10.0f}{work}   {times}")
+        lines.append(f"{name:22}{speed:10.0f}{work}   {times}")
     for name, apart in results["equal_work"]["distance"].items():
         lines.append(f"equal work, {name}: {apart}")
     used, load = len(results["rounds"]), spread(results["load"])
