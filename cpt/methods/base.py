@@ -62,6 +62,8 @@ class ContinualModule(Staged):
     alone = False  # whether each domain is learned from the base, so that its model stands for it alone
 
     counts_steps = False  # whether a step depends on how many the domain has, beyond its rate
+    period = 1  # steps after which what a step computes is the same again
+
     needs_32_bits = False  # whether weights that are shared out must not be coarser
 
     options: Options

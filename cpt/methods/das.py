@@ -45,6 +45,7 @@ class DAS(ContinualModule):
         self.masks.append(SoftMask.from_options(self.model, options))
         self.proxy = Proxy.from_options(self.model, self.objective, options)
         self.contrast = Contrast.from_options(self.model, self.objective, options)
+        self.period = options.contrast_every if options.contrast else 1
         self.first = True
 
     @property

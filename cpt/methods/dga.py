@@ -40,6 +40,7 @@ class DGA(ContinualModule):
         self.masks.append(SoftMask.from_options(self.model, options))
         self.proxy = Proxy.from_options(self.model, self.objective, options)
         self.contrast = Contrast.from_options(self.model, self.objective, options)
+        self.period = options.contrast_every if options.contrast else 1
 
     @property
     def soft(self) -> SoftMask:

@@ -84,14 +84,14 @@ class Compute(Callback):
     """Measures a stage: tokens that its steps read, floating-point operations, peak memory.
 
     Operations are those of matrix products, convolutions and attention, forward, backward and a method's own
-    passes: counted during the first step, which stands for all, and during what a method does before and
-    after the domain. What was measured before a kill comes back with the trainer's state."""
+    passes: counted during the first step, which stands for all (of a method whose steps differ the mean of its
+    `period`), and during what a method does before and after the domain. What was measured before a kill comes back with the trainer's state."""
 
     def __init__(self) -> None:
         self.tokens, self.memory = 0, 0
         self.flops = {"before": 0, "step": 0, "after": 0}
         self.counter: FlopCounterMode | None = None
-        self.counted_from = self.left_out = 0
+        self.counted_to = self.counted = self.left_out = 0  # the last step that is counted, and how many are
         self.paced = (0, 0, 0.0)  # step, tokens and moment of the last point of the curves
 
     def costs(self, trainer: Trainer) -> dict[str, int]:
@@ -131,16 +131,18 @@ class Compute(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Batch, batch_idx: int
     ) -> None:
-        if self.flops["step"] == 0 and self.counted_from < trainer.global_step + 1:
+        if self.flops["step"] == 0 and self.counted_to <= trainer.global_step:
             self.end("before")
             self.begin()
-            self.counted_from = trainer.global_step + 1
+            self.counted = min(getattr(pl_module, "period", 1), trainer.max_steps - trainer.global_step)
+            self.counted_to = trainer.global_step + self.counted
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
-        if trainer.global_step == self.counted_from:
+        if trainer.global_step == self.counted_to and self.counter is not None:
             self.end("step")
+            self.flops["step"] //= self.counted
         present = batch.get("attention_mask")
         self.tokens += batch["input_ids"].numel() if present is None else int(present.sum())
         if "decoder_input_ids" in batch:  # whose padding nothing is to be predicted at

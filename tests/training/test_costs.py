@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import pytest
 import torch
 from lightning import LightningModule
 from lightning.pytorch.callbacks import Callback
@@ -15,6 +16,7 @@ from cpt.optim.guard import Guard
 from cpt.training.checkpointing import Checkpoint
 from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
 from cpt.training.trainer import make_trainer
+from tests.support import making
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -130,6 +132,26 @@ def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besid
     assert fitted(tmp_path, before=2)["flops"] == 3 * one + 2 * FORWARD
     assert fitted(tmp_path, after=3)["flops"] == 3 * one + 3 * one
     assert fitted(tmp_path, accumulate=2)["flops"] == 3 * 2 * one
+
+
+def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypatch):
+    def alternating(self, batch):
+        passes = 3 if self.trainer.global_step % 2 == 0 else 1
+        return sum(self.net(batch["input_ids"]) for _ in range(passes))
+
+    monkeypatch.setattr(Counted, "training_step", alternating)
+    one = FORWARD + BACKWARD
+    assert fitted(tmp_path / "alike", steps=4)["flops"] == 4 * 3 * one
+    monkeypatch.setattr(Counted, "period", 2, raising=False)
+    assert fitted(tmp_path / "mean", steps=4)["flops"] == 4 * 2 * one
+    assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * one
+
+
+@pytest.mark.parametrize("method", ["das", "dga"])
+def test_a_contrast_in_some_steps_is_such_a_method(method, small):
+    for given, period in (([], 1), (["every=3"], 3), (["every=3", "strength=0"], 1)):
+        named = [f"method.contrast_{each}".replace("contrast_strength", "contrast") for each in given]
+        assert making.made(small(f"method={method}", *named)).module.period == period
 
 
 def test_tokens_that_are_padding_are_not_counted(tmp_path):
