@@ -84,8 +84,9 @@ class Compute(Callback):
     """Measures a stage: tokens that its steps read, floating-point operations, peak memory.
 
     Operations are those of matrix products, convolutions and attention, forward, backward and a method's own
-    passes: counted during the first step, which stands for all (of a method whose steps differ the mean of its
-    `period`), and during what a method does before and after the domain. What was measured before a kill comes back with the trainer's state."""
+    passes: counted during the first step, which stands for all (where steps differ, the mean of a `period` of
+    the method's), and during what a method does before and after the domain. What was measured before a kill
+    comes back with the trainer's state."""
 
     def __init__(self) -> None:
         self.tokens, self.memory = 0, 0
