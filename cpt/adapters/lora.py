@@ -48,10 +48,12 @@ def attach_pairs(
     dropout: float,
     targets: str | Sequence[str],
     embeddings: bool,
+    joined: bool = False,
 ) -> Scope:
     """Puts a pair beside each linear map of the targets: `all-linear`, a regular expression for whole names,
     or a list of names or their ends. The language-model head is none of them. With `embeddings`, the input
     embedding has a pair as well; a head that is tied to it becomes a matrix of its own, which is not trained.
+    `joined` adds pairs to the frozen maps where that is less work.
 
     Raises ValueError for targets that there are not, and for embeddings of a model with a decoder."""
     if embeddings and model.config.is_encoder_decoder:
@@ -70,7 +72,7 @@ def attach_pairs(
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
     for layer in layers(model).values():
         layer.train(layer.get_base_layer().training)
-        pair_up(layer)
+        pair_up(layer, joined=joined)
         if NEWEST in layer.lora_B:
             by_columns(layer.lora_B[NEWEST].weight)
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)

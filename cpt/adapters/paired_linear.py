@@ -3,15 +3,20 @@
     y = (W x + b) + alpha / r B (A x)
 
 peft makes B (A x), scales it and adds it: three passes over outputs [N, d_out] forward and two backward,
-which at rank 8 take longer than the products. On a processor in 32 bits, of no fewer rows than the
-map has inputs and without dropout, the pair is added to the map instead, whose product is then the whole,
+which at rank 8 take longer than the products. Here the second product adds to the first one's result as it is
+made (addmm). In 32 bits that changes the last digits; in 16 bits a sum is rounded once, not thrice.
+
+`joined`, on a processor in 32 bits, of no fewer rows than the map has inputs, adds the pair to the map
+instead, whose product is then the whole:
 
     y = (W + alpha / r B A) x + b,    dL/dA = alpha / r (B^T dL/dy) x^T,    dL/dB = alpha / r dL/dy (A x)^T
 
-and W + alpha / r B A is made again on the way back rather than kept. Else the second product adds to the
-first one's result as it is made (addmm). Both change the last digits; in 16 bits, in which W + B A would
-round what a pair learns away, a sum is rounded once, not thrice."""
+W + alpha / r B A is made again on the way back rather than kept. The last digits are others again, so that
+what equals LoRA to the bit (a mask that lets all pass, a mixture of one) does so without it alone. In 16 bits
+W + B A would round away what a pair learns."""
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,15 +24,20 @@ from peft.tuners.lora.layer import Linear, LoraLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+log = logging.getLogger(__name__)
+
 
 class PairedLinear(Linear):
-    """A layer of peft that adds its pairs to the frozen map, or to its output in place of making another."""
+    """A layer of peft that adds its pairs to the frozen map's output in place of making another, or to the
+    map."""
+
+    joined = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
             return super().forward(x, *args, **kwargs)
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if names and self.may_join(x, names):
+        if names and self.joined and self.may_join(x, names):
             return self.join(x, names)
         result = self.base_layer(x)
         for name in names:
@@ -35,18 +45,30 @@ class PairedLinear(Linear):
         return result
 
     def may_join(self, x: Tensor, names: list[str]) -> bool:
-        """Whether pairs may be added to the map for this x, and that takes less time."""
+        """Whether pairs are added to the map for this x. Tells, once, why that is never so."""
+        if why := self.say_why_not(x, names):
+            tell_without_effect(why)
+            return False
+        return x.numel() >= x.shape[-1] ** 2
+
+    def say_why_not(self, x: Tensor, names: list[str]) -> str:
+        """Why pairs may not be added to the map, however many rows there are; nothing where they may."""
         maps = [self.base_layer, *(half[name] for half in (self.lora_A, self.lora_B) for name in names)]
-        return (
-            x.device.type == "cpu"
-            and not torch.is_autocast_enabled("cpu")
-            and {x.dtype, *(each.weight.dtype for each in maps)} in ({torch.float32}, {torch.float64})
-            and x.numel() >= x.shape[-1] ** 2
-            and isinstance(self.base_layer, nn.Linear | Conv1D)
-            and not any(parameter.requires_grad for parameter in self.base_layer.parameters())
-            and not any(map(is_watched, maps))
-            and all(isinstance(self.lora_dropout[name], nn.Identity) for name in names)
-        )
+        kinds = {x.dtype, *(each.weight.dtype for each in maps)}
+        reasons = {
+            "the model is not on a processor": x.device.type != "cpu",
+            "it computes in 16 bits": torch.is_autocast_enabled(x.device.type)
+            or kinds not in ({torch.float32}, {torch.float64}),
+            "a mask looks at the halves of the pairs": any(map(is_watched, maps)),
+            "the pairs have dropout": not all(
+                isinstance(self.lora_dropout[name], nn.Identity) for name in names
+            ),
+            "the map is trained, or of a kind of its own": any(
+                each.requires_grad for each in self.base_layer.parameters()
+            )
+            or not isinstance(self.base_layer, nn.Linear | Conv1D),
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
 
     def join(self, x: Tensor, names: list[str]) -> Tensor:
         """What the map with its pairs makes of x [..., d_in]."""
@@ -108,7 +130,13 @@ def is_watched(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in hooks)
 
 
-def pair_up(layer: LoraLayer) -> None:
+@cache
+def tell_without_effect(why: str) -> None:
+    """Tells, once in a process, that pairs are not added to maps."""
+    log.warning("method.joined=true without effect: %s", why)
+
+
+def pair_up(layer: LoraLayer, *, joined: bool) -> None:
     """Makes a plain linear layer of peft's such a one: its parts and their names stay as they are."""
     if type(layer) is Linear:
-        layer.__class__ = PairedLinear
+        layer.__class__, layer.joined = PairedLinear, joined

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters import lora
-from cpt.adapters.paired_linear import PairedLinear
+from cpt.adapters.paired_linear import PairedLinear, tell_without_effect
 from cpt.models.units import projections
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,6 @@ CONFIGS = {
     "llama": {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": False},
 }
 TOKENS = torch.arange(24).view(2, 12) % 37 + 3
-may_join = PairedLinear.may_join
 # peft asks for a property that transformers has renamed.
 OLD_NAME = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
@@ -125,12 +124,10 @@ def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_one_product_adds_what_peft_adds(kind, joined, build, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        PairedLinear, "may_join", lambda *given: seen.append(may_join(*given)) or (joined and seen[-1])
-    )
+    seen, join = [], PairedLinear.join
+    monkeypatch.setattr(PairedLinear, "join", lambda *given: seen.append(given) or join(*given))
     model = build(kind).double()
-    scope = attach(model)
+    scope = attach(model, joined=joined)
     learn(model, scope.names)
     lora.set_aside(model)
     plain = deepcopy(model)
@@ -139,7 +136,7 @@ def test_one_product_adds_what_peft_adds(kind, joined, build, monkeypatch):
     calls = [watch_calls(each) for each in (model, plain)]
     for each in (model, plain):
         each(input_ids=TOKENS).logits.square().sum().backward()
-    assert not calls[0] and calls[1] and any(seen)
+    assert not calls[0] and calls[1] and bool(seen) == joined
     assert torch.allclose(logits(model), logits(plain), rtol=1e-12)
     for name in scope.names:
         own, other = (each.get_parameter(name).grad for each in (model, plain))
@@ -150,16 +147,29 @@ def test_one_product_adds_what_peft_adds(kind, joined, build, monkeypatch):
 @pytest.mark.parametrize("rows", [15, 16])
 def test_the_map_itself_takes_the_pairs_of_as_many_rows_as_it_has_inputs(rows, build):
     model = build()
-    learn(model, attach(model).names)
+    learn(model, attach(model, joined=True).names)
     layer, x = next(iter(lora.layers(model).values())), torch.randn(1, rows, 16)
     assert layer.may_join(x, [lora.NEWEST]) == (rows == 16)
+
+
+def test_where_the_map_cannot_take_the_pairs_that_is_told_once(build, caplog):
+    tell_without_effect.cache_clear()
+    model = build()
+    learn(model, attach(model, joined=True).names)
+    layer, x, names = next(iter(lora.layers(model).values())), torch.randn(1, 16, 16), [lora.NEWEST]
     with torch.autocast("cpu", torch.bfloat16):  # in which W + B A loses what B A is
-        assert not layer.may_join(x, [lora.NEWEST])
-    assert not layer.may_join(x.half(), [lora.NEWEST])
+        assert not layer.may_join(x, names) and not layer.may_join(x, names)
+    assert not layer.may_join(x.half(), names)
     seen = []
     layer.lora_A[lora.NEWEST].register_forward_hook(lambda *given: seen.append(given))
     layer(x)
     assert seen  # who looks at a half, as masks do, sees it
+    told = [record.message.removeprefix("method.joined=true without effect: ") for record in caplog.records]
+    assert told == ["it computes in 16 bits", "a mask looks at the halves of the pairs"]
+    dropping = build()
+    attach(dropping, joined=True, dropout=0.1)
+    assert not next(iter(lora.layers(dropping).values())).may_join(x, names)
+    assert "the pairs have dropout" in caplog.text
 
 
 def watch_calls(model) -> list[str]:

@@ -101,8 +101,8 @@ def test_a_finished_run_is_not_learned_again(done, small, start):
 
 
 def test_a_folder_of_another_config_is_refused(done, small, start):
-    with pytest.raises(ValueError, match=r"another config \(trainer.steps: 6 -> 7\).*choose another name"):
-        start(small(ORDER, "trainer.steps=7"), done)
+    with pytest.raises(ValueError, match=r"another config \(seed: 0 -> 1\).*choose another name"):
+        start(small(ORDER, "seed=1"), done)
     assert scores_of(done)["run"]["finished"]
 
 
