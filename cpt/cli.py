@@ -16,6 +16,7 @@ import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
 from cpt.core.parents import end_with_parent
 from cpt.core.places import CONF
+from cpt.core.threads import choose_spins
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
 from cpt.training.help import FLAG, describe_options
 
@@ -40,9 +41,7 @@ def start() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def app(cfg: DictConfig) -> Any:
-    # OpenMP's threads spin while they wait, which on a busy machine halves the speed (two cores shared with
-    # two other processes: 49 s, with this 25 s) and on an idle one gains nothing (13.4 s, with this 13.3 s).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", str(choose_spins()))  # read when torch is
     from cpt.run import run  # not before the config is known to be right
 
     with readable_errors():  # inside of Hydra's own report of an error in a run
