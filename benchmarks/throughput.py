@@ -119,7 +119,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(chosen).items() if name not in ("cache", "out")}
     results = {"options": settings, "equal_work": equal, **summary(run, course), "chunks": run["chunks"]}
     print(shown(results))
-    save("throughput" if chosen.shape == "roberta" else "throughput_t5", results, out=chosen.out)
+    save("throughput" if chosen.shape == "roberta" else f"throughput_{chosen.shape}", results, out=chosen.out)
 
 
 if __name__ == "__main__":
