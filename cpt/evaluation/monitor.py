@@ -15,7 +15,6 @@ from cpt.core.rules import YES_NO, Rule, is_steps, number, one_of, or_null, whol
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.gate import Bounds, Losses, compare
 
-LOOKS = 20  # at a stage where a budget needs them and no interval is given
 STEPS = Rule(is_steps, "a whole number, 1 or more")
 
 
@@ -55,9 +54,9 @@ class MonitorOptions(Options):
         """Whether what is seen has a say in what is learned."""
         return self.stop is not None or self.patience is not None or self.keep == "best"
 
-    def interval(self, steps: int) -> int:
-        """Steps between looks at a stage of so many; of one that is not asked for a twentieth of them."""
-        return int(self.every or -(-steps // LOOKS))
+    def interval(self, steps: int, *, looks: int) -> int:
+        """Steps between looks at a stage of so many; where that is not asked for, those of so many looks."""
+        return int(self.every or -(-steps // looks))
 
     def choose(self, own: Sequence[str], past: Sequence[str], *, stage: str) -> list[str]:
         """The texts that are looked at while a stage is learned: its own, past ones, the general one."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation.budget import LINE
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import DASHES, FEW, SERIES, figure, literal, png
 from cpt.reporting.page import Block
@@ -47,6 +48,8 @@ def build_budget_block(scores: Scores) -> Block:
     if not stages:
         return Block()
     bounds = list(dict.fromkeys(bound for each in stages.values() for bound in each["allowed"]))
+    by_line = any(each.get("steer") == LINE for each in stages.values())  # runs of before do not say it
+    last = "way kept at the last look" if by_line else "lowest rate"
     cells = [
         [name, *(describe_bound(scores.monitor[name], bound) for bound in bounds), *describe_acts(each)]
         for name, each in stages.items()
@@ -54,7 +57,7 @@ def build_budget_block(scores: Scores) -> Block:
     return Block(
         title="Budget of drift",
         lines=[BUDGETED],
-        head=["stage", *(f"{bound}, nats" for bound in bounds), "kept step", "gone back", "lowest rate"],
+        head=["stage", *(f"{bound}, nats" for bound in bounds), "kept step", "gone back", last],
         cells=cells,
         words=1,
         folded=f"{len(stages)} stages",
@@ -72,10 +75,12 @@ def describe_bound(stage: Stage, bound: str) -> str:
 
 
 def describe_acts(budget: Stage) -> Iterator[str]:
-    """The step whose weights it ended with, how often it went back, the lowest share of the rate."""
+    """The step whose weights it ended with, how often it went back, and by line how much of its way the last
+    look has left, else the lowest share of the rate."""
     yield "–" if budget["kept"] is None else str(budget["kept"])
-    yield str(sum("back to step" in act for act in budget["acts"]))
-    yield f"x {min(budget['pace'], default=1.0):.3g}"
+    yield str(sum("back to" in act for act in budget["acts"]))
+    by_line = budget.get("steer") == LINE
+    yield f"{budget['ways'][-1]:.3g}" if by_line else f"x {min(budget['pace'], default=1.0):.3g}"
 
 
 def describe_stage(name: str, stage: Stage) -> Iterator[str]:

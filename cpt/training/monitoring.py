@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,17 +101,16 @@ class Monitor(Callback):
 
     def look(self, trainer: Trainer, module: ContinualModule) -> None:
         """Notes the losses of the model as it is now."""
-        with self.compute.aside():
-            now = self.measure(trainer, module)
+        now = self.measure(trainer, module)
         self.began = self.began or now
+        if self.steering is not None:
+            now = self.steering.see(trainer, module, now, partial(self.measure, trainer, module))
         began = {name: self.began[name].numpy() for name in now}
         found = {name: each.numpy() for name, each in now.items()}
         self.watched.add(trainer.global_step, began, found, own=self.own)
         if self.options.keep == "best" and self.watched.is_best(self.own):
             self.best = {name: each.detach().clone() for name, each in trained(module)}
             self.watched.kept = trainer.global_step
-        if self.steering is not None:
-            self.steering.see(trainer, module, now)
 
     @torch.no_grad()
     def measure(self, trainer: Trainer, module: ContinualModule) -> dict[str, Tensor]:
@@ -120,7 +120,8 @@ class Monitor(Callback):
         loader = data.shared_out(self.texts, self.rows, purpose="score")
         if module.router is not None:
             module.router.begin()
-        with in_mode(module, training=False), trainer.precision_plugin.val_step_context():
+        evaluated = in_mode(module, training=False)
+        with self.compute.aside(), evaluated, trainer.precision_plugin.val_step_context():
             for prepared in loader:
                 batch = trainer.strategy.batch_to_device(prepared)
                 name = names[int(batch["column"])]
@@ -173,7 +174,7 @@ def watch(
     """What looks at other text while a domain is learned, where that is asked for."""
     if not plan.watches:
         return []
-    options, every = plan.monitor, plan.monitor.interval(data.steps(domain))
+    options, every = plan.monitor, plan.monitor.interval(data.steps(domain), looks=plan.drift.looks)
     if options.every is None:
         log.info("%s is looked at every %d steps, for its budget (monitor.every=null)", domain.name, every)
     names = options.choose(domain.parts, data.past(domain), stage=domain.name)

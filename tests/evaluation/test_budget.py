@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from cpt.evaluation.budget import BudgetOptions, Steered, find_drift
+from cpt.evaluation.budget import BudgetOptions, Steered, find_drift, find_way
 
 
 def steered(*looks, steer="rate", allowed=0.1):
     """After looks at the general text: at each its rise and the upper end."""
-    made = Steered({"general": allowed})
+    made = Steered({"general": allowed}, steer)
     for step, look in enumerate(looks):
-        made.see(step, {"general": look}, steer=steer)
+        made.see(step, {"general": look})
     return made
 
 
@@ -52,8 +52,51 @@ def test_steered_by_the_end_it_ends_at_the_first_look_over():
     assert (found.kept, found.pace, found.ended) == (1, [1, 1, 0], "its budget is spent")
 
 
-def test_spent_before_the_first_step_nothing_is_learned():
-    found = steered((0.11, 0.12))
+def test_by_line_the_rate_stays_and_the_stage_does_not_end():
+    found = steered((0, 0), *[(0.2, 0.3)] * 8, steer="line")
+    assert found.pace == [1] * 9 and found.kept == 0 and not found.ended
+
+
+def test_by_line_an_act_says_how_far_it_went_back():
+    made = Steered({"general": 0.1}, "line")
+    made.see(0, {"general": (0, 0)})
+    assert made.see(5, {"general": (0.05, 0.098)}, way=0.25) and made.ways == [1, 0.25] and made.kept == 5
+    assert made.acts == [
+        "step 5: general +0.0500, at most +0.0980 of 0.1000: back to 0.25 of the way since the stage began"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rise", "least"),
+    [
+        (lambda way: 3 * way, 0.0),
+        (lambda way: 75 * way**2, 0.0),
+        (lambda way: 0.97 + 4 * way, 0.97),  # most of it was spent by the stages before
+        (lambda way: -0.5 + 40 * way**4, -0.5),
+        (lambda way: 1.2 - (way - 0.5) ** 2 - 0.95 * (way < 0.3), 0.0),  # neither even nor smooth
+        (lambda way: 2 * way if way < 0.8 else float("nan"), 0.0),
+    ],
+)
+def test_the_way_back_ends_within_the_budget_and_near_to_all_of_it(rise, least):
+    seen = []
+
+    def share_at(way):
+        seen.append(way)
+        return rise(way)
+
+    way = find_way(share_at, least=least, most=rise(1.0))
+    assert rise(way) <= 1 and len(seen) <= 8 and all(0 < each < 1 for each in seen)
+    assert way in seen and (rise(way) >= 1 - 0.05 * (1 - least) or rise(way + 0.05) > 1)
+
+
+def test_where_nothing_of_the_way_is_within_it_ends_at_its_beginning():
+    assert find_way(lambda way: 1.5, least=0.2, most=2.0) == 0
+    assert find_way(lambda way: float("nan"), least=0.2, most=float("nan")) == 0
+
+
+@pytest.mark.parametrize("steer", ["line", "rate", "end"])
+def test_spent_before_the_first_step_nothing_is_learned(steer):
+    found = steered((0.11, 0.12), steer=steer)
     assert found.pace == [0] and found.kept is None and "before its first step" in found.ended
     assert found.acts == [
         "step 0: general +0.1100, at most +0.1200 of 0.1000: its budget is spent before its first step"
@@ -62,18 +105,18 @@ def test_spent_before_the_first_step_nothing_is_learned():
 
 def test_without_anything_to_bound_the_rate_stays():
     made = Steered({"past": 0.1})
-    assert made.see(0, {}, steer="rate") and made.pace == [1] and not made.acts
+    assert made.see(0, {}) and made.pace == [1] and not made.acts
 
 
 def test_the_scarcer_of_two_decides():
     made = Steered({"general": 0.1, "past": 0.2})
-    assert made.see(0, {"general": (0, 0.08), "past": (0, 0.12)}, steer="rate")
+    assert made.see(0, {"general": (0, 0.08), "past": (0, 0.12)})
     assert made.spent == pytest.approx(0.8)
-    assert not made.see(1, {"general": (0, 0.02), "past": (0, 0.21)}, steer="rate")
+    assert not made.see(1, {"general": (0, 0.02), "past": (0, 0.21)})
 
 
 def test_each_stage_adds_its_share():
-    options = BudgetOptions(general=0.06, past=0.3, steer="rate")
+    options = BudgetOptions(general=0.06, past=0.3, steer="line")
     assert options.allow(1, stages=3) == pytest.approx({"general": 0.02, "past": 0.1})
     assert options.allow(3, stages=3) == pytest.approx(options.given)
 

@@ -145,7 +145,7 @@ AT_ONCE = {
     "monitor.every=2 monitor.keep=best strategy=fsdp": "monitor.keep=best does not go with strategy=fsdp",
     "budget.general=0": "budget.general=0; allowed: null or above 0",
     "budget.past=much": "budget.past=much; allowed: null or above 0",
-    "budget.steer=replay": "budget.steer=replay; allowed: rate, end",
+    "budget.steer=replay": "budget.steer=replay; allowed: line, rate, end",
     "budget.steer=end": "budget.steer=end with general=null, past=null; allowed: general=NATS or past=NATS",
     "budget.general=1 monitor.general=false": "budget.general=1 does not go with monitor.general=false; allo",
     "budget.past=1 monitor.past=0": "budget.past=1 does not go with monitor.past=0; allowed: ",

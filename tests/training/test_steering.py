@@ -12,6 +12,7 @@ from tests.support.making import DROPOUT
 THREE = ["order=[law,food,space]", "trainer.steps=12", "monitor.every=2", "monitor.tokens=400"]
 STEEP = ["optim.lr=0.03", "schedule=constant", "schedule.warmup=0"]
 HELD = ["budget.general=1.2", "budget.past=0.3"]
+RATE = "budget.steer=rate"
 
 
 def scores_of(folder):
@@ -30,11 +31,12 @@ def rises(scores):
     return nll[-1, general] - nll[0, general], np.mean(past)
 
 
-def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path, caplog):
+@pytest.mark.parametrize("steer", ["line", "rate"])
+def test_it_is_held_where_it_would_not_have_been(steer, small, start, tmp_path, caplog):
     caplog.set_level("INFO")
     every = [*THREE, *STEEP, "monitor.tokens=1000000", "domains.score_on=valid"]
     start(small("method=ncl", *every), tmp_path / "free")
-    start(small("method=ncl", *every, *HELD), tmp_path / "held")
+    start(small("method=ncl", *every, *HELD, f"budget.steer={steer}"), tmp_path / "held")
     free, held = (scores_of(tmp_path / name) for name in ("free", "held"))
     column = free["domains"].index("general")
     assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
@@ -55,7 +57,29 @@ def test_it_is_held_where_it_would_not_have_been(small, start, tmp_path, caplog)
     last = held["monitor"]["space"]["budget"]
     kept = held["monitor"]["space"]["steps"].index(last["kept"])
     assert rises(held)[1] == pytest.approx(last["drift"]["past"][kept][0], abs=1e-4)
-    assert held["rates"][1][-1] < held["rates"][1][0] and any("back to" in act for act in last["acts"])
+    assert any("back to" in act for act in last["acts"])
+    slower = held["rates"][1][-1] < held["rates"][1][0]
+    assert slower == (steer == "rate") and ("way kept" in reports["held"]) == (steer == "line")
+
+
+def test_by_line_it_is_left_between_where_the_stage_began_and_where_it_got(small, start, tmp_path):
+    """With one look, at the end, it is on the line between the base and what is learned without a budget."""
+    given = ["order=[law]", "trainer.steps=6", "monitor.every=6", "monitor.tokens=1000000", *STEEP]
+    start(small("method=ncl", *given), tmp_path / "free")
+    left = {}  # of the way between them, by the share that is kept
+    for bound in (0.2, 0.1):
+        start(small("method=ncl", *given, f"budget.general={bound}"), tmp_path / f"{bound}")
+        seen = scores_of(tmp_path / f"{bound}")["monitor"]["law"]
+        way, (rise, upper) = seen["budget"]["ways"][-1], seen["budget"]["drift"]["general"][-1]
+        assert 0 < way < 0.9 and 0.95 * bound <= upper <= bound
+        # what is told of a look is of the weights that are kept
+        assert seen["nll"]["general"][-1] - seen["nll"]["general"][0] == pytest.approx(rise, abs=1e-6)
+        left[way] = weights(tmp_path / f"{bound}")
+    (one, first), (other, second) = left.items()
+    for name, free in weights(tmp_path / "free").items():
+        moved = (free - first[name]) / (1 - one)
+        assert torch.allclose(moved, (free - second[name]) / (1 - other), atol=1e-5)
+    assert one > other and moved.abs().max() > 1e-3
 
 
 def test_the_rate_is_that_share_of_the_schedules(small, start, tmp_path):
@@ -63,7 +87,7 @@ def test_the_rate_is_that_share_of_the_schedules(small, start, tmp_path):
         "order=[law]",
         *THREE[1:],
         *STEEP,
-        "budget.general=0.2",
+        *("budget.general=0.2", RATE),
         "logger=csv",
         "trainer.log_every_n_steps=1",
     ]
@@ -79,12 +103,13 @@ def test_the_rate_is_that_share_of_the_schedules(small, start, tmp_path):
     assert len(rates) > 5 and min(rates.values()) < 0.03
 
 
-def test_looked_at_a_twentieth_of_a_stage_where_nothing_else_is_said(small, start, tmp_path, caplog):
+@pytest.mark.parametrize(("steer", "every"), [("line", 8), ("end", 2)])
+def test_looked_at_a_few_times_where_nothing_else_is_said(steer, every, small, start, tmp_path, caplog):
     caplog.set_level("INFO")
-    given = ["order=[law]", "trainer.steps=30", "monitor.past=0", "budget.general=9"]
+    given = ["order=[law]", "trainer.steps=30", "monitor.past=0", "budget.general=9", f"budget.steer={steer}"]
     start(small("method=ncl", *given), tmp_path)
-    assert scores_of(tmp_path)["monitor"]["law"]["steps"] == [*range(0, 31, 2)]
-    assert "law is looked at every 2 steps, for its budget (monitor.every=null)" in caplog.text
+    assert scores_of(tmp_path)["monitor"]["law"]["steps"] == sorted({*range(0, 31, every), 30})
+    assert f"law is looked at every {every} steps, for its budget (monitor.every=null)" in caplog.text
 
 
 def test_a_budget_that_is_never_touched_changes_no_bit(small, start, tmp_path):
@@ -109,7 +134,7 @@ def test_spent_before_a_stage_it_learns_nothing(small, start, tmp_path, monkeypa
     assert found["seen"][2] < found["seen"][1] / 2
 
 
-@pytest.mark.parametrize(("method", "steer"), [("ewc", "rate"), ("lora", "end")])
+@pytest.mark.parametrize(("method", "steer"), [("ewc", "line"), ("ncl", "rate"), ("lora", "end")])
 def test_killed_it_ends_with_the_same_bits(method, steer, small, start, killing, tmp_path):
     given = [f"method={method}", *THREE, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
     given += [f"budget.steer={steer}", "trainer.checkpoint_every=3", "order=[law,food]"]

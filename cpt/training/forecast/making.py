@@ -14,7 +14,6 @@ from typing import Any
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_one_of_several
 from cpt.core.rules import show
-from cpt.evaluation.monitor import LOOKS
 from cpt.evaluation.scores import Scores
 from cpt.training.capping import hold_cap
 from cpt.training.forecast.table import format_forecast
@@ -123,7 +122,7 @@ def describe_budget(plan: Plan) -> dict[str, Any]:
     if not plan.drift.given:
         return {}
     every = plan.monitor.every
-    looks = f"every {every} steps" if every else f"{LOOKS} times a stage"
+    looks = f"every {every} steps" if every else f"{plan.drift.looks} times a stage"
     return {"nats": plan.drift.given, "steer": plan.drift.steer, "looks": looks}
 
 

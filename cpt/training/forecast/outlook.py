@@ -169,7 +169,8 @@ class Outlook:
             kind = "seen" if self.data.places.get(text, self.stages) < row.number - 1 else "unseen"
             tokens = min(options.tokens, int(self.data.validation[text].row_lengths.sum()))
             total += tokens * self.token_s(kind, row.number)
-        return total * (1 + row.left_steps // options.interval(max(1, row.steps))) / self.world
+        every = options.interval(max(1, row.steps), looks=self.plan.drift.looks)
+        return total * (1 + row.left_steps // every) / self.world
 
     def saving(self, row: Row) -> float:
         """Seconds of checkpoints, and of the stage's file."""
