@@ -4,7 +4,8 @@ makes their part of docs/results.md.
 FOLDER holds a folder per domain with {train,valid,test}.txt, and general/, what the base is pre-trained on.
 What is finished below --runs is not run again: a killed start goes on with the same command."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -33,12 +34,13 @@ Losses = Mapping[tuple[str, int], float]  # nats by domain and seed
 
 @dataclass(frozen=True)
 class Studied:
-    """The runs of a group by order."""
+    """The runs of a group by order; `similar` is the one that is not drawn by the seed."""
 
     group: Group
+    similar: tuple[str, ...]
 
     def runs(self, order: str) -> list[Run]:
-        return [run for run in self.group.runs if is_similar(run) == (order == "similar")]
+        return [run for run in self.group.runs if (order_of(run) == self.similar) == (order == "similar")]
 
     def losses(self, order: str, row: str) -> Losses:
         """Loss on each domain of the base, just after it was learned (`own`), or of the last model."""
@@ -47,8 +49,19 @@ class Studied:
         }
 
 
-def is_similar(run: Run) -> bool:
-    return bool(run.scores.similarity)
+def order_of(run: Run) -> tuple[str, ...]:
+    return tuple(run.scores.run["order"])
+
+
+def find_similar(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The order that most runs have: a random one is one seed's alone."""
+    ((similar, _),) = Counter(orders).most_common(1)
+    return similar
+
+
+def name_orders(orders: Sequence[Sequence[str]]) -> list[str]:
+    similar = find_similar(map(tuple, orders))
+    return ["similar" if tuple(each) == similar else "random" for each in orders]
 
 
 def losses(run: Run, row: str) -> dict[str, float]:
@@ -64,11 +77,14 @@ def losses(run: Run, row: str) -> dict[str, float]:
 def main() -> None:
     options = study.read_arguments("m2d2_mini", str(__doc__))
     sweeps = [[*EVERY, *sweep] for sweep in SWEEPS]
-    study.make_study(options, "m2d2_mini", sweeps, name="m2d2", raw="m2d2.jsonl", parts=parts)
+    study.make_study(
+        *(options, "m2d2_mini", sweeps), name="m2d2", raw="m2d2.jsonl", parts=parts, name_orders=name_orders
+    )
 
 
 def parts(section: ComparedRuns) -> Iterator[str]:
-    groups = {group.name: Studied(group) for group in section.groups}
+    similar = find_similar(map(order_of, section.runs))
+    groups = {group.name: Studied(group, similar) for group in section.groups}
     (study.RESULTS / PICTURE).write_bytes(draw_places(groups))
     first = section.runs[0].scores
     yield (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from measuring import ROOT
@@ -15,12 +16,13 @@ from omegaconf import DictConfig, OmegaConf
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
-from cpt.core.config import plain_config
+from cpt.core.config import digest, plain_config
 from cpt.core.places import CONF
 from cpt.reporting.comparison.groups import ComparedRuns, sections
 from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
+FEW = 10  # domains of which a folder can have the names
 # Of scores.json: no result, or with a path in it; of similarities, which decided the order, N² numbers.
 LEFT_OUT = ("loading", "versions", "similarity")
 
@@ -50,11 +52,13 @@ def make_study(
     raw: str,
     parts: Callable[[ComparedRuns], Iterable[str]],
     marked: str | None = None,
+    name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]] = list,
 ) -> None:
     """Runs what is missing of an experiment's sweeps, and makes its comparison's page, its scores and its
-    section, marked by the program's name (default: the experiment's), anew."""
+    section, marked by the program's name (default: the experiment's), anew. `name_orders` says what a config
+    has as the order of each of the published runs, where it does not number them."""
     if options.published:
-        restore_runs(RESULTS / raw, options.runs, experiment)
+        restore_runs(RESULTS / raw, options.runs, experiment, name_orders)
     if not options.report_only:
         run_sweeps(options, experiment, sweeps)
     runs = find_finished(options.runs)
@@ -75,23 +79,26 @@ def run_sweeps(options: argparse.Namespace, experiment: str, sweeps: Iterable[Se
         sys.exit(f"{failed} sweeps have jobs that failed; the same command tries them again")
 
 
-def restore_runs(raw: Path, into: Path, experiment: str) -> None:
+def restore_runs(
+    raw: Path, into: Path, experiment: str, name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]]
+) -> None:
     """Run folders of published scores, each with the config that gives such a run today."""
+    published = [json.loads(line) for line in raw.read_text(encoding="utf-8").splitlines()]
+    named = name_orders([each["run"]["order"] for each in published])
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for line in raw.read_text(encoding="utf-8").splitlines():
-            scores = json.loads(line) | {"versions": {}, "loading": ""}
+        for found, order in zip(published, named, strict=True):
+            scores = found | {"versions": {}, "loading": ""}
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
             chosen += [f"method.{each}" for each in run["variant"].split("; ") if each]
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
-            orders = cfg.domains.orders
+            orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
-            cfg.order = next(
-                (number for number, each in numbered if list(each) == run["order"]), run["order"]
-            )
-            folder = into / "_".join((*chosen, "-".join(run["order"]))).replace("=", "-")
+            cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)
+            place = "-".join(run["order"]) if len(run["order"]) <= FEW else digest(run["order"])
+            folder = into / "_".join((*chosen, place)).replace("=", "-")
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "scores.json").write_text(json.dumps(scores), encoding="utf-8")
             OmegaConf.save(OmegaConf.create(plain_config(cfg)), folder / "config.yaml")

@@ -81,9 +81,7 @@ class Steering:
             put_back(module, self.kept, towards=end, way=way)
             return measure()
 
-        way = find_way(
-            lambda way: self.steered.share(self.find(losses_at(way))), least=self.least, most=most
-        )
+        way = find_way(lambda way: self.steered.share(self.find(losses_at(way))), least=self.least, most=most)
         return way, losses_at(way)
 
     def series(self, stage: str) -> dict[str, float]:

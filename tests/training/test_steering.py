@@ -1,11 +1,15 @@
 """Runs that are held to a budget of drift."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from cpt.evaluation import budget
+from cpt.evaluation.budget import BudgetOptions
+from cpt.training.steering import Steering
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT
 
@@ -103,6 +107,48 @@ def test_the_rate_is_that_share_of_the_schedules(small, start, tmp_path):
     assert len(rates) > 5 and min(rates.values()) < 0.03
 
 
+class OneWeight(torch.nn.Linear):
+    """Its one weight is by how much the general text has risen."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+        self.move(0.0)
+
+    def move(self, value):
+        self.weight.data.fill_(value)
+
+    def set_pace(self, pace):
+        assert pace == 1
+
+    def losses(self):
+        return {"general": torch.stack([self.weight.detach().view(1) * 10.0, torch.full((1,), 10.0)])}
+
+
+def test_the_way_is_counted_from_where_the_stage_began(monkeypatch):
+    """Whatever looks within the budget come between; and what was tried last is not what is kept."""
+    place = SimpleNamespace(load_looks=lambda number: {"general": np.array([[-2.0], [10.0]])})
+    steering = Steering(
+        BudgetOptions(general=1.0, past=None, steer="line"), place, number=1, stages=1, own=()
+    )
+    model, trainer = OneWeight(), SimpleNamespace(global_step=0, datamodule=SimpleNamespace(domain=place))
+    place.name = "law"
+    for step, weight in enumerate([0.0, 0.5, 2.0]):
+        trainer.global_step = step
+        model.move(weight)
+        losses = steering.see(trainer, model, model.losses(), model.losses)
+    share = (1 - 0.02 * 0.8 - 0.2) / 2  # a fifth was spent before the stage
+    assert model.weight.item() == pytest.approx(2 * share)
+    assert steering.steered.ways == pytest.approx([1, 1, share])
+    assert losses["general"][0].item() == pytest.approx(20 * share)
+    model.move(0.9)
+    monkeypatch.setattr(budget, "TRIALS", 2)
+    monkeypatch.setattr(
+        model, "losses", lambda: {"general": torch.tensor([[40.0 * (model.weight.item() > 0.25)], [10.0]])}
+    )
+    steering.see(trainer, model, model.losses(), model.losses)
+    assert model.weight.item() == pytest.approx(0.9 * share / 2)  # the second is over
+
+
 @pytest.mark.parametrize(("steer", "every"), [("line", 8), ("end", 2)])
 def test_looked_at_a_few_times_where_nothing_else_is_said(steer, every, small, start, tmp_path, caplog):
     caplog.set_level("INFO")
@@ -122,8 +168,6 @@ def test_a_budget_that_is_never_touched_changes_no_bit(small, start, tmp_path):
 
 def test_spent_before_a_stage_it_learns_nothing(small, start, tmp_path, monkeypatch):
     """One step is made, at no rate; the stages after it are learned."""
-    from cpt.evaluation.budget import BudgetOptions
-
     monkeypatch.setattr(
         BudgetOptions, "allow", lambda self, number, stages: {"general": (9.0, 1e-6, 9.0)[number - 1]}
     )
