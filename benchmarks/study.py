@@ -4,6 +4,7 @@ A study is an experiment of conf/, learned by several methods; what is finished 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -113,7 +114,7 @@ def find_finished(folder: Path) -> list[Run]:
 def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str, raw: str) -> None:
     """The comparison's page with its pictures, and the scores of every run, a line each."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    report.main([str(options.runs), "--out", str(RESULTS), "--name", name])
+    report.main([os.path.relpath(options.runs), "--out", str(RESULTS), "--name", name])
     if options.published:
         return
     lines = [json.dumps(keep_scores(run)) for run in sorted(runs, key=lambda run: run.folder.name)]

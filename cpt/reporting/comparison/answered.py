@@ -88,9 +88,14 @@ class Reader:
 
     @property
     def notes(self) -> list[str]:
+        """A line for all runs that lack the files of the same tasks."""
+        folders = defaultdict(list)
+        for folder, tasks in self.gone.items():
+            folders[few(tasks, between=", ")].append(folder)
         return [
-            f"{folder} has no files of the answers to {few(tasks, between=', ')}."
-            for folder, tasks in self.gone.items()
+            f"{first} has no files of the answers to {tasks}"
+            + (f", nor have {len(others)} more runs." if others else ".")
+            for tasks, (first, *others) in folders.items()
         ]
 
 

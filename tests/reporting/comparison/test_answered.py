@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 
 from cpt.evaluation.answers.by_example import answers_in
 from cpt.report import main
-from cpt.reporting.comparison.answered import on_answers
+from cpt.reporting.comparison.answered import Reader, on_answers
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import measure_runs
 from cpt.reporting.comparison.tables import tabulate_answers
@@ -111,6 +111,14 @@ def test_files_that_are_gone_or_damaged_are_a_line_each_and_the_rest_goes_on(tmp
     assert list(found.by_task) == ["space"] and found.whole["das"].measures == ["accuracy_ranked"]
     assert found.notes == [f"{tmp_path / 'das'} has no files of the answers to law."]
     assert len(found.failed) == 1 and found.failed[0].startswith(f"{damaged}: damaged answers")
+
+
+def test_runs_that_lack_the_same_files_are_told_in_one_line():
+    reader = Reader(gone={"a": ["law"], "b": ["law", "food"], "c": ["law"], "d": ["law"]})
+    assert reader.notes == [
+        "a has no files of the answers to law, nor have 2 more runs.",
+        "b has no files of the answers to law, food.",
+    ]
 
 
 def test_tasks_known_by_different_measures_are_not_compared(tmp_path):
