@@ -135,6 +135,16 @@ def test_a_folder_from_before_an_option_was_there_is_gone_on_with(composed):
     ]
 
 
+def test_what_holds_a_budget_is_part_of_a_run_only_where_there_is_one(composed):
+    before = composed()
+    before.budget.steer = "rate"  # as it was by default
+    assert identity(before) == identity(composed())
+    before.budget.past = 0.1
+    assert list_differences(identity(before), identity(composed("budget.past=0.1"))) == [
+        "budget.steer: rate -> line"
+    ]
+
+
 def test_a_given_checkpoint_is_not_learned_at_the_rate_of_a_tiny_model(composed):
     assert composed().optim.lr == 2e-3
     assert composed("model.checkpoint=somewhere").optim.lr == 1e-4

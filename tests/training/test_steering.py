@@ -57,6 +57,8 @@ def test_it_is_held_where_it_would_not_have_been(steer, small, start, tmp_path, 
         drift = held["nll"][row][column] - held["nll"][0][column]
         assert drift == pytest.approx(budget["drift"]["general"][kept][0], abs=1e-4)  # weights went back
         assert all(f"budget of {stage}, {act}" in caplog.text for act in budget["acts"])
+        left = f"{budget['ways'][-1]:.3g}" if steer == "line" else f"x {min(budget['pace']):.3g}"
+        assert f"| {left} |" in reports["held"]
     assert "past" not in held["monitor"]["law"]["budget"]["drift"]
     last = held["monitor"]["space"]["budget"]
     kept = held["monitor"]["space"]["steps"].index(last["kept"])
