@@ -10,12 +10,11 @@ from typing import Any
 
 # Unicode's White_Space, which is what \s of the library's patterns means; Python's has U+001C to U+001F too.
 BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-IN_LINE = BLANK.replace(r"\t-\r", r"\t\x0b\x0c")  # those that do not end a line
 # The last blank of a run stands with the word behind it, the others for themselves.
 BLANK_FIRST = rf"[{BLANK}]?[^{BLANK}]+|[{BLANK}]+(?![^{BLANK}])"
 # The same, but a run stands with the word before it, whole where it ends in the end of a line.
 _RUN = rf"[{BLANK}]+(?:(?<=[\r\n])|(?![^{BLANK}]))"
-LINE_END_LAST = rf"[{IN_LINE}]?[^{BLANK}]+(?:{_RUN})?|{_RUN}"
+LINE_END_LAST = rf"[{BLANK}]?[^{BLANK}]+(?:{_RUN})?|{_RUN}"
 BLANKS_LOST = r"[^ \t\n\r]+"  # blanks that every normaliser leaves in place, and that end a word
 
 _CONTRACTIONS, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -122,25 +121,21 @@ def staying_whole(added: Sequence[Mapping[str, Any]], normalizers: set[str]) -> 
 
 def frame_told(told: Mapping[str, Any] | None) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The ids that a post-processor puts before and behind a text; None where it does anything else."""
-    before: list[int] = []
-    after: list[int] = []
-    for step in flat(told, "processors"):
-        if step["type"] in ("RobertaProcessing", "BertProcessing"):
-            first, last = [step["cls"][1]], [step["sep"][1]]
-        elif step["type"] == "TemplateProcessing":
-            pieces = [next(iter(each.items())) for each in step["single"]]
-            kinds = [kind for kind, _ in pieces]
-            if kinds.count("Sequence") != 1 or pieces[kinds.index("Sequence")][1]["id"] != "A":
-                return None
-            ids = [
-                step["special_tokens"][each["id"]]["ids"] if kind == "SpecialToken" else []
-                for kind, each in pieces
-            ]
-            at = kinds.index("Sequence")
-            first, last = sum(ids[:at], []), sum(ids[at:], [])
-        elif step["type"] == "ByteLevel":
-            continue
-        else:
-            return None
-        before, after = first + before, after + last
-    return tuple(before), tuple(after)
+    steps = [each for each in flat(told, "processors") if each["type"] != "ByteLevel"]
+    if not steps:
+        return (), ()
+    step = steps[0]
+    if len(steps) > 1:
+        return None
+    if step["type"] in ("RobertaProcessing", "BertProcessing"):
+        return (step["cls"][1],), (step["sep"][1],)
+    if step["type"] != "TemplateProcessing":
+        return None
+    pieces = [next(iter(each.items())) for each in step["single"]]
+    texts = [at for at, (kind, _) in enumerate(pieces) if kind == "Sequence"]
+    if len(texts) != 1 or pieces[texts[0]][1]["id"] != "A":
+        return None
+    ids = [
+        step["special_tokens"][each["id"]]["ids"] if kind == "SpecialToken" else [] for kind, each in pieces
+    ]
+    return tuple(sum(ids[: texts[0]], [])), tuple(sum(ids[texts[0] :], []))

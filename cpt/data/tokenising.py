@@ -6,26 +6,20 @@ it, and reads its pieces itself."""
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
 from cpt.data.arrow import read_batches
+from cpt.data.processes import in_order
 from cpt.data.words import Called, Encode, Words, as_bytes, quick
 
 if TYPE_CHECKING:
@@ -37,7 +31,10 @@ PIECE = 1 << 20  # bytes of text that a process is given at once, to the end of 
 WORTH = 8 * PIECE  # bytes of text for which a process is started
 WORTH_OF_ENTRY = 64  # bytes of text for each entry of a vocabulary for which a tokenizer is made anew
 CHECKED, PART_CHECKED = 100_000, 20  # bytes of a text that are tokenised twice; the part of it, at most
-AHEAD = 2  # pieces per process that are made before they are asked for
+ENDED = (
+    "a process that tokenises was ended, perhaps for want of memory; the same command goes on where it was; "
+    "allowed: fewer of them (data.workers=1)"
+)
 Tokens = tuple[np.ndarray, np.ndarray]  # ids of all documents, [tokens] int32; how many each has, [documents]
 
 
@@ -156,51 +153,5 @@ def tokenise(
     if number == 1:
         yield from ((piece, work(piece)) for piece in found)
         return
-    with closing(in_order(work, found, number)) as made:
+    with closing(in_order(work, found, number, told=ENDED)) as made:
         yield from made
-
-
-def in_order(
-    work: Callable[[Piece], Tokens], found: Iterator[Piece], number: int
-) -> Generator[tuple[Piece, Tokens]]:
-    """What processes make of pieces, in the order of the pieces; no more of it is held than a few per
-    process."""
-    pool = ProcessPoolExecutor(number, get_context("spawn"), initializer=begin, initargs=(work,))
-    waiting: deque[tuple[Piece, Future[Tokens]]] = deque()
-    try:
-        for piece in found:
-            waiting.append((piece, pool.submit(make, piece)))
-            if len(waiting) > AHEAD * number:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise ValueError(
-            "a process that tokenises was ended, perhaps for want of memory; the same command goes on where "
-            "it was; allowed: fewer of them (data.workers=1)"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_work: list[Callable[[Piece], Tokens]] = []  # of a process that tokenises
-
-
-def begin(work: Callable[[Piece], Tokens]) -> None:
-    """Makes a process ready to tokenise; it ends with the one that has started it."""
-    ignore_signals()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _work[:] = [work]
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent() -> None:
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-def make(piece: Piece) -> Tokens:
-    return _work[0](piece)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cpt.core import growing
 from cpt.core.growing import PLACE
-from cpt.data import corpus, packing, tokenising
+from cpt.data import corpus, packing, processes, tokenising
 from cpt.data.corpora import tokenizer_digest
 from cpt.data.tokenising import Piece, count_workers, pieces, read_piece
 from cpt.data.words import Called, Words, quick
@@ -124,7 +124,7 @@ def test_what_is_made_out_of_turn_is_taken_in_turn(monkeypatch):
             self.asked = []
 
         def submit(self, work, piece):
-            future = tokenising.Future()
+            future = processes.Future()
             self.asked.append((future, piece))
             if len(self.asked) == 3:
                 for late, own in reversed(self.asked):
@@ -136,9 +136,9 @@ def test_what_is_made_out_of_turn_is_taken_in_turn(monkeypatch):
             for late, own in reversed(self.asked):
                 late.set_result(own.first)
 
-    monkeypatch.setattr(tokenising, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", Pool)
     parts = [Piece(0, 0, number, number + 1, 1) for number in range(9)]
-    found = list(tokenising.in_order(lambda piece: None, iter(parts), 2))
+    found = list(processes.in_order(lambda piece: None, iter(parts), 2, told=""))
     assert found == [(part, part.first) for part in parts]
 
 
