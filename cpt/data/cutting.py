@@ -10,12 +10,20 @@ from typing import Any
 
 # Unicode's White_Space, which is what \s of the library's patterns means; Python's has U+001C to U+001F too.
 BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_OTHER = r"\x00-\x08\x0e-\x1f!-@\[-`{-\x7f"  # of ASCII neither a letter nor a blank
+_WORD = (  # to where a letter of ASCII ends and an _OTHER begins: no pattern goes across
+    rf"(?:[A-Za-z]++(?![^\x00-\x7f])|[{_OTHER}]++[A-Za-z]*+(?![^\x00-\x7f])|[^{BLANK}]+)"
+)
 # The last blank of a run stands with the word behind it, the others for themselves.
-BLANK_FIRST = rf"[{BLANK}]?[^{BLANK}]+|[{BLANK}]+(?![^{BLANK}])"
+BLANK_FIRST = rf"[{BLANK}]?{_WORD}|[{BLANK}]+(?![^{BLANK}])"
 # The same, but a run stands with the word before it, whole where it ends in the end of a line.
 _RUN = rf"[{BLANK}]+(?:(?<=[\r\n])|(?![^{BLANK}]))"
-LINE_END_LAST = rf"[{BLANK}]?[^{BLANK}]+(?:{_RUN})?|{_RUN}"
+LINE_END_LAST = rf"[{BLANK}]?{_WORD}(?:{_RUN})?|{_RUN}"
 BLANKS_LOST = r"[^ \t\n\r]+"  # blanks that every normaliser leaves in place, and that end a word
+_SIGNS = r"!-/:-@\[-`{-~"
+SIGNS_ALONE = (  # the same, and each sign of ASCII is a word
+    rf"[A-Za-z0-9]++(?=[{_SIGNS} \t\n\r]|\Z)|[{_SIGNS}]++(?=[A-Za-z0-9 \t\n\r]|\Z)|{BLANKS_LOST}"
+)
 
 _CONTRACTIONS, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {  # of GPT-2, Llama 3 and Qwen 2: how to cut where they do
@@ -61,7 +69,7 @@ def cuts_of(written: str) -> Cuts | None:
     if found is None or frame is None or not is_plain(told["model"]):
         return None
     part, spaced = found
-    allowed = CHANGING if part == BLANKS_LOST else COMPOSING
+    allowed = CHANGING if part in (BLANKS_LOST, SIGNS_ALONE) else COMPOSING
     names = {each["type"] for each in normalizers}
     whole = staying_whole(told["added_tokens"], names)
     if not names <= allowed or whole is None:
@@ -95,7 +103,7 @@ def cut_at(told: Mapping[str, Any]) -> tuple[str, bool] | None:
             return None
         return pattern, False
     if kinds and kinds[0] in SPLITTING and WITHIN.issuperset(kinds):
-        return BLANKS_LOST, False
+        return (SIGNS_ALONE if kinds[0] == "BertPreTokenizer" else BLANKS_LOST), False
     return None
 
 

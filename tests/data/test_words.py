@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from cpt.data import words
-from cpt.data.cutting import BLANK, BLANK_FIRST, COMPOSED_ASCII, LINE_END_LAST, PATTERNS, cuts_of
+from cpt.data.cutting import BLANK, BLANK_FIRST, COMPOSED_ASCII, LINE_END_LAST, PATTERNS, SIGNS_ALONE, cuts_of
 from cpt.data.words import Quick, Words
 from tests.support import data_fixtures as made
 
@@ -63,7 +64,7 @@ ASKEW = [
         "\ufffd",
     ),
     *("\u6f22", "\u5b57", "\ud55c", "\u1112", "\U0001f600", "\U0001f469\u200d\U0001f467", "\u0600", "\u0e01"),
-    *("<s>", "</s>", "<tool>", "[SEP]", "##a", "\u2581"),
+    *("\x08", "-", "(a", "b-c", "x\x01", "<s>", "</s>", "<tool>", "[SEP]", "##a", "\u2581"),
 ]
 TEXTS = st.lists(st.sampled_from(ASKEW) | st.characters(codec="utf-8"), max_size=14).map("".join)
 CHARACTERS = [chr(each) for each in chain(range(0xD800), range(0xE000, 0x32400), range(0xE0000, 0xE1000))]
@@ -161,17 +162,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def kept():
-    """Of each kind the two that are compared, made once."""
-    return {}
-
-
-def both(kept, kind):
-    if kind not in kept:
-        written = KINDS[kind]().to_str()
-        kept[kind] = (Quick(written), Words(written, cuts_of(written)))
-    return kept[kind]
+@cache
+def both(kind):
+    """What is compared."""
+    written = KINDS[kind]().to_str()
+    return Quick(written), Words(written, cuts_of(written))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -193,8 +188,8 @@ def both(kept, kind):
     texts=["x" * 70 + " y" + " z" * 40, "1  2\n3 \n4\n 5", "it's\n's 's", "\u2028\u2028a\r\n\r\nb\r\r c"]
 )
 @settings(max_examples=100, deadline=None)
-def test_the_ids_are_those_of_the_whole_text(kept, kind, texts):
-    whole, remembering = both(kept, kind)
+def test_the_ids_are_those_of_the_whole_text(kind, texts):
+    whole, remembering = both(kind)
     assert remembering(texts) == whole(texts)
     assert remembering(texts) == whole(texts)  # from memory
 
@@ -202,8 +197,8 @@ def test_the_ids_are_those_of_the_whole_text(kept, kind, texts):
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
 @settings(max_examples=25, deadline=None)
-def test_a_long_text_is_looked_up_in_turn(kept, kind, text):
-    whole, remembering = both(kept, kind)
+def test_a_long_text_is_looked_up_in_turn(kind, text):
+    whole, remembering = both(kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(words, "LONG", 3)
         patch.setattr(words, "AT_ONCE", 2)
@@ -292,9 +287,11 @@ def test_what_is_cut_where():
         assert "".join(found) == text
         return found
 
-    text = " a  b!\n\n c\n\td \n e "
-    assert parts(BLANK_FIRST, text) == [" a", " ", " b!", "\n\n", " c", "\n", "\td", " \n", " e", " "]
-    assert parts(LINE_END_LAST, text) == [" a ", " b!\n\n", " c\n", "\td \n", " e "]
+    text = " a  b!\n\n c\n\td-e \n (f1) "
+    same = [" a", " ", " b", "!", "\n\n", " c", "\n", "\td", "-e", " \n", " (f", "1)", " "]
+    assert parts(BLANK_FIRST, text) == same
+    assert parts(LINE_END_LAST, text) == [" a ", " b", "!\n\n", " c\n", "\td", "-e \n", " (f", "1) "]
+    assert re.findall(SIGNS_ALONE, text) == ["a", "b", "!", "c", "d", "-", "e", "(", "f1", ")"]
 
 
 def counting(remembering):
