@@ -1,19 +1,29 @@
 """Work that is shared out among processes of this machine, its results in the order of what was asked."""
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cpt.core.preemption import ignore_signals
 
 AHEAD = 2  # pieces per process that are made before they are asked for
+OWN = ("run.py", "__main__.py", "cpt")  # scripts that may be read a second time
 Asked = TypeVar("Asked")
 Made = TypeVar("Made")
+
+
+def may_start() -> bool:
+    """Whether this process may start others for a little work: a daemon may not, and a script of one's own
+    would be run again by them."""
+    script = getattr(sys.modules["__main__"], "__file__", None) or ""
+    return Path(script).name in OWN and not current_process().daemon
 
 
 def in_order(

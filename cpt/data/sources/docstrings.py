@@ -14,7 +14,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cpt.core.processes import cores
-from cpt.data.processes import in_order
+from cpt.data.processes import in_order, may_start
 from cpt.data.sources.prose import MIN_DOCUMENT_WORDS, prose
 
 LEFT_OUT_FOLDERS = frozenset(
@@ -141,7 +141,7 @@ def read_files(paths: Sequence[Path]) -> Generator[tuple[Path, list[list[str]]]]
     """The paragraphs of each document in each file, in the order of the files, read by as many processes as
     there are cores where there is much to read."""
     number = min(cores(), sum(path.stat().st_size for path in paths) // WORTH)
-    if number <= 1:
+    if number <= 1 or not may_start():
         yield from ((path, paragraphs_of_file(path)) for path in paths)
         return
     parts = (paths[begin : begin + TOGETHER] for begin in range(0, len(paths), TOGETHER))

@@ -3,9 +3,11 @@ import re
 import sys
 import sysconfig
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
+from cpt.data import processes
 from cpt.data.sources import docstrings as sources
 from cpt.data.sources.docstrings import docstrings, documents, modules
 from cpt.data.sources.prose import _FUNCTION_WORDS, _is_function_word, prose
@@ -255,8 +257,22 @@ def test_files_are_read_alike_by_any_number_of_processes(monkeypatch):
     monkeypatch.setattr(sources, "in_order", in_turns)
     monkeypatch.setattr(sources, "WORTH", 20_000)
     monkeypatch.setattr(sources, "cores", lambda: 3)
+    monkeypatch.setattr(sources, "may_start", lambda: True)
     assert list(documents(["yaml", "tqdm"])) == alone and len(alone) > 5
     assert asked == [3, 3]
+    monkeypatch.setattr(sources, "may_start", lambda: False)
+    assert list(documents(["yaml"])) and asked == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("script", "daemon", "may"),
+    [("a/run.py", False, True), ("cpt/__main__.py", False, True), ("run.py", True, False)]
+    + [("mine.py", False, False), (None, False, False)],
+)
+def test_scripts_of_ones_own_are_not_run_again(monkeypatch, script, daemon, may):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
+    monkeypatch.setattr(processes, "current_process", lambda: SimpleNamespace(daemon=daemon))
+    assert processes.may_start() == may
 
 
 @pytest.mark.slow
@@ -265,6 +281,7 @@ def test_processes_read_files_in_their_order(monkeypatch):
     alone = list(sources.read_files(paths))
     monkeypatch.setattr(sources, "WORTH", 20_000)
     monkeypatch.setattr(sources, "cores", lambda: 2)
+    monkeypatch.setattr(sources, "may_start", lambda: True)
     assert list(sources.read_files(paths)) == alone and [path for path, _ in alone] == paths
 
 
