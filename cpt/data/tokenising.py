@@ -5,35 +5,36 @@ it, and reads its pieces itself."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
+import logging
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
-from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer
 
-from cpt.core.preemption import ignore_signals
 from cpt.core.processes import cores
 from cpt.data.arrow import read_batches
+from cpt.data.processes import in_order
+from cpt.data.words import Called, Encode, Words, as_bytes, quick
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
 PIECE = 1 << 20  # bytes of text that a process is given at once, to the end of their record batch
 WORTH = 8 * PIECE  # bytes of text for which a process is started
-AHEAD = 2  # pieces per process that are made before they are asked for
+WORTH_OF_ENTRY = 64  # bytes of text for each entry of a vocabulary for which a tokenizer is made anew
+CHECKED, PART_CHECKED = 100_000, 20  # bytes of a text that are tokenised twice; the part of it, at most
+ENDED = (
+    "a process that tokenises was ended, perhaps for want of memory; the same command goes on where it was; "
+    "allowed: fewer of them (data.workers=1)"
+)
 Tokens = tuple[np.ndarray, np.ndarray]  # ids of all documents, [tokens] int32; how many each has, [documents]
 
 
@@ -83,66 +84,44 @@ def read_piece(folder: Path, split: int, piece: Piece) -> Iterator[list[str]]:
             return
 
 
-class Encode(Protocol):
-    """What gives the ids of each of some documents."""
-
-    def __call__(self, texts: list[str], /) -> list[list[int]]: ...
-
-
-@dataclass(frozen=True)
-class Called:
-    """A tokenizer as transformers calls it."""
-
-    tokenizer: PreTrainedTokenizerBase
-
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        return self.tokenizer(texts, split_special_tokens=True, return_attention_mask=False, verbose=False)[
-            "input_ids"
-        ]
-
-
-@dataclass(frozen=True)
-class Quick:
-    """A fast tokenizer without transformers, as `tokenizers` writes it: the same ids, without the places and
-    the words of the tokens, which nobody asks for."""
-
-    written: str
-
-    @cached_property
-    def backend(self) -> Tokenizer:
-        made = Tokenizer.from_str(self.written)
-        made.no_truncation()
-        made.no_padding()
-        made.encode_special_tokens = True  # those that are spelled out in a text stay text
-        return made
-
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        return [each.ids for each in self.backend.encode_batch_fast(texts)]
-
-
-def quick(tokenizer: PreTrainedTokenizerBase) -> Quick | None:
-    """A tokenizer without transformers; None where a class of its own does more than its backend, or that
-    cannot be written."""
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    kind = type(tokenizer)
-    own = getattr(kind, "_encode_plus", None), kind.__call__
-    if own != (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerBase.__call__):
-        return None
-    try:
-        return Quick(tokenizer.backend_tokenizer.to_str())
-    except Exception:  # of Rust: a part that is written in Python
-        return None
-
-
 def tokenise_piece(piece: Piece, *, folder: Path, split: int, encode: Encode, ending: list[int]) -> Tokens:
     """The ids of a piece's documents, `ending` after each."""
-    ids, sizes = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    end, found = as_bytes(ending), []
     for texts in read_piece(folder, split, piece):
-        found = [each + ending for each in encode(texts)]
-        sizes.append(np.array([len(each) for each in found], np.int32))
-        ids.append(np.fromiter(chain.from_iterable(found), np.int32, int(sizes[-1].sum())))
-    return np.concatenate(ids), np.concatenate(sizes)
+        found += [each + end for each in encode(texts)]
+    sizes = np.array([len(each) for each in found], np.int64) // np.dtype(np.int32).itemsize
+    return np.frombuffer(b"".join(found), np.int32), sizes.astype(np.int32)
+
+
+def choose(tokenizer: PreTrainedTokenizerBase, sample: Callable[[], list[str]], *, size: int) -> Encode:
+    """What is quickest for so many bytes of text: making it takes time too, which grows with the vocabulary.
+    Where a sample of the text shows other ids than the tokenizer's, words are not remembered."""
+    called = Called(tokenizer)
+    light = quick(tokenizer) if size >= min(WORTH, tokenizer.vocab_size * WORTH_OF_ENTRY) else None
+    if not isinstance(light, Words):
+        return light or called
+    texts = sample()
+    if light(texts) == called(texts):
+        return light
+    log.warning(
+        "the ids of words alone are not those of the text with this tokenizer: %s; its words are not "
+        "remembered, which is slower and gives the same",
+        tokenizer.name_or_path or "learned here",
+    )
+    return light.whole
+
+
+def some_texts(folder: Path, split: int, piece: Piece, size: int) -> list[str]:
+    """The first documents of a piece, of so many bytes or CHECKED, and no more than the last of them has
+    beyond."""
+    found: list[str] = []
+    left = min(size, CHECKED)
+    for text in chain.from_iterable(read_piece(folder, split, piece)):
+        if left <= 0:
+            break
+        found.append(text)
+        left -= len(text.encode())
+    return found
 
 
 def count_workers(asked: int | None, *, size: int) -> int:
@@ -163,59 +142,16 @@ def tokenise(
     """Pieces with their tokens, in their order; `size` is about how many bytes of text they have.
 
     Raises ValueError where a process that tokenises is ended."""
-    light = quick(tokenizer) if size >= WORTH else None
-    number = count_workers(workers, size=size) if light else 1
-    work = partial(
-        tokenise_piece, folder=folder, split=split, encode=light or Called(tokenizer), ending=ending
-    )
+    first = next(found, None)
+    if first is None:
+        return
+    found = chain([first], found)
+    sample = partial(some_texts, folder, split, first, size // PART_CHECKED)
+    encode = choose(tokenizer, sample, size=size)
+    number = 1 if isinstance(encode, Called) else count_workers(workers, size=size)
+    work = partial(tokenise_piece, folder=folder, split=split, encode=encode, ending=ending)
     if number == 1:
         yield from ((piece, work(piece)) for piece in found)
         return
-    with closing(in_order(work, found, number)) as made:
+    with closing(in_order(work, found, number, told=ENDED)) as made:
         yield from made
-
-
-def in_order(
-    work: Callable[[Piece], Tokens], found: Iterator[Piece], number: int
-) -> Generator[tuple[Piece, Tokens]]:
-    """What processes make of pieces, in the order of the pieces; no more of it is held than a few per
-    process."""
-    pool = ProcessPoolExecutor(number, get_context("spawn"), initializer=begin, initargs=(work,))
-    waiting: deque[tuple[Piece, Future[Tokens]]] = deque()
-    try:
-        for piece in found:
-            waiting.append((piece, pool.submit(make, piece)))
-            if len(waiting) > AHEAD * number:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    except BrokenProcessPool as error:
-        raise ValueError(
-            "a process that tokenises was ended, perhaps for want of memory; the same command goes on where "
-            "it was; allowed: fewer of them (data.workers=1)"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_work: list[Callable[[Piece], Tokens]] = []  # of a process that tokenises
-
-
-def begin(work: Callable[[Piece], Tokens]) -> None:
-    """Makes a process ready to tokenise; it ends with the one that has started it."""
-    ignore_signals()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _work[:] = [work]
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent() -> None:
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
-
-
-def make(piece: Piece) -> Tokens:
-    return _work[0](piece)

@@ -222,7 +222,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         ids = [(np.frombuffer(text.encode().ljust(60_000), np.int32) % 200).tolist() for text in texts]
         return {"input_ids": ids if len(ids) > 1 or add_special_tokens else ids[0]}
 
-    fake = SimpleNamespace(eos_token_id=7, sep_token_id=None, all_special_ids=[7], pad_token_id=None)
+    fake = SimpleNamespace(
+        eos_token_id=7, sep_token_id=None, all_special_ids=[7], pad_token_id=None, vocab_size=200
+    )
     fake = type("Fake", (), {**vars(fake), "__call__": lambda self, *a, **b: tokenizer(*a, **b)})()
     text = " ".join(prose(1000))[:59_000]
     documents = (("train", f"{number} {text}") for number in range(600))

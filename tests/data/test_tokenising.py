@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from cpt.core import growing
 from cpt.core.growing import PLACE
-from cpt.data import corpus, packing, tokenising
+from cpt.data import corpus, packing, processes, tokenising
 from cpt.data.corpora import tokenizer_digest
-from cpt.data.tokenising import Called, Piece, count_workers, pieces, quick, read_piece
+from cpt.data.tokenising import Piece, count_workers, pieces, read_piece
+from cpt.data.words import Called, Words, quick
 from tests.data.test_packing import STYLES, TRICKY
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import prose, written
@@ -122,7 +124,7 @@ def test_what_is_made_out_of_turn_is_taken_in_turn(monkeypatch):
             self.asked = []
 
         def submit(self, work, piece):
-            future = tokenising.Future()
+            future = processes.Future()
             self.asked.append((future, piece))
             if len(self.asked) == 3:
                 for late, own in reversed(self.asked):
@@ -134,9 +136,9 @@ def test_what_is_made_out_of_turn_is_taken_in_turn(monkeypatch):
             for late, own in reversed(self.asked):
                 late.set_result(own.first)
 
-    monkeypatch.setattr(tokenising, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(processes, "ProcessPoolExecutor", Pool)
     parts = [Piece(0, 0, number, number + 1, 1) for number in range(9)]
-    found = list(tokenising.in_order(lambda piece: None, iter(parts), 2))
+    found = list(processes.in_order(lambda piece: None, iter(parts), 2, told=""))
     assert found == [(part, part.first) for part in parts]
 
 
@@ -277,3 +279,50 @@ def test_ids_are_whole_numbers_of_four_bytes(tmp_path, tokenizer):
     )
     assert ids.dtype == sizes.dtype == np.int32 and sizes.sum() == len(ids)
     assert (ids[np.cumsum(sizes) - 1] == 7).all()
+
+
+def fragile(monkeypatch, tokenizer):
+    """A tokenizer whose words are cut where they must not be."""
+    light = quick(tokenizer)
+    light.part = re.compile(r"[^ ]+| ")
+    monkeypatch.setattr(tokenising, "quick", lambda tokenizer: light)
+    return light
+
+
+def test_words_that_give_other_ids_are_not_remembered(tmp_path, tokenizer, whole, monkeypatch, caplog):
+    light = fragile(monkeypatch, tokenizer)
+    packed(tmp_path, prose(80), tokenizer)
+    assert digest_of(tmp_path) == whole and light.known
+    assert caplog.text.count("the ids of words alone are not those of the text with this tokenizer") == 1
+
+
+def test_words_are_remembered_over_a_text(tmp_path, tokenizer, whole, monkeypatch, caplog):
+    light, asked = quick(tokenizer), []
+    monkeypatch.setattr(tokenising, "quick", lambda tokenizer: asked.append(light) or light)
+    monkeypatch.setattr(light, "whole", None)  # is not needed
+    packed(tmp_path, prose(80), tokenizer)
+    assert digest_of(tmp_path) == whole and asked == [light] and len(light.known) > 500
+    assert "remembered" not in caplog.text
+
+
+@pytest.mark.parametrize(("size", "worth"), [(0, False), (499, False), (500, True), (10**9, True)])
+def test_a_small_text_is_not_worth_another_tokenizer(tokenizer, monkeypatch, size, worth):
+    monkeypatch.setattr(tokenising, "WORTH", 500)
+    texts = prose(3)
+    assert isinstance(tokenising.choose(tokenizer, lambda: texts, size=size), Words if worth else Called)
+
+
+def test_a_text_is_worth_another_tokenizer_by_its_vocabulary(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenising, "WORTH", 10**9)
+    least = tokenizer.vocab_size * tokenising.WORTH_OF_ENTRY
+    found = [tokenising.choose(tokenizer, lambda: ["a"], size=least + more) for more in (-1, 0)]
+    assert list(map(type, found)) == [Called, Words]
+
+
+def test_a_sample_is_the_first_documents(tmp_path):
+    texts = prose(60)
+    found = written(tmp_path, texts)
+    first = next(pieces(found.folder, 0))
+    sample = tokenising.some_texts(found.folder, 0, first, 150)
+    assert sample == texts[: len(sample)]
+    assert sum(map(len, sample[:-1])) < 150 <= sum(map(len, sample))

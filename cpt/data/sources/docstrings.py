@@ -1,192 +1,37 @@
 """English prose from the docstrings of installed packages, read from their sources: nothing is imported."""
 
 import ast
+import gc
 import importlib.util
 import os
-import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from inspect import cleandoc
-from itertools import pairwise
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from tqdm import tqdm
+
+from cpt.core.processes import cores
+from cpt.data.processes import in_order, may_start
+from cpt.data.sources.prose import MIN_DOCUMENT_WORDS, prose
 
 LEFT_OUT_FOLDERS = frozenset(
     ["tests", "test", "_tests", "idlelib", "lib2to3"]
     + ["site-packages", "dist-packages", "__pycache__", "_vendor"]
 )
-LEFT_OUT_SECTIONS = frozenset(["references", "reference", "bibliography", "see also"])
-MIN_WORDS, MIN_LETTERS, MIN_FUNCTION_WORDS, MIN_DOCUMENT_WORDS = 8, 0.82, 0.08, 20
-_FUNCTION_WORD = re.compile(
-    r"(?:an?|and|any|are|as|at|be|been|both|but|by|can|each|for|from|given|has|have|if|in|into|is|its?|may|must|no"
-    r"|not|of|on|one|or|should|such|than|that|the|their|then|these|this|those|to|used|using|was|were|when|where"
-    r"|whether|which|will|with|you|your)",
-    re.IGNORECASE,
-)
-
-_FENCE = re.compile(r" *```\w*$")
-_DOCTEST_OR_TABLE = re.compile(r" *(?:>>> |In \[\d|[=-]{2,}(?: +[=-]{2,})+$|\+[-=+]{2,}\+$)")
-_ROW = re.compile(r" *\|.*\|$|.*[^\s.!?:] {3,}\S|.*\S {4,}\S|.*::=")
-_NOTE = re.compile(
-    r"( *)\.\. (?:note|warning|caution|tip|hint|important|deprecated|versionadded|versionchanged)::"
-    r"\s*(?:v?\d[\w.]*:?(?:\s+|$))?(.*)"
-)
-_DIRECTIVE = re.compile(r" *\.\.(?: |$)")
-_UNDERLINE = re.compile(r" *([=~^*#\"+_`-])\1{2,}$")
-_ITEM = re.compile(
-    r"^ *(?:[-*+•]|\(?\d{1,2}[.)]|\(?[a-zA-Z]\)|:\w+(?: [^:]*)?:|\*{0,2}\w+ \([^)]*\):) +(?=\S)"
-)
-_LABEL = re.compile(r" *[\"'`*]{0,2}[\w./-]+[\"'`*]{0,2}(?:\([^)]*\))?(?::| --?-?| ->) +(?=\S+ \S+ \S)")
-_TERM = re.compile(r" *[*`\"']{0,3}[\w.]+[*`\"']{0,3}(?:, ?[*`]{0,3}[\w.]+[*`]{0,3})* :(?: |$)|@\w+ ")
-_SENTENCE_END = re.compile(r"[.!?:;][\"'”’`)\]]*$")
-_BARE_NAME = re.compile(  # a lower-case name can open a sentence: "axis is ...", "foo() returns ..."
-    r"(?!(?:and|but|it|or|that|there|this|what|where|which)\b)[\w.]+(?:\(\))? "
-    r"(?:is|are|was|can|may|must|should|will|does|has|have|takes|gives|returns|uses|controls|specifies|allows)\b"
-)
-_NOT_ENGLISH = re.compile(
-    r"://|``|>>>|::|\\[a-z]{2}|[\w^)]\{|%\(\w+\)|\{\w*\}"  # addresses, code, TeX, templates
-    r"|^(?:[#*=<>/|+~\\-]|\[?\w+\] |\d+ ?[:>/] )"  # comments, notes, keys
-    r"|^(?:\S+ (?:=|->|--+) |[\"'(]\S+ ?(?:-|:) ?(?![A-Z])|\([^)]*\) ?:)"  # definitions
-    r"|\b(?:pp?\. ?\d|[Vv]ol\. ?\d|Journal of|Proc\. |ISBN|doi:).*\b(?:19|20)\d\d\b"  # bibliography
-    r"|\b(?:19|20)\d\d\b.*\b(?:pp?\. ?\d|[Vv]ol\. ?\d|ISBN|doi:)"
-)
-
-_TEX = {"leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "cdot": "*", "times": "x"}
-_TEX |= dict.fromkeys(["dots", "ldots", "cdots"], "...")
-_TEX_STYLE = re.compile(r"\\(?:left|right|text\w*|operatorname|math\w+|[bB]igg?|quad)(?![a-zA-Z])|\\[,;! ]")
-_MATH = re.compile(r":math:`([^`]+)`|\$+(?!\s)([^$]+?)(?<!\s)\$+(?!\w)")
-_MARKUP = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r" ?\[#?(\w+)\]_", r" [\1]"),
-        (r"\[`([^`\]]+)`\](?:\([^)]*\))?", r"`\1`"),
-        (r"(?::[a-z:+-]+:)?`~(?:[^`<]*\.)?([^`.<]+)`", r"\1"),
-        (r"(?::[a-z:+-]+:)?`([^`<]+?)\s*<[^`>]*>`_{0,2}", r"\1"),
-        (r":[a-z][a-z:+-]*:`!?([^`]+)`", r"\1"),
-        (r"``(.+?)``", r"\1"),
-        (r"`([^`']+)`_{0,2}", r"\1"),
-        (r"(?<![\w*])\*{1,2}(\w(?:[^*]*\w)?[.:]?)\*{1,2}(?![\w*])", r"\1"),
-        (r"\\([ *_`|])", r"\1"),
-        (r"\s+", " "),
-    )
-]
+WORTH = 2 << 20  # bytes of sources for which a process is started
+TOGETHER = 8  # files that a process is given at once
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_HOLDERS = (ast.stmt, ast.excepthandler, ast.match_case)  # what a definition can stand in; no expression can
-
-
-def prose(text: str) -> list[str]:
-    """The prose paragraphs of one docstring, each on one line and without reST markup."""
-    lines = [line.rstrip() for line in cleandoc(text).splitlines()]
-    running = _without_headings(_without_blocks(_without_runs(_without_fences(lines))))
-    plain = (plain_text(paragraph) for paragraph in paragraphs_of(running))
-    return [paragraph for paragraph in plain if _is_prose(paragraph)]
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
-
-
-def _without_fences(lines: Iterable[str]) -> Iterator[str]:
-    """Empties Markdown code blocks."""
-    inside = False
-    for line in lines:
-        fence = _FENCE.match(line)
-        inside = inside != bool(fence)
-        yield "" if inside or fence else line
-
-
-def _without_runs(lines: Iterable[str]) -> Iterator[str]:
-    """Empties doctests and tables: both last until a blank line."""
-    inside = False
-    for line in lines:
-        inside = bool(line) and (inside or bool(_DOCTEST_OR_TABLE.match(line)))
-        yield "" if inside or _ROW.match(line) else line
-
-
-def _without_blocks(lines: Iterable[str]) -> Iterator[str]:
-    """Empties literal blocks and directives; the text of notes, warnings and version changes stays."""
-    opened = None
-    for line in lines:
-        if opened is not None and (not line or _indent(line) > opened):
-            yield ""
-            continue
-        note, directive = _NOTE.match(line), _DIRECTIVE.match(line)
-        literal = line.endswith("::") and not directive
-        opened = _indent(line) if literal or (directive and not note) else None
-        if note:  # as a list item, so that deeper lines go on with it
-            yield f"{note[1]}* {note[2]}" if note[2] else ""
-        else:
-            yield "" if directive else line[:-1] if literal else line
-
-
-def _without_headings(lines: Iterable[str]) -> Iterator[str]:
-    """Empties underlined headings, and the sections that list references."""
-    left_out = False
-    for line, below in pairwise([*lines, ""]):
-        heading = bool(line and _UNDERLINE.match(below))
-        if heading:
-            left_out = line.strip().lower() in LEFT_OUT_SECTIONS
-        yield "" if left_out or heading or _UNDERLINE.match(line) else line
-
-
-def paragraphs_of(lines: Iterable[str]) -> Iterator[str]:
-    """Joins wrapped lines; a blank line, a list item or another indentation starts the next paragraph."""
-    current: list[str] = []
-    for line in lines:
-        if current and not (line and _goes_on(current, line)):
-            yield _joined(current)
-            current = []
-        if line:
-            current.append(line)
-    if current:
-        yield _joined(current)
-
-
-def _goes_on(current: Sequence[str], line: str) -> bool:
-    """Whether the line continues the paragraph."""
-    last = current[-1]
-    wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that certainly means nothing
-    if _ITEM.match(line) or _TERM.match(line) or _TERM.match(last) or (_LABEL.match(line) and not wrapped):
-        return False
-    deeper = _indent(line) - _indent(last)
-    hangs = len(current) == 1 and bool(_ITEM.match(last) or _LABEL.match(last))
-    return deeper == 0 or (deeper > 0 and (hangs or (wrapped and not line.lstrip()[0].isupper())))
-
-
-def _joined(lines: Sequence[str]) -> str:
-    return _ITEM.sub("", " ".join(line.strip() for line in lines), count=1)
-
-
-def plain_text(text: str) -> str:
-    """The text with roles, quotes of code, emphasis, links and simple TeX reduced to their words."""
-    text = _MATH.sub(lambda match: _plain_math(match[1] or match[2]), text)
-    for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)
-    return text.strip()
-
-
-def _plain_math(tex: str) -> str:
-    tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", tex))
-    return re.sub(r"\\([a-zA-Z]+)", lambda match: _TEX.get(match[1], match[1]), tex)
-
-
-def _is_prose(text: str) -> bool:
-    """Whether it is long, mostly letters, worded like English and neither opens nor ends in mid-sentence."""
-    words = text.split()
-    if len(words) < MIN_WORDS or _NOT_ENGLISH.search(text) or _TERM.match(text):
-        return False
-    visible = "".join(words)
-    if sum(map(str.isalpha, visible)) < MIN_LETTERS * len(visible):
-        return False
-    if sum(bool(_FUNCTION_WORD.fullmatch(word)) for word in words) < MIN_FUNCTION_WORDS * len(words):
-        return False
-    ended = bool(_SENTENCE_END.search(text))
-    if text[0].islower() or text[0] == "_":
-        return ended and bool(_BARE_NAME.match(text))
-    return ended or not (text.endswith(",") or _FUNCTION_WORD.fullmatch(words[-1]))
+_INNER = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that a definition can stand below
+_HOLDERS: dict[
+    type[ast.AST], tuple[str, ...]
+] = {  # of each statement those that it has, in the order of a file
+    kind: tuple(name for name in kind._fields if name in _INNER)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.mod | ast.stmt | ast.excepthandler | ast.match_case)
+}
 
 
 def docstrings(source: str) -> Iterator[str]:
@@ -197,18 +42,23 @@ def docstrings(source: str) -> Iterator[str]:
         node = stack.pop()
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
             yield text
-        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, _HOLDERS)]
-        stack.extend(reversed(inner))
+        for name in reversed(_HOLDERS[type(node)]):
+            stack += reversed(getattr(node, name))
 
 
 def _parsed(source: str) -> ast.Module | None:
     with warnings.catch_warnings():
         for category in (DeprecationWarning, SyntaxWarning):  # before and since Python 3.12
             warnings.filterwarnings("ignore", r".*invalid (?:octal )?escape sequence", category)
+        collects = gc.isenabled()
+        gc.disable()  # a tree has no cycles, and looking for them takes a fifth of the time
         try:
             return ast.parse(source)
         except (SyntaxError, ValueError):  # packages ship templates, null bytes, other Pythons' syntax
             return None
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _topics(source: str) -> Iterator[str]:
@@ -276,13 +126,41 @@ def _by_module(found: dict[str, list[Path]]) -> Iterator[tuple[str, list[str]]]:
     seen: set[str] = set()
     for package, paths in found.items():
         roots = roots_of(package)
-        for path in tqdm(paths, desc=f"reading {package}", disable=None, leave=False):
-            for texts in texts_of_file(path):
-                paragraphs = dict.fromkeys(paragraph for text in texts for paragraph in prose(text))
-                new = [paragraph for paragraph in paragraphs if paragraph not in seen]
-                seen.update(paragraphs)
-                if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
-                    yield module_name(package, path, roots), new
+        with closing(read_files(paths)) as files:
+            for path, texts in tqdm(
+                files, desc=f"reading {package}", total=len(paths), disable=None, leave=False
+            ):
+                for paragraphs in texts:
+                    new = [paragraph for paragraph in paragraphs if paragraph not in seen]
+                    seen.update(paragraphs)
+                    if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
+                        yield module_name(package, path, roots), new
+
+
+def read_files(paths: Sequence[Path]) -> Generator[tuple[Path, list[list[str]]]]:
+    """The paragraphs of each document in each file, in the order of the files, read by as many processes as
+    there are cores where there is much to read."""
+    number = min(cores(), sum(path.stat().st_size for path in paths) // WORTH)
+    if number <= 1 or not may_start():
+        yield from ((path, paragraphs_of_file(path)) for path in paths)
+        return
+    parts = (paths[begin : begin + TOGETHER] for begin in range(0, len(paths), TOGETHER))
+    told = "a process that reads docstrings was ended, perhaps for want of memory; start again"
+    with closing(in_order(paragraphs_of_files, parts, number, told=told)) as made:
+        for part, found in made:
+            yield from zip(part, found, strict=True)
+
+
+def paragraphs_of_files(paths: Sequence[Path]) -> list[list[list[str]]]:
+    return [paragraphs_of_file(path) for path in paths]
+
+
+def paragraphs_of_file(path: Path) -> list[list[str]]:
+    """The different paragraphs of each document in a file."""
+    return [
+        list(dict.fromkeys(paragraph for text in texts for paragraph in prose(text)))
+        for texts in texts_of_file(path)
+    ]
 
 
 def module_name(package: str, path: Path, roots: Sequence[Path]) -> str:

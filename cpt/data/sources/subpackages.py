@@ -8,14 +8,8 @@ from itertools import chain
 
 from tqdm import tqdm
 
-from cpt.data.sources.docstrings import (
-    module_name,
-    modules,
-    paragraphs_of,
-    plain_text,
-    roots_of,
-    texts_of_file,
-)
+from cpt.data.sources.docstrings import module_name, modules, roots_of, texts_of_file
+from cpt.data.sources.prose import paragraphs_of, plain_text
 
 MIN_SUMMARY_WORDS = 5
 

@@ -1,11 +1,16 @@
 import importlib
+import re
 import sys
 import sysconfig
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
-from cpt.data.sources.docstrings import docstrings, documents, modules, prose
+from cpt.data import processes
+from cpt.data.sources import docstrings as sources
+from cpt.data.sources.docstrings import docstrings, documents, modules
+from cpt.data.sources.prose import _FUNCTION_WORDS, _is_function_word, prose
 
 NUMPYDOC = r"""Return the shortest path between two nodes
     of a graph that may be `directed`.
@@ -239,3 +244,61 @@ def test_networkx_gives_the_same_half_megabyte_each_time():
     assert len(paragraphs) == len(set(paragraphs))
     assert min(len(document.split()) for document in found) >= 20
     assert found == list(documents(["networkx"]))
+
+
+def test_files_are_read_alike_by_any_number_of_processes(monkeypatch):
+    alone = list(documents(["yaml", "tqdm"]))
+    asked = []
+
+    def in_turns(work, found, number, *, told):
+        asked.append(number)
+        yield from ((part, work(part)) for part in found)
+
+    monkeypatch.setattr(sources, "in_order", in_turns)
+    monkeypatch.setattr(sources, "WORTH", 20_000)
+    monkeypatch.setattr(sources, "cores", lambda: 3)
+    monkeypatch.setattr(sources, "may_start", lambda: True)
+    assert list(documents(["yaml", "tqdm"])) == alone and len(alone) > 5
+    assert asked == [3, 3]
+    monkeypatch.setattr(sources, "may_start", lambda: False)
+    assert list(documents(["yaml"])) and asked == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("script", "daemon", "may"),
+    [("a/run.py", False, True), ("cpt/__main__.py", False, True), ("run.py", True, False)]
+    + [("mine.py", False, False), (None, False, False)],
+)
+def test_scripts_of_ones_own_are_not_run_again(monkeypatch, script, daemon, may):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
+    monkeypatch.setattr(processes, "current_process", lambda: SimpleNamespace(daemon=daemon))
+    assert processes.may_start() == may
+
+
+@pytest.mark.slow
+def test_processes_read_files_in_their_order(monkeypatch):
+    paths = modules("yaml")
+    alone = list(sources.read_files(paths))
+    monkeypatch.setattr(sources, "WORTH", 20_000)
+    monkeypatch.setattr(sources, "cores", lambda: 2)
+    monkeypatch.setattr(sources, "may_start", lambda: True)
+    assert list(sources.read_files(paths)) == alone and [path for path, _ in alone] == paths
+
+
+def test_words_are_those_of_a_pattern_that_ignores_case():
+    pattern = re.compile("|".join(_FUNCTION_WORDS), re.IGNORECASE)
+    for letter in map(chr, [*range(0xD800), *range(0xE000, 0x1E944)]):
+        for word in (f"i{letter}", f"{letter}n"):
+            assert _is_function_word(word) == bool(pattern.fullmatch(word))
+    assert all(map(_is_function_word, ["\u0130f", "th\u0131s", "ha\u017f"]))
+
+
+def test_statements_that_hold_others_are_known():
+    """Every field of a statement that is a list of statements is looked into, in the order of the file."""
+    source = "if a:\n  'x'\n  def f():\n    'f'\nelse:\n  class A:\n    'A'\n    async def g():\n      'g'\n"
+    source += (
+        "try:\n  def h(): 'h'\nexcept E:\n  def i(): 'i'\nelse:\n  def j(): 'j'\nfinally:\n  def k(): 'k'\n"
+    )
+    source += "match m:\n  case 1:\n    def l(): 'l'\nfor a in b:\n  def m(): 'm'\nelse:\n  def n(): 'n'\n"
+    source += "while a:\n  with b:\n    def o(): 'o'\n"
+    assert "".join(docstrings(source)) == "fAghijklmno"
