@@ -61,6 +61,11 @@ class BudgetOptions(Options):
         told = {GENERAL: self.general, PAST: self.past}
         return {name: value for name, value in told.items() if value is not None}
 
+    @property
+    def copies(self) -> int:
+        """Of the weights, that are kept to go back to: by line both its ends."""
+        return (1 + (self.steer == LINE)) * bool(self.given)
+
     def allow(self, number: int, *, stages: int) -> dict[str, float]:
         """What may be spent by the end of a stage, counted from 1: alike by each stage, and what one leaves
         those after it have."""

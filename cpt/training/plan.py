@@ -18,7 +18,7 @@ from cpt.data.replay import Generated, Mixture
 from cpt.data.similarity import Similarity
 from cpt.data.sources.base import GENERAL, Source
 from cpt.evaluation.answers.options import AnswerOptions
-from cpt.evaluation.budget import LINE, PAST, BudgetOptions
+from cpt.evaluation.budget import PAST, BudgetOptions
 from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.objective import objective_value
@@ -85,9 +85,7 @@ class Plan:
     @property
     def keeps(self) -> int:
         """How many copies of the weights are kept at a time while a domain is learned, to go back to."""
-        if self.drift.given:
-            return 2 if self.drift.steer == LINE else 1
-        return int(self.monitor.keep == "best")
+        return self.drift.copies or int(self.monitor.keep == "best")
 
     @property
     def mixture(self) -> Mixture:

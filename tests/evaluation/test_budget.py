@@ -136,3 +136,8 @@ def test_the_upper_end_is_over_documents():
     assert value == pytest.approx(0.1) and upper == pytest.approx(0.3)
     single = {text: each[:, :1] for text, each in now.items()}
     assert find_drift(["general"], {"general": began["general"][:, :1]}, single, own=[])["general"] == (0, 0)
+
+
+def test_by_line_both_its_ends_are_kept():
+    assert [BudgetOptions(general=0.1, past=None, steer=steer).copies for steer in ("line", "end")] == [2, 1]
+    assert BudgetOptions(general=None, past=None, steer="line").copies == 0
