@@ -1,4 +1,4 @@
-"""What the campaigns' slow server is: what others do is seen late, as its seed says, and what is own at once."""
+"""What the campaigns' slow server is: what others do is seen late, what is one's own at once."""
 
 import errno
 import json

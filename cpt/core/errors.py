@@ -34,6 +34,7 @@ DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
 )
+# SystemError: Python where it runs out of memory within an error.
 WANTED = "memory does not suffice"
 LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/performance.md"
 CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
@@ -111,11 +112,11 @@ def readable(*, errors_only: bool) -> Iterator[None]:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if not errors_only:
             raise
-        end(reason(error))
-    except (MemoryError, RuntimeError) as error:
-        if not errors_only or not wants_memory(error):
+        end(want_of_memory(error) or reason(error))
+    except (MemoryError, RuntimeError, SystemError) as error:
+        if not errors_only or not (line := want_of_memory(error)):
             raise
-        end(f"{WANTED} ({reason(error)}); {LESS}")
+        end(line)
 
 
 def end(line: str) -> None:
@@ -125,6 +126,11 @@ def end(line: str) -> None:
     os._exit(1) if is_one_of_several() else sys.exit(1)
 
 
-def wants_memory(error: BaseException) -> bool:
-    """Whether an allocation has failed, as Python, torch or the system say it."""
-    return isinstance(error, MemoryError) or FAILED_ALLOCATION.search(str(error)) is not None
+def want_of_memory(error: BaseException | None) -> str:
+    """What is said where an allocation has failed, as Python, torch or the system say it, whatever came of it
+    on the way up; nothing for any other error."""
+    while error is not None:
+        if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
+            return f"{WANTED} ({reason(error)}); {LESS}"
+        error = error.__cause__ or error.__context__
+    return ""

@@ -120,7 +120,10 @@ def of_a_sweep(place: Path, number: int, draw: random.Random, kind: str) -> dict
     home = place / f"sweep-{number}"
     home.mkdir()
     is_remote = kind.startswith(REMOTE)
-    starts = Starts(home, sweep_of(place, home, list(METHODS)), str(draw.random()) if is_remote else None)
+    arguments = sweep_of(place, home, list(METHODS))
+    if is_remote:  # its jobs make the base and the tokens there, one for the other
+        arguments = [f"cache_dir={home}/cache" if "cache_dir=" in each else each for each in arguments]
+    starts = Starts(home, arguments, str(draw.random()) if is_remote else None)
     logs = [home / "first", home / "second"]
     first = starts.start(logs[0])
     first.join(draw.uniform(0.5, 4 + 2 * sum(each["seconds"] for each in expected.values())))

@@ -10,8 +10,8 @@ and there may be no folder of the run after it. benchmarks/options.py times the 
 The trials after these are an option each: of the plain config, then of each choice of each group of
 conf/ those of its own. Nineteen wrong values, and the option taken away, are given in this process
 (tests/support/leaves.py): each is taken, or refused in one line that names the option and says what is
-allowed. What the config alone takes is tried on the model, and of a quarter of the options one such value in
-a plan of the whole run."""
+allowed. Of what the config alone takes three values are tried on the model, and of a tenth of the options one
+in a plan of the whole run."""
 
 import random
 import re

@@ -30,6 +30,15 @@ def test_it_is_one_line_about_memory(what, capsys):
     )
 
 
+def test_it_is_told_of_what_became_of_it_on_the_way_up(capsys):
+    with pytest.raises(SystemExit), readable(errors_only=True):
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            raise ValueError("variant cannot be resolved") from error
+    assert capsys.readouterr().err.startswith("cpt: memory does not suffice (MemoryError); the same command")
+
+
 def test_what_is_no_want_of_memory_is_raised(capsys):
     with pytest.raises(RuntimeError, match="shapes"), readable(errors_only=True):
         raise RuntimeError("shapes differ")

@@ -49,7 +49,8 @@ WRONG = {
 GONE = "gone"  # the option taken out of the config: ~key
 HUB = ["+domains.catalogue.news={path: ag_news}"]
 ELSEWHERE = ("experiment", "hydra", "method/parts", "domains/template", "endtask/protocol", "routing")
-PLANNED = 0.25  # share of the options of which a value that is taken is planned
+TRIED = 3  # values that the config takes which are tried on the model
+PLANNED = 0.1  # share of the options of which a value that is taken is planned
 LONGEST_S = 30  # a refusal of what is known without texts takes none of it
 TOLD = re.compile(
     r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: "
@@ -183,24 +184,26 @@ def try_option(
 ) -> dict[str, dict[str, Any]]:
     """What was said of the wrong values of an option that it should not have been; by value.
 
-    Each is tried on the config and, where that takes it, on the model; of a share of the options one that
-    is taken up to a plan of the run."""
+    Each is tried on the config, of those that it takes some on the model, and of a share of the options one
+    of these up to a plan of the run."""
     group, choice, key = option
     base, found, taken = small(texts, home / "cache", group, choice), {}, []
     folder = home / "work" / "run"  # a relative path of a value is below work
+    shutil.rmtree(folder.parent, ignore_errors=True)
     folder.parent.mkdir()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        usual = {depth: usual_lines(tuple(base), folder, depth) for depth in DEPTHS}
 
         def look(kind: str, depth: str) -> bool:
             told = say([*base, given(key, kind)], folder, depth=depth)
-            if wrong := fault(key, told, usual[depth]):
+            if told["code"] and (wrong := fault(key, told, usual_lines(tuple(base), folder, depth))):
                 found[kind] = {"wrong": wrong, "depth": depth, **told}
             return told["code"] == 0
 
         for kind in (*WRONG, GONE):
-            if look(kind, "config") and look(kind, "model"):
+            if look(kind, "config"):
                 taken.append(kind)
+        tried = draw.sample(taken, min(TRIED, len(taken)))
+        taken = [kind for kind in tried if look(kind, "model")]
         if taken and draw.random() < PLANNED:
             look(draw.choice(taken), "run")
     shutil.rmtree(folder.parent)

@@ -230,7 +230,7 @@ def test_a_searching_sweeper_gets_objectives_and_failures(app):
 def test_console_is_appended_and_last_words_are_of_this_start(app):
     for variables, words in ({}, "before the end, kind kill"), ({"QUIET": "1"}, "(no output)"):
         process = sweep(app, "kind=kill", **variables)
-        assert f"Killed): {words} (outputs/" in process.stdout
+        assert f"Killed; perhaps for want of memory): {words} (outputs/" in process.stdout
     (console,) = app.glob("outputs/app/*/console.log")
     assert console.read_text() == "before the end, kind kill\n"
 
