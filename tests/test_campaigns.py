@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.campaigns import concurrency, faults, frame, inputs, kills, nonfinite, preemption, runs
+from tests.campaigns import concurrency, faults, frame, inputs, kills, memory, nonfinite, preemption, runs
 
 
 def tried(trial, place, *numbers):
@@ -51,7 +51,9 @@ needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="a file system of one
 TRIALS = {
     "a wrong option": (inputs.trial, 3),
     "a damaged file": (faults.trial, 2),
-    "a second start": (concurrency.trial, 4),
+    "wrong values of an option": (inputs.trial, len(inputs.CASES) + 40),
+    "a second start": (concurrency.trial, 7),
+    "too little memory": (memory.trial, 2),
 }
 MORE = {
     "a number that is none": (nonfinite.trial, 0),
@@ -61,6 +63,10 @@ MORE = {
     "two processes, one of which has the number": (nonfinite.trial, 1),
     "a stale lock": (concurrency.trial, 1),
     "a sweep twice": (concurrency.trial, 2),
+    "a second start on a slow server": (concurrency.trial, 11),
+    "a tokenising process is killed": (memory.trial, 3),
+    "the larger of two is killed": (memory.trial, 4),
+    "a sweep's largest job is killed": (memory.trial, 5),
 }
 
 

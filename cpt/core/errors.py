@@ -18,6 +18,7 @@ from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     ConfigTypeError,
+    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
@@ -28,6 +29,14 @@ from cpt.core.processes import is_one_of_several
 MOST = 24  # names that a message lists
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
+MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)")
+DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
+FAILED_ALLOCATION = re.compile(
+    r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
+)
+# SystemError: Python where it runs out of memory within an error.
+WANTED = "memory does not suffice"
+LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/performance.md"
 CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
 
 
@@ -50,11 +59,17 @@ def words_of(error: BaseException) -> str:
             return unknown_key(cause)
         case ConfigCompositionException() if twice := TWICE.match(str(error)):
             return f"{twice[1]} has a choice already; allowed: {twice[1]}={twice[2]}, without +"
+        case ConfigCompositionException() if made := MADE_OF.match(str(error)):
+            return f"{made[1]} is not known where a choice is made of it; allowed: {made[2]}"
+        case ConfigCompositionException() if gone := DELETED.match(str(error)):
+            return f"~{gone[1]}: there is no {gone[1]}, or it is null; allowed: {gone[1]}=null"
     while error.__cause__ is not None and isinstance(error, HydraException):
         error = error.__cause__
     match error:
         case MissingMandatoryValue(full_key=str(key)):
             return f"{key} is missing; needed: {key}=…"
+        case InterpolationResolutionError(full_key=str(key)):
+            return f"{key}: {str(error).splitlines()[0]}; allowed: ${{KEY}} of a key that there is"
         case ConfigTypeError(full_key=str(key)) if MERGED.match(str(error)):
             return f"{key} has keys with values and is given something else; allowed: {key}.NAME=…"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -97,6 +112,25 @@ def readable(*, errors_only: bool) -> Iterator[None]:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if not errors_only:
             raise
-        print(f"cpt: {reason(error)}", file=sys.stderr, flush=True)
-        # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
-        os._exit(1) if is_one_of_several() else sys.exit(1)
+        end(want_of_memory(error) or reason(error))
+    except (MemoryError, RuntimeError, SystemError) as error:
+        if not errors_only or not (line := want_of_memory(error)):
+            raise
+        end(line)
+
+
+def end(line: str) -> None:
+    """Says a line and ends with exit code 1."""
+    print(f"cpt: {line}", file=sys.stderr, flush=True)
+    # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
+    os._exit(1) if is_one_of_several() else sys.exit(1)
+
+
+def want_of_memory(error: BaseException | None) -> str:
+    """What is said where an allocation has failed, as Python, torch or the system say it, whatever came of it
+    on the way up; nothing for any other error."""
+    while error is not None:
+        if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
+            return f"{WANTED} ({reason(error)}); {LESS}"
+        error = error.__cause__ or error.__context__
+    return ""

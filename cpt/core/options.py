@@ -52,6 +52,7 @@ class Choice:
 
     target: str
     options: Options | Mapping[str, Any]
+    below: str | None = field(default=None, compare=False)  # the class that it has to be below, by its name
 
     def make(self, *shared: Any) -> Any:
         """The object; what is `shared` comes after its options."""
@@ -60,11 +61,14 @@ class Choice:
         return self.load()(self.options, *shared)
 
     def load(self) -> Any:
-        """The class or function; raises ValueError where there is none."""
+        """The class or function; raises ValueError where there is none, or one of another kind."""
         try:
-            return resolve_name(self.target)
+            found = resolve_name(self.target)
         except Exception as error:  # whatever a module raises while it is read in
             raise ValueError(f"_target_={self.target}: {reason(error)}") from error
+        if self.below is not None and not is_below(found, resolve_name(self.below)):
+            raise ValueError(f"_target_={self.target}; allowed: a class below {self.below}")
+        return found
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -72,6 +76,10 @@ class Choice:
         if isinstance(self.options, Mapping):
             return dict(self.options)
         return {each.name: getattr(self.options, each.name) for each in fields(self.options)}
+
+
+def is_below(found: Any, kind: type) -> bool:
+    return isinstance(found, type) and issubclass(found, kind)
 
 
 def check_field(each: Field, value: Any) -> None:
@@ -125,7 +133,7 @@ def options_of(target: str, *, place: str) -> type[Options] | None:
     try:
         light = load_light(module)
     except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(f"{place}._target_={target}: {reason(error)}") from error
+        raise ValueError(f"{place}._target_={target}: {reason(error)}; allowed: module.Class") from error
     own = getattr(light, name, None)
     if isinstance(own, type) and issubclass(own, Options):
         return own

@@ -15,6 +15,8 @@ INTERVALS: dict[str, Callable[[float], bool]] = {
     "0 or more and below 1": lambda value: 0 <= value < 1,
 }
 
+TOO_LARGE = 2**63  # for a whole number: those of torch and numpy have 64 bits
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -26,7 +28,8 @@ class Rule:
     def check(self, key: str, value: Any) -> None:
         """Raises ValueError, `key=value; allowed: …`, for a value that there may not be."""
         if not self.allows(value):
-            raise ValueError(f"{key}={show(value)}; allowed: {self.allowed}")
+            below = ", below 2^63" if isinstance(value, int | float) and value >= TOO_LARGE else ""
+            raise ValueError(f"{key}={show(value)}; allowed: {self.allowed}{below}")
 
 
 Rules = Mapping[str, Rule]
@@ -49,12 +52,12 @@ def is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < TOO_LARGE
 
 
 def is_steps(value: Any) -> bool:
     """A whole number, also one written as 1e3."""
-    return is_number(value) and value >= 1 and float(value).is_integer()
+    return is_number(value) and 1 <= value < TOO_LARGE and float(value).is_integer()
 
 
 def is_text(value: Any) -> bool:
@@ -108,6 +111,7 @@ def or_null(rule: Rule) -> Rule:
 YES_NO = Rule(lambda value: isinstance(value, bool), "true, false")
 TEXT = Rule(is_text, "a text")
 TEXTS = Rule(lambda value: is_list(value, is_text), "a list of texts")
+TEXTS_NOT_NONE = Rule(lambda value: TEXTS.allows(value) and len(value) > 0, "a list of texts, one or more")
 MAPPED_TEXTS = Rule(
     lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values()),
     "keys with texts, {key: text}",

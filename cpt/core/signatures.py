@@ -25,10 +25,14 @@ def check_arguments(section: str, options: Mapping[str, Any], *, given_by_cpt: I
 
 def target(section: str, options: Mapping[str, Any]) -> Callable[..., Any]:
     """The class or function of a choice; raises ValueError where there is none."""
+    told = f"{section}._target_={options['_target_']}"
     try:
-        return resolve_name(options["_target_"])
+        found = resolve_name(options["_target_"])
     except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(f"{section}._target_={options['_target_']}: {reason(error)}") from error
+        raise ValueError(f"{told}: {reason(error)}; allowed: module.Class") from error
+    if not callable(found):
+        raise ValueError(f"{told}: that is a {type(found).__name__}; allowed: module.Class")
+    return found
 
 
 def arguments(made_by: Callable[..., Any]) -> list[str] | None:

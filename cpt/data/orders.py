@@ -86,9 +86,11 @@ def arrange_domains(word: str, similarity: Similarity) -> list[str]:
 def check_order(chosen: list[str], names: Sequence[str]) -> list[str]:
     unknown = [name for name in chosen if name not in names]
     if unknown:
-        raise ValueError(f"unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
+        raise ValueError(f"order: unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
     if reserved := sorted(set(chosen) & set(RESERVED)):
-        raise ValueError(f"a domain may not be called {', '.join(reserved)}: scores.json uses that name")
+        raise ValueError(
+            f"a domain may not be called {', '.join(reserved)}: scores.json uses it; allowed: another name"
+        )
     return chosen

@@ -1,12 +1,14 @@
 """Work that is shared out among processes of this machine, its results in the order of what was asked."""
 
 import os
+import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import current_process, get_context, parent_process
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,9 +45,17 @@ def in_order(
             first, future = waiting.popleft()
             yield first, future.result()
     except BrokenProcessPool as error:
+        end_all(pool)
         raise ValueError(told) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def end_all(pool: ProcessPoolExecutor) -> None:
+    """Kills what is left of a broken pool, which waits for processes that ignore its SIGTERM."""
+    for pid in list(pool._processes or ()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 _work: list[Callable[[Any], Any]] = []  # of a process that was started here

@@ -138,7 +138,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
     """A checkpoint's configuration; raises ValueError if there is no such checkpoint."""
     try:
         return AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"model.checkpoint={checkpoint} is neither a folder nor a name that can be loaded: {error}"
         ) from error

@@ -27,6 +27,8 @@ SIZES = (
     *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions"),
     *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
 )
+PARTIAL = Rule(lambda value: value is True, "true: what it optimises is given later")
+TYPE = Rule(is_text, "a kind of model that transformers has, like modernbert, gpt2, t5")
 
 
 def is_only(value: Any) -> bool:
@@ -63,6 +65,8 @@ class BaseOptions(Options):
 
     def check_together(self) -> None:
         with prefix_errors("optim"):
+            TEXT.check("_target_", self.optim.get("_target_"))
+            PARTIAL.check("_partial_", self.optim.get("_partial_"))
             check_optimizer_arguments(self.optim)
 
 
@@ -99,6 +103,8 @@ class ModelOptions(Options):
     lr: float = option("peak learning rate; methods that train parts multiply it", number("0 or more"))
 
     def check_together(self) -> None:
+        if self.config is not None and self.checkpoint is None:
+            TYPE.check("config.model_type", self.config.get("model_type"))
         for name in SIZES:
             if name in (self.config or {}):
                 whole(1).check(f"config.{name}", self.config[name])

@@ -160,8 +160,9 @@ def start_process(
 
 
 def name_signal(number: int) -> str:
-    """A signal in words."""
-    return signal.strsignal(number) or str(number)
+    """A signal in words; the kernel sends SIGKILL where memory does not suffice."""
+    why = "; perhaps for want of memory" if number == signal.SIGKILL else ""
+    return (signal.strsignal(number) or str(number)) + why
 
 
 def last_words(console: Path, offset: int, *, exited: bool) -> str:

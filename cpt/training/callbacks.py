@@ -67,18 +67,24 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
 def make_entry(place: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
     """What an entry of the config stands for, with `defaults` for the arguments that it takes and that are
     not given."""
+    found = target(place, entry)
+    if isinstance(found, type) and not issubclass(found, kind):
+        raise ValueError(refused(place, entry, kind))
     check_arguments(place, entry)
-    taken = inspect.signature(target(place, entry)).parameters if defaults else {}
+    taken = inspect.signature(found).parameters if defaults else {}
     missing = {name: value for name, value in defaults.items() if name in taken and name not in entry}
     try:
         built = instantiate(entry, **missing, _convert_="all")
     except Exception as error:  # whatever a class that is not ours raises
         raise ValueError(f"{place}: {reason(error)}") from error
     if not isinstance(built, kind):
-        raise ValueError(
-            f"{place}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
-        )
+        raise ValueError(refused(place, entry, kind))
     return built
+
+
+def refused(place: str, entry: Mapping[str, Any], kind: type) -> str:
+    """What is said of an entry that is of another kind."""
+    return f"{place}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
 
 
 def check_callback_state(name: str, callback: Callback) -> None:

@@ -4,9 +4,9 @@ any text is read, and without torch."""
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -31,6 +31,7 @@ from cpt.optim.options import read_optimizer
 from cpt.training.lightning_options import PASSED, REFUSED
 from cpt.training.options import LoggerOptions, RunOptions, TrainerOptions
 
+Made = TypeVar("Made")
 ELSEWHERE = ("strategy", "experiment", "hydra")  # groups whose values stand in other places of the config
 
 
@@ -101,14 +102,16 @@ def read_sections(cfg: DictConfig) -> Sections:
         data=read("data").read(DataOptions),
         parts=read("parts").read(PartsOptions),
         model=read("model").read(ModelOptions),
-        method=read("method").choose(needed=True),
+        method=of_methods(read("method").choose(needed=True)),
         masks={name: read(f"mask.{name}").choose() for name in check_entries(masks.values, "mask")},
-        replay=NOTHING if replay.values.get("_target_", "") is None else replay.choose(),
-        source=make_now(read("domains").choose(needed=True)),
+        replay=NOTHING
+        if replay.values.get("_target_", "") is None
+        else of_kind(Mixture, "replay", replay.choose()),
+        source=of_kind(Source, "domains", make_now(read("domains").choose(needed=True))),
         optim=read_optimizer(read("optim")),
-        schedule=make_now(read("schedule").choose(needed=True)),
-        answers=read("answers").choose(),
-        probe=read("probe").choose(),
+        schedule=check_called(make_now(read("schedule").choose(needed=True))),
+        answers=of_kind(AnswerOptions, "answers", read("answers").choose()),
+        probe=of_kind(LMEval, "probe", read("probe").choose()),
         trainer=read_trainer(read("trainer")),
         logger=read_logger(read("logger")),
         callbacks=check_entries(read("callbacks").values, "callbacks"),
@@ -118,6 +121,27 @@ def read_sections(cfg: DictConfig) -> Sections:
 def make_now(chosen: Any) -> Any:
     """What is chosen; made of its arguments where its class is none of cpt's kind of options."""
     return chosen.load()(**chosen.arguments) if isinstance(chosen, Choice) else chosen
+
+
+def of_kind(kind: type[Made], place: str, made: Any) -> Made | None:
+    """What a section has made, None included; raises ValueError for anything but that kind."""
+    if made is not None and not isinstance(made, kind):
+        name = made.target if isinstance(made, Choice) else f"{type(made).__module__}.{type(made).__name__}"
+        raise ValueError(f"{place}._target_={name}; allowed: a class below {kind.__module__}.{kind.__name__}")
+    return made
+
+
+def of_methods(chosen: Choice | None) -> Choice | None:
+    """The choice of a method, which is found out to be one where its class is read in."""
+    return None if chosen is None else replace(chosen, below="cpt.methods.base.ContinualModule")
+
+
+def check_called(schedule: Any) -> Any:
+    """The schedule; raises ValueError for what can not be asked for a factor."""
+    if schedule is not None and not callable(schedule):
+        name = f"{type(schedule).__module__}.{type(schedule).__name__}"
+        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedules.Linear")
+    return schedule
 
 
 def check_top(cfg: DictConfig, written: str) -> None:

@@ -23,7 +23,7 @@ from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
-from cpt.core.signatures import check_arguments
+from cpt.core.signatures import check_arguments, target
 from cpt.methods.base import ContinualModule
 from cpt.models import loading, tokenizers
 from cpt.models.answers import CausalAnswers
@@ -53,6 +53,11 @@ def naming_cause(place: str) -> Iterator[None]:
 
 def check_optimizer(place: str, options: Mapping[str, Any]) -> None:
     """The optimizer takes its options: tried with one weight."""
+    made_by = target(place, options)
+    if isinstance(made_by, type) and not issubclass(made_by, torch.optim.Optimizer):
+        raise ValueError(
+            f"{place}._target_={options['_target_']}; allowed: an optimizer's class, like torch.optim.AdamW"
+        )
     check_arguments(place, options, given_by_cpt=("params",))
     with naming_cause(place):
         instantiate({**options, "_partial_": True}, _convert_="all")(

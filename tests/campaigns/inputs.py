@@ -1,15 +1,23 @@
-"""Every wrong option of tests/support/wrong_options.py, each in a process of its own: is it one line, and
-is nothing left?
+"""Wrong values of every option: is each one line, and is nothing left?
 
-    python tests/campaigns/inputs.py --trials 467 --seed 0
+    python tests/campaigns/inputs.py --seed 0
+    python tests/campaigns/inputs.py --first OPTIONS  # without the table
 
+The first trials are the rows of tests/support/wrong_options.py, each in a process of its own.
 The line has to begin as the table says, on the error stream, with exit code 1 and without a traceback,
-and there may be no folder of the run after it. benchmarks/options.py times the same starts."""
+and there may be no folder of the run after it. benchmarks/options.py times the same starts.
+
+The trials after these are an option each: of the plain config, then of each choice of each group of
+conf/ those of its own. Nineteen wrong values, and the option taken away, are given in this process
+(tests/support/leaves.py): each is taken, or refused in one line that names the option and says what is
+allowed. Of what the config alone takes three values are tried on the model, and of a tenth of the options one
+in a plan of the whole run."""
 
 import random
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 from tests.campaigns import runs  # noqa: E402
 from tests.campaigns.frame import ROOT, conduct  # noqa: E402
 from tests.conftest import SMALL, SMALL_GPT2, SMALL_T5  # noqa: E402
+from tests.support import leaves  # noqa: E402
 from tests.support import wrong_options as tables  # noqa: E402
 from tests.support.processes import ended, started  # noqa: E402
 
@@ -37,7 +46,22 @@ def words(given: str) -> list[str]:
 
 
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
-    given, said, size = CASES[number % len(CASES)]
+    if number < len(CASES):
+        return of_the_table(place, number)
+    return of_an_option(place, number - len(CASES), draw)
+
+
+def of_an_option(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
+    """The wrong values of an option, in this process."""
+    texts = runs.write_texts(place)
+    options = leaves.options(texts)
+    option = options[number % len(options)]
+    found = leaves.try_option(texts, place, option, draw)
+    return {"option": " ".join(option), "values": len(leaves.WRONG) + 1, "wrong": found, "fine": not found}
+
+
+def of_the_table(place: Path, number: int) -> dict[str, Any]:
+    given, said, size = CASES[number]
     home = place / f"case-{number}"
     home.mkdir()
     (home / "cpt").symlink_to(ROOT / "cpt")  # a folder that some cases name
@@ -56,4 +80,6 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct(trial, name="inputs", about=__doc__, trials=len(CASES)))
+    with tempfile.TemporaryDirectory() as folder:
+        many = len(CASES) + len(leaves.options(runs.write_texts(Path(folder))))
+    sys.exit(conduct(trial, name="inputs", about=__doc__.replace("OPTIONS", str(len(CASES))), trials=many))

@@ -5,8 +5,9 @@
 A trial sends one of four signals to a run in one of its loops, in turn: while the base is pre-trained,
 while a domain is learned, while texts are scored, while end tasks are fine-tuned, or anywhere. It runs by
 one process, by two (one of which has the signal), or as one or two tasks of a SLURM job (an environment
-without SLURM), all of which have the signal and are queued again after exit code 75. Then the same
-command is given again."""
+without SLURM), all of which have the signal and are queued again after exit code 75, or as a job of
+submitit's executor on this machine (tests/campaigns/submitit_jobs.py, where submitit is installed), which has
+SIGUSR2 and queues it again, or SIGTERM. Then the same command is given again."""
 
 import random
 import re
@@ -20,12 +21,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from cpt.core.preemption import GO_ON, SIGNALS  # noqa: E402
-from tests.campaigns import runs  # noqa: E402
+from tests.campaigns import runs, submitit_jobs  # noqa: E402
 from tests.campaigns.frame import conduct  # noqa: E402
 from tests.campaigns.signals import FIRST_PORT, count_lines, lost, slurm  # noqa: E402
 from tests.support.processes import ended, heeds_signals, last_child, sent  # noqa: E402
 
-SETUPS = ("alone", "two", "slurm", "alone", "two slurm")
+SETUPS = ("alone", "two", "slurm", "alone", "two slurm", "submitit")
 LOOPS = {  # what the log says first, and how long they take at most
     "training": re.compile(r"\((1/1|1/2|2/2)\)"),
     "scoring": re.compile(r"scoring after"),
@@ -90,6 +91,12 @@ def leave(
 def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     setup, loop = SETUPS[number % len(SETUPS)], list(LOOPS)[number // len(SETUPS) % len(LOOPS)]
     method = runs.shuffled([each for each in runs.METHODS if each != "none"], number)
+    if setup == "submitit" and not submitit_jobs.is_there_submitit():
+        return {"setup": setup, "fine": True, "skipped": "needs submitit: pip install -e '.[slurm]'"}
+    if setup == "submitit":
+        loop = "training" if loop == "base" else loop
+        given = options_of(place, method, loop, two=False)
+        return submitit_jobs.trial(place, number, draw, given, loop, LOOPS[loop])
     two, home = "two" in setup, place / f"run-{number}"
     given, known = options_of(place, method, loop, two=two), {"method": method, "setup": setup, "loop": loop}
     expected = runs.whole(place, [each for each in given if each != "trainer.devices=2"], twin=two)

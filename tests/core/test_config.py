@@ -186,7 +186,7 @@ def test_the_reason_of_a_failed_instantiation_is_the_cause():
     ("override", "told"),
     [
         ("order=7", "order=7 is not known; allowed: 0 (sympy networkx pandas), 1"),
-        ("order=[sympy,law]", "unknown domain law; there are: networkx, pandas, sympy"),
+        ("order=[sympy,law]", "order: unknown domain law; there are: networkx, pandas, sympy"),
         ("order=[sympy,sympy]", "only once"),
         ("objective=LC.furlongs", "objective=LC.furlongs; allowed: METRIC.UNIT of ZS"),
         ("domains.score_on=train", "domains.score_on=train; allowed: valid, test"),

@@ -99,7 +99,7 @@ LISTED = (
         ("alike", f"order=alike is not known; allowed: {LISTED}"),
         (None, f"order=null is not known; allowed: {LISTED}"),
         (0.0, f"order=0.0 is not known; allowed: {LISTED}"),
-        (["ai", "law", "art"], "unknown domain law, art; there are: acl, ai, phone, pubmed"),
+        (["ai", "law", "art"], "order: unknown domain law, art; there are: acl, ai, phone, pubmed"),
         ([], "must name at least one domain"),
         (["ai", "acl", "ai"], "and each only once"),
     ],

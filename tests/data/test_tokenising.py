@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from tests.data.test_packing import STYLES, TRICKY
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import prose, written
 from tests.support.killing import KilledError
+from tests.support.processes import heeds_signals
 
 LENGTH = 16
 
@@ -172,6 +175,26 @@ def test_packing_goes_on_where_it_was_killed(tmp_path, tokenizer, whole, monkeyp
         "checksums.json",
         "rows.arrow",
     ]
+
+
+def test_where_one_process_is_killed_the_others_are_not_waited_for():
+    before = set(active_children())
+
+    def left():
+        return set(active_children()) - before
+
+    made_in_order = processes.in_order(time.sleep, iter([0.0] + [60.0] * 9), 2, told=tokenising.ENDED)
+    assert next(made_in_order)[0] == 0.0
+    while not all(heeds_signals(each.pid) for each in left()):  # one that is at work ignores a first SIGTERM
+        time.sleep(0.05)
+    at_last = threading.Timer(15, lambda: [each.kill() for each in left()])
+    at_last.start()
+    left().pop().kill()  # as the kernel does where memory does not suffice
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="a process that tokenises was ended, perhaps for want of memory"):
+        next(made_in_order)
+    at_last.cancel()
+    assert time.monotonic() - began < 10 and not left()
 
 
 LOST = {

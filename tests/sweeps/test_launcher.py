@@ -136,7 +136,8 @@ def test_it_ends_with_how_many_jobs_ended_how_and_why_they_failed(four):
     assert re.fullmatch(
         r"4 jobs: 2 finished, 2 failed\n"
         r"#0 kind=raise: failed \(exit 1\): RuntimeError: boom \(outputs/app/\S*kind-raise/console.log\)\n"
-        r"#2 kind=kill: failed \(signal 9, Killed\): before the end, kind kill \(outputs/\S*/console.log\)\n"
+        r"#2 kind=kill: failed \(signal 9, Killed; perhaps for want of memory\): before the end, kind kill "
+        r"\(outputs/\S*/console.log\)\n"
         r"compare: python -m cpt.report outputs/app",
         "\n".join(process.stdout.splitlines()[-4:]),
     )
@@ -146,7 +147,10 @@ def test_the_folders_of_a_sweep_say_how_their_jobs_ended(four):
     app, _ = four
     found = {each.run.rpartition("kind-")[2]: (each.state, each.why) for each in look_at([app / "outputs"])}
     assert found["raise"] == ("failed", "(exit 1): RuntimeError: boom")
-    assert found["kill"] == ("failed", "(signal 9, Killed): before the end, kind kill")
+    assert found["kill"] == (
+        "failed",
+        "(signal 9, Killed; perhaps for want of memory): before the end, kind kill",
+    )
     (queue,) = app.glob("outputs/sweep.json")
     assert len(json.loads(queue.read_text())["runs"]) == 4
 
@@ -226,7 +230,7 @@ def test_a_searching_sweeper_gets_objectives_and_failures(app):
 def test_console_is_appended_and_last_words_are_of_this_start(app):
     for variables, words in ({}, "before the end, kind kill"), ({"QUIET": "1"}, "(no output)"):
         process = sweep(app, "kind=kill", **variables)
-        assert f"Killed): {words} (outputs/" in process.stdout
+        assert f"Killed; perhaps for want of memory): {words} (outputs/" in process.stdout
     (console,) = app.glob("outputs/app/*/console.log")
     assert console.read_text() == "before the end, kind kill\n"
 

@@ -53,6 +53,20 @@ def test_a_newline_within_an_argument_makes_no_second_line(composed):
     assert reason(raised.value).startswith("a b={} cannot be read: ") and "\n" not in reason(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "~monitor.every",
+            "~monitor.every: there is no monitor.every, or it is null; allowed: monitor.every=nu",
+        ),
+        ("method='${no.such}'", "${no.such} is not known where a choice is made of it; allowed: "),
+    ],
+)
+def test_what_cannot_be_composed_is_told_with_what_is_allowed(given, said, composed):
+    assert told((given,), lambda given: composed(*given)).startswith(said)
+
+
 def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(composed):
     expected = "trainer.detect_anamoly is not known; did you mean trainer.detect_anomaly? allowed: what conf/"
     assert told(composed("+trainer.detect_anamoly=true"), read_sections).startswith(expected)

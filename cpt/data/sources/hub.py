@@ -11,7 +11,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from cpt.core.options import option
-from cpt.core.rules import MAPPING, TEXT, YES_NO, or_null
+from cpt.core.rules import MAPPING, TEXT, YES_NO, is_text, or_null, show
 from cpt.data.sources.base import GENERAL, Followed, Reading, Source
 from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
@@ -148,11 +148,20 @@ class Hub(Source, Followed):
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
 
 
-def check_entry(name: str, entry: Mapping[str, Any]) -> None:
+def is_entry(entry: Any) -> bool:
+    """Whether it says where a data set is, and nothing that is unknown."""
+    if not isinstance(entry, Mapping) or not is_text(entry.get("path")) or not set(entry) <= ENTRY:
+        return False
+    splits = entry.get("splits") or {}
+    texts = all(entry.get(key) is None or is_text(entry[key]) for key in ("name", "column"))
+    return texts and isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
+
+
+def check_entry(name: str, entry: Any) -> None:
     """Raises ValueError for an entry of a hub's catalogue that cannot be read as it is meant."""
-    splits = set(entry.get("splits") or ())
-    if "path" not in entry or not set(entry) <= ENTRY or not splits <= set(SPLITS.values()):
+    if not is_entry(entry):
+        told = dict(entry) if isinstance(entry, Mapping) else show(entry)
         raise ValueError(
-            f"domains.catalogue.{name}={dict(entry)}; allowed: path, and optionally name, column, splits, "
+            f"catalogue.{name}={told}; allowed: path, and optionally name, column, splits, "
             "like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, test: test}}"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt.core.options import option
-from cpt.core.rules import MAPPING, TEXTS
+from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
 from cpt.data.sources import docstrings
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
@@ -17,8 +17,10 @@ GENERAL_PACKAGES = ("stdlib", "numpy")
 class InstalledDocs(Source):
     """Prose of the docstrings of installed packages, one document per module."""
 
-    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain", MAPPING)
-    general: Sequence[str] = option("packages of the general text; stdlib: the standard library", TEXTS)
+    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain", TEXTS_BY_KEY)
+    general: Sequence[str] = option(
+        "packages of the general text; stdlib: the standard library", TEXTS_NOT_NONE
+    )
 
     @property
     def names(self) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
-from cpt.core.rules import Rule, is_whole, whole
+from cpt.core.rules import Rule, is_whole, show, whole
 from cpt.data.sources.docstrings import documents_by_module
 from cpt.data.sources.installed_docs import stamp_docs
 from cpt.data.sources.subpackages import names_in, subpackages
@@ -66,7 +66,7 @@ class SubmoduleTasks(TaskSource):
         super().__init__(**shared)
         if not packages:
             raise ValueError(
-                f"endtask.packages={packages}; allowed: packages by domain, "
+                f"endtask.packages={show(packages)}; allowed: packages by domain, "
                 "like those of domains=installed_docs"
             )
         self.packages, self.cache = {name: list(each) for name, each in packages.items()}, Path(cache)

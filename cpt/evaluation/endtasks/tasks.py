@@ -11,6 +11,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from cpt.core.errors import reason
 from cpt.core.options import Options, option
 from cpt.core.rules import (
     MAPPING,
@@ -218,7 +219,7 @@ def find_kind(target: Any) -> type[TaskSource]:
     try:
         kind = get_class(target)
     except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(f"endtask._target_={target}: {error}") from error
+        raise ValueError(f"endtask._target_={target}: {reason(error)}; allowed: module.Class") from error
     if not issubclass(kind, TaskSource):
         raise ValueError(
             f"endtask._target_={target}; allowed: a class below cpt.evaluation.endtasks.tasks.TaskSource"

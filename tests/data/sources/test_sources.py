@@ -594,7 +594,7 @@ def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
 @pytest.mark.parametrize(
     "entry, message",
     [
-        ({"name": "ecthr_a"}, "domains.catalogue.news={'name': 'ecthr_a'}; allowed: path, and optionally"),
+        ({"name": "ecthr_a"}, "catalogue.news={'name': 'ecthr_a'}; allowed: path, and optionally"),
         ({"path": "x", "config": "y"}, "allowed: path, and optionally name, column, splits"),
         ({"path": "x", "splits": {"dev": "y"}}, "allowed: path, and optionally name, column, splits"),
     ],

@@ -1,0 +1,231 @@
+"""Every option of the config and of each choice of its groups, and values that nobody can mean."""
+
+import contextlib
+import io
+import random
+import re
+import shutil
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import initialize_config_dir
+from omegaconf import DictConfig
+
+from cpt.core.errors import readable
+from cpt.run import run
+from cpt.sweeps.arguments import check_choices
+from cpt.training.arrangement import arrange
+from cpt.training.plan import Plan, make_plan
+from cpt.training.run_folder import RunFolder
+from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
+
+WRONG = {
+    "null": "null",
+    "a list": "[1,a]",
+    "an empty list": "[]",
+    "a mapping": "{a: 1}",
+    "a word": "abc",
+    "an empty word": "''",
+    "negative": "-1",
+    "nothing": "0",
+    "a fraction": "0.5",
+    "nan": "nan",
+    "inf": "inf",
+    "huge": "1e30",
+    "many digits": "1" + "0" * 30,
+    "a bool": "true",
+    "a missing path": "/proc/no/such/place",  # nor can it be made
+    "a class that there is not": "nowhere.Class",
+    "a class of another kind": "collections.OrderedDict",
+    "a made value": "${no.such}",
+    "a date": "2020-01-01",
+}
+GONE = "gone"  # the option taken out of the config: ~key
+HUB = ["+domains.catalogue.news={path: ag_news}"]
+ELSEWHERE = ("experiment", "hydra", "method/parts", "domains/template", "endtask/protocol", "routing")
+TRIED = 3  # values that the config takes which are tried on the model
+PLANNED = 0.1  # share of the options of which a value that is taken is planned
+LONGEST_S = 30  # a refusal of what is known without texts takes none of it
+TOLD = re.compile(
+    r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: "
+    r"|is not a multiple|must "
+    r"|should |Should contain one of|may help|is neither |installed package"
+)
+
+
+class TooLongError(BaseException):
+    """A trial has taken longer than anybody waits."""
+
+
+def needs(group: str, choice: str, texts: Path) -> list[str]:
+    """What a choice cannot be without."""
+    root = [f"domains.root={texts}"]
+    return {
+        ("model", "checkpoint"): ["model.checkpoint=/no/such/model"],
+        ("domains", "hub"): HUB,
+        ("endtask", "hub"): ["+endtask.tasks.news={path: ag_news}"],
+        ("endtask", "das6"): [f"endtask.root={texts}"],
+        ("endtask", "texts"): [f"endtask.root={texts}"],
+        ("probe", "lm_eval"): ["probe.tasks=[hellaswag]"],
+        ("replay", "generated"): ["model=tiny_gpt2"],
+    }.get((group, choice), root if group == "domains" and choice != "installed_docs" else [])
+
+
+def small(texts: Path, cache_dir: Path, group: str, choice: str) -> list[str]:
+    """Overrides of a small run in which a choice of a group is made."""
+    sizes = {"tiny_gpt2": SMALL_GPT2, "tiny_t5": SMALL_T5}.get(choice, SMALL)
+    if choice == "generated":
+        sizes = SMALL_GPT2
+    if group == "logger":
+        sizes = [each for each in sizes if not each.startswith("logger=")]
+    if group == "model" and not choice.startswith("tiny_"):
+        sizes = [each for each in sizes if not each.startswith("model.")]
+    places = [f"domains.root={texts}", f"cache_dir={cache_dir}"]
+    domains = [] if group == "domains" else ["domains=texts", *places[:1]]
+    chosen = [] if not group or f"{group}={choice}" in sizes else [f"{group}={choice}"]
+    return [*domains, places[1], *sizes, *chosen, *needs(group, choice, texts)]
+
+
+def choices() -> list[tuple[str, str]]:
+    """The choices of the groups, ("", "") for the top of the config first."""
+    found = [(str(path.parent.relative_to(ROOT / "conf")), path.stem) for path in ROOT.glob("conf/**/*.yaml")]
+    return [("", ""), *sorted(each for each in found if each[0] != "." and not each[0].startswith(ELSEWHERE))]
+
+
+def keys_of(node: DictConfig, at: str = "") -> Iterator[str]:
+    """The dotted keys of a config, with those of its sections."""
+    for name in node:
+        key = f"{at}.{name}" if at else str(name)
+        yield key
+        inner = node._get_node(name)
+        if isinstance(inner, DictConfig) and not inner._is_none() and not inner._is_missing():
+            yield from keys_of(inner, key)
+
+
+@cache
+def options(texts: Path) -> list[tuple[str, str, str]]:
+    """Group, choice and key: those of the plain config, and of each choice its own group's."""
+    nowhere, found = texts.parent / "nowhere", []
+    groups = {group for group, _ in choices()}
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        for group, choice in choices():
+            cfg = with_values(*small(texts, nowhere, group, choice))
+            place = "trainer" if group == "strategy" else group
+            keys = [key for key in keys_of(cfg) if not group or key.startswith(f"{place}.")]
+            found += [(group, choice, key) for key in keys if group or key.partition(".")[0] not in groups]
+    return found
+
+
+def given(key: str, kind: str) -> str:
+    """A wrong value as an argument."""
+    return f"~{key}" if kind == GONE else f"{key}={WRONG[kind]}"
+
+
+def say(arguments: list[str], folder: Path, *, depth: str = "config") -> dict[str, Any]:
+    """What the command line says of these arguments: its exit code, its lines of error, and how long it
+    took; as far as a depth of DEPTHS."""
+    said, began = io.StringIO(), time.monotonic()
+    told: dict[str, Any] = {"code": 0, "traceback": ""}
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(LONGEST_S)
+    try:
+        with (
+            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),
+            contextlib.chdir(folder.parent),
+            readable(errors_only=True),
+        ):
+            DEPTHS[depth](arguments, folder)
+    except SystemExit as error:
+        told["code"] = error.code
+    except (Exception, TooLongError):
+        told |= {"code": 1, "traceback": traceback.format_exc()[-1500:]}
+    finally:
+        signal.alarm(0)
+    lines = [line for line in said.getvalue().replace("\r", "\n").splitlines() if line.startswith("cpt: ")]
+    return told | {"lines": lines, "took": round(time.monotonic() - began, 2)}
+
+
+def too_long(*args: Any) -> None:
+    raise TooLongError
+
+
+def read_config(arguments: list[str], folder: Path) -> Plan:
+    """As far as is known without torch."""
+    check_choices(arguments)
+    return make_plan(with_values(*arguments))
+
+
+def try_model(arguments: list[str], folder: Path) -> None:
+    """As far as the libraries know, on the model's skeleton."""
+    from cpt.training.readiness import prepare
+
+    prepare(arrange(read_config(arguments, folder)), RunFolder(folder), remember=False)
+
+
+def plan_run(arguments: list[str], folder: Path) -> None:
+    """As far as `plan=json` goes: texts read, each stage tried."""
+    check_choices(arguments)
+    run(with_values(*arguments, "plan=json"), folder=folder)
+
+
+DEPTHS = {"config": read_config, "model": try_model, "run": plan_run}
+
+
+def try_option(
+    texts: Path, home: Path, option: tuple[str, str, str], draw: random.Random
+) -> dict[str, dict[str, Any]]:
+    """What was said of the wrong values of an option that it should not have been; by value.
+
+    Each is tried on the config, of those that it takes some on the model, and of a share of the options one
+    of these up to a plan of the run."""
+    group, choice, key = option
+    base, found, taken = small(texts, home / "cache", group, choice), {}, []
+    folder = home / "work" / "run"  # a relative path of a value is below work
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    folder.parent.mkdir()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+
+        def look(kind: str, depth: str) -> bool:
+            told = say([*base, given(key, kind)], folder, depth=depth)
+            if told["code"] and (wrong := fault(key, told, usual_lines(tuple(base), folder, depth))):
+                found[kind] = {"wrong": wrong, "depth": depth, **told}
+            return told["code"] == 0
+
+        for kind in (*WRONG, GONE):
+            if look(kind, "config"):
+                taken.append(kind)
+        tried = draw.sample(taken, min(TRIED, len(taken)))
+        taken = [kind for kind in tried if look(kind, "model")]
+        if taken and draw.random() < PLANNED:
+            look(draw.choice(taken), "run")
+    shutil.rmtree(folder.parent)
+    return found
+
+
+@cache
+def usual_lines(base: tuple[str, ...], folder: Path, depth: str) -> list[str]:
+    """What is said where no value is wrong."""
+    return say([*base], folder, depth=depth)["lines"]
+
+
+def fault(key: str, told: dict[str, Any], usual: list[str]) -> str:
+    """What is wrong with what was said of a wrong value; nothing where it was taken, or refused as a user is
+    to see it. `usual`: what is said of the choice itself."""
+    if told["traceback"]:
+        return "a traceback"
+    if told["code"] == 0 or told["lines"] == usual:
+        return ""
+    if told["code"] != 1 or len(told["lines"]) != 1:
+        return f"{len(told['lines'])} lines, exit code {told['code']}"
+    line = told["lines"][0]
+    if not any(re.search(rf"\b{re.escape(part)}\b", line) for part in key.split(".")[-2:]):
+        return "the option is not named"
+    return "" if TOLD.search(line) else "what is allowed is not said"

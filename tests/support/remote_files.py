@@ -1,0 +1,240 @@
+"""A file system as of a slow server, for the process that installs it: calls that take their time, changes of
+other machines that are seen late, and now and then a file that cannot be read.
+
+What it does to a call is drawn from a seed. It reaches what Python opens and asks; what libraries in C++ and
+Rust do by themselves stays as it is. As on NFS, a process sees its own changes at once, a file that it opens
+is the newest, and locks are the server's."""
+
+import builtins
+import errno
+import io
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+VARIABLE = "CPT_REMOTE_FILES"  # JSON: root, seed, late (seconds), unreadable (share of files that are read)
+SLOW, VERY_SLOW = 0.04, 0.0015  # shares of calls
+LONGEST_S, VERY_LONG_S = 0.3, 3.0
+CHANGES = ("rename", "replace", "link", "unlink", "remove", "mkdir", "rmdir", "truncate")
+LOOKS = ("stat", "lstat")
+FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+BROKEN = (errno.ESTALE, errno.EIO)
+
+
+class Listing:
+    """Entries of a folder as os.scandir gives them."""
+
+    def __init__(self, entries: list[os.DirEntry]) -> None:
+        self.entries = iter(entries)
+
+    def __iter__(self) -> Iterator[os.DirEntry]:
+        return self.entries
+
+    def __next__(self) -> os.DirEntry:
+        return next(self.entries)
+
+    def __enter__(self) -> "Listing":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Client:
+    """This process's view of the files below a folder."""
+
+    def __init__(self, root: str, *, seed: str, late: float, unreadable: float) -> None:
+        self.root, self.draw = root, random.Random(seed)
+        self.late, self.unreadable = late, unreadable
+        self.seen: dict[tuple[str, str], tuple[float, Any]] = {}
+        self.own: set[str] = set()  # folders in which this process has written
+        self.made: set[str] = set()  # folders that it has made: all in them is its own
+        self.real = {name: getattr(os, name) for name in (*CHANGES, *LOOKS, "open", "fsync", "listdir")}
+        self.scandir, self.read = os.scandir, io.open
+        self.guard = threading.Lock()
+
+    def place(self, path: Any) -> str | None:
+        """A path below the folder as text; None for any other."""
+        if isinstance(path, int) or path is None:
+            return None
+        text = os.path.abspath(os.fsdecode(path))
+        return text if text.startswith(self.root) else None
+
+    def wait(self) -> None:
+        """Takes its time, as the seed says."""
+        with self.guard:
+            luck, part = self.draw.random(), self.draw.random()
+        if luck < VERY_SLOW:
+            time.sleep(1 + part * (VERY_LONG_S - 1))
+        elif luck < SLOW:
+            time.sleep(part * LONGEST_S)
+
+    def change(self, path: str) -> None:
+        """This process writes there: it is not told what was."""
+        if not path.endswith(".lock"):
+            self.own.add(os.path.dirname(path))
+        for kind in ("stat", "lstat"):
+            self.seen.pop((kind, path), None)
+        self.seen.pop(("list", os.path.dirname(path)), None)
+
+    def is_own(self, path: str) -> bool:
+        """Whether this process has written beside it, or made a folder in which it is."""
+        folder = os.path.dirname(path)
+        if folder in self.own:
+            return True
+        while len(folder) > len(self.root) and folder not in self.made:
+            folder = os.path.dirname(folder)
+        return folder in self.made
+
+    def look(self, kind: str, path: str, ask: Callable[[], Any]) -> Any:
+        """What is there, or was a moment ago."""
+        self.wait()
+        known = self.seen.get((kind, path))
+        if known is None or time.monotonic() - known[0] > self.late or self.is_own(path):
+            try:
+                found = ask()
+            except FileNotFoundError as error:
+                found = error
+            known = time.monotonic(), found
+            self.seen[kind, path] = known
+        if isinstance(known[1], FileNotFoundError):
+            raise FileNotFoundError(*known[1].args, path)
+        return known[1]
+
+    def opens(self, path: str, *, writes: bool) -> None:
+        """A file is opened: the server is asked for it. Raises OSError where it cannot be read."""
+        self.wait()
+        if writes:
+            self.change(path)
+            return
+        for kind in ("stat", "lstat"):
+            self.seen.pop((kind, path), None)
+        with self.guard:
+            broken = self.draw.random() < self.unreadable
+        if broken and os.path.isfile(path):
+            number = self.draw.choice(BROKEN)
+            raise OSError(number, os.strerror(number), path)
+
+
+def install() -> None:
+    """Has this process, and those that it forks, see such files, where the variable says so."""
+    if not (told := os.environ.get(VARIABLE)):
+        return
+    given = json.loads(told)
+    client = Client(
+        given["root"], seed=given["seed"], late=given["late"], unreadable=given.get("unreadable", 0.0)
+    )
+    for name in CHANGES:
+        setattr(os, name, changing(client, name))
+    for name in LOOKS:
+        setattr(os, name, looking(client, name))
+    os.open, os.fsync = opening(client), delayed(client)
+    os.listdir, os.scandir = listing(client), scanning(client)
+    builtins.open = io.open = reading(client)
+
+
+def changing(client: Client, name: str) -> Callable[..., Any]:
+    real = client.real[name]
+
+    def call(*paths: Any, **options: Any) -> Any:
+        relative = any(value is not None for key, value in options.items() if key.endswith("dir_fd"))
+        given = [] if relative else [client.place(path) for path in paths if is_path(path)]
+        places = [place for place in given if place is not None]
+        if places:
+            client.wait()
+        found = real(*paths, **options)
+        for place in places:
+            client.change(place)
+        if places and (name == "mkdir" or places[0] in client.made):
+            client.made.add(places[-1])
+        return found
+
+    return call
+
+
+def is_path(value: Any) -> bool:
+    return isinstance(value, str | bytes | os.PathLike)
+
+
+def looking(client: Client, name: str) -> Callable[..., Any]:
+    real = client.real[name]
+
+    def call(path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> Any:
+        options = {"dir_fd": dir_fd} | ({} if name == "lstat" else {"follow_symlinks": follow_symlinks})
+        place = client.place(path) if dir_fd is None else None
+        if place is None:
+            return real(path, **options)
+        kind = name if follow_symlinks else "lstat"
+        return client.look(kind, place, lambda: real(path, **options))
+
+    return call
+
+
+def opening(client: Client) -> Callable[..., int]:
+    def call(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if dir_fd is None and (place := client.place(path)):
+            client.wait()
+            if flags & FLAGS:
+                client.change(place)
+        return client.real["open"](path, flags, mode, dir_fd=dir_fd)
+
+    return call
+
+
+def delayed(client: Client) -> Callable[[int], None]:
+    def call(descriptor: int) -> None:
+        client.wait()
+        client.real["fsync"](descriptor)
+
+    return call
+
+
+def listing(client: Client) -> Callable[..., list[str]]:
+    def call(path: Any = ".") -> list[str]:
+        place = client.place(path)
+        if place is None:
+            return client.real["listdir"](path)
+        return list(client.look("list", f"{place}/", lambda: client.real["listdir"](path)))
+
+    return call
+
+
+def scanning(client: Client) -> Callable[..., Any]:
+    def call(path: Any = ".") -> Any:
+        place = client.place(path)
+        if place is None:
+            return client.scandir(path)
+        return Listing(client.look("scan", f"{place}/", lambda: list(client.scandir(path))))
+
+    return call
+
+
+def reading(client: Client) -> Callable[..., Any]:
+    def call(file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
+        if place := client.place(file):
+            client.opens(place, writes=any(sign in mode for sign in "wax+"))
+        return client.read(file, mode, *others, **options)
+
+    return call
+
+
+@contextmanager
+def remote(root: Path, *, seed: str, late: float = 1.0, unreadable: float = 0.0) -> Iterator[None]:
+    """Processes that are started meanwhile see the files below a folder so, if they call `install`."""
+    os.environ[VARIABLE] = json.dumps(
+        {"root": str(root), "seed": seed, "late": late, "unreadable": unreadable}
+    )
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
