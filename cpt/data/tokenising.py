@@ -101,7 +101,7 @@ def choose(tokenizer: PreTrainedTokenizerBase, sample: Callable[[], list[str]], 
     if not isinstance(light, Words):
         return light or called
     texts = sample()
-    if light(texts) == called(texts):
+    if not texts or light(texts) == called(texts):
         return light
     log.warning(
         "the ids of words alone are not those of the text with this tokenizer: %s; its words are not "
@@ -111,12 +111,13 @@ def choose(tokenizer: PreTrainedTokenizerBase, sample: Callable[[], list[str]], 
     return light.whole
 
 
-def some_texts(folder: Path, split: int, piece: Piece, size: int) -> list[str]:
-    """The first documents of a piece, of so many bytes or CHECKED, and no more than the last of them has
-    beyond."""
+def some_texts(folder: Path, split: int, first: Piece, size: int) -> list[str]:
+    """The first documents of a split from a piece on, of so many bytes or CHECKED, and no more than the last
+    of them has beyond."""
     found: list[str] = []
     left = min(size, CHECKED)
-    for text in chain.from_iterable(read_piece(folder, split, piece)):
+    told = (each for each in pieces(folder, split, begin=first.begin, first=first.first) if each.bytes)
+    for text in chain.from_iterable(chain.from_iterable(read_piece(folder, split, each) for each in told)):
         if left <= 0:
             break
         found.append(text)

@@ -349,3 +349,14 @@ def test_a_sample_is_the_first_documents(tmp_path):
     sample = tokenising.some_texts(found.folder, 0, first, 150)
     assert sample == texts[: len(sample)]
     assert sum(map(len, sample[:-1])) < 150 <= sum(map(len, sample))
+
+
+def test_a_sample_is_of_the_split_wherever_it_stands(tmp_path):
+    found = written(tmp_path, prose(60), others="some {} text")
+    first = next(pieces(found.folder, 2))
+    assert not first.bytes  # as all of it is of another
+    assert tokenising.some_texts(found.folder, 2, first, 150) == ["some test text"]
+
+
+def test_without_a_sample_the_rules_alone_decide(tokenizer):
+    assert isinstance(tokenising.choose(tokenizer, list, size=10**9), Words)
