@@ -461,8 +461,8 @@ def test_what_lies_beside_the_domains_is_named(tmp_path, caplog):
 )
 def test_what_no_source_can_be_made_of(shared, message):
     with pytest.raises(ValueError, match=message):
-        InstalledDocs(packages={}, general=[], **{**SHARED, **shared})
-    assert InstalledDocs(packages={}, general=[], **SHARED).score_on == "test"
+        InstalledDocs(packages={}, general=["stdlib"], **{**SHARED, **shared})
+    assert InstalledDocs(packages={}, general=["stdlib"], **SHARED).score_on == "test"
 
 
 def test_the_fingerprint_is_that_of_the_files(tmp_path):

@@ -86,7 +86,7 @@ def test_labels_are_the_sub_packages(task):
 
 def test_a_module_is_in_one_split_which_is_that_of_the_domain(task, tmp_path):
     source = InstalledDocs(
-        packages={"land": ["made_up"]}, general=[], orders=None, held_out=HELD_OUT, score_on="test"
+        packages={"land": ["made_up"]}, general=["stdlib"], orders=None, held_out=HELD_OUT, score_on="test"
     )
     text = make_corpus(source, "land", cache=tmp_path / "corpora")
     found = splits(task(examples=dict.fromkeys(("train", "dev", "test"), 100)))
@@ -219,7 +219,7 @@ def test_wrong_options_are_told_at_once(given, overrides, message):
 
 def test_domains_that_are_not_packages_are_told(given):
     without = {**given(), "packages": None}
-    with pytest.raises(ValueError, match=r"^endtask\.packages=None; allowed: packages by domain, like those"):
+    with pytest.raises(ValueError, match=r"^endtask\.packages=null; allowed: packages by domain, like those"):
         plan_endtasks(without, ["land"], ["land"])
 
 
