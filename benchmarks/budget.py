@@ -32,7 +32,7 @@ SIZES = [
     *("trainer.checkpoint_every=100000", "domains.held_out.most=200"),
 ]
 HELD = 0.95  # of the seeds
-RATES = (1, 0.5, 0.25, 0.125, 0.0625)
+RATES = (1 / 20, 1 / 24, 1 / 32)  # the first broke the budget in 18 of 20 seeds
 
 
 def main() -> None:

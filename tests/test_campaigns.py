@@ -53,9 +53,9 @@ TRIALS = {
     "a damaged file": (faults.trial, 2),
     "wrong values of an option": (inputs.trial, len(inputs.CASES) + 40),
     "a second start": (concurrency.trial, 7),
-    "too little memory": (memory.trial, 2),
 }
 MORE = {
+    "too little memory": (memory.trial, 2),
     "a number that is none": (nonfinite.trial, 0),
     "a killed run": (kills.trial, 0),
     "a killed sweep": (kills.trial, 4),

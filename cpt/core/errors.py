@@ -33,6 +33,7 @@ MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolat
 DELETED = re.compile(r"Could not delete from config. '(.*)' does not exist")
 FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
+    r"|could not create a (primitive|memory)"  # oneDNN
 )
 # SystemError: Python where it runs out of memory within an error.
 WANTED = "memory does not suffice"
