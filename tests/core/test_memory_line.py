@@ -10,6 +10,7 @@ from cpt.core.errors import readable
 FAILING = {
     "python": lambda: bytearray(1 << 62),
     "torch": lambda: torch.empty(1 << 50),
+    "oneDNN": lambda: raised(RuntimeError("could not create a primitive")),
     "a thread": lambda: raised(RuntimeError("can't start new thread")),
     "a gpu": lambda: raised(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
 }
