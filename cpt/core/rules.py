@@ -83,6 +83,10 @@ def number(interval: str) -> Rule:
     return Rule(lambda value: is_number(value) and INTERVALS[interval](value), interval)
 
 
+def between(least: float, most: float) -> Rule:
+    return Rule(lambda value: is_number(value) and least <= value <= most, f"{least:g} to {most:g}")
+
+
 def whole(least: int) -> Rule:
     return Rule(lambda value: is_whole(value, least), f"a whole number, {least} or more")
 

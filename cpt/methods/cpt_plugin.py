@@ -27,7 +27,7 @@ from cpt.adapters.gates import Gate, Gates, anneal, attach_gates, bottleneck_uni
 from cpt.adapters.options import GateOptions, Routing
 from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
-from cpt.core.rules import YES_NO, number, one_of
+from cpt.core.rules import YES_NO, between, number, one_of
 from cpt.data.batch import Batch
 from cpt.masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
@@ -65,9 +65,9 @@ class CPTPluginOptions(GateOptions):
     """Options of CPT."""
 
     attention: float = option(
-        "inner size of a plug-in beside an attention, as a share of the hidden size", number("above 0")
+        "inner size of a plug-in beside an attention, as a share of the hidden size", between(0.001, 100)
     )
-    ffn: float = option("of one beside an FFN, as a share of the hidden size", number("above 0"))
+    ffn: float = option("of one beside an FFN, as a share of the hidden size", between(0.001, 100))
     output_relu: bool = option("a ReLU behind the second map: the first model is then not the base", YES_NO)
     norms: str = option("the norms of the blocks: each domain's own, or the base's", one_of(*NORMS))
     sparsity: float = option("weight of HAT's regulariser", number("0 or more"))

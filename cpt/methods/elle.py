@@ -33,7 +33,7 @@ from cpt.adapters.bank import BASE
 from cpt.adapters.prompt import attach_prompt, draw_prompt
 from cpt.adapters.routing import Scorer
 from cpt.core.options import Options, option
-from cpt.core.rules import Rule, is_list, is_number, number, show, whole
+from cpt.core.rules import Rule, between, is_list, number, show, whole
 from cpt.data.batch import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
@@ -66,7 +66,7 @@ class ELLEOptions(Options):
 
     neurons: float | Sequence[float] = option(
         "what the width of feed-forward networks is multiplied by before each domain after the first",
-        by_domain(Rule(lambda value: is_number(value) and value >= 1, "1 or more")),
+        by_domain(between(1, 100)),
     )
     heads: int | Sequence[int] = option(
         "key/value heads that each attention gains there, with the query heads that share them",

@@ -10,8 +10,8 @@ from cpt.core.rules import (
     TEXT,
     YES_NO,
     Rule,
+    between,
     is_list,
-    is_number,
     is_pattern,
     is_text,
     number,
@@ -86,7 +86,7 @@ class ModelOptions(Options):
     )
     mean_span: float | None = option(
         "mean tokens of a hidden span; null: for other models",
-        or_null(Rule(lambda value: is_number(value) and value >= 1, "1 or more")),
+        or_null(between(1, 10_000)),
         default=None,
     )
     length: int = option("tokens per sample", whole(2))

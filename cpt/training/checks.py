@@ -106,7 +106,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         masks={name: read(f"mask.{name}").choose() for name in check_entries(masks.values, "mask")},
         replay=NOTHING
         if replay.values.get("_target_", "") is None
-        else of_kind(Mixture, "replay", replay.choose()),
+        else of_kind(Mixture, "replay", replay.choose(needed=True)),
         source=of_kind(Source, "domains", make_now(read("domains").choose(needed=True))),
         optim=read_optimizer(read("optim")),
         schedule=check_called(make_now(read("schedule").choose(needed=True))),

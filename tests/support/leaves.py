@@ -56,6 +56,7 @@ TOLD = re.compile(
     r"allowed: |needed: |needs |did you mean|; give |is missing|there is no |there are: "
     r"|is not a multiple|must "
     r"|should |Should contain one of|may help|is neither |installed package"
+    r"|Available names are|only possible arguments are|has to be between|expected (str|int|float|bool)"
 )
 
 
