@@ -83,7 +83,8 @@ def main() -> None:
 
 
 def parts(section: ComparedRuns) -> Iterator[str]:
-    similar = find_similar(map(order_of, section.runs))
+    told = [order_of(run) for run in section.runs if run.scores.similarity]  # not of published ones
+    similar = find_similar(told or map(order_of, section.runs))
     groups = {group.name: Studied(group, similar) for group in section.groups}
     (study.RESULTS / PICTURE).write_bytes(draw_places(groups))
     first = section.runs[0].scores

@@ -35,7 +35,6 @@ FAILED_ALLOCATION = re.compile(
     r"out of memory|can't allocate memory|Cannot allocate memory|bad_alloc|can't start new thread"
     r"|could not create a (primitive|memory)"  # oneDNN
 )
-# SystemError: Python where it runs out of memory within an error.
 WANTED = "memory does not suffice"
 LESS = "the same command goes on from here; allowed: more memory, or what needs less: docs/performance.md"
 CLOSE = 0.6  # how alike two names are, of 1, where one may have been meant
@@ -129,7 +128,7 @@ def end(line: str) -> None:
 
 def want_of_memory(error: BaseException | None) -> str:
     """What is said where an allocation has failed, as Python, torch or the system say it, whatever came of it
-    on the way up; nothing for any other error."""
+    on the way up; nothing for any other error. Python says SystemError where it happens within an error."""
     while error is not None:
         if isinstance(error, MemoryError | SystemError) or FAILED_ALLOCATION.search(str(error)):
             return f"{WANTED} ({reason(error)}); {LESS}"

@@ -25,9 +25,8 @@ WORTH = 2 << 20  # bytes of sources for which a process is started
 TOGETHER = 8  # files that a process is given at once
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _INNER = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that a definition can stand below
-_HOLDERS: dict[
-    type[ast.AST], tuple[str, ...]
-] = {  # of each statement those that it has, in the order of a file
+# Of each statement those that it has, in the order of a file.
+_HOLDERS: dict[type[ast.AST], tuple[str, ...]] = {
     kind: tuple(name for name in kind._fields if name in _INNER)
     for kind in vars(ast).values()
     if isinstance(kind, type) and issubclass(kind, ast.mod | ast.stmt | ast.excepthandler | ast.match_case)
