@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from cpt.advising.advice import Subject, make_advice
 from cpt.advising.arms import Setting, choose_arms
-from cpt.advising.budget import Costs, Plan, Round, make_plan, time_round
+from cpt.advising.budget import SEEDS, Costs, Plan, Round, make_plan, time_round
 from cpt.advising.choice import Wish
 from cpt.advising.measuring import Measured, load_run
 from cpt.advising.page import make_blocks, tell
@@ -105,6 +105,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--weight", type=float, default=1.0, help="how much forgetting counts beside learning (default: 1)"
     )
     made.add_argument("--arms", metavar="A,B", help="which ways are tried (default: all that fit)")
+    made.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help=f"at most so many; fewer leave more steps (default: {SEEDS})",
+    )
     made.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per core or GPU)")
     made.add_argument("--out", type=Path, default=Path("outputs/advice"), metavar="FOLDER")
     made.add_argument(
@@ -123,6 +130,8 @@ def check(given: argparse.Namespace) -> None:
         raise ValueError(f"--forget {given.forget:g}; allowed: nats per token, a finite number")
     if given.jobs is not None and given.jobs < 1:
         raise ValueError(f"--jobs {given.jobs}; allowed: 1, 2, …")
+    if not 1 <= given.seeds <= SEEDS:
+        raise ValueError(f"--seeds {given.seeds}; allowed: 1 to {SEEDS}")
     check_overrides(given.overrides)
 
 
@@ -189,6 +198,8 @@ def settle(
     """The plan of OUT, or a new one by the steps of a pilot; says it. Raises ValueError where OUT is that of
     another question."""
     file, question = given.out / "plan.json", {"shared": list(sweep.shared), "arms": list(arms)}
+    if given.seeds != SEEDS:
+        question["seeds"] = given.seeds
     kept = Ready.load(file, question) if file.exists() else None
     if kept is None:
         log.info("a first run reads the texts, makes the base and is timed")
@@ -200,6 +211,7 @@ def settle(
             seconds=3600 * given.hours - (time.monotonic() - began),
             jobs=sweep.at_once(len(arms)),
             most=max(1, min(MOST_STEPS, int(epoch))),
+            seeds=given.seeds,
         )
         kept = Ready(plan, costs, epoch)
         file.write_text(json.dumps({"question": question} | asdict(kept), indent=1) + "\n", encoding="utf-8")

@@ -103,12 +103,13 @@ def check_command(command, corpora):
 
 @pytest.mark.slow
 def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch, capsys, corpora):
-    monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((1, False),))
+    monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((2, False), (1, False)))
     monkeypatch.setattr("cpt.advising.sweeping.PILOT", 4)  # one and the same run
-    here("--out", "failed", fails="freeze")
+    here("--out", "failed", "--seeds", "1", fails="freeze")
     told = capsys.readouterr().out
     advice = json.loads((tmp_path / "failed/advice.json").read_text())
     assert {arm["arm"] for arm in advice["arms"]} == {"ncl", "replay-25"}
+    assert advice["measured"]["seeds"] == [0]
     assert any(line == "freeze: failed (exit 1): cpt: broken" for line in advice["unknown"])
     assert told.splitlines()[-1] == advice["recommended"]["command"]
     check_command(advice["recommended"]["command"], corpora)
@@ -131,6 +132,7 @@ def test_a_first_run_that_fails_ends_it_with_its_reason(here, tmp_path, capsys):
         (". --weight -1", "--weight -1; allowed: 0 or more"),
         (". --forget nan", "--forget nan; allowed: nats per token, a finite number"),
         (". --jobs 0", "--jobs 0; allowed: 1, 2"),
+        (". --seeds 4", "--seeds 4; allowed: 1 to 3"),
         (". --arms kdd", "--arms kdd; allowed: ncl, "),
         (". seed=1", "seed=1: advise sets seed itself"),
         (". trainer.batch=4", "trainer.batch is not known; did you mean"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cpt.advising.arms import work
 
 DESIGNS = ((3, True), (2, True), (2, False), (1, False))  # seeds, whether there is a shorter length too
+SEEDS = 3  # of the richest of them
 ENOUGH = 60  # steps per domain below which fewer seeds are better than fewer steps
 LEAST = 10  # steps per domain below which nothing is learned
 FEWEST = 3  # arms, of more that were asked for
@@ -60,20 +61,22 @@ def time_round(arms: Sequence[str], steps: int, costs: Costs, *, jobs: int) -> f
     return (len(arms) * costs.fixed + costs.stages * steps * costs.step * work(arms)) / jobs
 
 
-def make_plan(arms: Sequence[str], costs: Costs, *, seconds: float, jobs: int, most: int) -> Plan:
-    """The first of DESIGNS in which each run learns ENOUGH steps, with as many of them as fit, at most
-    `most`; where none does, one seed of fewer steps, then of fewer arms. Raises ValueError where even
-    these do not fit."""
+def make_plan(
+    arms: Sequence[str], costs: Costs, *, seconds: float, jobs: int, most: int, seeds: int = SEEDS
+) -> Plan:
+    """The first of DESIGNS, as far as it has at most so many seeds, in which each run learns ENOUGH steps,
+    with as many of them as fit, at most `most`; where none does, one seed of fewer steps, then of fewer arms.
+    Raises ValueError where even these do not fit."""
     enough, least = min(ENOUGH, most), min(LEAST, most)
-    designs = [(arms, *design, enough) for design in DESIGNS]
+    designs = [(arms, *design, enough) for design in DESIGNS if design[0] <= seeds]
     fewer = range(len(arms), min(FEWEST, len(arms)) - 1, -1)
     designs += [(arms[:count], 1, False, least) for count in fewer]
-    for chosen, seeds, short, wanted in designs:
-        steps = min(most, fitting(chosen, seeds, short, costs, seconds=seconds, jobs=jobs))
+    for chosen, count, short, wanted in designs:
+        steps = min(most, fitting(chosen, count, short, costs, seconds=seconds, jobs=jobs))
         if steps >= wanted:
-            lengths = [steps] * seeds + [cut_steps(steps)] * short
+            lengths = [steps] * count + [cut_steps(steps)] * short
             takes = sum(time_round(chosen, each, costs, jobs=jobs) for each in lengths)
-            return Plan(tuple(chosen), steps, seeds, short, takes)
+            return Plan(tuple(chosen), steps, count, short, takes)
     needed = time_round(arms[:FEWEST], least, costs, jobs=jobs)
     raise ValueError(
         f"{max(0, seconds):.0f} s are left of --hours, and {min(FEWEST, len(arms))} runs of {least} steps "

@@ -9,8 +9,8 @@ COSTS = Costs(step=0.1, fixed=10, stages=2)
 FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]
 
 
-def planned(seconds, *, arms=("ncl", "lora"), jobs=1, most=500):
-    plan = make_plan(arms, COSTS, seconds=seconds, jobs=jobs, most=most)
+def planned(seconds, *, arms=("ncl", "lora"), jobs=1, most=500, **given):
+    plan = make_plan(arms, COSTS, seconds=seconds, jobs=jobs, most=most, **given)
     return plan.seeds, plan.short, plan.steps
 
 
@@ -34,6 +34,12 @@ def test_the_time_of_the_whole_is_the_sum_of_its_runs():
     assert plan.rounds == [Round(0, 500), Round(0, 125), Round(1, 500), Round(2, 500)]
     both = make_plan(["ncl", "kd"], COSTS, seconds=1000, jobs=1, most=500)
     assert both.seconds == pytest.approx(plan.seconds + 0.4 * 0.2 * (1500 + 125))  # a teacher's pass
+
+
+def test_fewer_seeds_leave_more_steps():
+    assert planned(200, seeds=2) == (2, True, 155)  # 6 starts, then 140 s / (2 x 0.1 x 2 x 2.25)
+    assert planned(200, seeds=1) == (1, False, 450)
+    assert planned(1000, seeds=1) == (1, False, 500)
 
 
 def test_twice_the_jobs_are_half_the_time():
