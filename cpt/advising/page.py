@@ -32,6 +32,7 @@ def make_blocks(advice: Mapping[str, Any]) -> list[Block]:
             lines=[LEGEND],
             head=HEAD,
             words=3,
+            chosen=(0, 1, 3, 4, 7),
             cells=[row_of(arm) for arm in advice["arms"]],
         ),
         Block(title="What is not known", lines=[f"· {line}" for line in advice["unknown"]]),

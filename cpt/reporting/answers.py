@@ -94,9 +94,8 @@ def _show_metrics(answers: Mapping[str, Any]) -> Block:
         for name, value in answers["metrics"].items()
     ]
     lines = [FORMULAS, f"answers.when={answers['when']}, {answers['seconds']:,.1f} seconds."]
-    return Block(
-        title="Scores", lines=lines, head=("number", "meaning", "formula", "%"), cells=cells, words=3
-    )
+    head = ("number", "meaning", "formula", "%")
+    return Block(title="Scores", lines=lines, head=head, cells=cells, words=3, chosen=(0, 1, 3))
 
 
 def _show_last(scores: Scores, tasks: Mapping[str, Any]) -> Block:

@@ -103,7 +103,9 @@ def _show_summary(scores: Scores) -> Block:
     seeds = f"{len(given['tasks'])} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     seeds += f"endtask.when={given['when']}, {given['seconds']:,.1f} seconds."
     head = ("number", "meaning", "formula", "%")
-    return Block(title="End tasks", lines=[FORMULAS, seeds], head=head, cells=cells, words=3)
+    return Block(
+        title="End tasks", lines=[FORMULAS, seeds], head=head, cells=cells, words=3, chosen=(0, 1, 3)
+    )
 
 
 def _name_metrics(given: Mapping[str, Any]) -> str:

@@ -212,7 +212,8 @@ def _show_metrics(scores: Scores) -> Block:
         for m, units in scores.metrics.items()
     ]
     missing = [MISSING] if any("terms" in units for units in scores.metrics.values()) else []
-    return Block(title="Metrics", lines=[FORMULAS, *missing], head=head, cells=cells, words=3)
+    lines = [FORMULAS, *missing]
+    return Block(title="Metrics", lines=lines, head=head, cells=cells, words=3, chosen=(0, 1, 3, 4, 5))
 
 
 def _count_terms(metric: Mapping) -> str:
@@ -221,7 +222,10 @@ def _count_terms(metric: Mapping) -> str:
 
 
 def _in_units(metric: Mapping) -> list[str]:
-    """A metric in nats, as perplexity and in bits per byte, each with its interval if it has one."""
+    """A metric in nats, as perplexity and in bits per byte, each with its interval if it has one; dashes for
+    one of which no term was measured."""
+    if metric.get("terms", [1])[0] == 0:
+        return ["–"] * len(UNITS)
     bounds, cells = metric.get("interval", {}), []
     for unit, show in zip(UNITS, (decimals, perplexity, decimals), strict=True):
         interval = f" [{', '.join(map(show, bounds[unit]))}]" if unit in bounds else ""
@@ -230,7 +234,9 @@ def _in_units(metric: Mapping) -> list[str]:
 
 
 def _medians(metric: Mapping) -> str:
-    """The medians over a metric's terms in its units; a dash in scores of an older cpt."""
+    """The medians over a metric's terms in its units; a dash in scores of an older cpt, and of no terms."""
+    if metric.get("terms", [1])[0] == 0:
+        return "–"
     shown = zip(UNITS, (decimals, perplexity, decimals), strict=True)
     return ", ".join(show(metric["median"][unit]) for unit, show in shown) if metric.get("median") else "–"
 

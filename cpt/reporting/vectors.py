@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 MARK = "mark:"
 LOOK = {"svg.fonttype": "none", "svg.hashsalt": "cpt", "pdf.fonttype": 42}  # 42: what publishers take
+# In a page neutral colours are those of the page, light or dark; those of groups stay as they are.
+NEUTRAL = {"#000000": "ink", "#ffffff": "paper", "#e6e6e6": "line", "#595959": "rule"}
 DATES: Mapping[str, Mapping[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -53,13 +55,18 @@ def write_vectors(picture: bytes, stem: Path) -> None:
 
 def inline_svg(picture: Picture, *, prefix: str, told: str) -> str:
     """The picture as an element of a page that loads nothing: without links to other places, its ids with a
-    prefix, each group's marks with `data-group` and what they stand for as a title."""
+    prefix, each group's marks with `data-group` and what they stand for as a title. One without a raster
+    takes the page's colours for ink and paper."""
     text = picture.svg.decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>", "", text, flags=re.S)
     text = re.sub(r"\n\s*", "\n", re.sub(r"<!--.*?-->", "", text, flags=re.S))
     box = re.search(r'viewBox="([^"]+)"', text)
-    head = f'<svg viewBox="{box[1] if box else "0 0 1 1"}" role="img" aria-label="{escape(told)}">'
+    drawn = "<image" not in text
+    kind = ' class="drawn"' if drawn else ""
+    head = f'<svg viewBox="{box[1] if box else "0 0 1 1"}"{kind} role="img" aria-label="{escape(told)}">'
+    for colour, role in NEUTRAL.items() if drawn else ():
+        text = text.replace(f": {colour}", f": var(--{role})")
     text = re.sub(r"<svg\b[^>]*>", lambda _: head, text, count=1).replace("xlink:href", "href")
     named = re.compile(r"""<g id=(["'])mark:(.*?)\1>""")
     text = named.sub(lambda found: _open_mark(unescape(found[2]), picture.marks), text)

@@ -375,12 +375,48 @@ def test_a_mark_says_what_it_stands_for(browser, comparison):
     browser.run(f"{over}(new PointerEvent('pointerover', {{bubbles: true}}))")
     told = browser.run("document.querySelector('.tip').textContent")
     assert told.startswith("das, runs: 2") and "FG" in told and "[" in told
-    faded = "[...document.querySelectorAll('.plot svg.lit [data-group]:not(.on)')].map(m => m.dataset.group)"
+    faded = "[...document.querySelectorAll('.plot.lit [data-group]:not(.on)')].map(m => m.dataset.group)"
     assert "ncl" in browser.run(faded) and "das" not in browser.run(faded)
     browser.run("document.body.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))")
     assert (
         browser.run("document.querySelector('.tip').textContent + document.querySelector('.lit')") == "null"
     )
+
+
+def test_on_a_phone_a_legend_stands_below_its_axes(browser, comparison):
+    places = "p => [...p.querySelectorAll('svg')].map(s => s.getBoundingClientRect().toJSON())"
+    plots = f"[...document.querySelectorAll('.plot:has([id$=legend_1])')].map({places})"
+    browser.open(comparison, size=LAPTOP)
+    assert [len(each) for each in browser.run(plots)] == [1] * 4
+    browser.open(comparison, size=PHONE)
+    shown = browser.run(plots)
+    assert len(shown) == 4
+    for axes, legend in shown:
+        assert axes["bottom"] <= legend["top"] + 1 and axes["width"] > 0.8 * PHONE[0] > 0.4 * legend["width"]
+        assert axes["left"] >= 0 and max(axes["right"], legend["right"]) <= PHONE[0]
+    tick(browser, "das")
+    below = "[...document.querySelectorAll('[aria-label=legend] [data-group]')]"
+    below += ".filter(m => getComputedStyle(m).display != 'none')"
+    assert browser.run(f"[...new Set({below}.map(m => m.dataset.group))]") == ["das"]
+    assert browser.run(f"{below}.map(m => m.textContent).join('')").count("das") == 4
+
+
+def test_in_the_dark_a_method_has_its_colour_on_the_pages_paper(browser, comparison):
+    look = "s => Object.fromEntries(['stroke', 'fill', 'filter'].map(n => [n, getComputedStyle(s)[n]]))"
+    looks = f"['[data-group=das] use', 'text'].map(s => ({look})(document.querySelector('svg.drawn ' + s)))"
+    ink = "getComputedStyle(document.body).color"
+    browser.open(comparison, size=LAPTOP)
+    light, black = browser.run(looks), browser.run(ink)
+    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    dark, white = browser.run(looks), browser.run(ink)
+    filters = browser.run(
+        "[...document.querySelectorAll('svg')].map(s => [s.classList.value, getComputedStyle(s).filter])"
+    )
+    browser.send("Emulation.setEmulatedMedia", features=[])
+    assert light[0] == dark[0] and "213, 94, 0" in light[0]["fill"]
+    assert (light[1]["fill"], dark[1]["fill"]) == (black, white) and black != white
+    assert {kind for kind, filtered in filters if filtered == "none"} == {"drawn"}
+    assert ["", "invert(0.91) hue-rotate(180deg)"] in filters  # heat maps, whose figures stand on colours
 
 
 def test_the_main_table_is_narrow_and_shows_other_columns_by_choice(browser, comparison):

@@ -78,7 +78,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if self.open and self.open[-1] in ("td", "th"):
+        if {"td", "th"} & {*self.open}:  # in <small> within it too
             self.cells[-1] += data
 
 
@@ -118,6 +118,18 @@ def test_a_report_shows_every_metric_with_its_formula_and_interval(tmp_path):
         assert cells[at + 4].startswith(perplexity(scores.metrics[name]["perplexity"]))
         assert cells[at + 5].startswith(f"{scores.metrics[name]['bits_per_byte']:.4f}")
         assert cells[at + 3] in markdown
+
+
+def test_a_metric_of_which_no_term_was_measured_is_a_dash(tmp_path):
+    scores = made()
+    for row, column in ((1, 1), (1, 2), (2, 2)):  # no domain before it was learned
+        scores.nll[row][column] = None
+    scores.measure()
+    assert scores.metrics["FWT_zs"]["terms"][0] == 0 < scores.metrics["CPT"].get("terms", [1])[0]
+    cells = Page(written(tmp_path, scores)[1]).cells
+    at = next(place for place, cell in enumerate(cells) if cell.startswith("FWT_zs (0 of"))
+    assert cells[at + 3 : at + 7] == ["–"] * 4
+    assert re.match(r"\d\.\d{4}", cells[cells.index("ZS") + 3]) and "nan" not in " ".join(cells)
 
 
 def test_a_report_says_what_its_perplexities_depend_on(tmp_path):
