@@ -16,6 +16,7 @@ from cpt.data.datamodule import Domain
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.masks.base import Before, Constraint, Held, recording, scale_
 from cpt.models.forward import in_mode
+from cpt.optim.layout import lay_out_moments, unfuse_mixed
 
 MOST = 3  # names that a message lists
 
@@ -69,6 +70,7 @@ class Staged(LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = self.make_optimizer(list(self.parameter_groups()))
+        unfuse_mixed(optimizer)
         for group in optimizer.param_groups:
             group["lr"] *= group.pop("times")
         if self.carried is not None:
@@ -89,6 +91,7 @@ class Staged(LightningModule):
                 mask.before_domain(self.model, self.objective, self.trainer.datamodule.probe())
             self.zero_grad()
         self.check_groups(self.trainer.optimizers[0])
+        lay_out_moments(self.trainer.optimizers[0])
 
     def check_groups(self, optimizer: Optimizer) -> None:
         """Raises ValueError where something that requires a gradient would not be trained."""
