@@ -72,7 +72,10 @@ def test_what_a_method_stores_is_foretold_for_every_stage(start, long, foretold,
     done = Scores.load(tmp_path / "done" / "scores.json")
     stages = said["stages"][1:]
     assert [each["stage"] for each in said["stages"]] == done.rows
-    assert [each["stored"] for each in stages] == done.stored[1:]
+    # Of stages beyond the third Lifelong-MoE's shape alone is tried, not the 20 bytes that it notes after each.
+    noted = {"lifelong_moe": 20}.get(method, 0)
+    for number, (each, stored) in enumerate(zip(stages, done.stored[1:], strict=True), start=1):
+        assert each["stored"] + noted * max(0, number - 3) == stored
     if not stages:
         return
     assert said["trained_parameters"] == max(done.trained)
@@ -139,7 +142,9 @@ def test_parts_that_lie_in_a_file_are_not_in_memory(start, long, foretold, killi
     assert said["memory"]["last"]["state"] == last[False] < first[False] + 100  # of demix: which, how near
     assert said["mapped"] == {"first": 0, "last": last[True]}
     grown = said["grows_by_domain"]
-    assert 0 <= grown["memory"] < 100 and grown["stored"] * 4 >= last[True] > 4000
+    # O-LoRA's term asks for the pairs' A of all domains: while it learns they are in memory, and foretold.
+    memory = grown["stored"] if method == "olora" else 0
+    assert memory <= grown["memory"] < memory + 100 and grown["stored"] * 4 >= last[True] > 2000
     done = Scores.load(tmp_path / "done" / "scores.json")
     assert [each["stored"] for each in said["stages"][1:]] == done.stored[1:]
     assert said["memory"]["last"]["peak"] + last[True] == pytest.approx(max(done.memory), rel=0.15)
@@ -341,7 +346,14 @@ def test_bytes_count_once_for_each_storage():
 
 @pytest.mark.parametrize(
     "values, number, value",
-    [([3, 5, 9], 1, 3), ([3, 5, 9], 3, 9), ([3, 5, 9], 236, 9 + 233 * 4), ([3, 5], 9, 5), ([], 4, 0)],
+    [
+        *[([1000, 2000, 3004], 4, 4012), ([1000, 2000, 3004], 6, 6040), ([0, 900, 2000], 4, 3100)],
+        ([3, 5, 9], 1, 3),
+        ([3, 5, 9], 3, 9),
+        ([3, 5, 9], 236, 9 + 233 * 4),
+        ([3, 5], 9, 5),
+        ([], 4, 0),
+    ],
 )
 def test_what_was_seen_goes_on_in_a_line(values, number, value):
     assert go_on(values, number) == value
