@@ -28,7 +28,7 @@ def here(corpora, cache, start, tmp_path, monkeypatch):
     monkeypatch.setattr("cpt.advising.sweeping.PILOT", 2)
     monkeypatch.setattr("cpt.advise.MOST_STEPS", 4)
     monkeypatch.setattr("cpt.advising.budget.SHORTER", 2)
-    monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((1, True), (1, False)))
+    monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((1, True, 2),))
     begun = []
 
     def ask(*arguments, most=99, fails=""):
@@ -103,7 +103,7 @@ def check_command(command, corpora):
 
 @pytest.mark.slow
 def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch, capsys, corpora):
-    monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((2, False), (1, False)))
+    monkeypatch.setattr("cpt.advising.budget.DESIGNS", ((2, False, 1), (1, False, 1)))
     monkeypatch.setattr("cpt.advising.sweeping.PILOT", 4)  # one and the same run
     here("--out", "failed", "--seeds", "1", fails="freeze")
     told = capsys.readouterr().out

@@ -11,8 +11,8 @@ import numpy as np
 
 from cpt.advising.arms import MEANINGS, Setting, overrides
 from cpt.advising.budget import Plan
-from cpt.advising.choice import Choice, Point, Wish, choose, find_front
-from cpt.advising.measuring import QUANTITIES, Measured
+from cpt.advising.choice import Choice, Wish, choose, find_front
+from cpt.advising.measuring import Measured, judge
 from cpt.advising.subject import Model
 
 VERSION = 1
@@ -38,12 +38,16 @@ def make_advice(
 ) -> dict[str, Any]:
     """The whole of advice.json; `lost` are lines of what was planned and not measured."""
     means = measured.means()
-    points = {arm: Point(*(means[arm, plan.steps][name] for name in QUANTITIES[:2])) for arm in measured.arms}
-    weight = wish.weight if wish.bound is None else 0.0
-    options = {"steps": plan.steps, "weight": weight}
-    first = measured.bounds(chosen=measured.arms[0], at=None, **options)
-    choice = choose(points, {arm: first[arm]["forgotten"][1] for arm in points}, wish)
-    bounds = measured.bounds(chosen=choice.arm, at=subject.epoch, **options)
+    # The command learns an epoch: arms are judged by that, as far as two lengths say what it brings.
+    at = subject.epoch if subject.epoch > ABOUT * plan.steps and len(measured.seeds) > 1 else None
+    points = {arm: judge(means, arm, steps=plan.steps, at=None) for arm in measured.arms}
+    judged = {arm: judge(means, arm, steps=plan.steps, at=at) for arm in measured.arms}
+    options = {"steps": plan.steps, "weight": wish.weight if wish.bound is None else 0.0, "at": at}
+    first = measured.bounds(chosen=measured.arms[0], **options)
+    forgotten = "forgotten_at" if at else "forgotten"
+    choice = choose(judged, {arm: first[arm][forgotten][1] for arm in points}, wish)
+    choice = choice._replace(why=choice.why + ", extrapolated to an epoch" * bool(at))
+    bounds = measured.bounds(chosen=choice.arm, **options)
     front = find_front(points)
     arms = [
         {

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from cpt.advising.arms import work
 
-DESIGNS = ((3, True), (2, True), (2, False), (1, False))  # seeds, whether there is a shorter length too
+# Seeds, whether there is a shorter length too, and the steps per domain below which it is not made: what an
+# arm is worth changes more from 50 steps to an epoch than from seed to seed (docs/advise.md).
+DESIGNS = ((3, True, 500), (2, True, 500), (1, True, 20))
 SEEDS = 3  # of the richest of them
-ENOUGH = 60  # steps per domain below which fewer seeds are better than fewer steps
 LEAST = 10  # steps per domain below which nothing is learned
 FEWEST = 3  # arms, of more that were asked for
 SHORTER = 4  # the shorter length is this part of the other
@@ -64,11 +65,11 @@ def time_round(arms: Sequence[str], steps: int, costs: Costs, *, jobs: int) -> f
 def make_plan(
     arms: Sequence[str], costs: Costs, *, seconds: float, jobs: int, most: int, seeds: int = SEEDS
 ) -> Plan:
-    """The first of DESIGNS, as far as it has at most so many seeds, in which each run learns ENOUGH steps,
-    with as many of them as fit, at most `most`; where none does, one seed of fewer steps, then of fewer arms.
-    Raises ValueError where even these do not fit."""
-    enough, least = min(ENOUGH, most), min(LEAST, most)
-    designs = [(arms, *design, enough) for design in DESIGNS if design[0] <= seeds]
+    """The first of DESIGNS, as far as it has at most so many seeds, in which each run learns the steps that
+    it asks for, with as many of them as fit, at most `most`; where none does, one seed of one length, then of
+    fewer arms. Raises ValueError where even these do not fit."""
+    least = min(LEAST, most)
+    designs = [(arms, count, short, min(steps, most)) for count, short, steps in DESIGNS if count <= seeds]
     fewer = range(len(arms), min(FEWEST, len(arms)) - 1, -1)
     designs += [(arms[:count], 1, False, least) for count in fewer]
     for chosen, count, short, wanted in designs:

@@ -18,6 +18,7 @@ Key = tuple[str, int, int]  # arm, steps, seed
 Bounds = tuple[float, float]
 REPLICATES = 1000
 QUANTITIES = ("learned", "forgotten", "FG", "drift")
+LEADING = tuple(enumerate(QUANTITIES[:2]))  # those that arms are judged by
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,11 @@ class Measured:
     def bounds(
         self, *, chosen: str, steps: int, weight: float, at: float | None
     ) -> dict[str, dict[str, Bounds]]:
-        """95 % intervals by arm: QUANTITIES after so many steps, their worth minus that of the chosen arm
-        (`worth`), and `learned_at`, `forgotten_at` more tokens, `at` in steps, where there are two lengths.
-        Documents and seeds are drawn together, alike for all arms: differences are paired."""
+        """95 % intervals by arm: QUANTITIES after so many steps, and `learned_at`, `forgotten_at` more
+        tokens, `at` in steps, where there are two lengths; `worth`, by the latter where there are such, minus
+        the chosen arm's. Documents and seeds are drawn together, alike for all arms: differences are
+        paired."""
+        at = at if len(self.seeds) > 1 else None
         first = next(iter(self.runs.values()))
         samples = [
             [np.concatenate([run.sums[column] for run in self.runs.values()]), first.counts[column]]
@@ -115,12 +118,12 @@ class Measured:
                 for steps, seeds in self.seeds.items()
             }
             found = self.values(nll, weights)
-            points = {arm: Point(*(found[arm, steps][name] for name in QUANTITIES[:2])) for arm in self.arms}
+            points = {arm: judge(found, arm, steps=steps, at=at) for arm in self.arms}
             return {
                 arm: {
                     **found[arm, steps],
                     "worth": worth(points[arm], weight) - worth(points[chosen], weight),
-                    **(extrapolate(found, arm, at) if at and len(self.seeds) > 1 else {}),
+                    **({f"{name}_at": points[arm][place] for place, name in LEADING} if at else {}),
                 }
                 for arm in self.arms
             }
@@ -133,11 +136,11 @@ def even(count: int) -> Array:
     return np.full(count, 1 / count)
 
 
-def extrapolate(found: Mapping[tuple[str, int], Mapping], arm: str, at: float) -> dict:
-    """What an arm learned and forgot at another length, on a line over the logarithm of the lengths."""
-    lengths = [steps for own, steps in found if own == arm]
-    weights = weigh_lengths(lengths, at)
-    return {
-        f"{name}_at": sum(w * found[arm, steps][name] for w, steps in zip(weights, lengths, strict=True))
-        for name in QUANTITIES[:2]
-    }
+def judge(found: Mapping[tuple[str, int], Mapping], arm: str, *, steps: int, at: float | None) -> Point:
+    """What an arm learned and forgot after so many steps, or `at` more of them: on a line over the logarithm
+    of the lengths."""
+    if not at:
+        return Point(*(found[arm, steps][name] for _, name in LEADING))
+    lengths = [each for own, each in found if own == arm]
+    pairs = list(zip(weigh_lengths(lengths, at), lengths, strict=True))
+    return Point(*(sum(weight * found[arm, each][name] for weight, each in pairs) for _, name in LEADING))

@@ -17,7 +17,7 @@ LEGEND = (
     "much lower the loss on a domain is just after it was learned than the base's. Forgotten: how much the "
     "loss has grown at the end on what was known before, a mean over the earlier domains (FG) and the "
     "general text (drift). The last column: the arm's worth by what was wished, minus that of the "
-    "recommended one."
+    "recommended one; where an epoch is extrapolated, after that."
 )
 Arm = Mapping[str, Any]
 

@@ -18,13 +18,13 @@ def planned(seconds, *, arms=("ncl", "lora"), jobs=1, most=500, **given):
     ("seconds", "plan"),
     [
         (1000, (3, True, 500)),  # more steps than an epoch has are of no use
-        (200, (3, True, 92)),  # 8 starts, then 120 s / (2 x 0.1 x 2 x 3.25)
-        (150, (2, True, 100)),
-        (112, (2, False, 90)),  # with a shorter length 52 / 0.9 = 57 steps, below 60
-        (80, (1, False, 150)),
+        (600, (2, True, 500)),  # 6 starts, then 540 s / (2 x 0.1 x 2 x 2.25)
+        (500, (1, True, 500)),
+        (200, (1, True, 320)),  # 4 starts, then 160 s / (2 x 0.1 x 2 x 1.25)
+        (45, (1, False, 62)),  # with a shorter length 10 steps, below 20
     ],
 )
-def test_more_time_is_for_more_seeds_then_for_more_steps(seconds, plan):
+def test_more_time_is_for_more_steps_up_to_an_epoch_then_for_more_seeds(seconds, plan):
     assert planned(seconds) == plan
 
 
@@ -37,9 +37,8 @@ def test_the_time_of_the_whole_is_the_sum_of_its_runs():
 
 
 def test_fewer_seeds_leave_more_steps():
-    assert planned(200, seeds=2) == (2, True, 155)  # 6 starts, then 140 s / (2 x 0.1 x 2 x 2.25)
-    assert planned(200, seeds=1) == (1, False, 450)
-    assert planned(1000, seeds=1) == (1, False, 500)
+    assert planned(1000, most=900) == (3, True, 707) and planned(1000, most=900, seeds=2) == (2, True, 900)
+    assert planned(1000, most=900, seeds=1) == (1, True, 900)
 
 
 def test_twice_the_jobs_are_half_the_time():

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cpt.advising.advice import Subject, make_advice
+from cpt.advising.arms import Setting
+from cpt.advising.budget import Plan
+from cpt.advising.choice import Wish
 from cpt.advising.measuring import Measured, Run, trade
+from cpt.advising.subject import Model
+
+TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 
 NLL = np.array([[4.0, 5.0, 3.0], [3.0, 5.0, 3.1], [3.4, 4.5, 3.3]])  # base, law, food x law, food, general
 COUNTS = np.array([10.0, 30.0, 0.0])  # the last document scores nothing
@@ -75,3 +82,17 @@ def test_more_tokens_are_told_from_two_lengths_alone():
     assert found["learned_at"] == pytest.approx((1.25, 1.25))  # 0.25, 0.75, and as much again
     assert found["learned"] == pytest.approx((0.75, 0.75))
     assert found["forgotten_at"] == pytest.approx((0.35, 0.35))
+
+
+@pytest.mark.parametrize(("epoch", "arm", "why"), [(41.0, "kd", "forgotten"), (160.0, "ncl", "to an epoch")])
+@pytest.mark.parametrize("wish", [Wish(None, 1.0), Wish(0.4, 1.0)])
+def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, why):
+    runs = {("ncl", 40, 0): made(NLL), ("ncl", 10, 0): made(NLL + UP)}
+    runs |= {("kd", 40, 0): made(NLL - 0.2 * UP), ("kd", 10, 0): made(NLL)}  # ahead, and slower
+    subject = Subject(("domains=texts",), (), TINY, Setting(1e-3, 2, 2), epoch, 512, 0)
+    advice = make_advice(Measured(runs), subject, Plan(("ncl", "kd"), 40, 1, True, 60.0), wish, lost=[])
+    assert advice["recommended"]["arm"] == arm
+    assert advice["recommended"]["why"].endswith(why) or wish.bound
+    worth = {each["arm"]: each["intervals"]["worth"] for each in advice["arms"]}
+    assert worth.pop(arm) == [0, 0] and all(high < 0 for _, high in worth.values())
+    assert [each["arm"] for each in advice["arms"]] == ["kd", "ncl"]  # as measured

@@ -72,7 +72,7 @@ def test_what_a_method_stores_is_foretold_for_every_stage(start, long, foretold,
     done = Scores.load(tmp_path / "done" / "scores.json")
     stages = said["stages"][1:]
     assert [each["stage"] for each in said["stages"]] == done.rows
-    # Of stages beyond the third Lifelong-MoE's shape alone is tried, not the 20 bytes that it notes after each.
+    # Of stages beyond the third Lifelong-MoE's shape is tried alone, not the 20 bytes that it notes after.
     noted = {"lifelong_moe": 20}.get(method, 0)
     for number, (each, stored) in enumerate(zip(stages, done.stored[1:], strict=True), start=1):
         assert each["stored"] + noted * max(0, number - 3) == stored

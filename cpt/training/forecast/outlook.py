@@ -22,9 +22,9 @@ GATHERED = "gathered"  # what of shared out weights is whole at once, with its g
 
 
 def go_on(values: Sequence[float], number: int) -> float:
-    """The value of stage 1, 2, … of which the first are known: from the last two of them on a line. Where a
-    little more comes with each stage than with the one before (a router's rows for all experts so far), on the
-    parabola through the last three."""
+    """The value of stage 1, 2, … of which the first are known: from the last two of them on a line. Where
+    a little more comes with each stage than with the one before (rows of a router for all experts so far), on
+    the parabola through the last three."""
     if not values or number <= len(values):
         return values[number - 1] if values else 0
     if len(values) < STAGES:
