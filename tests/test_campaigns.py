@@ -60,6 +60,7 @@ MORE = {
     "a killed run": (kills.trial, 0),
     "a killed sweep": (kills.trial, 4),
     "a signal": (preemption.trial, 0),
+    "a signal to a job of submitit": (preemption.trial, 5),
     "two processes, one of which has the number": (nonfinite.trial, 1),
     "a stale lock": (concurrency.trial, 1),
     "a sweep twice": (concurrency.trial, 2),
