@@ -91,7 +91,9 @@ def restore_runs(
             scores = found | {"versions": {}, "loading": ""}
             run = scores["run"]
             chosen = [f"{name}={run[name]}" for name in ("method", "mask", "replay", "seed")]
-            chosen += [f"method.{each}" for each in run["variant"].split("; ") if each]
+            sections = ("trainer.", "optim.", "model.")  # all else is said of the method
+            said = [each for each in run["variant"].split("; ") if each]
+            chosen += [each if each.startswith(sections) else f"method.{each}" for each in said]
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
