@@ -36,6 +36,7 @@ from cpt.status import clock
 log = logging.getLogger("cpt.advise")
 CAP = "eval.tokens=5000"
 MOST_STEPS = 2000
+SPARED = 0.9  # of the time that is left, what is planned for: a pilot's steps say not all that others take
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -208,7 +209,7 @@ def settle(
         plan = make_plan(
             arms,
             costs,
-            seconds=3600 * given.hours - (time.monotonic() - began),
+            seconds=SPARED * (3600 * given.hours - (time.monotonic() - began)),
             jobs=sweep.at_once(len(arms)),
             most=max(1, min(MOST_STEPS, int(epoch))),
             seeds=given.seeds,
@@ -247,8 +248,9 @@ def tell_plan(plan: Plan, costs: Costs, *, left_out: int) -> None:
 def carry_out(
     given: argparse.Namespace, sweep: Sweep, ready: Ready, setting: Setting, *, began: float
 ) -> tuple[Measured, list[str]]:
-    """Makes the rounds that fit into the budget, the first whatever it takes; what was measured, and a line
-    for each arm or round that was not. Raises ValueError where fewer than two arms were."""
+    """Makes the rounds that fit into the budget, those of the first seed whatever they take: the advice rests
+    on both of its lengths. What was measured, and a line for each arm or round that was not. Raises
+    ValueError where fewer than two arms were."""
     plan, deadline = ready.plan, began + 3600 * given.hours
     took, foreseen, lost, failed = 0.0, 0.0, list[str](), dict[str, str]()
     done: list[Round] = []
@@ -259,7 +261,7 @@ def carry_out(
         expected = time_round(waiting, each.steps, ready.costs, jobs=sweep.at_once(len(arms)))
         left = (took / foreseen if foreseen else 1.0) * expected  # by what the earlier ones really took
         about = f"seed {each.seed}, {each.steps} steps"
-        if done and waiting and time.monotonic() + left > deadline:
+        if each.seed > 0 and waiting and time.monotonic() + left > deadline:
             lost.append(f"{about}: not within --hours {given.hours:g}; the same command runs it")
             continue
         told = f"{len(waiting)} runs, about {clock(left)}" if waiting else "finished before"
