@@ -53,13 +53,13 @@ TRIALS = {
     "a damaged file": (faults.trial, 2),
     "wrong values of an option": (inputs.trial, len(inputs.CASES) + 40),
     "a second start": (concurrency.trial, 7),
+    "a number that is none": (nonfinite.trial, 0),
+    "a killed run": (kills.trial, 0),
+    "a signal": (preemption.trial, 0),
 }
 MORE = {
     "too little memory": (memory.trial, 2),
-    "a number that is none": (nonfinite.trial, 0),
-    "a killed run": (kills.trial, 0),
     "a killed sweep": (kills.trial, 4),
-    "a signal": (preemption.trial, 0),
     "a signal to a job of submitit": (preemption.trial, 5),
     "two processes, one of which has the number": (nonfinite.trial, 1),
     "a stale lock": (concurrency.trial, 1),
