@@ -193,7 +193,6 @@ RESTING = {
         "test_a_killed_run_goes_on_with_the_same_bits": ALL,
         "test_a_process_holds_its_share_and_the_export_is_whole": ALL,
         "test_a_stage_that_was_half_written_does_not_count": ALL,
-        "test_parts_that_are_whole_in_each_process_lie_in_the_stages_file": ALL,
         "test_shared_out_weights_are_those_of_one_process": "ewc",
         "test_stages_in_shards_grow_and_are_filled_by_any_number_of_processes": ALL,
         "test_what_is_refused_is_measured_on_the_finished_run": ALL,
