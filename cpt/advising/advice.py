@@ -17,6 +17,7 @@ from cpt.advising.subject import Model
 
 VERSION = 1
 ABOUT = 1.05  # times the steps measured are no more than measured
+FAR = 15  # times the steps measured a line was seen to have the best arms in their order (docs/advise.md)
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,16 @@ def make_advice(
     """The whole of advice.json; `lost` are lines of what was planned and not measured."""
     means = measured.means()
     # The command learns an epoch: arms are judged by that, as far as two lengths say what it brings.
-    at = subject.epoch if subject.epoch > ABOUT * plan.steps and len(measured.seeds) > 1 else None
+    beyond = subject.epoch > ABOUT * plan.steps and len(measured.seeds) > 1
+    at = min(subject.epoch, FAR * plan.steps) if beyond else None
     points = {arm: judge(means, arm, steps=plan.steps, at=None) for arm in measured.arms}
     judged = {arm: judge(means, arm, steps=plan.steps, at=at) for arm in measured.arms}
     options = {"steps": plan.steps, "weight": wish.weight if wish.bound is None else 0.0, "at": at}
     first = measured.bounds(chosen=measured.arms[0], **options)
     forgotten = "forgotten_at" if at else "forgotten"
     choice = choose(judged, {arm: first[arm][forgotten][1] for arm in points}, wish)
-    choice = choice._replace(why=choice.why + ", extrapolated to an epoch" * bool(at))
+    if at:
+        choice = choice._replace(why=f"{choice.why}, extrapolated to {at:.0f} steps a domain")
     bounds = measured.bounds(chosen=choice.arm, **options)
     front = find_front(points)
     arms = [
@@ -67,6 +70,7 @@ def make_advice(
         "wish": {"bound": wish.bound, "weight": wish.weight if wish.bound is None else None},
         "measured": {
             **{"steps": plan.steps, "tokens": round(plan.steps * subject.tokens_per_step)},
+            **({"judged_steps": round(at)} if at else {}),
             **{"seeds": seeds, "lengths": list(measured.seeds), "epoch_steps": round(subject.epoch)},
         },
         "recommended": {"arm": choice.arm, "why": choice.why, "command": say_command(choice, subject)},

@@ -51,7 +51,8 @@ def tell(advice: Mapping[str, Any]) -> list[str]:
     if "learned_at" in best["intervals"]:
         bounds = best["intervals"]
         lines.append(
-            f"After an epoch (about {at['epoch_steps']} steps a domain), extrapolated: learned "
+            f"After {at.get('judged_steps', at['epoch_steps'])} steps a domain (an epoch has about "
+            f"{at['epoch_steps']}), extrapolated: learned "
             f"{show(bounds['learned_at'])}, forgotten {show(bounds['forgotten_at'])} nats."
         )
     return lines

@@ -84,7 +84,14 @@ def test_more_tokens_are_told_from_two_lengths_alone():
     assert found["forgotten_at"] == pytest.approx((0.35, 0.35))
 
 
-@pytest.mark.parametrize(("epoch", "arm", "why"), [(41.0, "kd", "forgotten"), (160.0, "ncl", "to an epoch")])
+@pytest.mark.parametrize(
+    ("epoch", "arm", "why"),
+    [
+        (41.0, "kd", "forgotten"),
+        (160.0, "ncl", "to 160 steps a domain"),
+        (1e6, "ncl", "to 600 steps a domain"),
+    ],
+)
 @pytest.mark.parametrize("wish", [Wish(None, 1.0), Wish(0.4, 1.0)])
 def test_an_arm_is_recommended_by_what_an_epoch_brings(wish, epoch, arm, why):
     runs = {("ncl", 40, 0): made(NLL), ("ncl", 10, 0): made(NLL + UP)}
