@@ -3,7 +3,8 @@ products reach in the same time, in 32 and in 16 bits, of cpt, the Hugging Face 
 
     python benchmarks/limit.py
 
-Beside it: what share of cpt's step is spent on what, and the memory's bandwidth."""
+Beside it: what share of cpt's step each phase takes by the clock, each kind of operation by torch's
+profiler, and the memory's bandwidth."""
 
 import argparse
 import statistics
@@ -19,14 +20,37 @@ from measuring import save
 from stage import played, prepare, times
 from subjects import SUBJECTS, Course, fit
 from torch.profiler import ProfilerActivity, profile
+from variants import QUICK
 
 from cpt.training.costs import count_operations
 
 SIDE, REPEATS, MEGABYTES = 2048, 7, 256
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
-IN = {"cpt, bf16": "bf16-mixed"}  # what a subject computes in; the others in 32-true
+CPT = ("cpt", "cpt, quick dropout", "cpt, bf16", "cpt, bf16, quick dropout")
+IN = {
+    name: "bf16-mixed" for name in CPT if "bf16" in name
+}  # what a subject computes in; the others in 32-true
 COARSE = ("trainer.precision=bf16-mixed", "trainer.attention=eager")
-PHASES = {  # by the operations of torch; the first that fits
+WAYS: dict[str, tuple[str, ...]] = {
+    "32-true": (),
+    "32-true, quick dropout": QUICK,
+    "bf16-mixed": COARSE,
+    "bf16-mixed, quick dropout": (*COARSE, *QUICK),
+}
+FORWARD = {  # parts of a model, by the last of their names; the outermost counts
+    "embedding": ("embeddings", "wte", "wpe", "shared"),
+    "attention": ("attention", "attn", "SelfAttention", "EncDecAttention"),
+    "FFN": ("intermediate", "output", "mlp", "DenseReluDense"),
+    "head": ("lm_head", "head", "decoder"),
+}
+LIGHTNING = {  # what Lightning's profiler calls them
+    "data": "train_dataloader_next",
+    "forward": ".training_step",
+    "backward": ".backward",
+    "optimizer": "optimizer_step",
+    "all": "run_training_epoch",
+}
+OPERATIONS = {  # of torch; the first that fits
     "data": ("enumerate(DataLoader)",),
     "attention": ("_scaled_dot_product", "aten::bmm", "aten::baddbmm", "softmax", "aten::masked_fill"),
     "loss": ("log_softmax", "nll_loss", "cross_entropy"),
@@ -90,19 +114,68 @@ class Profiled(Callback):
         self.profile.__exit__(None, None, None)
 
 
+class Clocked(Callback):
+    """Seconds that each part of a model takes forward, and what Lightning's profiler has at the end."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(FORWARD, 0.0)
+        self.inside, self.since, self.loss, self.lightning = 0, 0.0, 0.0, {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        for name, part in module.model.named_modules():
+            phase = next((each for each, names in FORWARD.items() if name.split(".")[-1] in names), None)
+            if phase is not None and not isinstance(part, torch.nn.ModuleList):
+                part.register_forward_pre_hook(self.enter)
+                part.register_forward_hook(partial(self.leave, phase))
+
+    def enter(self, *given: Any) -> None:
+        if not self.inside:
+            self.since = time.perf_counter()
+        self.inside += 1
+
+    def leave(self, phase: str, *given: Any) -> None:
+        self.inside -= 1
+        if not self.inside:
+            now = time.perf_counter()
+            self.seconds[phase] += now - self.since
+            self.since = now
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.loss += time.perf_counter() - self.since  # the head was the last part
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        taken = trainer.profiler.recorded_durations
+        for phase, key in LIGHTNING.items():
+            self.lightning[phase] = sum(sum(each) for name, each in taken.items() if name.endswith(key))
+
+
 def phases(course: Course, *overrides: str) -> dict[str, float]:
-    """The share of each phase in the time of cpt's steps; what no operation of torch takes is Python's."""
+    """The share of each phase in the time of cpt's steps, by the clock; `logging, loop` is what Lightning
+    spends between them."""
+    place, clock = course.ground("+trainer.profiler=simple", *overrides), Clocked()
+    fit(place, place.data.domain, steps=place.steps, callbacks=[clock])
+    data, forward, backward, stepping, whole = (clock.lightning[name] for name in LIGHTNING)
+    seconds = {"data": data, **clock.seconds, "loss": clock.loss}
+    seconds["rest of the forward pass"] = forward - sum(clock.seconds.values()) - clock.loss
+    seconds |= {"backward": backward, "optimizer, clipping": stepping - forward - backward}
+    seconds["logging, loop"] = whole - data - stepping
+    return {phase: taken / whole for phase, taken in seconds.items()}
+
+
+def kinds(course: Course, *overrides: str) -> dict[str, float]:
+    """The share of each kind of operation in the time of cpt's steps; what no operation of torch takes is
+    Python's."""
     place, watched = course.ground(*overrides), Profiled(first=5)
     fit(place, place.data.domain, steps=place.steps, callbacks=[watched])
-    seconds = dict.fromkeys([*PHASES, REST], 0.0)
+    seconds = dict.fromkeys([*OPERATIONS, REST], 0.0)
     for event in watched.profile.key_averages():
         name = event.key
         if not name.startswith(("aten::", "enumerate(")):
             continue
-        phase = next((each for each, keys in PHASES.items() if any(key in name for key in keys)), REST)
-        seconds[phase] += event.self_cpu_time_total / 1e6
+        kind = next((each for each, keys in OPERATIONS.items() if any(key in name for key in keys)), REST)
+        seconds[kind] += event.self_cpu_time_total / 1e6
     seconds["Python, Lightning"] = max(0.0, watched.wall - sum(seconds.values()))
-    return {phase: taken / watched.wall for phase, taken in seconds.items()}
+    return {kind: taken / watched.wall for kind, taken in seconds.items()}
 
 
 def shown(results: Mapping[str, Any]) -> str:
@@ -110,11 +183,12 @@ def shown(results: Mapping[str, Any]) -> str:
     lines.append(f"memory is copied at {results['bandwidth'] / 1e9:.1f} GB/s")
     lines += [f"matrix products, {name}: {each / 1e9:.0f} G/s" for name, each in results["peak"].items()]
     lines += [
-        f"{name:10}{each['seconds'] * 1e3:8.1f} ms {each['share']:6.1%} of the limit in {each['precision']}"
+        f"{name:26}{each['seconds'] * 1e3:8.1f} ms {each['share']:6.1%} of the limit in {each['precision']}"
         for name, each in results["subjects"].items()
     ]
-    for precision, found in results["phases"].items():
-        lines.append(f"{precision}: " + ", ".join(f"{phase} {share:.1%}" for phase, share in found.items()))
+    for split in ("phases", "operations_by_kind"):
+        for precision, found in results[split].items():
+            lines.append(f"{precision}: " + ", ".join(f"{name} {share:.1%}" for name, share in found.items()))
     return "\n".join(lines)
 
 
@@ -134,7 +208,7 @@ def main() -> None:
     shared = {name: getattr(chosen, name) for name in ("cache", "threads", "batch", "length", "shape")}
     course = Course(**shared, rounds=chosen.repeats, chunk=chosen.steps, fused=True, equal=False)
     count = operations(course)
-    subjects = {name: partial(SUBJECTS[name], course) for name in ("cpt", "cpt, bf16", "bare", "hf")}
+    subjects = {name: partial(SUBJECTS[name], course) for name in (*CPT, "bare", "hf")}
     run = played(subjects, course, patience=chosen.patience)
     wall = times(run["chunks"], list(range(chosen.repeats)), "wall")
     torch.set_num_threads(chosen.threads)
@@ -153,7 +227,8 @@ def main() -> None:
             }
             for name, each in seconds.items()
         },
-        "phases": {"32-true": phases(course), "bf16-mixed": phases(course, *COARSE)},
+        "phases": {name: phases(course, *given) for name, given in WAYS.items()},
+        "operations_by_kind": {name: kinds(course, *given) for name, given in WAYS.items()},
         "load": run["load"],
     }
     print(shown(results))

@@ -6,15 +6,18 @@ step)."""
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ground import DROPOUT, Ground, ground
 from lightning.pytorch.callbacks import Callback
 from stage import Beat, Rhythm
+from variants import QUICK
 
 from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
+from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard
 from cpt.tracking.loggers import About, track
 from cpt.training.checkpointing import Checkpoint
@@ -76,7 +79,8 @@ def fit(
         with track(place.plan.logger.flags, folder, about=About("bench", "bench", [], {})) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
             fitting = make_trainer(options.lightning, label=domain.name, **how)
-            fitting.fit(place.module, datamodule=place.data)
+            with draw_quickly(options.quick_dropout):
+                fitting.fit(place.module, datamodule=place.data)
 
 
 def cpt(course: Course, beat: Beat) -> None:
@@ -94,6 +98,12 @@ def fleeting(course: Course, beat: Beat) -> None:
 def coarse(course: Course, beat: Beat) -> None:
     """The same with trainer.precision=bf16-mixed."""
     place = course.ground("trainer.precision=bf16-mixed", "trainer.attention=eager")
+    fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
+
+
+def quick(course: Course, beat: Beat, *, precision: str = "32-true") -> None:
+    """The same with trainer.quick_dropout=true."""
+    place = course.ground(f"trainer.precision={precision}", *QUICK)
     fit(place, place.data.domain, steps=place.steps, callbacks=[Pulse(beat)])
 
 
@@ -225,6 +235,8 @@ SUBJECTS = {
     "cpt": cpt,
     "cpt, heap as it comes": fleeting,
     "cpt, bf16": coarse,
+    "cpt, quick dropout": quick,
+    "cpt, bf16, quick dropout": partial(quick, precision="bf16-mixed"),
     "bare": bare,
     "dense": dense,
     "hf": hf,

@@ -11,6 +11,7 @@ TARGETS = {
     "kd": 1.5,
     "kd, teacher in bf16": 1.2,
     "derpp": 2.2,
+    "derpp, draws of a quarter": 1.7,
     "replay": 1.0,
     "adapter": 0.85,
     "lora": 0.85,
@@ -38,10 +39,13 @@ TARGETS = {
     "osf": 1.2,
     "agem, a batch": 2.0,
 }
+QUICK = ("trainer.quick_dropout=true", "trainer.attention=eager")
 VARIANTS = {
     DENSE: ["method=ncl"],
     "ncl, bf16": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=eager"],
     "ncl, bf16, sdpa": ["method=ncl", "trainer.precision=bf16-mixed", "trainer.attention=sdpa"],
+    "ncl, quick dropout": ["method=ncl", *QUICK],
+    "ncl, bf16, quick dropout": ["method=ncl", "trainer.precision=bf16-mixed", *QUICK],
     "ncl, not fused": ["method=ncl", "optim.fused=false"],
     "ncl + migu": ["method=ncl", "mask=migu"],
     "ncl + fisher": ["method=ncl", "mask=migu", "mask.migu.importance=fisher"],
@@ -72,6 +76,7 @@ VARIANTS = {
     "das + tokens": ["method=das", "method.units=[heads,neurons,outputs,tokens]"],
     "kd, teacher in bf16": ["method=kd", "method.teacher=bf16-mixed"],
     "kd, hidden": ["method=kd", "method.distilled=hidden"],
+    "derpp, draws of a quarter": ["method=derpp", "method.draw=4"],
     "derpp, logits": ["method=derpp", "method.matched=logits"],
     "replay, added": ["method=replay", "method.mixture.adds=true"],
     "adapter, houlsby": ["method=adapter", "method.placement=houlsby"],

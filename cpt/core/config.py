@@ -53,6 +53,7 @@ NEUTRAL: dict[str, Any] = {
     "optim.carry": "none",
     "trainer.compile": False,
     "trainer.deterministic": False,
+    "trainer.quick_dropout": False,
     "mask.migu.mass": None,
     "method.mask.mass": None,
     "domains.packing": "none",

@@ -24,6 +24,7 @@ from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.movement import measure_movement
+from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.card.files import remove_card, write_card
@@ -188,7 +189,7 @@ class Learner:
             )
             path = str(checkpoint) if checkpoint.exists() else None
             try:
-                with defer_signals():
+                with defer_signals(), draw_quickly(self.plan.trainer.quick_dropout):
                     fitting.fit(self.module, datamodule=self.data, ckpt_path=path, weights_only=True)
                 return fitting
             except RollbackError:

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cpt.core.files import replace as write_whole
 from cpt.core.processes import is_first_process
 from cpt.models import loading
 from cpt.models.forward import hidden_states
+from cpt.models.quick_dropout import draw_quickly, dropout_rates, drops_attention
 from cpt.training.options import TrainerOptions
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
@@ -43,14 +44,13 @@ def settle_numerics(plan: Plan, place: RunFolder, device: torch.device, *, remem
         tell_of_gpu(options)
     if options.precision == "auto":
         options = replace(options, precision=choose_precision(plan, place, device, remember=remember))
+    tell_of_dropout(plan, device)
     if options.attention == "auto" and (found := suit_attention(plan, options, device)):
+        why = f"in 16 bits is faster than torch's own (sdpa) in rows of up to {SHORT} tokens"
+        if plan.trainer.quick_dropout and drops_attention(configuration_of(plan)):
+            why = "draws its dropout quickly, as torch's own (sdpa) does not"
+        log.info("trainer.attention=auto: %s, which on a processor %s", found, why)
         options = replace(options, attention=found)
-        log.info(
-            "trainer.attention=auto: %s, which on a processor in 16 bits is faster than torch's own (sdpa) "
-            "in rows of up to %d tokens",
-            found,
-            SHORT,
-        )
     return replace(plan, trainer=options)
 
 
@@ -65,6 +65,20 @@ def tell_of_gpu(options: TrainerOptions) -> None:
         log.info(
             "trainer.precision=32-true: on an H100 steps in bf16-mixed were 2.5 to 3 times as fast "
             "(docs/performance.md); auto: measured here"
+        )
+
+
+def tell_of_dropout(plan: Plan, device: torch.device) -> None:
+    """Where dropout could be drawn quickly, or cannot, a line."""
+    quick, rates = plan.trainer.quick_dropout, dropout_rates(configuration_of(plan))
+    if quick and (device.type != "cpu" or not rates):
+        reason = "the model has no dropout" if not rates else "a GPU draws dropout quickly anyway"
+        log.info("trainer.quick_dropout=true has no effect: %s", reason)
+    if not quick and device.type == "cpu" and rates and not plan.trainer.compile:
+        log.info(
+            "torch draws dropout (%s) slowly on a processor; trainer.quick_dropout=true: a shorter step, "
+            "other masks (docs/performance.md)",
+            ", ".join(f"{name}={rate:g}" for name, rate in rates.items()),
         )
 
 
@@ -129,7 +143,8 @@ def make_step(plan: Plan, device: torch.device) -> tuple[Callable[[str], None], 
     ids = (torch.arange(rows * length, device=device) * 7919 % (ENTRIES - 1) + 1).view(rows, length)
 
     def step(precision: str) -> None:
-        with attending(model, suit_attention(plan, replace(plan.trainer, precision=precision), device)):
+        chosen = suit_attention(plan, replace(plan.trainer, precision=precision), device)
+        with attending(model, chosen), draw_quickly(plan.trainer.quick_dropout):
             with torch.autocast(device.type, torch.bfloat16, enabled=precision != CHOICES[0]):
                 hidden: Tensor = hidden_states(model, {"input_ids": ids})
             hidden.float().square().mean().backward()
@@ -141,14 +156,18 @@ def make_step(plan: Plan, device: torch.device) -> tuple[Callable[[str], None], 
 def make_block(plan: Plan, device: torch.device) -> PreTrainedModel:
     """A model like that of the plan, of one block and few tokens, with random weights; other random numbers
     stay as they are."""
-    options = plan.model
-    given = options.checkpoint
-    config = loading.configuration(given) if given else loading.AutoConfig.for_model(**dict(options.config))
+    config = configuration_of(plan)
     text = config.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = 1, ENTRIES, 0
-    kind = loading.objective_name(options.objective, config)
+    kind = loading.objective_name(plan.model.objective, config)
     with torch.random.fork_rng(devices=[]), torch.device(device):
         return loading.AUTO[kind].from_config(config).train()
+
+
+def configuration_of(plan: Plan) -> PretrainedConfig:
+    """The configuration of the plan's model."""
+    given = plan.model.checkpoint
+    return loading.configuration(given) if given else loading.AutoConfig.for_model(**dict(plan.model.config))
 
 
 @contextmanager
@@ -175,8 +194,9 @@ def clock(work: Callable[[], None], device: torch.device) -> float:
 
 def suit_attention(plan: Plan, options: TrainerOptions, device: torch.device) -> str | None:
     """`eager` where torch's own attention is slow: its backward pass on a processor in 16 bits, of short
-    rows. None: as transformers has it."""
+    rows, and where it would drop without quick_dropout. None: as transformers has it."""
     if options.attention != "auto":
         return options.attention
-    slow = device.type == "cpu" and options.precision in COARSE and plan.model.length <= SHORT
-    return "eager" if slow else None
+    slow = options.precision in COARSE and plan.model.length <= SHORT
+    slow |= options.quick_dropout and drops_attention(configuration_of(plan))
+    return "eager" if slow and device.type == "cpu" else None

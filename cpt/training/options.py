@@ -136,6 +136,11 @@ class TrainerOptions(Options):
         one_of(*PRECISIONS),
     )
     attention: str = option("how it is computed, by the name that transformers has for it", TEXT)
+    quick_dropout: bool = option(
+        "on a processor masks of dropout are drawn 16 bits an entry: other masks than torch's, sooner",
+        YES_NO,
+        default=False,
+    )
     gradient_checkpointing: bool = option(
         "activations are computed again in the backward pass, not kept: less memory, more time", YES_NO
     )
@@ -167,6 +172,8 @@ class TrainerOptions(Options):
     others: Mapping[str, Any] = option("all else, as lightning.Trainer takes it")
 
     def check_together(self) -> None:
+        if self.quick_dropout and self.compile:
+            raise ValueError("quick_dropout=true does not go with compile=true; allowed: one of them")
         if self.strategy != "fsdp":
             if self.reshard_after_forward is not None:
                 raise ValueError(
@@ -196,6 +203,7 @@ OURS = (
         "others",
         "gradient_checkpointing",
         "attention",
+        "quick_dropout",
         "offload",
         "compile",
         "reshard_after_forward",

@@ -96,6 +96,7 @@ AT_ONCE = {
     "trainer.checkpoint_every=10h": f"trainer.checkpoint_every=10h; allowed: {WHOLE}, or like 10min",
     "trainer.log_every_n_steps=0": f"trainer.log_every_n_steps=0; allowed: {WHOLE}",
     "trainer.offload=2": f"trainer.offload=2; allowed: {BOOL}",
+    "trainer.quick_dropout=2": f"trainer.quick_dropout=2; allowed: {BOOL}",
     "trainer.gradient_checkpointing=2": f"trainer.gradient_checkpointing=2; allowed: {BOOL}",
     "trainer.compile=3": f"trainer.compile=3; allowed: {BOOL}",
     "trainer.deterministic=warn": f"trainer.deterministic=warn; allowed: {BOOL}",

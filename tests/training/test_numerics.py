@@ -6,11 +6,14 @@ import logging
 import pytest
 import torch
 
-from cpt.training import numerics
+from cpt.models import quick_dropout
+from cpt.training import loop, numerics
 from cpt.training.numerics import make_block, settle_numerics
 from cpt.training.plan import make_plan
 from cpt.training.readiness import prepare
 from cpt.training.run_folder import RunFolder
+from tests.methods.test_contract import bits
+from tests.support.killing import KilledError, Killer
 
 CPU = torch.device("cpu")
 
@@ -163,3 +166,59 @@ def test_what_the_defaults_cost_on_a_gpu_is_told(device, given, lines, small, tm
         settle_numerics(make_plan(small(*given)), RunFolder(tmp_path), torch.device(device))
     assert len(caplog.messages) == len(lines)
     assert all(line in told for line, told in zip(lines, caplog.messages, strict=True))
+
+
+DROPS = ("model=tiny_roberta", "model.config.hidden_dropout_prob=0.1")
+QUICK, IN_ATTENTION = "trainer.quick_dropout=true", "model.config.attention_probs_dropout_prob=0.1"
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "line"),
+    [
+        ("cpu", DROPS, "torch draws dropout (hidden_dropout_prob=0.1) slowly on a processor; trainer"),
+        ("cpu", (*DROPS, "trainer.compile=true"), None),
+        ("cpu", (*DROPS, QUICK), None),
+        ("cpu", (QUICK,), "trainer.quick_dropout=true has no effect: the model has no dropout"),
+        ("cuda", (*DROPS, QUICK, ORDERED, COARSE), "has no effect: a GPU draws dropout quickly anyway"),
+        ("cpu", (*DROPS, QUICK, IN_ATTENTION), "trainer.attention=auto: eager, which on a processor draws"),
+    ],
+)
+def test_what_can_be_drawn_quickly_is_told(device, given, line, small, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, logger="cpt"):
+        plan = settle_numerics(make_plan(small(*given)), RunFolder(tmp_path), torch.device(device))
+    assert len(caplog.messages) == (line is not None)
+    assert line is None or line in caplog.text
+    assert plan.trainer.attention == ("eager" if IN_ATTENTION in given else "auto")
+
+
+def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):
+    drawn = []
+    quick = quick_dropout.quick_dropout
+
+    def noting(given, p, *rest, **how):
+        drawn.append(p)
+        return quick(given, p, *rest, **how)
+
+    monkeypatch.setattr(quick_dropout, "quick_dropout", noting)
+    given = (*DROPS, IN_ATTENTION, "order=[law]", "trainer.steps=3")
+    start(small(*given, "name=plain"), tmp_path / "plain")
+    assert not drawn
+    start(small(*given, QUICK, f"cache_dir={tmp_path}"), tmp_path / "quick")
+    layers = make_plan(small(*given)).model.config["num_hidden_layers"]
+    assert len(drawn) == 3 * (1 + 3 * layers) and set(drawn) == {0.1}  # of the domain's steps, not the base's
+
+
+def test_a_killed_run_ends_with_the_same_bits_under_quick_dropout(small, start, tmp_path, monkeypatch):
+    cfg = small(*DROPS, IN_ATTENTION, QUICK, "order=[law]", "trainer.steps=4", "trainer.checkpoint_every=2")
+    start(cfg, tmp_path / "whole")
+    trainer = loop.make_trainer
+
+    def deadly(options, *, callbacks=(), **others):
+        return trainer(options, callbacks=[*callbacks, Killer(step=3)], **others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "make_trainer", deadly)
+        with pytest.raises(KilledError):
+            start(cfg, tmp_path / "killed")
+    start(cfg, tmp_path / "killed")
+    assert bits(tmp_path / "killed") == bits(tmp_path / "whole")
