@@ -1,6 +1,7 @@
 """What the tests share: small texts, a small model, and runs in this process."""
 
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -26,6 +27,7 @@ from omegaconf import DictConfig
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.reporting.page import Block
 from tests.support.campaign import is_resting
+from tests.support.parsing import parse_once
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -66,8 +68,10 @@ LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of 
 
 
 def pytest_configure() -> None:
-    """Has programs that tests start heed signals, though these tests may be started where some are ignored:
+    """Has nobody look for cycles while the tests are read in, and YAML parsed once. Has programs that tests start heed signals, though these tests may be started where some are ignored:
     in the background of a shell, by nohup."""
+    gc.disable()
+    parse_once()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_IGN:
@@ -84,6 +88,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         asked = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if LEARNING & {*getattr(item, "fixturenames", ()), *map(str, asked)}:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have read in stays: to go through it for cycles again and again took a tenth of their time."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -203,6 +214,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_report.py looks at them."""
     for name in ("heatmap", "stages", "mixtures", "similarities"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
+    monkeypatch.setattr("cpt.reporting.monitor.draw_rises", lambda scores: b"")
     monkeypatch.setattr("cpt.reporting.run_report.build_training_block", lambda scores, folder: Block())
     monkeypatch.setattr("cpt.reporting.run_report.build_inside_blocks", lambda scores, folder: [])
 

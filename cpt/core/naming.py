@@ -90,7 +90,13 @@ def same(one: Any, other: Any) -> bool:
 
 def is_group(key: str) -> bool:
     hydra = GlobalHydra.instance()
-    return hydra.is_initialized() and bool(hydra.config_loader().get_group_options(key.partition("@")[0]))
+    return hydra.is_initialized() and has_options(hydra.config_loader(), key.partition("@")[0])
+
+
+@cache
+def has_options(loader: ConfigLoader, group: str) -> bool:
+    """Whether there is a group of this name; Hydra composes a list of configs anew whenever it is asked."""
+    return bool(loader.get_group_options(group))
 
 
 def default_config(groups: tuple[str, ...]) -> DictConfig:

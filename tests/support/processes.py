@@ -17,9 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["hydra", "datasets", "lightning.pytorch", "cpt.training.loop", "cpt.run", "cpt.sweeps.launcher"]
-)
+FORKS.set_forkserver_preload(["tests.support.warm"])
 
 
 def started(script: Path, *arguments: str, cwd: Path, log: Path, twin: bool = False) -> BaseProcess:
