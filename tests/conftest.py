@@ -68,9 +68,8 @@ LEARNING = {"start", "small", "small_gpt2", "small_t5", "cache"}  # fixtures of 
 
 
 def pytest_configure() -> None:
-    """Has nobody look for cycles while the tests are read in, and YAML parsed once. Has programs that tests start heed signals, though these tests may be started where some are ignored:
-    in the background of a shell, by nohup."""
-    gc.disable()
+    """Has YAML parsed once, and programs that tests start heed signals, though these tests may be started
+    where some are ignored: in the background of a shell, by nohup."""
     parse_once()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -90,11 +89,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def pytest_collection_finish() -> None:
-    """What the tests have read in stays: to go through it for cycles again and again took a tenth of their time."""
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What the tests read in stays: to look through it for cycles was a tenth of what they took."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

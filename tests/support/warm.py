@@ -1,5 +1,5 @@
-"""Read in by the process that scripts of the tests are forked from: what every run reads in, and what a parser
-learns of its first words. Nothing is drawn, computed by torch or told to Hydra."""
+"""Read in by the process that scripts of the tests are forked from: what every run reads in, and what a
+parser learns of its first words. Nothing is drawn, computed by torch or told to Hydra."""
 
 import gc
 
