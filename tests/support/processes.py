@@ -100,6 +100,7 @@ def born(
     if second and second.pid == 0:
         arguments = second.told()
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does for a file
     random.seed()  # a fork inherits what nobody seeded
     np.random.seed()
     try:

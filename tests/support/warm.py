@@ -23,7 +23,7 @@ import cpt.training.generators  # noqa: E402, F401
 import cpt.training.loop  # noqa: E402, F401
 from cpt.core.light import is_heavy  # noqa: E402
 from cpt.core.places import CONF  # noqa: E402
-from tests.support.parsing import loaded, parse_once  # noqa: E402
+from tests.support.sparing import loaded, parse_once  # noqa: E402
 
 PIL.Image.preinit()
 OverridesParser.create().parse_overrides(["a=b", "c.d=[e,1]", "+f={g: 1e-3}", "h='i j'", "k@l.m=n", "o=null"])
