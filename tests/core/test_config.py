@@ -5,6 +5,7 @@ import pytest
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from cpt.core.config import identity as identity_of
 from cpt.core.config import list_differences, plain_config
@@ -15,6 +16,7 @@ from cpt.training.checks import read_sections
 from cpt.training.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.processes import ran
+from tests.support.sparing import LOAD
 
 GROUPS = sorted(path.parent.name for path in ROOT.glob("conf/*/*.yaml"))
 
@@ -97,6 +99,29 @@ def test_a_run_folder_is_named_by_its_choices():
     ]
     assert name_run(overrides, "das", 1, 3) == "das_order-1_seed-3_trainer.steps-5"
     assert name_run(["domains.root=../a b/c"], "ncl", "[b,a]", 0) == "ncl_order-.b.a_seed-0_domains.root-c"
+
+
+def test_a_default_that_is_given_outright_is_not_in_the_name(composed):
+    plain = name_run([], "ncl", 0, 0)
+    for given in ("model=tiny_modernbert", "mask=none", "trainer.steps=250", "schedule.warmup=0.10"):
+        assert name_run([given], "ncl", 0, 0) == plain
+    for given in ("model=tiny_gpt2", "mask=migu", "trainer.steps=251"):
+        assert name_run([given], "ncl", 0, 0) == f"{plain}_{given.replace('=', '-').replace('_', '.')}"
+    place = "routing@method.routing"  # a group where the default has no such place
+    assert name_run([f"{place}=last"], "demix", 0, 0) == "demix_order-0_seed-0_routing.method.routing-last"
+
+
+def test_yaml_that_these_tests_read_again_is_what_the_file_says(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("a: 1e-3\nb: ${a}\nc: [1, {d: null}]\n")
+    with path.open() as file:
+        one, other = OmegaConf.load(path), OmegaConf.load(file)
+    assert one == other == LOAD(path) and (one.b, one.c[1].d) == (0.001, None)
+    one.a = 2
+    assert (one.b, other.b, OmegaConf.load(str(path)).b) == (2, 0.001, 0.001)
+    path.write_text("a: 1\na: 2\n")
+    with pytest.raises(YAMLError, match=r'duplicate key a(.|\n)*mine.yaml", line 2'):
+        OmegaConf.load(path)
 
 
 def test_a_long_name_is_cut_and_stays_different():
