@@ -1,6 +1,9 @@
 """What the tests share: small texts, a small model, and runs in this process."""
 
+from __future__ import annotations
+
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -9,7 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,15 +20,11 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/test_gpu.py says how to have one
 
 import pytest
-import torch
-from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
 
-import cpt.core.naming  # noqa: F401  (registers the resolvers)
-from cpt.reporting.page import Block
 from tests.support.campaign import is_resting
+
+if TYPE_CHECKING:  # the process that hands out the tests reads this file too, and needs no torch
+    from omegaconf import DictConfig
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -86,9 +85,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What the tests read in stays: to look through it for cycles was a tenth of what they took."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
+        gc.enable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sparing() -> None:
+    import cpt.core.naming  # noqa: F401  (registers the resolvers)
+    from tests.support.sparing import spare
+
+    spare()
 
 
 def sentences(words: str, *, count: int, seed: int, size: tuple[int, int] = (8, 30)) -> list[str]:
@@ -135,6 +156,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def composed() -> Iterator[Callable[..., DictConfig]]:
     """The config of run.py with overrides."""
+    from hydra import initialize_config_dir
+
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         yield with_values
 
@@ -142,6 +165,9 @@ def composed() -> Iterator[Callable[..., DictConfig]]:
 def with_values(*overrides: str) -> DictConfig:
     """As Hydra composes it, in its two steps: to choose from the groups takes 0.1 s and is done once for each
     choice, to set values takes none."""
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
     chosen = tuple(each for each in overrides if is_choice(each))
     cfg = pickle.loads(composed_once(chosen))  # a copy in a sixth of deepcopy's time
     values = OverridesParser.create().parse_overrides([each for each in overrides if each not in chosen])
@@ -157,6 +183,10 @@ def is_choice(override: str) -> bool:
 
 @functools.cache
 def composed_once(choices: tuple[str, ...]) -> bytes:
+    from hydra import compose
+
+    import cpt.core.naming  # noqa: F401  (registers the resolvers)
+
     return pickle.dumps(compose("config", overrides=list(choices)))
 
 
@@ -201,8 +231,11 @@ def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) ->
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take a third of a small run; tests/reporting/test_report.py looks at them."""
+    from cpt.reporting.page import Block
+
     for name in ("heatmap", "stages", "mixtures", "similarities"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
+    monkeypatch.setattr("cpt.reporting.monitor.draw_rises", lambda scores: b"")
     monkeypatch.setattr("cpt.reporting.run_report.build_training_block", lambda scores, folder: Block())
     monkeypatch.setattr("cpt.reporting.run_report.build_inside_blocks", lambda scores, folder: [])
 

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.support.processes import ran
 
 FOLDER = ROOT / "benchmarks"
 METHODS = "methods, RoBERTa-base, 128"
@@ -35,13 +35,7 @@ def test_every_benchmark_can_be_imported():
 def test_the_one_of_a_gpu_runs_on_a_processor(part, tmp_path):
     few = ["--dry", "--steps", "1", "--repeats", "2", "--together", "3", "--methods", "ewc", "--threads", "1"]
     places = ["--parts", part, "--cache", str(tmp_path / "cache"), "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu.py"), *few, *places],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = ran(FOLDER / "gpu.py", *few, *places, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())["parts"][part]
     assert not found.get("failed"), found

@@ -7,11 +7,13 @@ import sys
 import pytest
 
 from tests.conftest import ROOT, SMALL
+from tests.support.processes import ran
 
 RUN = [str(ROOT / "run.py")]
 
 
-def ran(*arguments, cwd, program=RUN):
+def called(*arguments, cwd, program=RUN):
+    """What the program says, in a process of its own."""
     command = [sys.executable, *program, *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, encoding="utf-8", timeout=120)
 
@@ -43,7 +45,7 @@ def ran(*arguments, cwd, program=RUN):
     ],
 )
 def test_what_cannot_be_composed_is_told_in_one_line_and_leaves_nothing(arguments, said, tmp_path):
-    ended = ran(*arguments.split(), cwd=tmp_path)
+    ended = ran(ROOT / "run.py", *arguments.split(), cwd=tmp_path)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1), ended.stderr
     assert ended.stderr.startswith("cpt: ") and said in ended.stderr
     assert list(tmp_path.iterdir()) == []
@@ -53,14 +55,14 @@ def test_a_config_file_that_is_no_yaml_is_named_with_its_line(tmp_path):
     path = tmp_path / "mine/method/mine.yaml"
     path.parent.mkdir(parents=True)
     path.write_text("name: mine\n_target_: [\n")
-    ended = ran("--config-dir=mine", "method=mine", cwd=tmp_path)
+    ended = called("--config-dir=mine", "method=mine", cwd=tmp_path)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
     assert ended.stderr.startswith("cpt: ") and "mine.yaml" in ended.stderr and "line 3" in ended.stderr
 
 
 def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    ended = ran("method=unheard_of", cwd=tmp_path)
+    ended = called("method=unheard_of", cwd=tmp_path)
     assert ended.returncode == 1 and "Traceback" in ended.stderr and "MissingConfig" in ended.stderr
 
 
@@ -68,14 +70,14 @@ def test_the_traceback_is_there_on_request(tmp_path, monkeypatch):
 def test_the_program_has_the_same_config_under_both_names(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     given = ["--cfg=all", "seed=3"]
-    by_path, by_name = ran(*given, cwd=tmp_path), ran(*given, cwd=tmp_path, program=["-m", "cpt"])
+    by_path, by_name = called(*given, cwd=tmp_path), called(*given, cwd=tmp_path, program=["-m", "cpt"])
     assert by_path.returncode == by_name.returncode == 0
     assert by_path.stdout == by_name.stdout and "seed: 3" in by_name.stdout and "name: run" in by_name.stdout
 
 
 @pytest.mark.slow
 def test_the_help_names_the_program_and_every_group(tmp_path):
-    ended = ran("--help", cwd=tmp_path)
+    ended = called("--help", cwd=tmp_path)
     assert ended.returncode == 0 and ended.stdout.startswith("cpt is powered by Hydra.")
     groups = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} - {"hydra"}
     assert {name for name in groups if f"\n{name}: " not in ended.stdout} == set()
@@ -92,6 +94,6 @@ def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path,
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     texts = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food]"]
-    ended = ran(*texts, *SMALL, "plan=json", cwd=tmp_path)
+    ended = called(*texts, *SMALL, "plan=json", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["stages"] and "JAX" not in ended.stderr

@@ -2,7 +2,7 @@
 the same: `optim.lr=1e-3` as `0.001`, and a default that is given outright not at all."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -75,10 +75,8 @@ def is_default(override: Override, groups: tuple[str, ...]) -> bool:
     key = override.key_or_group
     with suppress(HydraException, OmegaConfBaseException):
         if is_group(key):
-            return (
-                default_config(()).hydra.runtime.choices.get(override.get_key_element()) == override.value()
-            )
-        default = OmegaConf.select(default_config(groups), key)
+            return default_choices(config_loader()).get(override.get_key_element()) == override.value()
+        default = OmegaConf.select(load_default(config_loader(), groups), key)
         return not OmegaConf.is_config(default) and same(override.value(), default)
     return False
 
@@ -89,17 +87,29 @@ def same(one: Any, other: Any) -> bool:
 
 
 def is_group(key: str) -> bool:
-    hydra = GlobalHydra.instance()
-    return hydra.is_initialized() and bool(hydra.config_loader().get_group_options(key.partition("@")[0]))
+    return GlobalHydra.instance().is_initialized() and has_options(config_loader(), key.partition("@")[0])
 
 
-def default_config(groups: tuple[str, ...]) -> DictConfig:
-    """The config with these choices and no other value given."""
-    return load_default(GlobalHydra.instance().config_loader(), groups)
+def config_loader() -> ConfigLoader:
+    """That of the Hydra of this process."""
+    return GlobalHydra.instance().config_loader()
+
+
+@cache
+def has_options(loader: ConfigLoader, group: str) -> bool:
+    """Whether there is a group of this name; Hydra composes a list of configs anew whenever it is asked."""
+    return bool(loader.get_group_options(group))
+
+
+@cache
+def default_choices(loader: ConfigLoader) -> Mapping[str, str | None]:
+    """What is chosen of each group where nothing is given; a config is not composed for that."""
+    return loader.compute_defaults_list(CONFIG, [], RunMode.RUN).overrides.known_choices
 
 
 @cache
 def load_default(loader: ConfigLoader, groups: tuple[str, ...]) -> DictConfig:
+    """The config with these choices and no other value given."""
     return loader.load_configuration(CONFIG, overrides=list(groups), run_mode=RunMode.RUN)
 
 

@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 import tempfile
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,7 @@ def trial(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
 def of_an_option(place: Path, number: int, draw: random.Random) -> dict[str, Any]:
     """The wrong values of an option, in this process."""
     texts = runs.write_texts(place)
-    options = leaves.options(texts)
-    option = options[number % len(options)]
+    option = next(islice(cycle(leaves.options(texts)), number, None))
     found = leaves.try_option(texts, place, option, draw)
     return {"option": " ".join(option), "values": len(leaves.WRONG) + 1, "wrong": found, "fine": not found}
 
@@ -81,5 +81,5 @@ def of_the_table(place: Path, number: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        many = len(CASES) + len(leaves.options(runs.write_texts(Path(folder))))
+        many = len(CASES) + len([*leaves.options(runs.write_texts(Path(folder)))])
     sys.exit(conduct(trial, name="inputs", about=__doc__.replace("OPTIONS", str(len(CASES))), trials=many))

@@ -110,17 +110,20 @@ def keys_of(node: DictConfig, at: str = "") -> Iterator[str]:
 
 
 @cache
-def options(texts: Path) -> list[tuple[str, str, str]]:
-    """Group, choice and key: those of the plain config, and of each choice its own group's."""
-    nowhere, found = texts.parent / "nowhere", []
+def options_of(texts: Path, group: str, choice: str) -> list[tuple[str, str, str]]:
+    """Group, choice and key: those of the plain config, or of a choice its own group's."""
     groups = {group for group, _ in choices()}
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        for group, choice in choices():
-            cfg = with_values(*small(texts, nowhere, group, choice))
-            place = "trainer" if group == "strategy" else group
-            keys = [key for key in keys_of(cfg) if not group or key.startswith(f"{place}.")]
-            found += [(group, choice, key) for key in keys if group or key.partition(".")[0] not in groups]
-    return found
+        cfg = with_values(*small(texts, texts.parent / "nowhere", group, choice))
+    place = "trainer" if group == "strategy" else group
+    keys = [key for key in keys_of(cfg) if not group or key.startswith(f"{place}.")]
+    return [(group, choice, key) for key in keys if group or key.partition(".")[0] not in groups]
+
+
+def options(texts: Path) -> Iterator[tuple[str, str, str]]:
+    """The options of the plain config and of each choice, which is composed when its first is asked for."""
+    for group, choice in choices():
+        yield from options_of(texts, group, choice)
 
 
 def given(key: str, kind: str) -> str:

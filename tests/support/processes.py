@@ -12,21 +12,24 @@ import signal
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from subprocess import CompletedProcess
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["hydra", "datasets", "lightning.pytorch", "cpt.training.loop", "cpt.run", "cpt.sweeps.launcher"]
-)
+FORKS.set_forkserver_preload(["tests.support.warm"])
 
 
-def started(script: Path, *arguments: str, cwd: Path, log: Path, twin: bool = False) -> BaseProcess:
-    """`python script arguments` in `cwd`, its output appended to `log`.
+def started(
+    script: Path, *arguments: str, cwd: Path, log: Path, errors: Path | None = None, twin: bool = False
+) -> BaseProcess:
+    """`python script arguments` in `cwd`, its output appended to `log`, errors perhaps to another file.
 
     With `twin`, the second process that Lightning would start is a fork as well."""
-    options = {"cwd": cwd, "log": log, "variables": dict(os.environ), "twin": twin}
+    logs = (log, errors or log)
+    options = {"cwd": cwd, "logs": logs, "variables": dict(os.environ), "twin": twin}
     process = FORKS.Process(target=born, args=(str(script), list(arguments)), kwargs=options)
     process.start()
     return process
@@ -39,6 +42,15 @@ def ended(process: BaseProcess, *, seconds: float = 240) -> int:
         process.kill()
         process.join()
     return process.exitcode
+
+
+def ran(script: Path, *arguments: str, cwd: Path) -> CompletedProcess[str]:
+    """`python script arguments` in `cwd`, to its end, with what it said."""
+    with TemporaryDirectory() as folder:
+        said, errors = Path(folder) / "said", Path(folder) / "errors"
+        code = ended(started(script, *arguments, cwd=cwd, log=said, errors=errors))
+        told = [path.read_text(encoding="utf-8") for path in (said, errors)]
+    return CompletedProcess([str(script), *arguments], code, *told)
 
 
 def sent(process: BaseProcess, number: int, *, rank: int = 0) -> None:
@@ -76,16 +88,19 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def born(script: str, arguments: list[str], *, cwd: Path, log: Path, variables: dict, twin: bool) -> None:
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def born(
+    script: str, arguments: list[str], *, cwd: Path, logs: tuple[Path, Path], variables: dict, twin: bool
+) -> None:
+    for stream, log in enumerate(logs, 1):
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), stream)
     os.chdir(cwd)
     environment(variables)
     second = Twin() if twin else None
     if second and second.pid == 0:
         arguments = second.told()
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as Python does for a file
     random.seed()  # a fork inherits what nobody seeded
     np.random.seed()
     try:

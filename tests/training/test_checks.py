@@ -20,6 +20,7 @@ from cpt.training import options as run_options
 from cpt.training.checks import read_sections
 from cpt.training.plan import make_plan
 from tests.conftest import ROOT
+from tests.support.processes import ran
 from tests.support.wrong_options import AT_ONCE
 
 CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
@@ -168,11 +169,6 @@ def test_rules_without_rows_say_what_they_allow():
         Rule(lambda value: False, "x").check("k", False)
 
 
-def ran(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "run.py"), *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
@@ -186,7 +182,7 @@ def ran(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
 def test_a_wrong_start_leaves_nothing(arguments, tmp_path):
     place = tmp_path / "a" / "b"
     place.mkdir(parents=True)
-    ended = ran(*arguments.split(), folder=place)
+    ended = ran(ROOT / "run.py", *arguments.split(), cwd=place)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("cpt: ") and len(ended.stderr.splitlines()) == 1
     assert [path for path in tmp_path.rglob("*") if path not in (place, place.parent)] == []
