@@ -100,10 +100,19 @@ def keeps_marks_first(model: Step) -> bool:
         return False
     if any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
         return False
-    if (model.get("unk_token") or "").endswith(MARK):
+    if not keeps_unknown(model, vocabulary):
         return False
     pairs = (each.split(" ") if isinstance(each, str) else each for each in model["merges"])
     return all(left.endswith(MARK) or not right.startswith(MARK) for left, right in pairs)
+
+
+def keeps_unknown(model: Step, vocabulary: Mapping[str, int]) -> bool:
+    """Whether a character that a model does not know is something to it, and no `▁`: what is lost would leave
+    those beside it to be joined."""
+    unknown, falling = model.get("unk_token"), {f"<0x{byte:02X}>" for byte in range(256)}
+    if unknown is None:
+        return bool(model.get("byte_fallback")) and falling <= vocabulary.keys()
+    return unknown in vocabulary and not unknown.endswith(MARK)
 
 
 def is_metaspace(step: Step) -> bool:
