@@ -208,6 +208,7 @@ AROUND = {
 
 @pytest.mark.parametrize("kind", AROUND)
 @given(changes=st.dictionaries(FEW, NEW, max_size=3), texts=st.lists(NEAR.map("".join), max_size=6))
+@example(changes={"\u0600": " ", "a\u0301": " "}, texts=["\u0600a b", "a a\u0301 b", "b a\u0600a b"])
 @settings(max_examples=300, deadline=None)
 def test_whatever_a_charsmap_changes(kind, changes, texts):
     pre_tokenizer, normalizer = AROUND[kind]
@@ -292,6 +293,8 @@ OTHERS = {  # of which nothing is known, or that what is cut is not the whole
     "a charsmap and no pre-tokenizer": lambda: by_merges(
         normalizer=normalising(charsmap(CHANGES), TO_MARK)
     ).to_str(),
+    "a charsmap and nothing else": lambda: by_pieces(None, charsmap(CHANGES)).to_str(),
+    "a split at spaces that are stripped": lambda: by_merges(OF_GEMMA, STRIPPED).to_str(),
     "signs alone of graphemes": lambda: by_pieces(
         pre_tokenizers.BertPreTokenizer(), charsmap(CHANGES)
     ).to_str(),
