@@ -50,7 +50,7 @@ def texts_of(chosen: argparse.Namespace) -> Iterator[str]:
 
 def write_text(path: Path, chosen: argparse.Namespace) -> None:
     """A file of so many MB, or fewer where the files have no more."""
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     left = chosen.megabytes * 10**6
     with path.open("w", encoding="utf-8") as file:
         for line in texts_of(chosen):

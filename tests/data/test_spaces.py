@@ -202,7 +202,9 @@ AROUND = {
     "words": (parting(metaspace()), lambda made: made),
     "words, composed": (parting(metaspace()), lambda made: normalising(made, normalizers.BertNormalizer())),
     "marks": (metaspace(), lambda made: made),
-    "runs": (metaspace("first"), lambda made: normalising(made, STRIPPED, one_of_runs(MARK))),
+    "marks, stripped": (metaspace(), lambda made: normalising(made, STRIPPED)),
+    "runs": (metaspace(), lambda made: normalising(made, one_of_runs())),
+    "runs, stripped": (metaspace("first"), lambda made: normalising(made, STRIPPED, one_of_runs(MARK))),
 }
 
 
