@@ -26,7 +26,6 @@ from texts import NAME, given_lines, made_lines, read_corpus
 SUBJECTS = ("whole", "words")
 KINDS = ("learned", "gpt-2", "llama-3", "bert", "t5", "llama-2")
 LEARNED_FROM = 20_000  # documents
-LONGEST_LEARNED = 100  # characters of a word that Unigram learns from; it fails on longer ones
 ROW = "{:12}{:>14}{:>14}{:>10}{:>14}{:>14}"
 
 
@@ -103,8 +102,7 @@ def of_sentencepiece(kind: str, texts: list[str], vocabulary: int, charsmap: str
             made.normalizer = normalizers.Precompiled(Path(charsmap).read_bytes())
         names = ["<pad>", "</s>", "<unk>"]
         trainer = trainers.UnigramTrainer(special_tokens=names, unk_token="<unk>", **options)
-        short = (" ".join(word for word in text.split() if len(word) <= LONGEST_LEARNED) for text in texts)
-        made.train_from_iterator(short, trainer)
+        made.train_from_iterator((text.replace("<UNK>", " ") for text in texts), trainer)  # it fails on them
         return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     parts = Tokenizer(models.BPE())
