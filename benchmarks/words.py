@@ -24,7 +24,7 @@ from measuring import ROOT, paired, rotated, save, spread, wait_until_quiet
 from texts import NAME, given_lines, made_lines, read_corpus
 
 SUBJECTS = ("whole", "words")
-KINDS = ("learned", "gpt-2", "llama-3", "bert")
+KINDS = ("learned", "gpt-2", "llama-3", "bert", "t5", "llama-2")
 LEARNED_FROM = 20_000  # documents
 ROW = "{:12}{:>14}{:>14}{:>10}{:>14}{:>14}"
 
@@ -49,7 +49,7 @@ def texts_of(chosen: argparse.Namespace) -> Iterator[str]:
 
 def write_text(path: Path, chosen: argparse.Namespace) -> None:
     """A file of so many MB, or fewer where the files have no more."""
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     left = chosen.megabytes * 10**6
     with path.open("w", encoding="utf-8") as file:
         for line in texts_of(chosen):
@@ -58,7 +58,7 @@ def write_text(path: Path, chosen: argparse.Namespace) -> None:
                 return
 
 
-def learned(kind: str, texts: list[str], vocabulary: int) -> Any:
+def learned(kind: str, texts: list[str], vocabulary: int, charsmap: str | None) -> Any:
     """A tokenizer of a kind."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -76,6 +76,8 @@ def learned(kind: str, texts: list[str], vocabulary: int) -> Any:
         made.train_from_iterator(texts, trainers.WordPieceTrainer(special_tokens=names, **options))
         made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
         return PreTrainedTokenizerFast(tokenizer_object=made, sep_token="[SEP]", cls_token="[CLS]")
+    if kind in ("t5", "llama-2"):
+        return of_sentencepiece(kind, texts, vocabulary, charsmap)
     made = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt-2")
     cut = pre_tokenizers.Split(Regex(list(PATTERNS)[1]), "isolated")
@@ -87,6 +89,33 @@ def learned(kind: str, texts: list[str], vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
 
 
+def of_sentencepiece(kind: str, texts: list[str], vocabulary: int, charsmap: str | None) -> Any:
+    """As transformers makes T5's (with a charsmap, where there is a file of it), or as Llama 2's file is."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    mark, options = pre_tokenizers.Metaspace(), {"vocab_size": vocabulary, "show_progress": False}
+    if kind == "t5":
+        made = Tokenizer(models.Unigram())
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), mark])
+        if charsmap:
+            made.normalizer = normalizers.Precompiled(Path(charsmap).read_bytes())
+        names = ["<pad>", "</s>", "<unk>"]
+        trainer = trainers.UnigramTrainer(special_tokens=names, unk_token="<unk>", **options)
+        made.train_from_iterator((text.replace("<UNK>", " ") for text in texts), trainer)  # it fails on them
+        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    parts = Tokenizer(models.BPE())
+    parts.pre_tokenizer = mark
+    trainer = trainers.BpeTrainer(special_tokens=names, limit_alphabet=1000, **options)
+    parts.train_from_iterator(texts, trainer)
+    told = json.loads(parts.to_str())["model"]
+    falling = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    made = Tokenizer(models.BPE(told["vocab"], list(map(tuple, told["merges"])), **falling))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
+
+
 def prepare(chosen: argparse.Namespace) -> Path:
     """The folder of the text and its tokenizers, made once."""
     from cpt.core.cache import make_once
@@ -96,9 +125,11 @@ def prepare(chosen: argparse.Namespace) -> Path:
         with (folder / "root" / NAME / "all.txt").open(encoding="utf-8") as file:
             some = list(islice(file, LEARNED_FROM))
         for kind in chosen.kinds:
-            learned(kind, some, chosen.vocabulary).save_pretrained(folder / kind)
+            learned(kind, some, chosen.vocabulary, chosen.charsmap).save_pretrained(folder / kind)
 
-    told = json.dumps([chosen.text, chosen.vary, chosen.megabytes, chosen.vocabulary, chosen.kinds])
+    told = json.dumps(
+        [chosen.text, chosen.vary, chosen.megabytes, chosen.vocabulary, chosen.kinds, chosen.charsmap]
+    )
     name = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
     return make_once(Path(chosen.cache) / "words" / name, make=make)
 
@@ -181,6 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--charsmap", help="file of the charsmap of a SentencePiece model, for t5")
     parser.add_argument("--patience", type=float, default=60, help="seconds to wait for a quiet machine")
     parser.add_argument("--cache", default=str(cache), help="folder of the text and its tokenizers")
     parser.add_argument("--out", help="JSON file to write; default: benchmarks/results/")
@@ -207,7 +239,7 @@ def main() -> None:
                 print(f"{kind}, {name}: {rounds[kind][name][-1]['mb_per_cpu_s']:.2f} MB/s", flush=True)
     found = summary(rounds)
     print("\n".join(lines(found)))
-    unsaid = ("cache", "out", "text", "kind", "subject", "place", "folder")
+    unsaid = ("cache", "out", "text", "charsmap", "kind", "subject", "place", "folder")
     settings = {name: value for name, value in vars(chosen).items() if name not in unsaid}
     save("words", {"options": settings, "kinds": found, "rounds": rounds}, out=chosen.out)
 

@@ -8,6 +8,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cpt.data.spaces import (
+    APART,
+    Found,
+    Step,
+    at_spaces,
+    charsmap_first,
+    is_metaspace,
+    is_run_replaced,
+    keeps_blanks,
+    scheme_of,
+)
+
 # Unicode's White_Space, which is what \s of the library's patterns means; Python's has U+001C to U+001F too.
 BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _OTHER = r"\x00-\x08\x0e-\x1f!-@\[-`{-\x7f"  # of ASCII neither a letter nor a blank
@@ -49,12 +61,12 @@ COMPOSED_ASCII = set(";`K")  # all of ASCII that NFC makes of other characters
 
 @dataclass(frozen=True)
 class Cuts:
-    """How to cut: the pattern of the parts, whether a text that does not begin with a space gets one, what
-    makes a text one that has to stay whole where it stands in it, the ids before and behind, and a tokenizer
-    of the parts, as `tokenizers` writes it."""
+    """How to cut: the pattern of the parts, the characters before which a text that begins with them gets no
+    space (None where none does), what makes a text one that has to stay whole where it stands in it, the ids
+    before and behind, and a tokenizer of the parts, as `tokenizers` writes it."""
 
     part: str
-    is_spaced: bool
+    unspaced: str | None
     whole: tuple[str, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -64,20 +76,17 @@ class Cuts:
 def cuts_of(written: str) -> Cuts | None:
     """How to cut for a tokenizer; None where nothing is known that is safe."""
     told = json.loads(written)
-    normalizers, found = flat(told["normalizer"], "normalizers"), cut_at(told)
+    normalizers = flat(told["normalizer"], "normalizers")
+    steps = flat(told["pre_tokenizer"], "pretokenizers")
     frame = frame_told(told["post_processor"])
-    if found is None or frame is None or not is_plain(told["model"]):
+    whole = staying_whole(told["added_tokens"], {each["type"] for each in normalizers})
+    if frame is None or whole is None or not is_plain(told["model"]):
         return None
-    part, spaced = found
-    allowed = CHANGING if part in (BLANKS_LOST, SIGNS_ALONE) else COMPOSING
-    names = {each["type"] for each in normalizers}
-    whole = staying_whole(told["added_tokens"], names)
-    if not names <= allowed or whole is None:
+    found = at_spaces(told, normalizers, steps) or cut_at(told, normalizers, steps)
+    if found is None:
         return None
     alone = told | {"post_processor": None, "added_tokens": [], "truncation": None, "padding": None}
-    if spaced:
-        alone["pre_tokenizer"] = told["pre_tokenizer"] | {"add_prefix_space": False}
-    return Cuts(part, spaced, whole, *frame, json.dumps(alone))
+    return Cuts(found.part, found.unspaced, whole, *frame, json.dumps(alone | found.own))
 
 
 def flat(told: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
@@ -89,22 +98,45 @@ def flat(told: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
     return [each for one in told[inner] for each in flat(one, inner)]
 
 
-def cut_at(told: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The pattern of the parts, and whether a text gets a space before it."""
-    steps = flat(told["pre_tokenizer"], "pretokenizers")
+def cut_at(told: Mapping[str, Any], normalizers: Sequence[Step], steps: Sequence[Step]) -> Found | None:
+    """How to cut for a tokenizer with these normalisers and pre-tokenizers, whose spaces stay spaces until
+    words are parted; None where that is not known."""
     kinds = [each["type"] for each in steps]
+    names = {each["type"] for each in normalizers}
+    if kinds and kinds[0] in SPLITTING:
+        is_lost = kinds[0] != "BertPreTokenizer"
+        part = lost_at(normalizers) if is_lost else SIGNS_ALONE if names <= CHANGING else None
+        return Found(part, None, {}) if part and all(map(is_within, steps)) else None
+    if not names <= COMPOSING:
+        return None
     if kinds == ["ByteLevel"] and told["pre_tokenizer"]["type"] == "ByteLevel":
-        return (BLANK_FIRST, steps[0]["add_prefix_space"]) if steps[0].get("use_regex", True) else None
+        if not steps[0].get("use_regex", True):
+            return None
+        own = {"pre_tokenizer": told["pre_tokenizer"] | {"add_prefix_space": False}}
+        return Found(BLANK_FIRST, " " if steps[0]["add_prefix_space"] else None, own)
     if kinds == ["Split", "ByteLevel"]:
         split, level = steps
         kept = split["behavior"] == "Isolated" and not split["invert"]
         pattern = PATTERNS.get(split["pattern"].get("Regex", ""))
         if not kept or pattern is None or level["add_prefix_space"] or level.get("use_regex", True):
             return None
-        return pattern, False
-    if kinds and kinds[0] in SPLITTING and WITHIN.issuperset(kinds):
-        return (SIGNS_ALONE if kinds[0] == "BertPreTokenizer" else BLANKS_LOST), False
+        return Found(pattern, None, {})
     return None
+
+
+def lost_at(normalizers: Sequence[Step]) -> str | None:
+    """The pattern of the parts where words are parted by blanks that are lost. Graphemes are changed as such,
+    so that where they are no space is cut off that may be in one."""
+    charsmaps, others = charsmap_first(normalizers)
+    known = [each["type"] in CHANGING | {"Strip"} or is_run_replaced(each, by=[" "]) for each in others]
+    if not all(known) or not all(map(keeps_blanks, charsmaps)):
+        return None
+    return APART if charsmaps else BLANKS_LOST
+
+
+def is_within(step: Step) -> bool:
+    """Whether a pre-tokenizer looks at what was split before, alone."""
+    return step["type"] in WITHIN or (is_metaspace(step) and scheme_of(step) != "first")
 
 
 def is_plain(model: Mapping[str, Any]) -> bool:

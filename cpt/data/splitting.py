@@ -14,6 +14,7 @@ from cpt.data.examples import read_example
 from cpt.data.sources.base import EXAMPLES, TEXT
 
 SPLITS = ("train", "valid", "test")
+AT_ONCE = 1 << 16  # documents
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
 OF_ALL, OF_EXAMPLES = {"hashes": "Q", "given": "b", "sizes": "Q"}, {"known_by": "Q", "answers": "Q"}
 
@@ -117,14 +118,18 @@ def assign(
     first = find_first(hashes, given)
     splits = np.full(len(given), DROPPED, np.int8)
     splits[first] = given[first]
+    del first
     train = np.flatnonzero(splits == 0)
-    ranked = train[np.argsort(sample_keys(key("split", int(held_out["seed"])), hashes[train]), kind="stable")]
+    counts = {
+        split: max(1, round(held_out[split] * len(train)))
+        for split in ("valid", "test")
+        if not (given == SPLITS.index(split)).any()
+    }
+    ranked = train[smallest(drawn_keys(hashes, train, seed=int(held_out["seed"])), sum(counts.values()))]
     taken = 0
-    for split in ("valid", "test"):
-        if not (given == SPLITS.index(split)).any():
-            count = max(1, round(held_out[split] * len(train)))
-            splits[ranked[taken : taken + count]] = SPLITS.index(split)
-            taken += count
+    for split, count in counts.items():
+        splits[ranked[taken : taken + count]] = SPLITS.index(split)
+        taken += count
     spare(splits, hashes, held_out=held_out)
     left = [int((splits == number).sum()) for number in range(len(SPLITS))]
     if min(left) == 0:
@@ -134,6 +139,24 @@ def assign(
             f"allowed: at least one for each, all different{hint}"
         )
     return splits
+
+
+def drawn_keys(hashes: np.ndarray, places: np.ndarray, *, seed: int) -> np.ndarray:
+    """A key of each document at some places, [places] uint64; little is held beside them."""
+    stream, found = key("split", seed), np.empty(len(places), np.uint64)
+    for at in range(0, len(places), AT_ONCE):
+        found[at : at + AT_ONCE] = sample_keys(stream, hashes[places[at : at + AT_ONCE]])
+    return found
+
+
+def smallest(keys: np.ndarray, count: int) -> np.ndarray:
+    """Where the smallest keys stand, in their order, of equal ones the first: as the beginning of a stable
+    argsort of all, with less memory."""
+    if count < len(keys):
+        few = np.flatnonzero(keys <= np.partition(keys, count)[count])
+    else:
+        few = np.arange(len(keys))
+    return few[np.argsort(keys[few], kind="stable")][:count]
 
 
 def find_first(hashes: np.ndarray, given: np.ndarray) -> np.ndarray:

@@ -76,7 +76,7 @@ class Words:
     def __init__(self, written: str, cuts: Cuts) -> None:
         self.made_of = (written, cuts)
         self.whole, self.alone = Quick(written), Quick(cuts.written)
-        self.part, self.is_spaced = re.compile(cuts.part), cuts.is_spaced
+        self.part, self.unspaced = re.compile(cuts.part), cuts.unspaced
         self.spelled = re.compile("|".join(map(re.escape, cuts.whole))) if cuts.whole else None
         self.before, self.after = as_bytes(cuts.before), as_bytes(cuts.after)
         self.known: dict[str, bytes] = {}
@@ -109,7 +109,9 @@ class Words:
         return self.framed(b"".join(self.look_up([few])[0] for few in lists(each)) for each in parts)
 
     def spaced(self, text: str) -> str:
-        return " " + text if self.is_spaced and text[:1] not in ("", " ") else text
+        if not text or self.unspaced is None or text[0] in self.unspaced:
+            return text
+        return " " + text
 
     def framed(self, ids: Iterable[bytes]) -> list[bytes]:
         return [self.before + each + self.after for each in ids]

@@ -259,10 +259,6 @@ OTHERS = {  # of which nothing is known
             [pre_tokenizers.Split(" ", "isolated"), level(add_prefix_space=False, use_regex=False)]
         )
     ).to_str(),
-    "metaspace": lambda: by_letters(pre_tokenizers.Metaspace()).to_str(),
-    "metaspace of words": lambda: by_letters(
-        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    ).to_str(),
     "blanks that a normaliser makes": lambda: by_bytes(ISOLATED, normalizer=normalizers.NFKC()).to_str(),
     "an unknown normaliser": lambda: by_letters(
         pre_tokenizers.Whitespace(), normalizers.Replace("a", " ")
