@@ -74,6 +74,9 @@ def tell_of_dropout(plan: Plan, device: torch.device) -> None:
     if quick and (device.type != "cpu" or not rates):
         reason = "the model has no dropout" if not rates else "a GPU draws dropout quickly anyway"
         log.info("trainer.quick_dropout=true has no effect: %s", reason)
+    given = plan.trainer.attention
+    if quick and given not in ("auto", "eager") and drops_attention(configuration_of(plan)):
+        log.info("trainer.attention=%s draws its own dropout: trainer.quick_dropout=true acts beside", given)
     if not quick and device.type == "cpu" and rates and not plan.trainer.compile:
         log.info(
             "torch draws dropout (%s) slowly on a processor; trainer.quick_dropout=true: a shorter step, "

@@ -170,6 +170,7 @@ def test_what_the_defaults_cost_on_a_gpu_is_told(device, given, lines, small, tm
 
 DROPS = ("model=tiny_roberta", "model.config.hidden_dropout_prob=0.1")
 QUICK, IN_ATTENTION = "trainer.quick_dropout=true", "model.config.attention_probs_dropout_prob=0.1"
+SDPA = "trainer.attention=sdpa"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,8 @@ QUICK, IN_ATTENTION = "trainer.quick_dropout=true", "model.config.attention_prob
         ("cpu", (*DROPS, QUICK), None),
         ("cpu", (QUICK,), "trainer.quick_dropout=true has no effect: the model has no dropout"),
         ("cuda", (*DROPS, QUICK, ORDERED, COARSE), "has no effect: a GPU draws dropout quickly anyway"),
+        ("cpu", (*DROPS, QUICK, IN_ATTENTION, SDPA), "trainer.attention=sdpa draws its own dropout"),
+        ("cpu", (*DROPS, QUICK, SDPA), None),
         ("cpu", (*DROPS, QUICK, IN_ATTENTION), "trainer.attention=auto: eager, which on a processor draws"),
     ],
 )
@@ -188,7 +191,8 @@ def test_what_can_be_drawn_quickly_is_told(device, given, line, small, tmp_path,
         plan = settle_numerics(make_plan(small(*given)), RunFolder(tmp_path), torch.device(device))
     assert len(caplog.messages) == (line is not None)
     assert line is None or line in caplog.text
-    assert plan.trainer.attention == ("eager" if IN_ATTENTION in given else "auto")
+    own = "eager" if IN_ATTENTION in given else "auto"
+    assert plan.trainer.attention == ("sdpa" if SDPA in given else own)
 
 
 def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):
