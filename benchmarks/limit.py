@@ -27,9 +27,8 @@ from cpt.training.costs import count_operations
 SIDE, REPEATS, MEGABYTES = 2048, 7, 256
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 CPT = ("cpt", "cpt, quick dropout", "cpt, bf16", "cpt, bf16, quick dropout")
-IN = {
-    name: "bf16-mixed" for name in CPT if "bf16" in name
-}  # what a subject computes in; the others in 32-true
+# What a subject computes in; the others in 32-true.
+IN = {name: "bf16-mixed" for name in CPT if "bf16" in name}
 COARSE = ("trainer.precision=bf16-mixed", "trainer.attention=eager")
 WAYS: dict[str, tuple[str, ...]] = {
     "32-true": (),
@@ -124,7 +123,9 @@ class Clocked(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         for name, part in module.model.named_modules():
             phase = next((each for each, names in FORWARD.items() if name.split(".")[-1] in names), None)
-            if phase is not None and not isinstance(part, torch.nn.ModuleList):
+            blocks = isinstance(part, torch.nn.ModuleList)  # they, and what has them, are called like parts
+            blocks |= any(isinstance(child, torch.nn.ModuleList) for child in part.children())
+            if phase is not None and not blocks:
                 part.register_forward_pre_hook(self.enter)
                 part.register_forward_hook(partial(self.leave, phase))
 

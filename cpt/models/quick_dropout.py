@@ -13,8 +13,8 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 LEVELS = 1 << 16  # values of 16 bits
-ELSEWHERE = ("classifier", "summary", "layerdrop")  # rates of what is not trained here, or of whole layers
-ANYWHERE = ("dropout", "dropout_rate")  # names that some models give the only rate they have
+ELSEWHERE = ("classifier", "seq_classif", "qa", "summary", "layerdrop")  # of other heads, or of whole layers
+ONLY = ("dropout", "dropout_rate")  # attention's too, in models without a rate for attention
 
 Dropout = Callable[..., Tensor]
 
@@ -50,12 +50,14 @@ def draw_quickly(wanted: bool) -> Iterator[None]:
 
 
 def dropout_rates(config: PretrainedConfig) -> dict[str, float]:
-    """The rates of dropout that a configuration has above 0, by name."""
-    text = config.get_text_config().to_dict()
-    named = {name: rate for name, rate in text.items() if "drop" in name and isinstance(rate, (int, float))}
-    return {name: rate for name, rate in named.items() if rate > 0 and not name.startswith(ELSEWHERE)}
+    """The rates of dropout that a configuration has, by name; some may be 0."""
+    named = {name: rate for name, rate in config.get_text_config().to_dict().items() if "drop" in name}
+    rates = {name: rate for name, rate in named.items() if type(rate) in (int, float)}
+    return {name: rate for name, rate in rates.items() if not name.startswith(ELSEWHERE)}
 
 
 def drops_attention(config: PretrainedConfig) -> bool:
     """Whether entries of the attention's weights are dropped."""
-    return any("att" in name or name in ANYWHERE for name in dropout_rates(config))
+    rates = dropout_rates(config)
+    own = [rate for name, rate in rates.items() if "att" in name]
+    return any(own or [rate for name, rate in rates.items() if name in ONLY])

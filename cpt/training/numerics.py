@@ -70,14 +70,17 @@ def tell_of_gpu(options: TrainerOptions) -> None:
 
 def tell_of_dropout(plan: Plan, device: torch.device) -> None:
     """Where dropout could be drawn quickly, or cannot, a line."""
-    quick, rates = plan.trainer.quick_dropout, dropout_rates(configuration_of(plan))
+    config, quick = configuration_of(plan), plan.trainer.quick_dropout
+    rates = {name: rate for name, rate in dropout_rates(config).items() if rate > 0}
     if quick and (device.type != "cpu" or not rates):
         reason = "the model has no dropout" if not rates else "a GPU draws dropout quickly anyway"
         log.info("trainer.quick_dropout=true has no effect: %s", reason)
-    given = plan.trainer.attention
-    if quick and given not in ("auto", "eager") and drops_attention(configuration_of(plan)):
-        log.info("trainer.attention=%s draws its own dropout: trainer.quick_dropout=true acts beside", given)
-    if not quick and device.type == "cpu" and rates and not plan.trainer.compile:
+    elif quick and plan.trainer.attention not in ("auto", "eager") and drops_attention(config):
+        log.info(
+            "trainer.attention=%s draws its dropout itself; trainer.quick_dropout=true acts on the rest",
+            plan.trainer.attention,
+        )
+    elif not quick and device.type == "cpu" and rates and not plan.trainer.compile:
         log.info(
             "torch draws dropout (%s) slowly on a processor; trainer.quick_dropout=true: a shorter step, "
             "other masks (docs/performance.md)",

@@ -181,8 +181,9 @@ SDPA = "trainer.attention=sdpa"
         ("cpu", (*DROPS, QUICK), None),
         ("cpu", (QUICK,), "trainer.quick_dropout=true has no effect: the model has no dropout"),
         ("cuda", (*DROPS, QUICK, ORDERED, COARSE), "has no effect: a GPU draws dropout quickly anyway"),
-        ("cpu", (*DROPS, QUICK, IN_ATTENTION, SDPA), "trainer.attention=sdpa draws its own dropout"),
+        ("cpu", (*DROPS, QUICK, IN_ATTENTION, SDPA), "trainer.attention=sdpa draws its dropout itself"),
         ("cpu", (*DROPS, QUICK, SDPA), None),
+        ("cuda", (*DROPS, QUICK, IN_ATTENTION, SDPA, ORDERED, COARSE), "a GPU draws dropout quickly anyway"),
         ("cpu", (*DROPS, QUICK, IN_ATTENTION), "trainer.attention=auto: eager, which on a processor draws"),
     ],
 )
