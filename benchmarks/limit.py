@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "bf16-mixed, quick dropout": (*COARSE, *QUICK),
 }
 FORWARD = {  # parts of a model, by the last of their names; the outermost counts
-    "embedding": ("embeddings", "wte", "wpe", "shared"),
+    "embedding": ("embeddings", "embed_tokens", "wte", "wpe", "shared"),
     "attention": ("attention", "attn", "SelfAttention", "EncDecAttention"),
     "FFN": ("intermediate", "output", "mlp", "DenseReluDense"),
     "head": ("lm_head", "head", "decoder"),
