@@ -55,7 +55,6 @@ VARIANTS = {
     "agem, update": ["method=agem", "method.acts_on=update"],
     "agem, gem": ["method=agem", "method.constraints=each"],
     "migu, backward": ["method=migu", "method.mask.backend=backward"],
-    "migu, backward, frozen": ["method=migu", "method.mask.backend=backward", "method.mask.acts_on=frozen"],
     "das without contrast": ["method=das", "method.contrast=0"],
     "das, half the samples": ["method=das", "method.contrast_samples=0.5"],
     "das, fixed negatives": ["method=das", "method.contrast_negatives=fixed"],

@@ -95,6 +95,12 @@ class MagnitudeMaskOptions(Options):
                 f"backward pass or not by its rows; allowed: importance={', '.join(KNOWN_IN_TIME)}, or "
                 "backend=hooks"
             )
+        if self.backend == "backward" and self.acts_on != "gradient":
+            raise ValueError(
+                f"backend=backward is invalid with acts_on={self.acts_on}: gradients of rows that are not "
+                "chosen are not computed, which clipping and the optimizer's moments would need; allowed: "
+                "acts_on=gradient, or backend=hooks"
+            )
 
 
 class MagnitudeMask(GradientMask):

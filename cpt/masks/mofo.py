@@ -3,9 +3,11 @@ momentum.
 
     theta_i <- theta_i + step_i   for the ceil(alpha n) entries of a tensor with the largest |m_i|
 
-m is the momentum that the step was made with; it and the second moment go on for all entries. What has
-little momentum stays where it was, so that a model moves least from where it started. Weight decay is part
-of a step. With outputs of maps in place of momentum, and whole rows, it is MIGU."""
+m is the momentum that the step was made with; it and the second moment advance for all entries. What has
+little momentum stays where it was, so that a model moves least from where it started. As in the released
+code, norms and biases are not filtered, and decoupled weight decay reaches all entries. With `form=whole`
+every tensor is filtered, and weight decay with the step that it is part of. With outputs of maps in place of
+momentum, and whole rows, it is MIGU."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
-from cpt.core.rules import number
+from cpt.core.rules import number, one_of
 from cpt.core.sharding import local, whole
 from cpt.masks.base import Constraint, Step
+from cpt.models.freezing import biases, norms
 from cpt.models.units import Projection
 
 MOMENTA = ("exp_avg", "momentum_buffer")  # what optimizers of torch call it
@@ -55,6 +58,10 @@ class MomentumFilterOptions(Options):
     """Options of MoFO."""
 
     share: float = option("alpha, the share of each tensor's entries that move", number("above 0, at most 1"))
+    form: str = option(
+        "what is filtered: released (not norms, biases, weight decay), or whole (the step of every tensor)",
+        one_of("released", "whole"),
+    )
 
 
 class MomentumFilter(Constraint):
@@ -62,19 +69,34 @@ class MomentumFilter(Constraint):
 
     def __init__(self, options: MomentumFilterOptions) -> None:
         super().__init__(acts_on="update")
-        self.share = options.share
+        self.share, self.released = options.share, options.form == "released"
         self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
 
     def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
         self.watched = [model]
 
     def covered(self) -> Iterable[nn.Parameter]:
-        # Asked for anew: where weights are shared out they are other parameters than at first.
-        return [p for model in self.watched for p in model.parameters()] if self.share < 1 else ()
+        # Looked up at each step: where weights are shared out they are other parameters than at first.
+        if self.share == 1:
+            return
+        for model in self.watched:
+            left = {*norms(model), *biases(model)} if self.released else ()
+            yield from (parameter for parameter in model.parameters() if parameter not in left)
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
+        decays = {p: decay_of(group) for group in optimizer.param_groups for p in group["params"]}
         for parameter, step in steps:
             momentum = momentum_of(parameter, optimizer)
             least = find_least(whole(momentum), self.share)
-            size = local(momentum).abs()
-            local(step).mul_(torch.ge(size, least, out=size))  # as numbers: a mask of bits is slower here
+            size, own = local(momentum).abs(), local(step)
+            kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here
+            if self.released and decays[parameter]:
+                decay = (local(parameter) - own).mul_(-decays[parameter])
+                own.copy_(decay.lerp_(own, kept.to(own)))
+            else:
+                own.mul_(kept)
+
+
+def decay_of(group: dict) -> float:
+    """The share of a weight that decoupled weight decay takes in a step; 0 where decay is in the gradient."""
+    return group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0

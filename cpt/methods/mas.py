@@ -1,7 +1,7 @@
 """MAS, memory aware synapses (Aljundi et al., ECCV 2018, eq. 2 to 4): EWC's penalty with importances that
 need no label.
 
-    L(theta)  = L_lm(theta) + lambda/2 sum_i Omega_i (theta_i - theta*_i)^2
+    L(theta)  = L_lm(theta) + lambda sum_i Omega_i (theta_i - theta*_i)^2
     Omega_i   = E_x | d mean_k ||f(x)_k||^2 / d theta_i |      at theta*, in eval mode
 
 f(x)_k are the logits, or the last hidden states, at the k-th scored place of a sample. The mean over its
@@ -52,8 +52,8 @@ class MAS(ContinualModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         kept = self.anchor.named(), self.importance.named()
-        penalty = pull(self.model, *kept, elsewhere=self.anchor.offloaded)
-        return super().losses(batch) | {"mas": self.options.strength * penalty}
+        half = pull(self.model, *kept, elsewhere=self.anchor.offloaded)
+        return super().losses(batch) | {"mas": 2 * self.options.strength * half}
 
     def protects(self) -> dict[nn.Parameter, Protection]:
         return keep_important(self.model, self.importance.named()) | super().protects()

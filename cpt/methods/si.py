@@ -3,11 +3,11 @@ importances that are gathered on the way.
 
     L(theta) = L_lm(theta) + c sum_i Omega_i (theta_i - theta*_i)^2
     omega_i  = - sum over steps of g_i (theta_i' - theta_i)      g the gradient of L_lm alone
-    Omega_i <- Omega_i + max(0, omega_i) / ((theta_i - theta*_i)^2 + xi)    at a domain's end; omega <- 0
+    Omega_i <- max(0, Omega_i + omega_i / ((theta_i - theta*_i)^2 + xi))    at a domain's end; omega <- 0
 
 theta' - theta is the step really made, with clipping, decay and masks; g is that of all processes and
-parts, before masks and clipping. The paper does not cut omega off at 0: then a weight that has moved
-against its gradient would be pushed away from theta*."""
+parts, before masks and clipping. The maximum is of the authors' code, not of the paper: without it a weight
+that has moved against its gradient would be pushed away from theta*."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -88,11 +88,11 @@ class SI(ContinualModule):
         present = named_weights(self.model)
         for name, brought in self.brought.named().items():
             way = local(present[name]).to(brought.device) - local(anchors[name])
-            local(importances[name]).add_(weigh(local(brought), way, damping=self.options.damping))
+            accumulate(local(importances[name]), local(brought), way, damping=self.options.damping)
             local(brought).zero_()
         self.anchor.take(self.model)
 
 
-def weigh(brought: Tensor, way: Tensor, *, damping: float) -> Tensor:
-    """max(0, omega) / (way^2 + xi)."""
-    return brought.clamp_min(0) / (way.square() + damping)
+def accumulate(importance: Tensor, brought: Tensor, way: Tensor, *, damping: float) -> None:
+    """Omega <- max(0, Omega + omega / (way^2 + xi)), in place."""
+    importance.add_(brought / (way.square() + damping)).clamp_min_(0)

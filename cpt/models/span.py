@@ -67,10 +67,12 @@ class Span(Objective):
 
     def holes(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens are hidden in rows of so many tokens, and in how many holes, [B] each; a row of one
-        token counts as one of two."""
+        token counts as one of two. Products are rounded in 32 bits, as in T5's code."""
         lengths = np.maximum(lengths, 2)
-        tokens = np.clip(np.rint(self.rate * lengths), 1, lengths - 1).astype(np.int64)
-        holes = np.maximum(1, np.rint(tokens / self.mean)).astype(np.int64)
+        products = np.float32(self.rate) * lengths.astype(np.float32)
+        tokens = np.clip(np.rint(products), 1, lengths - 1).astype(np.int64)
+        means = tokens.astype(np.float32) / np.float32(self.mean)
+        holes = np.maximum(1, np.rint(means)).astype(np.int64)
         return tokens, np.minimum(holes, lengths - tokens)
 
     def scored(self, sizes: Sizes) -> np.ndarray:

@@ -195,14 +195,13 @@ class ReciprocalRoot(Schedule):
 @dataclass(frozen=True, kw_only=True)
 class Autoregressive(Schedule):
     """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
-    2025): domain i, of n steps after b, begins at the height that one cosine over b + n steps, with i + 1
-    warm-ups of w steps before it, has at step b + w."""
+    2025): a domain of n steps after b begins at the height that one cosine over all b + n steps has where the
+    domain's warm-up ends. That cosine begins after the warm-ups of all these domains together, a share of
+    b + n steps, so that its place there is b / (b + n), whatever the domains' sizes."""
 
     final: float = option("the factor at a domain's end", FINAL)
 
     def __call__(self, progress: Progress) -> float:
         rise, before = self.warmup * progress.steps, progress.total_step - progress.step
-        risen = rise * (progress.domain + 1)
-        place = (before + rise - risen) / max(1.0, before + progress.steps - risen)
-        peak = half_cosine(place, low=self.final)
+        peak = half_cosine(before / (before + progress.steps), low=self.final)
         return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final, high=peak)

@@ -45,6 +45,20 @@ def test_labels_are_not_read(mas):
     assert_close(found, before, rtol=1e-4, atol=1e-6)
 
 
+def test_the_penalty_is_lambda_times_the_weighted_squared_way(mas):
+    """The paper's equation 4: lambda, not half of it."""
+    work = mas("method.strength=3", "trainer.probe_samples=4")
+    work.learn(0)
+    anchor, importance = work.module.anchor.named(), work.module.importance.named()
+    with torch.no_grad():
+        for parameter in work.module.model.parameters():
+            parameter.add_(0.01)
+    present = dict(work.module.model.named_parameters())
+    expected = 3 * sum((importance[n] * (p - anchor[n]).square()).sum() for n, p in present.items())
+    found = work.module.losses(next(iter(work.probe())))["mas"]
+    assert found.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 def test_importances_add_up(mas):
     """gamma 1: the paper's sum over domains."""
     work = mas("trainer.probe_samples=4")

@@ -99,6 +99,16 @@ def test_autoregressive_peaks_are_on_one_cosine():
     assert found[3][55] == pytest.approx(0.1 + (peaks[3] - 0.1) * 0.5)
 
 
+def test_an_autoregressive_peak_counts_the_warm_ups_of_earlier_domains_as_they_were():
+    unequal = (10, 10, 1000)
+    peaks = [max(each) for each in factors(Autoregressive(warmup=0.1, final=0.1), unequal)]
+    warmups = [1, 1, 100]
+    for place, peak in enumerate(peaks):
+        before, risen = sum(unequal[:place]), sum(warmups[: place + 1])
+        share = (before + warmups[place] - risen) / (before + unequal[place] - risen)
+        assert peak == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
 def rates(watch: Watch) -> list[float]:
     return [rate for _, rate in watch.seen]
 

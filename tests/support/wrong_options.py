@@ -191,6 +191,10 @@ AT_ONCE = {
     "mask=migu mask.migu.backend=forward": "mask.migu.backend=forward; allowed: hooks, backward",
     "mask=migu mask.migu.backend=backward mask.migu.importance=gradient": "mask.migu.backend=backward "
     "does not go with importance=gradient",
+    "method=migu method.mask.backend=backward method.mask.acts_on=update": "method.mask.backend=backward is "
+    "invalid with acts_on=update",
+    "mask=migu mask.migu.backend=backward mask.migu.acts_on=frozen": "mask.migu.backend=backward is invalid "
+    "with acts_on=frozen",
     "method=das method.contrast_samples=0": "method.contrast_samples=0; allowed: above 0, at most 1",
     "method=das method.contrast_every=0": "method.contrast_every=0; allowed: a whole number, 1 or more",
     "method=dga method.contrast_negatives=none": "method.contrast_negatives=none; allowed: trained, fixed",

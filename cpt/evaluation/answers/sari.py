@@ -14,10 +14,10 @@ def sari(source: str, written: str, references: Sequence[str]) -> float:
 
     With counts # of an n-gram in source I, output O and, divided by their number, references R:
     add counts each n-gram of O that is not in I once, and of these those in R; keep counts min(#I, #O), and
-    of these min(#I, #R); deletion max(#I - #O, 0), and of these max(#I - #R, 0). Precision divides by what
-    the output does, recall by what the references do; 0 / 0 is 1, so that a reference itself has 1.
-    F is taken of each n before the mean, as in all released code; the paper takes it after. Words are in
-    lower case, signs are words."""
+    of these min(#I, #R); deletion max(#I - #O, 0), and of these at most max(#I - #R, 0). Precision divides
+    by what the output does, recall by what the references do; 0 / 0 is 1, so that a reference itself has 1.
+    F is taken of each n before the mean, as in the authors' Python code; the paper takes it after. Words are
+    in lower case, signs are words."""
     scores = [
         operation
         for order in ORDERS
@@ -43,7 +43,7 @@ def score_order(source: Counter, written: Counter, references: Sequence[Counter]
     return (
         f_score(len(added & wanted), len(added), len(wanted)),
         f_score((kept & told).total(), kept.total(), keepable.total()),
-        ratio((deleted - told).total(), deleted.total()),
+        ratio((deleted & (source - told)).total(), deleted.total()),
     )
 
 

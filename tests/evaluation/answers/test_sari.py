@@ -29,15 +29,15 @@ def test_by_hand():
 
 def test_counts_by_hand():
     """I = a a a b, O = a a, R = a and a a b, so 1.5 a and 0.5 b in each. Kept are 2 a, of which 1.5 are to be
-    kept; 1.5 a and 0.5 b of I are to be kept. Deleted are 1 a and 1 b, of which max(1 - 1.5, 0) a and 0.5 b
-    rightly."""
+    kept; 1.5 a and 0.5 b of I are to be kept. Deleted are 1 a and 1 b, rightly the 1 a, since R deletes 1.5,
+    and 0.5 b."""
     from cpt.evaluation.answers.sari import count_ngrams, score_order
 
     source, written, *references = (count_ngrams(text, 1) for text in ("a a a b", "a a", "a", "a a b"))
     added, kept, deleted = score_order(source, written, references)
     assert added == 1, "nothing is added, nothing is to be added"
     assert kept == pytest.approx(2 * (3 / 4) * (3 / 4) / (3 / 4 + 3 / 4))
-    assert deleted == pytest.approx(1 / 4)
+    assert deleted == pytest.approx(3 / 4)
 
 
 def test_a_reference_has_all_and_a_copy_less():
