@@ -8,6 +8,7 @@ theta* is the base, or the model before the domain. step(t) is the optimizer's, 
 the paper decay is not annealed. Where it is not `annealed`, lambda is 1 in the first line and the factor of
 the second is eta gamma: decoupled L2-SP."""
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,9 @@ from cpt.methods.base import ContinualModule, Shared
 from cpt.models.sharding import named_weights
 from cpt.models.snapshots import Snapshot
 
+log = logging.getLogger(__name__)
 MOST = 2.0  # of eta gamma: from there on a weight is thrown past theta* as far as it was away
+PAPER = 0.1  # eta gamma: 2e-5 times 5000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +75,21 @@ class RecAdam(ContinualModule):
 
     def __init__(self, options: RecAdamOptions, shared: Shared) -> None:
         super().__init__(options, shared)
-        check_strength(options.strength, shared)
+        self.rate = getattr(shared.optimizer, "keywords", {}).get("lr", 0.0)
+        check_strength(options.strength, self.rate)
         self.moves = options.towards == "previous"
         self.anchor = Snapshot(self.model, persistent=self.moves)
         self.recall = Recall(self.anchor, options)
         self.masks.append(self.recall)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
+        pull = self.rate * self.options.strength
+        if self.domain.index == 0 and pull and not math.isclose(pull, PAPER):
+            log.info(
+                "RecAdam pulls up to %.3g of the way back per step (method.strength=%g times optim.lr=%g); the "
+                "paper: %g, method.strength=%g",
+                *(pull, self.options.strength, self.rate, PAPER, PAPER / self.rate),
+            )
         if self.moves:
             self.anchor.take(self.model)
 
@@ -94,9 +105,8 @@ class RecAdam(ContinualModule):
         return 1 / (1 + math.exp(-self.options.slope * (step / steps - self.options.middle)))
 
 
-def check_strength(strength: float, shared: Shared) -> None:
+def check_strength(strength: float, rate: float) -> None:
     """Raises ValueError for a pull that throws weights further away than they were."""
-    rate = getattr(shared.optimizer, "keywords", {}).get("lr", 0.0)
     if rate * strength >= MOST:
         raise ValueError(
             f"method.strength={strength:g} at optim.lr={rate:g} pulls weights past where they were by "

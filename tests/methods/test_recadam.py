@@ -72,6 +72,16 @@ def test_a_strong_pull_brings_the_model_back(small):
     assert moved[100, "base"] < moved[100, "previous"] < moved[0, "previous"]
 
 
+@pytest.mark.parametrize(("rate", "told"), [("1e-4", True), ("1e-3", False)])
+def test_a_pull_that_is_not_the_papers_is_logged(rate, told, small, caplog):
+    with caplog.at_level("INFO", logger="cpt"):
+        made(small("method=recadam", ORDER, "method.strength=100", f"optim.lr={rate}")).learn(0)
+    line = (
+        "optim.lr=0.0001, is 0.01 of the way back in a step at most; the paper's is 0.1: method.strength=1000"
+    )
+    assert (line in caplog.text) == told
+
+
 def test_a_pull_past_where_a_weight_was_is_refused(small):
     with pytest.raises(
         ValueError, match="method.strength=500 at optim.lr=0.01 pulls weights past where they"
