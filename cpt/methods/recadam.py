@@ -86,8 +86,8 @@ class RecAdam(ContinualModule):
         pull = self.rate * self.options.strength
         if self.domain.index == 0 and pull and not math.isclose(pull, PAPER):
             log.info(
-                "RecAdam pulls up to %.3g of the way back per step (method.strength=%g times optim.lr=%g); the "
-                "paper: %g, method.strength=%g",
+                "RecAdam pulls up to %.3g of the way back per step (method.strength=%g times optim.lr=%g); "
+                "the paper: %g, method.strength=%g",
                 *(pull, self.options.strength, self.rate, PAPER, PAPER / self.rate),
             )
         if self.moves:
