@@ -19,12 +19,20 @@ from cpt.models.loading import skeleton
 
 
 def own_names(model: PreTrainedModel) -> set[str]:
-    """The names in the state_dict of a model as its authors wrote it, without what was attached since."""
-    return set(skeleton(model).state_dict())
+    """The names of the parameters and buffers of a model as its authors wrote it, without what was attached
+    since."""
+    authors = skeleton(model)
+    return {*authors.state_dict(), *(name for name, _ in authors.named_buffers())}
+
+
+def stored_beside(module: nn.Module, state: Mapping[str, Tensor]) -> int:
+    """Bytes that a method keeps beyond its `model`'s own weights: in its state_dict, and in buffers that are
+    not part of it, as copies that construction always gives again."""
+    return stored_bytes(dict(module.named_buffers()) | state, own_names(module.model))
 
 
 def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
-    """Bytes of a method's state_dict beyond the model's own weights; what has two names counts once."""
+    """Bytes of a method's tensors beyond the model's own weights; what has two names counts once."""
     # peft moves the weight of a map that it adapts one level down.
     inside = {f"model.{name}" for name in own}
     beside = [value for name, value in state.items() if name.replace(".base_layer", "") not in inside]

@@ -32,7 +32,7 @@ from cpt.tracking.loggers import log_scores, log_stage
 from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
-from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
+from cpt.training.costs import Compute, stored_beside, trained_parameters
 from cpt.training.examinations import Measured
 from cpt.training.files import check_state
 from cpt.training.generation import Generation
@@ -171,8 +171,7 @@ class Learner:
         check_finite(self.module.state_dict(), domain.name)
         state = save_stage(self.module, self.place.stage(number))
         self.rest(number)
-        beside = stored_bytes(state, own_names(self.module.model))
-        kept = {"trained": trained_parameters(self.module), "stored": beside}
+        kept = {"trained": trained_parameters(self.module), "stored": stored_beside(self.module, state)}
         noted = {"rates": rates.noted, "leak": leak.noted, "spikes": guard.spikes.noted}
         return kept | compute.costs(fitting) | noted | {"skipped": len(guard.left_out)}
 

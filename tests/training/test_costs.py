@@ -14,7 +14,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.optim.guard import Guard
 from cpt.training.checkpointing import Checkpoint
-from cpt.training.costs import Compute, own_names, stored_bytes, trained_parameters
+from cpt.training.costs import Compute, own_names, stored_beside, stored_bytes, trained_parameters
 from cpt.training.trainer import make_trainer
 from tests.support import making
 
@@ -35,6 +35,7 @@ def test_the_models_own_weights_are_not_counted():
     method = Method(made())
     assert stored_bytes(method.state_dict(), own_names(method.model)) == 0
     assert stored_bytes(method.half().state_dict(), own_names(method.model)) == 0
+    assert [*dict(method.model.named_buffers())] and stored_beside(method, method.state_dict()) == 0
 
 
 def test_what_is_attached_and_what_is_kept_counts_once():
@@ -46,6 +47,14 @@ def test_what_is_attached_and_what_is_kept_counts_once():
     method.register_buffer("passing", torch.zeros(99), persistent=False)
     assert own_names(method.model) == own
     assert stored_bytes(method.state_dict(), own) == 4 * (16 * 4 + 4 + 10)
+    assert stored_beside(method, method.state_dict()) == 4 * (16 * 4 + 4 + 10 + 99)
+
+
+def test_a_copy_of_the_base_counts_saved_or_not(small):
+    """As in CONTRIBUTING's example: Snapshot(self.model, persistent=False)."""
+    work = making.made(small("method=l2", "method.towards=base"))
+    weights = sum(each.nbytes for each in work.module.model.parameters())
+    assert stored_beside(work.module, work.module.state_dict()) == weights
 
 
 def test_a_weight_that_peft_has_moved_is_the_models():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cpt.adapters.bank import in_memory
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
-from cpt.training.costs import own_names, stored_bytes, trained_parameters
+from cpt.training.costs import stored_beside, trained_parameters
 from cpt.training.forecast.live import bytes_of
 from cpt.training.forecast.watching import Phase, Tried, file_size
 
@@ -36,7 +36,7 @@ def outgrow(module: ContinualModule, stage: Domain, last: Tried) -> Tried:
         last,
         parts=parts,
         trained=trained,
-        stored=stored_bytes(state, own_names(module.model)),
+        stored=stored_beside(module, state),
         state=file_size(state),
         peak=last.peak + grown,
         held=last.held + grown,

@@ -26,7 +26,7 @@ from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
 from cpt.models.generation import Sampling, sample_texts
 from cpt.optim.guard import Guard
-from cpt.training.costs import own_names, stored_bytes
+from cpt.training.costs import stored_beside
 from cpt.training.forecast.growing import grows, outgrow
 from cpt.training.forecast.live import Live
 from cpt.training.forecast.watching import (
@@ -111,7 +111,7 @@ def try_stages(
         tried = Tried()
         try_stage(plan, module, data, stage, tried, device=device, scratch=scratch)
         state = module.state_dict()
-        tried.stored, tried.state = stored_bytes(state, own_names(module.model)), file_size(state)
+        tried.stored, tried.state = stored_beside(module, state), file_size(state)
         tried.trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
         if isinstance(whole.replay, Generated) and number == 1:
             tried.writing_s = time_writing(whole.replay, module, data, device=device)
