@@ -161,7 +161,7 @@ def _tabulate_differences(section: ComparedRuns, measures: Sequence[Measure], *,
 def describe_need(comparisons: int) -> str:
     """How many pairs Holm's correction needs; nothing where no number of pairs suffices."""
     needed = needed_pairs(comparisons) if comparisons else None
-    return f"; for {comparisons} groups, Holm <= {LEVEL} needs {needed} pairs or more" * bool(needed)
+    return f"; for {comparisons} groups, Holm ≤ {LEVEL} needs {needed} pairs or more" * bool(needed)
 
 
 def format_difference(given: CorrectedDifference | None, measure: Measure) -> list[str]:
