@@ -2,17 +2,20 @@
 docs/results.md.
 
 A claim is a difference of two groups in one measure, over the pairs of order and seed that both have. It held
-if the sign-flip test gives p <= 0.05 in the direction claimed, the contrary was seen if in the other."""
+if the sign-flip test gives p <= 0.05 in the direction claimed, after Holm's correction for the claims of its
+table; the contrary was seen if in the other."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cpt.evaluation.endtasks.metrics import cube, pick_final
+from cpt.evaluation.pairs import LEVEL
 from cpt.evaluation.statistics import Difference, compare_pairs
+from cpt.reporting.comparison.differences import CorrectedDifference, correct_holm
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.runs import Pair, Run
 
-LEVEL = 0.05
 SHORT = "less than that is not excluded"
 FEW = 2  # the first and the last so many domains (MIGU, Table 4)
 Values = Mapping[Pair, float]
@@ -146,7 +149,7 @@ ON_TASKS = (
         of="derpp", against="replay", measure="answers/AP", better=1, show=percent,
     ),
 )  # fmt: skip
-HEAD = ("claim", "difference [95 % interval]", "pairs", "p", "verdict")
+HEAD = ("claim", "difference [95 % interval]", "pairs", "p", "Holm", "p (t)", "Holm (t)", "verdict")
 
 
 def measured(run: Run, measure: str) -> float | None:
@@ -185,11 +188,12 @@ def tested(claim: Claim, section: ComparedRuns) -> Difference | None:
     return found if found.n else None
 
 
-def verdict(claim: Claim, found: Difference) -> str:
-    """What a difference says of a claim."""
+def verdict(claim: Claim, given: CorrectedDifference) -> str:
+    """What a difference says of a claim, by its corrected p-value."""
+    found = given.difference
     if claim.better == 0:
-        return "differs" if found.p <= LEVEL else "no difference shown"
-    if found.p > LEVEL:
+        return "differs" if given.holm <= LEVEL else "no difference shown"
+    if given.holm > LEVEL:
         return "not shown"
     if found.mean * claim.better < 0:
         return "the contrary"
@@ -198,13 +202,24 @@ def verdict(claim: Claim, found: Difference) -> str:
 
 
 def rows(section: ComparedRuns, claims: Sequence[Claim]) -> list[list[str]]:
-    """A line per claim: text, difference with its interval, pairs, p, verdict."""
+    """A line per claim: see `tell`."""
+    return tell({claim: tested(claim, section) for claim in claims})
+
+
+def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
+    """A line per claim: text, difference with its interval, pairs, p-values, corrected for the claims that
+    were tested, and the verdict."""
+    names = {claim: str(place) for place, claim in enumerate(tests)}
+    corrected = correct_holm({names[claim]: each for claim, each in tests.items() if each is not None})
     lines = []
-    for claim in claims:
-        found = tested(claim, section)
-        if found is None:
-            lines.append([claim.text, "–", "0", "–", "not run"])
+    for claim, name in names.items():
+        given = corrected.get(name)
+        if given is None:
+            lines.append([claim.text, "–", "0", *["–"] * 4, "not run"])
             continue
-        bounds = f"{claim.show(found.mean)} [{claim.show(found.low)}, {claim.show(found.high)}]"
-        lines.append([claim.text, bounds, str(found.n), f"{found.p:.3f}", verdict(claim, found)])
+        found, show = given.difference, claim.show
+        bounds = f" [{show(found.low)}, {show(found.high)}]" if math.isfinite(found.low) else ""
+        p = [found.p, given.holm, found.p_t, given.holm_t]
+        shown = ["–" if each is None else f"{each:.3g}" for each in p]
+        lines.append([claim.text, show(found.mean) + bounds, str(found.n), *shown, verdict(claim, given)])
     return lines

@@ -13,7 +13,7 @@ import claims
 import numpy as np
 import study
 
-from cpt.evaluation.statistics import Difference, compare_pairs
+from cpt.evaluation.statistics import compare_pairs
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.runs import Run
 from cpt.reporting.drawing import figure, literal, png, style
@@ -117,7 +117,14 @@ def tabulate_findings(groups: Mapping[str, Studied]) -> Block:
          *forgotten_by_half(ncl.runs("similar")), 1),
         ("the same, random order", *forgotten_by_half(ncl.runs("random")), 1),
     ]  # fmt: skip
-    cells = [tell(text, compare_pairs(ours, theirs), better=better) for text, ours, theirs, better in found]
+    cells = claims.tell(
+        {
+            claims.Claim(
+                text=text, of="", against="", measure="", better=better, show=claims.nats
+            ): compare_pairs(ours, theirs)
+            for text, ours, theirs, better in found
+        }
+    )
     return Block(title="What M2D2's authors found", head=claims.HEAD, cells=cells, words=2)
 
 
@@ -141,12 +148,6 @@ def forgotten_by_half(runs: Sequence[Run]) -> tuple[dict, dict]:
             half = int(at >= len(rows) / 2)
             halves[half][run.pair[1], at - half * -(-len(rows) // 2)] = float(np.nanmean(lost))
     return halves[1], halves[0]
-
-
-def tell(text: str, found: Difference, *, better: int) -> list[str]:
-    claim = claims.Claim(text=text, of="", against="", measure="", better=better, show=claims.nats)
-    bounds = f"{claims.nats(found.mean)} [{claims.nats(found.low)}, {claims.nats(found.high)}]"
-    return [text, bounds, str(found.n), f"{found.p:.4f}", claims.verdict(claim, found)]
 
 
 def tabulate_levels(groups: Mapping[str, Studied]) -> Block:

@@ -33,7 +33,7 @@ from cpt.reporting.labels import label
 from cpt.reporting.page import Block, align_columns, few, write_page
 
 USUAL = "ncl"  # what is compared with where nothing else is asked for
-LC = 6  # columns of the differences that a console shows: up to those of LC
+LC = 8  # columns of the differences that a console shows: up to those of LC
 MODES = ("online", "offline")
 
 

@@ -40,7 +40,15 @@ def test_a_claim_holds_where_the_test_says_so_in_its_direction(shifts, better, v
     claim = replace(CLAIM, better=better)
     found = claims.tested(claim, runs(shifts))
     assert found.n == len(shifts) and found.mean == pytest.approx(sum(shifts) / len(shifts))
-    assert claims.verdict(claim, found) == verdict
+    ((*_, p, holm, _, _, told),) = claims.tell({claim: found})
+    assert p == holm and told == verdict
+
+
+def test_a_verdict_goes_by_the_corrected_p():
+    given = runs([-0.1, -0.2, -0.3, -0.2, -0.1, -0.3])
+    both = [replace(CLAIM, measure="LC/nats"), replace(CLAIM, measure="FG/nats")]
+    told = claims.rows(given, both)
+    assert [(line[3], line[4], line[-1]) for line in told] == [("0.0312", "0.0625", "not shown")] * 2
 
 
 def test_a_claim_against_zero_is_one_about_the_group_alone():

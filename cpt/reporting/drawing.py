@@ -1,7 +1,8 @@
 """What all pictures share: figures without pyplot's state, marks, ticks, panels, and small PNG files.
 
 Colours are safe for the colour-blind: the diverging map is ColorBrewer's RdBu, the series are those of Okabe
-and Ito (2008). A picture says in words what it shows: PNG's text chunk "Description".
+and Ito (2008), with a violet for their yellow, which is too pale for lines on white. A picture says in words
+what it shows: PNG's text chunk "Description".
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 FEW = 12  # up to so many domains are told apart one by one; more are shown as a crowd
-SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
 
@@ -57,9 +58,10 @@ def description(picture: bytes) -> str:
 
 
 def style(place: int) -> dict[str, str]:
-    """Colour, marker and dashes of a series; 54 differ in the first two, neighbours in both."""
-    marker = MARKERS[(place + place // 6) % len(MARKERS)]
-    return {"color": SERIES[place % 6], "marker": marker, "linestyle": DASHES[place // 6 % len(DASHES)]}
+    """Colour, marker and dashes of a series; 72 differ in the first two, neighbours in both."""
+    colour, turn = place % len(SERIES), place // len(SERIES)
+    marker = MARKERS[(place + 2 * turn) % len(MARKERS)]
+    return {"color": SERIES[colour], "marker": marker, "linestyle": DASHES[turn % len(DASHES)]}
 
 
 def literal(name: str, *, width: int) -> str:

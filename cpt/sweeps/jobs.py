@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from cpt.core.errors import unknown_name
 from cpt.core.parents import PARENT
 from cpt.core.preemption import GO_ON
 from cpt.core.signs import note_end, now
+from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 65536
@@ -214,7 +215,27 @@ def compose_jobs(
         label = " ".join(filter_overrides([each for each in overrides if each not in common]))
         jobs.append(compose(Job(number, overrides, label, config, Path()), context))
     check_folders(jobs)
+    if config.hydra.sweeper._target_ == BASIC_SWEEPER and (needs := describe_pairs(list(distinct))):
+        log.info(needs)
     return jobs
+
+
+def describe_pairs(jobs: Sequence[Sequence[str]]) -> str | None:
+    """How many pairs (order, seed) a comparison of the sweep's groups needs, from the overrides of its jobs;
+    None of one group."""
+    pairs: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+    for overrides in jobs:
+        own = tuple(each for each in overrides if each.startswith(("order=", "seed=")))
+        pairs[tuple(each for each in overrides if each not in own)].add(own)
+    comparisons, most = len(pairs) - 1, max(map(len, pairs.values()))
+    if not comparisons or (needed := needed_pairs(comparisons)) is None:
+        return None
+    smallest = min(1.0, least_p(most) * comparisons)
+    told = f"; the smallest of {most} is {smallest:.2g}" if most < needed else ""
+    return (
+        f"Comparing {len(pairs)} groups of {most} pair{'s' * (most > 1)} (order, seed): p <= {LEVEL} after "
+        f"Holm's correction for {comparisons} comparison{'s' * (comparisons > 1)} needs {needed} pairs{told}"
+    )
 
 
 def compose(job: Job, context: HydraContext) -> Job:

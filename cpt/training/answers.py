@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -165,11 +166,12 @@ class Asking(AfterStages):
             "intervals": {},
         }
         names = ["base", *(domain.name for domain in self.data.domains)][:rows]
-        if there and all(cell is not None for cells in there.values() for cell in cells):
-            measured = compute_metrics(matrix_of(answers), rows=names, tasks=list(there))
+        if there:
+            asked = np.array([[cell is not None for cell in cells] for cells in there.values()]).T
+            measured = compute_metrics(matrix_of(answers), asked=asked, rows=names, tasks=list(there))
             answers["metrics"] = {name: float(value) for name, value in measured.items()}
-            if rows == len(self.data) + 1:
-                values = {task: [cell.head for cell in cells] for task, cells in there.items()}
+            if rows == len(self.data) + 1 and measured:
+                values = {task: [cell and cell.head for cell in cells] for task, cells in there.items()}
                 answers["intervals"] = compute_intervals(values, rows=names)
         return answers
 

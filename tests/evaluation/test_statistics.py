@@ -4,30 +4,32 @@ import itertools
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from cpt.evaluation import statistics
-from cpt.evaluation.statistics import bootstrap_means, compare_examples, compare_pairs, interval, rank_rows
+from cpt.evaluation.pairs import FLIPS, least_p, needed_pairs
+from cpt.evaluation.statistics import compare_examples, compare_pairs, interval, intervals_of_means, rank_rows
 
 
-def test_an_interval_is_that_of_all_redraws():
+@pytest.mark.parametrize("size", range(3, 11))
+def test_an_interval_over_few_runs_covers_the_mean(size):
+    series = np.random.default_rng(size).normal(3, 2, size=(1500, size))
+    low, high = intervals_of_means(series, replicates=1000).T
+    assert 0.92 <= np.mean((low <= 3) & (high >= 3)) <= 0.98
+
+
+def test_up_to_seven_values_the_interval_is_that_of_t():
     values = [1.0, 2.0, 4.0, 9.0]
-    means = [np.mean(drawn) for drawn in itertools.product(values, repeat=4)]
-    low, high = interval(values, replicates=20_000)
-    assert [low, high] == pytest.approx(np.percentile(means, [2.5, 97.5]), abs=0.05)
+    assert interval(values) == pytest.approx((4 - 3.182446 * 3.559026 / 2, 4 + 3.182446 * 3.559026 / 2))
     spread = np.random.default_rng(0).normal(size=9)
     assert interval(spread) == interval(spread) != interval(spread, seed=1)
-
-
-def test_an_interval_covers_the_mean():
-    generator = np.random.default_rng(0)
-    hits = [low <= 3 <= high for low, high in (interval(generator.normal(3, 2, 20)) for _ in range(200))]
-    assert 0.88 <= np.mean(hits) <= 0.98
+    assert interval(spread[:7]) == interval(spread[:7], seed=1)
 
 
 def test_values_that_are_not_there():
-    assert interval([None, 2.0, 4.0, float("nan")]) == interval([2.0, 4.0])
-    assert np.isnan(interval([3.0])).all()
-    assert np.isnan(interval([])).all()
+    assert interval([None, 2.0, 4.0, 5.0, float("nan")]) == interval([2.0, 4.0, 5.0])
+    for few in ([3.0, 4.0], [3.0], []):
+        assert np.isnan(interval(few)).all()
+    assert interval([0.1 * 3] * 8 + [0.3]) == pytest.approx((0.3, 0.3))
 
 
 def test_the_p_value_of_all_signs():
@@ -40,12 +42,13 @@ def test_the_p_value_of_all_signs():
     assert found.n == 4
     assert (found.low, found.high) == interval(differences)
     assert found.low < found.mean < found.high
+    assert found.p_t == pytest.approx(stats.ttest_rel(list(values.values()), list(baseline.values())).pvalue)
 
 
 def test_the_difference_is_over_shared_keys():
     found = compare_pairs({1: 2.0, 2: 4.0, 3: None, 5: 7.0}, {2: 1.0, 1: 1.0, 3: 1.0, 4: 9.0})
     assert (found.mean, found.n) == (2.0, 2)
-    assert found.p == 0.5
+    assert (found.p, found.p_t) == (0.5, None) and np.isnan([found.low, found.high]).all()
     assert compare_pairs({1: 2.0}, {1: 1.0}).p == 1
     nothing = compare_pairs({1: 2.0}, {2: 1.0})
     assert nothing.n == 0
@@ -54,7 +57,7 @@ def test_the_difference_is_over_shared_keys():
 
 def test_no_difference_has_p_1_and_a_sure_one_the_least_there_is():
     same = dict.fromkeys(range(8), 1.0)
-    assert compare_pairs(same, same) == (0, 0, 0, 1, 8)
+    assert compare_pairs(same, same) == (0, 0, 0, 1, 8, None)
     better = {key: 2.0 + key / 10 for key in range(8)}
     assert compare_pairs(better, same).p == 2 / 2**8
     assert compare_pairs(same, better).mean == pytest.approx(-1.35)
@@ -73,7 +76,14 @@ def test_many_pairs_are_flipped_at_random():
     assert found.p != exact
     assert compare_pairs(values, zero) == found
     sure = compare_pairs({key: 1.0 + key for key in range(60)}, dict.fromkeys(range(60), 0.0))
-    assert sure.p == 1 / (statistics.FLIPS + 1)
+    assert sure.p == 1 / (FLIPS + 1)
+
+
+def test_how_many_pairs_holm_needs():
+    for comparisons, pairs in ((1, 6), (4, 8), (6, 8), (7, 9), (69, 12), (400, 13)):
+        assert needed_pairs(comparisons) == pairs
+        assert least_p(pairs) * comparisons <= 0.05 < least_p(pairs - 1) * comparisons
+    assert needed_pairs(501) is None
 
 
 def test_up_to_twelve_pairs_the_test_is_exact():
@@ -171,7 +181,7 @@ def test_p_over_tasks_is_that_of_all_signs():
 
 def test_equal_predictions_and_none():
     right = np.array([True, False, True])
-    assert compare_examples(right, right) == (0, 0, 0, 1, 3)
+    assert compare_examples(right, right) == (0, 0, 0, 1, 3, None)
     assert compare_examples({}, {}).n == 0
     assert np.isnan(compare_examples({("law", 0): right}, {("food", 0): right}).p)
     assert compare_examples({("law", 0): (right[:0], right[:0])}).n == 0
@@ -196,4 +206,7 @@ def test_the_interval_over_examples_covers():
 
 def test_intervals_of_many_series_are_those_of_each_alone():
     series = np.random.default_rng(3).normal(size=(5, 10))
-    assert [tuple(bounds) for bounds in bootstrap_means(series).tolist()] == [interval(row) for row in series]
+    series[2] = 7.0
+    for size in (3, 10):
+        found = intervals_of_means(series[:, :size])
+        assert [tuple(bounds) for bounds in found.tolist()] == [interval(row[:size]) for row in series]

@@ -68,10 +68,20 @@ def test_asking_changes_no_bit_and_a_finished_run_is_asked_later(asked, tmp_path
 
 def test_stages_that_are_not_due_are_missing(asked, tmp_path):
     answers = asked(tmp_path, "answers.when=last", "answers.written=false", "answers.most=5")["answers"]
-    assert answers["metrics"] == {} == answers["intervals"]
+    assert set(answers["metrics"]) == {"AP"} == set(answers["intervals"])
     for told in answers["tasks"].values():
         assert told["examples"] == 5 and list(told["measures"]) == ["accuracy_ranked", "accuracy_ranked_mean"]
         assert [value is None for value in told["measures"]["accuracy_ranked"]] == [False, True, False]
+    assert (
+        asked(tmp_path, "answers.when=every:2", "answers.written=false", "answers.most=5")["answers"][
+            "metrics"
+        ]
+        == answers["metrics"]
+    )
+    each = asked(tmp_path / "each", "answers.written=false", "answers.most=5")["answers"]
+    for found in ("metrics", "intervals"):
+        assert each[found]["AP"] == answers[found]["AP"]
+    assert set(each["metrics"]) == {"AP", "LA", "BWT", "F", "FWT"}
 
 
 def test_killed_between_two_tasks_it_goes_on(asked, tmp_path, monkeypatch):

@@ -81,23 +81,32 @@ def matrix_of(answers: Mapping[str, Any]) -> np.ndarray:
 
 
 def compute_metrics(
-    matrix: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str]
+    matrix: np.ndarray, *, rows: Sequence[str], tasks: Sequence[str], asked: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """NAMES of a matrix of scores [..., row, task], each value [...]; those alone whose terms exist."""
+    """NAMES of a matrix of scores [..., row, task], each value [...], as far as their terms exist. `asked`,
+    [row, task], says which cells were (None: all): AP needs those of the last row, the others all of them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
     found = metrics(matrix, layout=layout, higher=True)
-    return {name: found[other] for name, other in NAMES.items() if other in found}
+    told = {name: found[other] for name, other in NAMES.items() if other in found}
+    if asked is None or asked.all():
+        return told
+    return {name: value for name, value in told.items() if name == "AP" and asked[-1].all()}
 
 
 def compute_intervals(
-    values: Mapping[str, Sequence[np.ndarray]], *, rows: Sequence[str]
+    values: Mapping[str, Sequence[np.ndarray | None]], *, rows: Sequence[str]
 ) -> dict[str, list[float]]:
     """95 % percentile bootstrap over the examples of each task, alike for every row: {metric: [low, high]}.
-    `values` are each task's, [row][examples]."""
-    samples = [(np.stack(each).astype(float), np.ones(len(each[0]))) for each in values.values()]
+    `values` are each task's, [row][examples], None in a row in which it was not asked."""
+    asked = np.array([[row is not None for row in each] for each in values.values()]).T
+    samples = []
+    for each in values.values():
+        size = next(len(row) for row in each if row is not None)
+        stacked = np.stack([np.full(size, np.nan) if row is None else row for row in each])
+        samples.append((stacked.astype(float), np.ones(size)))
 
     def compute(matrix: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
-        found = compute_metrics(matrix, rows=rows, tasks=list(values))
+        found = compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))
         return {name: {"score": value} for name, value in found.items()}
 
     return {name: units["score"] for name, units in bootstrap(samples, compute).items()}

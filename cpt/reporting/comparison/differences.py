@@ -22,10 +22,12 @@ from cpt.reporting.comparison.runs import Run
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectedDifference:
-    """A group's difference from its baseline, and its p-value corrected for the number of groups compared."""
+    """A group's difference from its baseline, and its p-values corrected for the number of groups compared:
+    of the sign-flip test, and of the paired t test (None where there is none)."""
 
     difference: Difference
     holm: float
+    holm_t: float | None
 
 
 def list_present(section: ComparedRuns, measures: Sequence[Measure]) -> list[Measure]:
@@ -61,15 +63,23 @@ def contrasts(section: ComparedRuns, measure: Measure) -> dict[str, CorrectedDif
 
 
 def correct_holm(found: Mapping[str, Difference]) -> dict[str, CorrectedDifference]:
-    """With p-values by Holm's step-down procedure (Holm 1979): the k-th smallest of m times m - k + 1, never
-    below the one before it, at most 1."""
-    ordered = sorted(found, key=lambda name: found[name].p)
-    raised = [found[name].p * (len(ordered) - place) for place, name in enumerate(ordered)]
-    holm = dict(zip(ordered, np.minimum(1, np.maximum.accumulate(raised)).tolist(), strict=True))
+    """Both p-values by Holm's procedure; a difference without a t test counts as one of p = 1."""
+    flipped = adjust_holm({name: each.p for name, each in found.items()})
+    by_t = adjust_holm({name: 1.0 if each.p_t is None else each.p_t for name, each in found.items()})
     return {
-        name: CorrectedDifference(difference=difference, holm=holm[name])
-        for name, difference in found.items()
+        name: CorrectedDifference(
+            difference=each, holm=flipped[name], holm_t=None if each.p_t is None else by_t[name]
+        )
+        for name, each in found.items()
     }
+
+
+def adjust_holm(p: Mapping[str, float]) -> dict[str, float]:
+    """Holm's step-down procedure (Holm 1979): the k-th smallest of m p-values times m - k + 1, never below
+    the one before it, at most 1."""
+    ordered = sorted(p, key=lambda name: p[name])
+    raised = [p[name] * (len(ordered) - place) for place, name in enumerate(ordered)]
+    return dict(zip(ordered, np.minimum(1, np.maximum.accumulate(raised)).tolist(), strict=True))
 
 
 def rank_groups(section: ComparedRuns) -> dict[str, dict[str, float]]:

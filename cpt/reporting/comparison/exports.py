@@ -218,4 +218,4 @@ def _describe_group(group: Group) -> dict[str, Any]:
 
 
 def _describe_difference(given: CorrectedDifference) -> dict[str, Any]:
-    return {**given.difference._asdict(), "p_holm": given.holm}
+    return {**given.difference._asdict(), "p_holm": given.holm, "p_t_holm": given.holm_t}

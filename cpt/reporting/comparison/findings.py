@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cpt.evaluation.statistics import EXACT, FLIPS, Difference, compare_pairs
+from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
+from cpt.evaluation.statistics import LEAST, Difference, compare_pairs
 from cpt.reporting.comparison.differences import CorrectedDifference, contrasts, correct_holm
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import MEASURES, Measure
 from cpt.reporting.page import Block, few
 
-LEVEL = 0.05
 BUDGET = 1.1  # times the baseline's FLOPs: what still counts as equal compute
 FORGOTTEN, LAST, FLOPS = "FG/nats", "LC/perplexity", "cost/flops"
 UNITS = {"LC/perplexity": "perplexity", "CPT/nats": "nats", FORGOTTEN: "nats"}
@@ -25,10 +26,11 @@ QUESTIONS = {  # by measure, how the sentence begins
     "answers/AP": "Best answers",
 }
 HOW = (
-    "Best by its mean over runs [95 % bootstrap interval]; against others by the mean paired difference over "
-    "the orders and seeds that both have, the sign-flip test, Holm over all the others. The best was chosen "
-    "by the same runs: its lead is, if anything, too large. Left out are methods without a sequence "
-    "(`joint`, `one`, `none`)."
+    "Best by its mean over runs [95 % interval: Student's t, or BCa bootstrap of 8 runs and more; none of "
+    "fewer than 3]; against others by the mean paired difference over the orders and seeds that both have, "
+    "the sign-flip test (p) and the paired t test, each with Holm over all the others. The sign-flip test "
+    "tells groups apart. The best was chosen by the same runs: its lead is, if anything, too large. Left out "
+    "are methods without a sequence (`joint`, `one`, `none`)."
 )
 
 
@@ -74,7 +76,24 @@ def tell_groups(section: ComparedRuns, groups: Sequence[Group]) -> list[str]:
     for measure in MEASURES:
         if measure.key in QUESTIONS and (found := find_best(groups, measure)):
             lines.append(tell(found, section, begin=QUESTIONS[measure.key] + whose))
+            if measure.key == FORGOTTEN:
+                lines += tell_given_domain(section, groups, measure=measure, whose=whose)
     return [*lines, *tell_equal_compute(section, groups, whose=whose)]
+
+
+def tell_given_domain(
+    section: ComparedRuns, groups: Sequence[Group], *, measure: Measure, whose: str
+) -> list[str]:
+    """Which groups are given the domain at test time, so that a part of the model can be kept for each, and
+    the best of the others."""
+    given = [group.name for group in groups if group.needs_domain]
+    rest = [group for group in groups if not group.needs_domain]
+    if not given:
+        return []
+    lines = [f"Given the domain of a text at test time{whose}: {few(given, between=', ')}."]
+    if found := find_best(rest, measure):
+        return [*lines, tell(found, section, begin=f"Forgets least without it{whose}")]
+    return [f"{lines[0]} Not given it: {rest[0].name if rest else 'none'}."]
 
 
 def find_best(groups: Sequence[Group], measure: Measure) -> Finding | None:
@@ -96,7 +115,7 @@ def tell(found: Finding, section: ComparedRuns, *, begin: str) -> str:
     unit = UNITS.get(measure.key, "")
     title = measure.title.removesuffix(f" ({unit})")
     told = f"{begin}: `{found.best.name}`, {title} {measure.show(spread.mean or 0)}{bounds} {unit}".rstrip()
-    runs = f" (runs: {spread.n})" if spread.low is not None else " (one run: no interval)"
+    runs = f" (runs: {spread.n}{'' if bounds else ', no interval'})"
     return f"{told}{runs}{_against_baseline(found, section)}. {_apart(found)}"
 
 
@@ -104,11 +123,12 @@ def _against_baseline(found: Finding, section: ComparedRuns) -> str:
     given = contrasts(section, found.measure).get(found.best.name)
     if given is None:
         return ""
-    mean, low, high, p, n = given.difference
+    mean, low, high, p, n, p_t = given.difference
     show = found.measure.show
-    bounds = f" [{show(low)}, {show(high)}]" if n > 1 else ""
+    bounds = f" [{show(low)}, {show(high)}]" if math.isfinite(low) else ""
     against = f"{show(mean)}{bounds} against {section.baselines[found.best.name].name}"
-    return f"; {against}, p {p:.2g}, Holm {given.holm:.2g} ({n} pair{'s' * (n > 1)})"
+    by_t = "" if p_t is None else f", paired t {p_t:.2g}, Holm {given.holm_t:.2g}"
+    return f"; {against}, p {p:.2g}, Holm {given.holm:.2g}{by_t} ({n} pair{'s' * (n > 1)})"
 
 
 def _apart(found: Finding) -> str:
@@ -122,13 +142,12 @@ def _apart(found: Finding) -> str:
     if len(alike) < count or least_p(most) * count < LEVEL:
         names = few(alike, between=", ")
         return f"Not told apart from {len(alike)} of {count} others (Holm p ≥ {LEVEL:.2g}): {names}."
-    if most == 1:
-        return f"One pair tells nothing apart from the {count} others: more seeds are needed."
+    needed = f"Holm over {count} needs {needed_pairs(count)} pairs"
+    if most < LEAST:
+        return f"Not told apart from the {count} others by {most} pair{'s' * (most > 1)}: {needed}."
     within = few(found.within, between=", ")
     told = f"The paired intervals exclude 0 against all {count} others{' but ' * bool(within)}{within}"
-    return (
-        f"{told}; the test cannot confirm it ({most} pairs: no p below {least_p(most):.2g}, Holm × {count})."
-    )
+    return f"{told}; the test cannot confirm it ({most} pairs: no p below {least_p(most):.2g}; {needed})."
 
 
 def tell_equal_compute(section: ComparedRuns, groups: Sequence[Group], *, whose: str) -> list[str]:
@@ -150,11 +169,6 @@ def tell_equal_compute(section: ComparedRuns, groups: Sequence[Group], *, whose:
     return [tell(found, section, begin=begin)]
 
 
-def least_p(pairs: int) -> float:
-    """The smallest p-value that so many pairs can give: that of all signs alike, or of no drawn sign."""
-    return 2.0 ** (1 - pairs) if pairs <= EXACT else 1 / (1 + FLIPS)
-
-
 def excludes_zero(difference: Difference) -> bool:
-    """Whether the interval of a difference is on one side of 0; of one pair there is none."""
-    return difference.n > 1 and (difference.low > 0 or difference.high < 0)
+    """Whether the interval of a difference is on one side of 0; where there is none (nan) it is not."""
+    return difference.low > 0 or difference.high < 0

@@ -46,6 +46,11 @@ class Group:
         return self.runs[0].scores.alone
 
     @property
+    def needs_domain(self) -> bool:
+        """Whether the domain of a text is given at test time."""
+        return any(run.scores.needs_domain for run in self.runs)
+
+    @property
     def facets(self) -> dict[str, str]:
         order = {"order": self.orders[0]} if self.order is not None else {}
         return {"method": self.plain, "model": self.model} | order

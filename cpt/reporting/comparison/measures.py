@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from pandas import DataFrame
 
-from cpt.evaluation.statistics import bootstrap_means
+from cpt.evaluation.statistics import LEAST, intervals_of_means
 from cpt.reporting.formatting import decimals, megabytes, percent, perplexity
 
 NONE = "–"
@@ -80,8 +80,8 @@ def measure_probe(told: str, *, higher: bool) -> Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """A group's numbers in one: mean, standard deviation and 95 % bootstrap interval over its runs, None
-    where there are too few; n of `runs` have the number."""
+    """A group's numbers in one: mean, standard deviation and 95 % interval over its runs, None where there
+    are too few; n of `runs` have the number."""
 
     n: int
     runs: int
@@ -97,7 +97,7 @@ def spread_values(values: DataFrame) -> dict[str, Spread]:
     spreads, counts = {}, values.count()
     for n, keys in counts.groupby(counts).groups.items():
         there = np.array([values[key].dropna() for key in keys])
-        bounds = bootstrap_means(there).tolist() if n > 1 else [(None, None)] * len(keys)
+        bounds = intervals_of_means(there).tolist() if n >= LEAST else [(None, None)] * len(keys)
         for key, numbers, (low, high) in zip(keys, there.tolist(), bounds, strict=True):
             deviation = stdlib.stdev(numbers) if n > 1 else None
             mean = stdlib.fmean(numbers) if n else None

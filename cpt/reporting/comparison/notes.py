@@ -23,6 +23,15 @@ SPAN = (
     "Bits per byte of a model of span corruption are its loss on hidden tokens times tokens per byte: no "
     "code length, and comparable within these runs only."
 )
+BASE_SEED = "model.base.seed"
+ONE_BASE = (
+    "The runs of a model share its base and one split of the texts, whatever their seed and order. Intervals "
+    "and p-values over runs are about orders, masked positions and dropout: not about other bases or texts."
+)
+ONE_SPLIT = (
+    f"All runs share one split of the texts; their bases differ in {BASE_SEED}. Intervals and p-values over "
+    "runs are not about other texts."
+)
 APART = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what such a method is measured by
 SETTINGS = 8  # so many differing settings are named
 
@@ -35,7 +44,7 @@ def is_ranked(group: Group, key: str) -> bool:
 
 def notes(section: ComparedRuns) -> list[str]:
     """What the names stand for, and what keeps groups from being compared."""
-    kinds = (_conditions, _orders, _alone, _copies, _settings, _measures, _baselines)
+    kinds = (_conditions, _shared, _orders, _alone, _given, _copies, _settings, _measures, _baselines)
     return [line for kind in kinds for line in kind(section)]
 
 
@@ -68,6 +77,14 @@ def _conditions(section: ComparedRuns) -> list[str]:
     return lines + {"masked": [MASKED], "span": [SPAN]}.get(section.objective, [])
 
 
+def _shared(section: ComparedRuns) -> list[str]:
+    """What runs with other seeds have in common; nothing where there is one run of each group."""
+    bases = {str(run.settings[BASE_SEED]) for run in section.runs if BASE_SEED in run.settings}
+    if all(len(group.runs) == 1 for group in section.groups):
+        return []
+    return [ONE_SPLIT] if len(bases) > 1 else [ONE_BASE]
+
+
 def _orders(section: ComparedRuns) -> list[str]:
     """What the orders are called, where there are several."""
     names = order_names(section.runs)
@@ -84,6 +101,11 @@ def explain_alone(groups: Sequence[Group]) -> list[str]:
 
 def _alone(section: ComparedRuns) -> list[str]:
     return explain_alone(section.groups)
+
+
+def _given(section: ComparedRuns) -> list[str]:
+    names = [group.name for group in section.groups if group.needs_domain]
+    return [f"Given the domain of a text at test time: {few(names, between=', ')}."] * bool(names)
 
 
 def _copies(section: ComparedRuns) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
+from cpt.evaluation.statistics import BOOTSTRAPPED, LEAST
 from cpt.reporting.answers import NAMES as MEASURE_NAMES
 from cpt.reporting.comparison.answered import Line, on_answers
 from cpt.reporting.comparison.differences import (
@@ -16,7 +19,6 @@ from cpt.reporting.comparison.differences import (
     probed_tasks,
     rank_groups,
 )
-from cpt.reporting.comparison.findings import least_p
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import (
     COMPARED,
@@ -32,12 +34,18 @@ from cpt.reporting.comparison.runs import Run
 from cpt.reporting.formatting import decimals, percent
 from cpt.reporting.page import Block, few
 
+INTERVAL = f"Student's t, or BCa bootstrap of {BOOTSTRAPPED} and more; none of fewer than {LEAST}"
 SPREAD = (
-    "Mean ± standard deviation over the runs of a group (seeds and orders), [95 % bootstrap interval of the "
-    "mean over its runs]; in nats where not said; (k): k of its runs have the number."
+    "Mean ± standard deviation over the runs of a group (seeds and orders), [95 % interval of the mean over "
+    f"its runs: {INTERVAL}]; in nats where not said; (k): k of its runs have the number."
 )
-LEAST = "p: two-sided sign-flip test over the pairs; of n pairs it is never below 2^(1-n), nor below 1/10001"
+FLIPPED = (
+    "p: two-sided sign-flip test over the pairs; of n pairs it is never below 2^(1-n), nor below 1/10001"
+)
 HOLM = "Holm: p corrected for the number of groups in its column (Holm 1979)"
+BY_T = (
+    f"p (t), Holm (t): the same of the paired t test, which assumes normal differences; from {LEAST} pairs on"
+)
 ON_ANSWERS = (
     "Group minus baseline, in percentage points of what each task is known by; tasks weigh alike. Only "
     "examples that both were asked, joined by their ids; answers are means over the orders and seeds that "
@@ -110,7 +118,7 @@ def tabulate_console(section: ComparedRuns) -> Block:
 
 
 def tabulate_differences(section: ComparedRuns) -> Block:
-    """A row per group that has a baseline: mean difference, interval, p-value and Holm's."""
+    """A row per group that has a baseline: mean difference, interval, p-values and Holm's."""
     title = f"Differences from {section.baseline}"
     return _tabulate_differences(section, list_present(section, COMPARED), title=title)
 
@@ -126,31 +134,50 @@ def _tabulate_differences(section: ComparedRuns, measures: Sequence[Measure], *,
     columns = {measure: contrasts(section, measure) for measure in measures}
     head, cells = ["group", "baseline", "pairs"], []
     for measure in measures:
-        head += [f"Δ {measure.title}", "p", "Holm"]
+        head += [f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)"]
     for group in section.groups:
         if group.name in section.baselines:
             own = [(columns[measure].get(group.name), measure) for measure in measures]
             pairs = max((each.difference.n for each, _ in own if each), default=0)
-            row = [cell for each, measure in own for cell in format_difference(each, measure)]
+            row = [
+                cell
+                for each, measure in own
+                for cell in (*format_difference(each, measure), *format_t_test(each))
+            ]
             cells.append([group.name, section.baselines[group.name].name, str(pairs), *row])
     if not cells:
         return Block()
     least = [each.difference.n for column in columns.values() for each in column.values()]
     smallest = f" (here {least_p(max(least)):.3g})" if least else ""
+    count = max(map(len, columns.values()), default=0)
     lines = [
-        "Group minus baseline, over the pairs (order, seed) that both have; [95 % bootstrap interval].",
-        f"{LEAST}{smallest}. {HOLM}.",
+        f"Group minus baseline, over the pairs (order, seed) that both have; [95 % interval: {INTERVAL}].",
+        f"{FLIPPED}{smallest}. {HOLM}{describe_need(count)}.",
+        f"{BY_T}.",
     ]
     return add_facets(Block(title=title, lines=lines, head=head, cells=cells, words=2), section)
+
+
+def describe_need(comparisons: int) -> str:
+    """How many pairs Holm's correction needs; nothing where no number of pairs suffices."""
+    needed = needed_pairs(comparisons) if comparisons else None
+    return f"; for {comparisons} groups, Holm ≤ {LEVEL} needs {needed} pairs or more" * bool(needed)
 
 
 def format_difference(given: CorrectedDifference | None, measure: Measure) -> list[str]:
     """Difference with interval, p-value, corrected p-value."""
     if given is None:
         return [NONE] * 3
-    mean, low, high, p, n = given.difference
-    interval = f" [{measure.show(low)}, {measure.show(high)}]" if n > 1 else ""
+    mean, low, high, p, *_ = given.difference
+    interval = f" [{measure.show(low)}, {measure.show(high)}]" if math.isfinite(low) else ""
     return [measure.show(mean) + interval, f"{p:.3g}", f"{given.holm:.3g}"]
+
+
+def format_t_test(given: CorrectedDifference | None) -> list[str]:
+    """The paired t test's p-value, and the corrected one."""
+    if given is None or given.difference.p_t is None:
+        return [NONE] * 2
+    return [f"{given.difference.p_t:.3g}", f"{given.holm_t:.3g}"]
 
 
 def tabulate_ranks(section: ComparedRuns) -> Block:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from pandas import DataFrame
 
+from cpt.evaluation.pairs import least_p
 from cpt.evaluation.statistics import Difference
 from cpt.reporting.comparison.differences import contrasts, correct_holm, on_examples, rank_groups
 from cpt.reporting.comparison.groups import differing, order_names, sections
@@ -21,7 +22,6 @@ from cpt.reporting.comparison.runs import (
     measure_runs,
     parse_filters,
 )
-from cpt.reporting.comparison.tables import least_p
 from cpt.reporting.marks import own_place
 from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
 
@@ -223,7 +223,8 @@ def test_a_spread_is_mean_deviation_and_interval():
     given = spread_values(DataFrame({"x": [1.0, 2.0, 6.0, None], "y": [3.0, None, None, 4.0]}))["x"]
     assert (given.n, given.runs, given.mean) == (3, 4, 3.0)
     assert given.sd == pytest.approx(np.std([1, 2, 6], ddof=1))
-    assert 1.0 <= given.low < 3.0 < given.high <= 6.0
+    assert [given.low, given.high] == pytest.approx([3 - 6.572411, 3 + 6.572411])  # t(2) * sd / sqrt(3)
+    assert spread_values(DataFrame({"x": [1.0, 2.0]}))["x"].low is None
     shown = format_spread(given, show="{:.1f}".format, bounds=True)
     assert shown.startswith("3.0 ± 2.6 [")
     assert shown.endswith("] (3)")

@@ -3,6 +3,7 @@
 import pytest
 
 from cpt.reporting.comparison import findings
+from cpt.reporting.comparison.notes import notes
 from tests.support.comparing import NLL, run, section
 
 
@@ -28,7 +29,7 @@ def test_the_best_is_named_with_its_interval_and_its_lead():
     told = lines(*several("ncl", shifts=NOISE), *several("das", shifts=better))
     forgets = begins(told, "Forgets least: `das`, FG")
     assert " nats (runs: 9); -0.19" in forgets
-    assert "against ncl, p 0.0039, Holm 0.0039 (9 pairs)" in forgets
+    assert "against ncl, p 0.0039, Holm 0.0039, paired t 9.6e-17, Holm 9.6e-17 (9 pairs)" in forgets
     assert forgets.endswith("Told apart from all 1 others (Holm p < 0.05).")
     assert begins(told, "Best average at the end: `das`, LC")
     assert told[-1] == findings.HOW
@@ -42,7 +43,7 @@ def test_what_cannot_be_told_apart_is_named_and_why():
     )
     forgets = begins(told, "Forgets least: `das`")
     assert "The paired intervals exclude 0 against all 2 others but kd; the test cannot confirm" in forgets
-    assert forgets.endswith("(3 pairs: no p below 0.25, Holm × 2).")
+    assert forgets.endswith("(3 pairs: no p below 0.25; Holm over 2 needs 7 pairs).")
 
 
 def test_some_are_told_apart_and_others_are_not():
@@ -59,7 +60,31 @@ def test_some_are_told_apart_and_others_are_not():
 
 def test_one_run_has_no_interval_and_no_test():
     told = begins(lines(run(), run(method="das", shift=-0.1)), "Forgets least: `das`")
-    assert "(one run: no interval)" in told and "more seeds are needed" in told
+    assert "(runs: 1, no interval)" in told
+    assert told.endswith("Not told apart from the 1 others by 1 pair: Holm over 1 needs 6 pairs.")
+
+
+def test_two_pairs_have_no_interval_and_tell_nothing_apart():
+    told = lines(*several("ncl", shifts=[0.0, 0.01]), *several("das", shifts=[-0.2, -0.21]))
+    assert not any("exclude 0" in line or "[" in line for line in told[:-1])
+    forgets = begins(told, "Forgets least: `das`, FG")
+    assert "p 0.5, Holm 0.5 (2 pairs). Not told apart from the 1 others by 2 pairs" in forgets
+
+
+def test_who_is_given_the_domain_and_who_is_best_without_it():
+    runs = [
+        *several("demix", shifts=[-0.5, -0.4, -0.5]),
+        *several("ewc", shifts=[-0.1, -0.2, -0.2]),
+        *several("ncl", shifts=[0.0, 0.1, 0.2]),
+    ]
+    for each in runs[:3]:
+        each.scores.needs_domain = True
+    told = lines(*runs)
+    assert begins(told, "Forgets least: `demix`")
+    assert "Given the domain of a text at test time: demix." in told
+    assert begins(told, "Forgets least without it: `ewc`, FG")
+    assert "Given the domain of a text at test time: demix." in notes(section(runs))
+    assert not any("Given the domain" in line for line in lines(*runs[3:]))
 
 
 def test_higher_is_better_where_it_is():
