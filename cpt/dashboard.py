@@ -23,6 +23,7 @@ APART = (
 QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
 IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
+TOKENS = "train/tokens"
 TABLES = ("losses", "endtasks", "costs", "metrics")
 
 
@@ -109,13 +110,13 @@ def build_runs() -> Section:
 
 
 def build_training() -> Section:
-    """Loss and learning rate over the steps of a domain."""
+    """Loss and learning rate over the tokens of the run."""
     from wandb_workspaces.reports.v2 import LinePlot
     from wandb_workspaces.workspaces import Section
 
     panels = [
-        LinePlot(title=title, x="trainer/global_step", metric_regex=f"^train/{term}/")
-        for title, term in (("Loss", "lm"), ("Learning rate", "lr"))
+        LinePlot(title=title, x=TOKENS, y=[f"train/{term}"])
+        for title, term in (("Loss", "loss"), ("Learning rate", "lr"))
     ]
     return Section(name="Training", panels=panels)
 
