@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from cpt.core.errors import readable
+from cpt.core.output import run_program
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace
@@ -129,10 +129,10 @@ def main(arguments: Sequence[str]) -> int:
     asked_for = parser.parse_args(arguments)
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         if find_spec("wandb_workspaces") is None:
-            raise ValueError("needed is the package wandb-workspaces; pip install wandb-workspaces")
+            raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
         print(build_workspace(asked_for.entity, asked_for.project).save().url)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

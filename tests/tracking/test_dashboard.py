@@ -122,5 +122,5 @@ def test_without_the_package_one_line_says_what_is_needed(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         dashboard.main(["me", "p"])
     assert capsys.readouterr().err == (
-        "cpt: needed is the package wandb-workspaces; pip install wandb-workspaces\n"
+        "cpt: needed is the package wandb-workspaces; pip install -e '.[dashboard]'\n"
     )
