@@ -4,8 +4,8 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-# What code of your own is written with (`from cpt import ContinualModule`), and the module that each name is read
-# from when it is asked for: importing cpt imports no torch.
+# The names that your own methods, masks and sources are written with (`from cpt import Options`), and the
+# modules that they are read from when they are asked for: importing cpt imports no torch.
 PUBLIC = {
     "Batch": "cpt.data.batch",
     "Constraint": "cpt.masks.base",

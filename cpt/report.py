@@ -173,7 +173,7 @@ def name_files(where: Sequence[str]) -> str:
     """What the written files are called: a comparison of some runs does not replace that of all."""
     if not where:
         return "comparison"
-    chosen = re.sub(r"[^A-Za-z0-9.+-]+", ".", "_".join(where).replace("=", "-"))
+    chosen = re.sub(r"[^A-Za-z0-9.+_-]+", ".", "_".join(where).replace("=", "-"))
     return f"comparison_{chosen if len(chosen) <= LONGEST else digest(list(where))[:16]}"
 
 
