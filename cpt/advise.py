@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +27,7 @@ from cpt.advising.page import make_blocks, tell
 from cpt.advising.subject import Model, check_overrides, choose_domains, find_model, find_texts
 from cpt.advising.sweeping import Sweep, find_folder, measure_costs, open_sweep
 from cpt.core.errors import readable
+from cpt.core.output import run_program
 from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
 from cpt.reporting.page import write_page
@@ -279,4 +279,4 @@ def carry_out(
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

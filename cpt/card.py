@@ -6,11 +6,11 @@ says: exit code 1 names the first figure that differs."""
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from cpt.core.errors import readable
+from cpt.core.output import run_program
 from cpt.reporting.card.files import DATA, PAGE, count_figures, find_difference, read_card, write_card
 from cpt.training.run_folder import RunFolder
 
@@ -56,4 +56,4 @@ def check(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

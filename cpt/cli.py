@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
+from cpt.core.output import closing_output
 from cpt.core.parents import end_with_parent
 from cpt.core.places import CONF
 from cpt.core.threads import choose_spins
@@ -31,7 +32,7 @@ def start() -> None:
     utils.run_and_report = run_step
     # The group is there already, as null: for Hydra a plus would choose it twice.
     sys.argv = leave_to_jobs([each.replace("+experiment=", "experiment=") for each in sys.argv])
-    with readable_errors():  # --help is no step of its own for Hydra
+    with closing_output(), readable_errors():  # --help is no step of its own for Hydra
         if FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
         else:
@@ -56,7 +57,7 @@ def run_step(step: Callable[[], Any]) -> Any:
     """In place of Hydra's function of this kind, which says in many lines what cannot be composed."""
 
     def readable_step() -> Any:
-        with readable_errors():
+        with closing_output(), readable_errors():
             return step()
 
     return report_errors(readable_step)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from cpt.core.errors import readable
+from cpt.core.output import run_program
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import RunsetSettings, Section, Workspace
@@ -23,6 +23,7 @@ APART = (
 QUALITY, FORGOTTEN, DRIFT, WORK = "LC/perplexity", "FG/nats", "general_drift/nats", "cost/flops"
 ENDTASKS, LOST = "endtask/MF1", "endtask/forget_rate"
 IMAGES = ("matrix_image", "stages_image", "endtasks_image", "parts_image")
+TOKENS = "train/tokens"
 TABLES = ("losses", "endtasks", "costs", "metrics")
 
 
@@ -109,13 +110,13 @@ def build_runs() -> Section:
 
 
 def build_training() -> Section:
-    """Loss and learning rate over the steps of a domain."""
+    """Loss and learning rate over the tokens of the run."""
     from wandb_workspaces.reports.v2 import LinePlot
     from wandb_workspaces.workspaces import Section
 
     panels = [
-        LinePlot(title=title, x="trainer/global_step", metric_regex=f"^train/{term}/")
-        for title, term in (("Loss", "lm"), ("Learning rate", "lr"))
+        LinePlot(title=title, x=TOKENS, y=[f"train/{term}"])
+        for title, term in (("Loss", "loss"), ("Learning rate", "lr"))
     ]
     return Section(name="Training", panels=panels)
 
@@ -128,10 +129,10 @@ def main(arguments: Sequence[str]) -> int:
     asked_for = parser.parse_args(arguments)
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         if find_spec("wandb_workspaces") is None:
-            raise ValueError("needed is the package wandb-workspaces; pip install wandb-workspaces")
+            raise ValueError("needed is the package wandb-workspaces; pip install -e '.[dashboard]'")
         print(build_workspace(asked_for.entity, asked_for.project).save().url)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -5,8 +5,8 @@ What follows the folder is what `python run.py` is given. Nothing is learned."""
 
 from __future__ import annotations
 
+import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from cpt.core.errors import readable
+from cpt.core.output import run_program
 from cpt.core.places import CONF
 from cpt.training.plan import Plan, make_plan
 
@@ -21,14 +22,24 @@ NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=
 
 
 def main(arguments: Sequence[str]) -> None:
+    given = parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable(errors_only=True):
-        if not arguments or "=" in arguments[0]:
+        if given.folder is None or "=" in given.folder:
             raise ValueError(f"{' '.join(arguments) or 'nothing'} is given; needed: {NEEDED}")
-        overrides = [each.replace("+experiment=", "experiment=") for each in arguments[1:]]
+        overrides = [each.replace("+experiment=", "experiment=") for each in given.overrides]
         with initialize_config_dir(str(CONF), version_base="1.3"):
             plan = make_plan(compose("config", overrides))
-        print("\n".join(export(plan, Path(arguments[0]))))
+        print("\n".join(export(plan, Path(given.folder))))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m cpt.export_tasks", description=__doc__.split(": ", 1)[1])
+    made.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
+    made.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py, as domains=tasks model=…"
+    )
+    return made
 
 
 def export(plan: Plan, folder: Path) -> list[str]:
@@ -68,4 +79,4 @@ def export(plan: Plan, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from cpt.core.errors import readable
+from cpt.core.output import run_program
 from cpt.evaluation.gate import Bounds, Change, Verdict, judge
 from cpt.evaluation.scores import Scores
 from cpt.training.run_folder import RunFolder
@@ -108,4 +108,4 @@ def shorten(names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
+from cpt.core.config import digest
+from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison import tables
 from cpt.reporting.comparison.across import build_heading
@@ -34,6 +37,7 @@ from cpt.reporting.page import Block, align_columns, few, write_page
 
 USUAL = "ncl"  # what is compared with where nothing else is asked for
 LC = 8  # columns of the differences that a console shows: up to those of LC
+LONGEST = 80  # characters of a file's name that say which runs are in it
 MODES = ("online", "offline")
 
 
@@ -56,7 +60,10 @@ def parser() -> Parser:
     give("--curve", metavar="KEY", help="learned against forgotten over a setting, as method.strength")
     give("--by", choices=("order",), help="a group per order, not over all orders")
     give("--out", type=Path, metavar="FOLDER", help="where to write (default: the first folder)")
-    give("--name", default="comparison", help="what the written files are called")
+    give(
+        "--name",
+        help="base name of the written files (default: comparison; with --where comparison_KEY-VALUE)",
+    )
     give("--export", default=",".join(KINDS), metavar="KIND,…", help=f"{', '.join(KINDS)}, or none")
     give("--sync", action="store_true", help="send the runs, also unfinished ones, to Weights & Biases")
     give("--project", help="W&B project for --sync (default: the one of each run's config)")
@@ -80,6 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     there is no finished run."""
     try:
         return _run(parser().parse_args(arguments))
+    except BrokenPipeError:  # cpt.core.output
+        raise
     except (ValueError, OSError) as error:
         print(f"cpt: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -146,7 +155,9 @@ def _report(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]
     others = aside(there, chosen, failed=failed)
     above = build_heading(compared)
     blocks = [*above, *_number([body for body, _ in bodies]), *others]
-    stem = (asked_for.out or _first_folder(asked_for.folders)) / asked_for.name
+    stem = (asked_for.out or _first_folder(asked_for.folders)) / (
+        asked_for.name or name_files(asked_for.where)
+    )
     stem.parent.mkdir(parents=True, exist_ok=True)
     page = write_page(blocks, title="Comparison of runs", stem=stem, vectors=True)
     beside = {block.title.lower().replace(" ", "_"): _plainly(block) for block in others if _plainly(block)}
@@ -156,6 +167,14 @@ def _report(there: Found, asked_for: argparse.Namespace, *, kinds: Sequence[str]
     print(page)
     print(*there.damaged, *failed, sep="\n", end="\n" * bool(there.damaged or failed), file=sys.stderr)
     return bool(failed)
+
+
+def name_files(where: Sequence[str]) -> str:
+    """What the written files are called: a comparison of some runs does not replace that of all."""
+    if not where:
+        return "comparison"
+    chosen = re.sub(r"[^A-Za-z0-9.+_-]+", ".", "_".join(where).replace("=", "-"))
+    return f"comparison_{chosen if len(chosen) <= LONGEST else digest(list(where))[:16]}"
 
 
 def _plainly(block: Block) -> list:
@@ -261,4 +280,4 @@ def _sync(runs: Mapping[Path, Scores], asked_for: argparse.Namespace) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -81,6 +81,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     with defer_signals():  # libraries do not bear to be left while they are read in
         from cpt.core.threads import keep_threads
         from cpt.tracking.loggers import About, track
+        from cpt.tracking.wandb_run import run_name
         from cpt.training import assembly
         from cpt.training.callbacks import CustomCallbacks
         from cpt.training.examinations import make_examinations
@@ -106,7 +107,13 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     if plan.run.check == "full":
         confirm(place)
-    about = About(str(plan.run.name), plan.names["method"], plan.run.tags, plan.settings)
+    about = About(
+        run_name(scores.run, plan.settings["order"]),
+        str(plan.run.name),
+        plan.names["method"],
+        plan.run.tags,
+        plan.settings,
+    )
     with track(plan.logger.flags, place.path, about=about, custom=ready.loggers) as loggers:
         learner = Learner(
             plan,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt.core import queues, signs
+from cpt.core.output import run_program
 from cpt.core.queues import Queue
 from cpt.core.signs import Sign
 from cpt.evaluation.lines import count_rows
@@ -297,4 +298,4 @@ def as_json(looks: Sequence[Look]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

@@ -4,9 +4,9 @@ A line for each thing that is damaged, with what can be done; exit code 1 if the
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from cpt.core.checksums import FILE, Checksums
+from cpt.core.output import run_program
 from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
 from cpt.training.files import check_state
@@ -31,7 +32,7 @@ AGAIN = "the same command makes it again"
 
 
 def main(arguments: Sequence[str]) -> int:
-    folders = list(map(Path, arguments)) or default()
+    folders = parser().parse_args(arguments).folders or default()
     if absent := [str(path) for path in folders if not path.is_dir()]:
         print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
         return 1
@@ -40,6 +41,18 @@ def main(arguments: Sequence[str]) -> int:
     lines = [line for look, each in tqdm(work, disable=None, leave=False) for line in look(each)]
     print("\n".join([*lines, f"{len(shared)} folders of caches, {len(runs)} runs: {len(lines)} damaged"]))
     return 1 if lines else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m cpt.verify", description=__doc__.split("\n\n")[1])
+    made.add_argument(
+        "folders",
+        type=Path,
+        nargs="*",
+        metavar="FOLDER",
+        help="run folders, caches, or folders that hold them (default: outputs and the cache)",
+    )
+    return made
 
 
 def default() -> list[Path]:
@@ -128,4 +141,4 @@ def error_of(look: Callable[..., Any], *arguments: Any, **options: Any) -> Itera
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

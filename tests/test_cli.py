@@ -1,11 +1,13 @@
 """The command line: one program under three names, and what it says of what Hydra cannot compose."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+from cpt.core.output import UNREAD
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ran
 
@@ -24,6 +26,11 @@ def called(*arguments, cwd, program=RUN):
     [
         ("method=unheard_of", "method=unheard_of is not known; allowed: adapter, "),
         ("mask=mgui", "mask=mgui is not known; did you mean migu? allowed: migu, mofo, none"),
+        ("logger=[csv,foo]", "logger=foo is not known; allowed: csv, mlflow, none, tensorboard, wandb"),
+        (
+            "logger=[csv,foo] --options",
+            "logger=foo is not known; allowed: csv, mlflow, none, tensorboard, wandb",
+        ),
         ("--config-dir=nowhere", "nowhere' not found; allowed: a folder that there is"),
         ("experiment=mine", "experiment=mine is not known; allowed: das6, "),
         ("+experiment=mine", "experiment=mine is not known; allowed: das6, "),
@@ -97,3 +104,30 @@ def test_what_is_for_programs_is_json_alone_whatever_else_is_installed(tmp_path,
     ended = called(*texts, *SMALL, "plan=json", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["stages"] and "JAX" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [
+        "run.py --help",
+        "run.py method=das --options",
+        "run.py --cfg=job",
+        "-m cpt.status outputs",
+        "-m cpt.verify outputs",
+        "-m cpt.gate --help",
+    ],
+)
+def test_a_reader_that_leaves_ends_a_program_without_a_traceback(program, tmp_path, monkeypatch):
+    """As `| head` does once it has its lines."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "outputs/run").mkdir(parents=True)
+    (tmp_path / "outputs/run/config.yaml").write_text("name: x\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [str(ROOT / each) if each == "run.py" else each for each in program.split()]
+    ended = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    os.close(writing)
+    assert ended.stderr == "" and ended.returncode in (UNREAD, 0)  # 0: argparse's own --help

@@ -1,11 +1,13 @@
 """The examples of docs/examples, each run at a tiny size as its page says."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from cpt.core.places import CONF
 from tests.conftest import ROOT, SMALL
@@ -77,3 +79,17 @@ def test_a_checkpoint_learns_with_replay_and_three_methods_from_one_base(example
 def test_the_sweep_is_of_three_methods_and_three_seeds():
     text = (EXAMPLES / "experiment" / "three_methods.yaml").read_text()
     assert "method: ncl,kd,replay" in text and "seed: 0,1,2" in text
+
+
+@pytest.mark.slow
+def test_the_method_of_contributing_runs_as_it_is_shown(small, start, tmp_path, monkeypatch):
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (module,) = re.findall(r"^```python\n# cpt/methods/l1.py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (config,) = re.findall(r"^```yaml\n# conf/method/l1.yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "shown_l1.py").write_text(module)
+    cfg = small("order=[law,food]", "trainer.log_every_n_steps=1", "logger=csv")
+    cfg.method = OmegaConf.create(config.replace("cpt.methods.l1", "shown_l1"))
+    start(cfg, tmp_path / "run")
+    assert rows(tmp_path / "run") == ["base", "law", "food"]
+    assert "train/l1/food" in (tmp_path / "run" / "metrics.csv").read_text()

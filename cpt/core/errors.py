@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -24,9 +25,11 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from cpt.core.places import CONF
 from cpt.core.processes import is_one_of_several
 
 MOST = 24  # names that a message lists
+LOADED = re.compile(r"Could not load '(.+)/([^/']+)'")
 TWICE = re.compile(r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'")
 MERGED = re.compile(r"Cannot merge DictConfig with")
 MADE_OF = re.compile(r"Error resolving interpolation '(.*)', possible interpolation keys: (.*)")
@@ -51,6 +54,8 @@ def words_of(error: BaseException) -> str:
         case MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
             return unknown_name(f"{group}={name}", options)
+        case MissingConfigException() if (found := LOADED.search(str(error))) and options_of(found[1]):
+            return unknown_name(f"{found[1]}={found[2]}", options_of(found[1]))  # of a list of choices
         case OverrideParseException():
             return unreadable(error)
         case SearchPathException():
@@ -74,6 +79,14 @@ def words_of(error: BaseException) -> str:
             return f"{key} has keys with values and is given something else; allowed: {key}.NAME=…"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__
+
+
+def options_of(group: str) -> list[str]:
+    """The choices of a group."""
+    known = GlobalHydra.instance()
+    if known.is_initialized():
+        return known.config_loader().get_group_options(group)
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
 def unreadable(error: OverrideParseException) -> str:
@@ -109,6 +122,8 @@ def readable(*, errors_only: bool) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit("cpt: interrupted; the same command goes on from here")
+    except BrokenPipeError:  # cpt.core.output
+        raise
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if not errors_only:
             raise

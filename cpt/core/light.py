@@ -11,6 +11,8 @@ from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import SimpleNamespace
 
+import cpt
+
 HEAVY = ("torch", "lightning", "transformers", "peft", "torchmetrics", "datasets", "tokenizers", "matplotlib")
 
 
@@ -83,7 +85,19 @@ def source_of(module: str) -> Path | None:
 
 @cache
 def parse(path: Path) -> list[ast.stmt]:
-    return ast.parse(path.read_text(encoding="utf-8")).body
+    """A module's statements; a public name of cpt is imported from the module that it is in."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return [each for statement in body for each in read_directly(statement)]
+
+
+def read_directly(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """`from cpt import Options, Batch` as an import from each module that has them."""
+    if not isinstance(statement, ast.ImportFrom) or statement.module != "cpt" or statement.level:
+        yield statement
+        return
+    for alias in statement.names:
+        module = cpt.PUBLIC.get(alias.name, "cpt")
+        yield ast.copy_location(ast.ImportFrom(module, [alias], 0), statement)
 
 
 def imported_modules(statement: ast.stmt, package: str) -> Iterator[str]:

@@ -98,7 +98,7 @@ class ModelOptions(Options):
         "of a new model: model_type and its arguments, as transformers takes them", or_null(MAPPING)
     )
     base: BaseOptions | None = option(
-        "of a new model: its pre-training", or_null(MAPPING), options=BaseOptions
+        "of a new model: its pre-training; ignored with a checkpoint", or_null(MAPPING), options=BaseOptions
     )
     lr: float = option("peak learning rate; methods that train parts multiply it", number("0 or more"))
 

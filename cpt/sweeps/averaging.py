@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -33,8 +33,14 @@ class Averaged:
         lists = ([f"{key}={value}" for value in given] for key, given in self.values.items())
         return [list(each) for each in itertools.product(*lists)]
 
-    def check_free(self, keys: Sequence[str]) -> None:
-        """Raises ValueError where a key is searched for or given as well."""
+    def check_free(self, keys: Sequence[str], *, space: Collection[str]) -> None:
+        """Raises ValueError where a key is searched for, or given as well."""
+        if searched := [key for key in ("seed", "order") if key in space]:
+            raise ValueError(
+                f"{searched[0]} is invalid as a dimension of a search: the luckiest would win. "
+                f"Allowed: hydra.sweeper.{searched[0]}s=[…], the values that each trial is averaged over "
+                "(hydra.sweeper.seeds=[0,1,2], hydra.sweeper.orders=[0,1])"
+            )
         if both := [key for key in self.values if key in keys]:
             given = f"hydra.sweeper.{both[0]}s={list(self.values[both[0]])}"
             raise ValueError(f"{both[0]}=… and {given}; allowed: one of them")

@@ -131,11 +131,11 @@ def heeded_signals() -> Iterator[list[int]]:
 
 
 def stop(jobs: Sequence[Job], *, grace: float, received: Sequence[int]) -> None:
-    """Ends jobs with all their processes: asks first, kills what is left after so many seconds, or when a
-    second signal is received."""
+    """Ends jobs with all their processes: hands on the signal that was received, and kills what is left after
+    so many seconds, or when a second signal is received."""
     deadline, first = time.monotonic() + grace, max(1, len(received))
     for job in jobs:
-        job.kill(signal.SIGTERM)
+        job.kill(received[0] if received else signal.SIGTERM)
     while any(job.process.poll() is None for job in jobs) and time.monotonic() < deadline:
         if len(received) > first:
             break

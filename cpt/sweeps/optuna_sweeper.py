@@ -91,7 +91,8 @@ class OptunaSweeper(Sweeper):
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             space, fixed = self.parsed(arguments)
             averaged = Averaged(self.averaged)
-            averaged.check_free([*space, *(line.lstrip("+").partition("=")[0] for line in fixed)])
+            averaged.check_free([line.lstrip("+").partition("=")[0] for line in fixed], space=space)
+            fixed = self.without_endtasks(space, fixed)
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, fixed)
             folder = Path(cfg.hydra.sweep.dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +114,18 @@ class OptunaSweeper(Sweeper):
                 "'optim.lr=tag(log,interval(1e-4,1e-2))'"
             )
         return space, [each.input_line or key for key, each in given.items() if key not in space]
+
+    def without_endtasks(self, space: Mapping[str, Override], fixed: list[str]) -> list[str]:
+        """The overrides with `endtask=none`, where end tasks are asked for: they are scored on test text, by
+        which nothing may be chosen. Raises ValueError where they are searched over."""
+        if searched := [key for key in space if key.startswith("endtask")]:
+            raise ValueError(f"{searched[0]} is invalid as a dimension of a search: trials run no end tasks")
+        others = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
+        asked = self.hydra_context.config_loader.load_sweep_config(self.config, fixed).get("endtask")
+        if asked is None or asked.get("name", "none") == "none":
+            return fixed
+        log.info("Skipping end tasks (endtask=%s) in trials: their scores are of test text", asked.name)
+        return [*others, "endtask=none"]
 
     def search(
         self,

@@ -16,7 +16,7 @@ from cpt.core.config import digest
 from cpt.core.preemption import Preempted
 from cpt.evaluation.scores import Scores
 from cpt.reporting.tables import stage_row
-from cpt.tracking.wandb_run import open_run, publish, publish_stage
+from cpt.tracking.wandb_run import Curves, open_run, publish, publish_stage
 
 
 class LongCSV(Logger):
@@ -48,10 +48,23 @@ class LongCSV(Logger):
             writer.writerows((step, name, value) for name, value in metrics.items() if name != "epoch")
 
 
+class WandbCurves(WandbLogger):
+    """W&B's run, with its curves over the tokens of the whole run; `histograms`: of diagnostics too."""
+
+    def __init__(self, curves: Curves, *, histograms: bool) -> None:
+        super().__init__(experiment=curves.run)
+        self.curves, self.histograms = curves, histograms
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.curves.log(metrics, step)
+
+
 @dataclass(frozen=True)
 class About:
-    """What is told of a run: the runs that it belongs to, what kind of job it is, its tags and its config."""
+    """A run's name on W&B, the runs that it belongs to, what kind of job it is, its tags and its config."""
 
+    name: str
     group: str
     job: str
     tags: Sequence[str]
@@ -109,10 +122,13 @@ def wandb_logger(options: Mapping[str, Any], folder: Path, about: About) -> Wand
         return WandbLogger(save_dir=str(folder))
     # The run is made here: Lightning would hand on an option that W&B warns of, and join a run that is still
     # open.
-    told = {"name": folder.name, "group": about.group, "job_type": about.job, "tags": list(about.tags)}
+    told = {"name": about.name, "group": about.group, "job_type": about.job, "tags": list(about.tags)}
     places = {name: options.get(name) for name in ("project", "entity", "mode")}
     own = digest([about.group, folder.name])
-    return WandbLogger(experiment=open_run(own, folder, config=dict(about.config), **told, **places))
+    run = open_run(own, folder, config=dict(about.config), **told, **places)
+    high = folder / "wandb" / "tokens"
+    curves = Curves(run, per_domain=bool(options.get("per_domain")), high=high)
+    return WandbCurves(curves, histograms=bool(options.get("histograms")))
 
 
 @rank_zero_only
@@ -120,14 +136,22 @@ def finish(tracker: WandbLogger, *, failed: bool) -> None:
     tracker.experiment.finish(exit_code=int(failed))
 
 
+def enter_domain(loggers: Sequence[Logger], domain: str, *, tokens: float) -> None:
+    """Tells W&B's curves which domain they are of, and how many tokens the run had read before it."""
+    for logger in loggers:
+        if isinstance(logger, WandbCurves):
+            logger.curves.enter(domain, tokens=tokens)
+
+
 @rank_zero_only
 def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mapping[str, np.ndarray]) -> None:
-    """The last row of the matrix, `ppl/<text>` over `stage`, what the run has cost, and on W&B histograms of
-    the distributions."""
+    """The last row of the matrix, `ppl/<text>` over `stage`, what the run has cost, and on W&B, with
+    `logger.histograms`, histograms of the distributions."""
     row = len(scores.rows) - 1
     for logger in loggers:
         if isinstance(logger, WandbLogger):
-            publish_stage(logger.experiment, scores, row=row, distributions=distributions)
+            shown = distributions if getattr(logger, "histograms", False) else {}
+            publish_stage(logger.experiment, scores, row=row, distributions=shown)
         else:
             logger.log_metrics(without_stage(stage_row(scores, row)), step=row)
             logger.save()

@@ -7,7 +7,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -24,7 +24,7 @@ from cpt.core.config import digest
 from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.evaluation.scores import Scores
-from cpt.tracking.wandb_run import AXES, open_run, publish, publish_stage
+from cpt.tracking.wandb_run import AXES, TRAINING, Curves, open_run, publish, publish_stage, run_name
 
 if TYPE_CHECKING:
     import wandb
@@ -43,7 +43,7 @@ SETTINGS = {
     "disable_git": True,
 }
 
-Curves = list[tuple[int, dict[str, float]]]
+Points = list[tuple[str, int, dict[str, float]]]  # domain, step, values by name
 
 
 class Record(NamedTuple):
@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
     path: Path
     config: dict[str, Any]
-    curves: Curves
+    curves: Points
     distributions: list[dict[str, np.ndarray]]  # [row], by name
 
 
@@ -117,7 +117,8 @@ def read_folder(path: Path, scores: Scores) -> Record:
     """The files of a run, none of which has to be there; UnreadableError if one is damaged."""
     with translate_errors():
         distributions = [_arrays(path, row) for row in range(len(scores.rows))]
-        return Record(path, _config(path / "config.yaml"), read_curves(path / "metrics.csv"), distributions)
+        curves = read_curves(path / "metrics.csv", {*scores.rows, *scores.run["order"]})
+        return Record(path, _config(path / "config.yaml"), curves, distributions)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -137,17 +138,24 @@ def _arrays(path: Path, row: int) -> dict[str, np.ndarray]:
         return dict(arrays)
 
 
-def read_curves(path: Path) -> Curves:
-    """The curves of training in metrics.csv, a dictionary per step; what is over stages stands in the scores.
+def read_curves(path: Path, domains: Collection[str]) -> Points:
+    """The curves of training in metrics.csv, a dictionary per domain and step; what is over stages is in the
+    scores.
 
     Of two lines with one step and name the later counts; a line that a kill cut off is left out.
     """
     if not path.exists():
         return []
+    found, domain = dict[tuple[str, int], dict[str, float]](), ""
     with path.open(newline="", encoding="utf-8") as file:
-        known = {(step, name): value for step, name, value in filter(None, map(_point, csv.reader(file)))}
-    lines = ((step, name, value) for (step, name), value in known.items())
-    return [(step, {n: v for _, n, v in each}) for step, each in groupby(lines, key=itemgetter(0))]
+        for step, name, value in filter(None, map(_point, csv.reader(file))):
+            kind, _, rest = name.partition("/")
+            if kind in TRAINING:
+                known = [each for each in domains if rest.endswith(f"/{each}")]
+                domain = max(known, key=len, default=rest.partition("/")[2])
+            # A look is written with the number of steps so far, a loss with the index of its step.
+            found.setdefault((domain, step - (kind in TRAINING[1:])), {})[name] = value
+    return [(*where, points) for where, points in found.items()]
 
 
 def _point(line: list[str]) -> tuple[int, str, float] | None:
@@ -179,7 +187,8 @@ def _files(path: Path, mode: str) -> Iterator[Path]:
 
 def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None) -> None:
     """The W&B run of one folder, ended as the run itself ended."""
-    about = {"name": record.path.name, "group": scores.run["name"], "job_type": scores.run["method"]}
+    name = run_name(scores.run, record.config.get("order", scores.run["order"]))
+    about = {"name": name, "group": scores.run["name"], "job_type": scores.run["method"]}
     about["tags"] = [str(tag) for tag in record.config.get("tags") or []]
     own = identifier(record.path, scores)
     run = open_run(own, folder, config=record.config, settings=SETTINGS, **about, **place)
@@ -195,9 +204,19 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
 def fill_run(run: wandb.Run, record: Record, scores: Scores) -> None:
     """What the W&B run has not yet: curves if it is new, the stages after its last, the result."""
     known = int(run.summary.get("stage", -1)) if run.resumed else -1
-    for step, points in () if run.resumed else record.curves:
-        run.log({"trainer/global_step": step, **points})
+    options = record.config.get("logger") or {}
+    if not run.resumed:
+        log_curves(Curves(run, per_domain=bool(options.get("per_domain"))), record.curves, scores)
     for row in range(known + 1, len(scores.rows)):
-        publish_stage(run, scores, row=row, distributions=record.distributions[row])
-    asked = (record.config.get("logger") or {}).get("summary", "headlines")
-    publish(run, scores, folder=record.path, summary=asked)
+        shown = record.distributions[row] if options.get("histograms") else {}
+        publish_stage(run, scores, row=row, distributions=shown)
+    publish(run, scores, folder=record.path, summary=options.get("summary", "headlines"))
+
+
+def log_curves(curves: Curves, points: Points, scores: Scores) -> None:
+    """The points of metrics.csv as the run itself would have logged them."""
+    rows = {name: row for row, name in enumerate(scores.rows) if row}
+    for domain, lines in groupby(points, key=itemgetter(0)):
+        curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
+        for _, step, values in lines:
+            curves.log(values, step)

@@ -16,8 +16,8 @@ from cpt.evaluation.conditions import describe_conditions as conditions_in_words
 from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures, tables
-from cpt.reporting.labels import label
-from cpt.reporting.run_table import choose_headlines, summarise_run
+from cpt.reporting.labels import label, split_variant
+from cpt.reporting.run_table import choose_headlines, escape_name, summarise_run
 
 if TYPE_CHECKING:
     import wandb
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 NOTHING: Mapping[str, Any] = {}
 ADVICE = "logger.mode=offline keeps the run in its folder"
 LARGEST_REPORT = 10_000_000  # bytes; a page that is larger is slow in a panel
+TOKENS, STEP = "train/tokens", "trainer/global_step"
+TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
+RENAMED = {"train/lm": "train/loss"}
+LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an order in it
 AXES = {
-    "trainer/global_step": ("train/*", "monitor/*", "budget/*"),
+    TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
     "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
 }
 
@@ -64,12 +68,72 @@ def open_run(
 
 
 def axes(run: wandb.Run) -> None:
-    """What the curves are drawn over: the step of training within a domain, or the stage. Their last points
+    """What the curves are drawn over: the tokens that the whole run has read, or the stage. Their last points
     are no part of the summary. No two patterns meet: of several that do W&B takes any."""
     for axis, patterns in AXES.items():
         run.define_metric(axis)
         for names in patterns:
             run.define_metric(names, step_metric=axis, step_sync=True, summary="none")
+
+
+def run_name(run: Mapping[str, Any], order: Any) -> str:
+    """`das + migu order=0 seed=1 (temperature=0.1)`; run: as in scores.json, order: as given."""
+    if isinstance(order, Sequence) and not isinstance(order, str):
+        listed = ",".join(map(str, order))
+        order = listed if len(listed) <= LONGEST_ORDER else f"{len(order)} domains"
+    own = ", ".join(split_variant(run))
+    name = f"{label({**run, 'variant': ''})} order={order} seed={run['seed']}" + f" ({own})" * bool(own)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+class Curves:
+    """The curves of training, a key each over the tokens of the whole run: `train/lm/<domain>` of metrics.csv
+    is `train/loss`. `per_domain`: also the keys of metrics.csv, over the steps of their domain.
+
+    high: a file that remembers how far the curves go, so that steps which a resumed run repeats are not
+    logged twice; None: they are logged."""
+
+    def __init__(self, run: wandb.Run, *, per_domain: bool = False, high: Path | None = None) -> None:
+        self.run, self.per_domain, self.high = run, per_domain, high
+        self.domain, self.before, self.tokens = "", 0.0, 0.0
+        self.defined: set[str] = set()
+        known = high.read_text() if high is not None and high.exists() else ""
+        self.logged = float(known) if known.isdigit() else 0.0
+
+    def enter(self, domain: str, *, tokens: float) -> None:
+        """The points that follow are of this domain, before which the run had read so many tokens."""
+        self.domain, self.before, self.tokens = domain, tokens, tokens
+
+    def log(self, points: Mapping[str, float], step: int | None) -> None:
+        """Logs points that have the names of metrics.csv; other names are kept, over the same axis."""
+        merged, own, ending = dict[str, float](), dict[str, float](), f"/{self.domain}"
+        for key, value in points.items():
+            kind, _, rest = key.partition("/")
+            if kind in TRAINING and rest.endswith(ending):
+                name = f"{kind}/{escape_name(rest.removesuffix(ending))}"
+                merged[RENAMED.get(name, name)] = value
+                own[f"{name}/{escape_name(self.domain)}"] = value
+            elif key != "epoch":
+                merged[key] = value
+                self.define(key, over=TOKENS)
+        if TOKENS in merged:
+            self.tokens = self.before + merged[TOKENS]
+        if self.tokens < self.logged:
+            return
+        if self.high is not None and self.tokens > self.logged and self.high.parent.is_dir():
+            self.high.write_text(str(int(self.tokens)))
+        self.logged = self.tokens
+        if self.per_domain and step is not None:
+            for key in own:
+                self.define(key, over=STEP)
+            merged |= {**own, STEP: step}
+        self.run.log(merged | {TOKENS: self.tokens})
+
+    def define(self, key: str, *, over: str) -> None:
+        """Gives a key that no pattern of AXES covers, or that has another axis, its own."""
+        if key not in self.defined:
+            self.run.define_metric(key, step_metric=over, step_sync=True)
+            self.defined.add(key)
 
 
 def publish_stage(

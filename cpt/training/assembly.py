@@ -46,6 +46,7 @@ def read_corpora(plan: Plan) -> Corpora:
 
 def make_method(plan: Plan, start: Base) -> ContinualModule:
     """The method, with the base model in it; what it draws at random depends on the seed alone."""
+    tell_unused_base(plan)
     tell_rate(plan)
     tell_packing(plan)
     torch.manual_seed(key(plan.run.seed, "method") % 2**63)
@@ -96,6 +97,15 @@ def optimizer_arguments(plan: Plan) -> dict[str, Any]:
     scaled = plan.trainer.precision in ("16-mixed", "16", 16)
     fused = "fused" in plan.optim.arguments and scaled
     return {**plan.optim.arguments, **({"fused": False} if fused else {})}
+
+
+def tell_unused_base(plan: Plan) -> None:
+    """Logs that a checkpoint leaves the pre-training without effect, where the config has one."""
+    given = plan.settings["model"]
+    if given["checkpoint"] is not None and given["base"] is not None:
+        log.info(
+            "Ignoring model.base: model.checkpoint=%s is loaded, not pre-trained here", given["checkpoint"]
+        )
 
 
 def tell_rate(plan: Plan) -> None:

@@ -101,7 +101,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         drift=read("budget").read(BudgetOptions),
         data=read("data").read(DataOptions),
         parts=read("parts").read(PartsOptions),
-        model=read("model").read(ModelOptions),
+        model=read_model(read("model")),
         method=of_methods(read("method").choose(needed=True)),
         masks={name: read(f"mask.{name}").choose() for name in check_entries(masks.values, "mask")},
         replay=NOTHING
@@ -116,6 +116,13 @@ def read_sections(cfg: DictConfig) -> Sections:
         logger=read_logger(read("logger")),
         callbacks=check_entries(read("callbacks").values, "callbacks"),
     )
+
+
+def read_model(given: Section) -> ModelOptions | None:
+    """The model's options; a checkpoint has no pre-training, whatever an experiment's YAML says of one."""
+    is_built = given.values.get("checkpoint", ...) is None
+    base = given.values.get("base") if is_built else None
+    return replace(given, values={**given.values, "base": base}).read(ModelOptions)
 
 
 def make_now(chosen: Any) -> Any:

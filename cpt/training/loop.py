@@ -28,7 +28,7 @@ from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.card.files import remove_card, write_card
-from cpt.tracking.loggers import log_scores, log_stage
+from cpt.tracking.loggers import enter_domain, log_scores, log_stage
 from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
@@ -159,10 +159,11 @@ class Learner:
         compute, rates, leak = Compute(), Rates(), Leak()
         guard = Guard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
+        enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Last, so that a checkpoint has what the others did at its step.
         resting = [Resting(self.place.stage(number - 1))] * self.rests
         watching = watch(self.plan, self.place, self.data, domain, compute)
-        ours = [*resting, *watching, compute, rates, leak, guard]
+        ours = [*resting, compute, *watching, rates, leak, guard]  # a look knows the tokens of its step
         callbacks = [*ours, *self.callbacks.entering(number), saving]
         with self.outlook.timed("learn", number):
             fitting = self.fitted(number, domain, checkpoint, callbacks)

@@ -143,7 +143,12 @@ class Monitor(Callback):
     def show(self, trainer: Trainer, module: ContinualModule) -> None:
         """The losses for the loggers; in the bar by how much the general text and past ones have risen."""
         stage, rises = trainer.datamodule.domain.name, self.watched.rises()
+        own = torch.tensor(self.compute.tokens, dtype=torch.float64, device=trainer.strategy.root_device)
+        read = trainer.strategy.reduce(own, reduce_op="sum").item()
         for logger in trainer.loggers:
+            logger.log_metrics(
+                {f"train/tokens/{stage}": read}, step=trainer.global_step - 1
+            )  # as in training
             told = {f"monitor/{text}/{stage}": values[-1] for text, values in self.watched.nll.items()}
             told |= self.steering.series(stage) if self.steering else {}
             logger.log_metrics(told, step=trainer.global_step)

@@ -223,6 +223,10 @@ class LoggerOptions(Options):
         one_of("headlines", "all"),
         default="headlines",
     )
+    per_domain: bool = option("of W&B: also a curve for each domain, over its steps", YES_NO, default=False)
+    histograms: bool = option(
+        "of W&B: histograms of a method's diagnostics after each domain", YES_NO, default=False
+    )
     project: str | None = option("of W&B", or_null(TEXT), default=None)
     entity: str | None = option("of W&B", or_null(TEXT), default=None)
     others: Mapping[str, Any] = option("loggers of Lightning, or of your own, by name")

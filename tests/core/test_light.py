@@ -1,11 +1,15 @@
 """Modules without their heavy imports."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import cpt
 from cpt.core.light import is_heavy, load_light
+from cpt.core.options import Options
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -61,3 +65,24 @@ def test_a_module_that_is_missing_is_named(place):
     place(own6="from nowhere_at_all import x\n")
     with pytest.raises(ModuleNotFoundError, match="there is no module nowhere_at_all"):
         is_heavy("own6")
+
+
+def test_public_names_of_cpt_are_read_from_the_modules_that_have_them(place):
+    place(
+        own7="from cpt import Batch, ContinualModule, Options, number, option\n"
+        "class O(Options): pass\nclass M(ContinualModule): pass\n"
+    )
+    assert is_heavy("own7")
+    found = load_light("own7")
+    assert issubclass(found.O, Options) and not hasattr(found, "M") and "M" in found.defined
+
+
+def test_cpt_is_imported_without_torch_and_has_its_public_names():
+    program = "import sys, cpt; from cpt import Options, number; print('torch' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert said.stdout == "False\n"
+    assert {name for name in cpt.PUBLIC if not hasattr(cpt, name)} == set()
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cpt.nothing

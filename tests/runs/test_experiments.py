@@ -1,6 +1,10 @@
 """Every experiment composes, and plans what it says."""
 
+import re
+import shlex
+
 import pytest
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
@@ -13,6 +17,7 @@ from cpt.optim.options import read_optimizer
 from cpt.training.assembly import tell_rate
 from cpt.training.plan import lost_rate, make_plan
 from tests.conftest import ROOT
+from tests.test_commands import compose_run
 
 pytestmark = pytest.mark.slow
 
@@ -220,3 +225,20 @@ def test_tasks_of_published_sequences_are_known_by_exact_match(composed, experim
     cfg = composed(f"experiment={experiment}", "domains.root=nowhere")
     tasks = {task for order in cfg.domains.orders.values() for task in order}
     assert dict(cfg.answers.measures) == dict.fromkeys(tasks, "exact_match")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_commands_that_an_experiment_gives_compose(name):
+    """With each value that the YAML itself sweeps, where the command has no other."""
+    text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
+    for command in re.findall(r"^# .*?python run\.py ([^(;&\n]*?)[.:]?(?: &&.*)?$", text, re.MULTILINE):
+        given = [word.replace("FOLDER", "there") for word in shlex.split(command)]
+        asked = {word.partition("=")[0] for word in given}
+        (experiment,) = [word for word in given if word.startswith("experiment=")]
+        needs = NEEDS.get(experiment.partition("=")[2], [])
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            own = swept(loader.load_configuration("config", [experiment, *needs], RunMode.MULTIRUN))
+        for key, values in ({"seed": ["0"]} | own).items():
+            for value in values if key not in asked else []:
+                compose_run([*given, f"{key}={value}"], ROOT / "conf")

@@ -60,6 +60,11 @@ def sweep(small, corpora, cache, tmp_path, monkeypatch):
     HydraConfig.instance().cfg = None
 
 
+def test_the_folder_of_a_sweep_holds_its_runs(sweep):
+    moved = Sweep([*sweep.shared, "hydra.sweep.dir=elsewhere"])
+    assert [job.folder.parent for job in moved.jobs(["seed=1"], ["seed=2"])] == [Path("elsewhere")] * 2
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """Where the finished run is kept for the next test."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from shutil import copytree
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -18,7 +19,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.preemption import GO_ON
 from cpt.status import look_at
-from cpt.sweeps.launcher import ProcessLauncher
+from cpt.sweeps.launcher import ProcessLauncher, stop
 from cpt.sweeps.resources import devices, share_out_machine, visible_gpus
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc, prctl")
 APP = """
 import atexit, json, os, signal, subprocess, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import hydra
 import cpt.sweeps.launcher
 from hydra.core.hydra_config import HydraConfig
@@ -306,6 +308,15 @@ def test_a_signal_ends_the_jobs_and_their_helpers(app, number):
     pids = [job[key] for job in jobs for key in ("pid", "helper")]
     assert len(pids) == 4
     assert not any(map(running, pids))
+
+
+def test_jobs_get_the_signal_that_their_sweep_got():
+    """What a job says of its end is then what happened: stopped by SIGINT, not SIGTERM."""
+    for received, first in (([signal.SIGINT], signal.SIGINT), ([], signal.SIGTERM)):
+        told = []
+        process = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
+        stop([SimpleNamespace(kill=told.append, process=process)], grace=1, received=received)
+        assert told == [first, signal.SIGKILL]
 
 
 @linux

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 optuna = pytest.importorskip("optuna", reason="needs the extra `optuna`")
 
 CONFIG = """
-defaults: [_self_, {override hydra/sweeper: optuna}]
+defaults: [_self_, {endtask: none}, {override hydra/sweeper: optuna}]
 method: ncl
 lr: 0.1
 steps: 1
@@ -66,6 +66,7 @@ class Runs:
 def folder(tmp_path):
     (tmp_path / "conf/hydra").mkdir(parents=True)
     (tmp_path / "conf/hydra/sweeper").symlink_to(ROOT / "conf/hydra/sweeper")
+    (tmp_path / "conf/endtask").symlink_to(ROOT / "conf/endtask")
     (tmp_path / "conf/config.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path / "sweep")))
     return tmp_path
 
@@ -440,7 +441,18 @@ def test_means_are_by_objective_and_a_failed_run_fails_its_trial(search, folder)
     ("overrides", "options", "message"),
     [
         (["seed=3"], {"seeds": [0, 1]}, "seed=… and hydra.sweeper.seeds=[0, 1]; allowed: one of them"),
-        (["order=0,1"], {"orders": [0, 1]}, "order=… and hydra.sweeper.orders=[0, 1]; allowed: one of them"),
+        (
+            ["seed=0,1"],
+            {},
+            "seed is invalid as a dimension of a search: the luckiest would win. Allowed: ",
+        ),
+        (["seed=0,1"], {}, "Allowed: hydra.sweeper.seeds=[…]"),
+        (["order=0,1"], {"orders": [0]}, "Allowed: hydra.sweeper.orders=[…]"),
+        (
+            ["endtask=none,texts"],
+            {},
+            "endtask is invalid as a dimension of a search: trials run no end",
+        ),
         ([], {"seeds": [1, 1]}, "hydra.sweeper.seeds=[1, 1]; allowed: null, or a list of different values"),
         ([], {"seeds": []}, "hydra.sweeper.seeds=[]; allowed: null, or a list of different values"),
         ([], {"orders": 3}, "hydra.sweeper.orders=3; allowed: null, or a list of different values"),
@@ -464,3 +476,10 @@ def test_a_trial_with_a_preempted_run_stays_under_way(search, capsys):
     assert search(lambda values: 1.0, "steps=1,2", **given).jobs == [
         [f"steps={steps}", f"seed={seed}"] for steps in (1, 2) for seed in (0, 1)
     ]
+
+
+def test_trials_run_no_end_tasks_whose_scores_are_of_test_text(search, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    runs = search(loss, LR, "endtask=texts", "endtask.root=there", n_trials=1)
+    assert [line for line in runs.jobs[0] if line.startswith("endtask")] == ["endtask=none"]
+    assert any(line.startswith("Skipping end tasks (endtask=texts) in trials") for line in caplog.messages)

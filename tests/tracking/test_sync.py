@@ -20,6 +20,12 @@ from tests.support import wandb_files
 
 pytestmark = pytest.mark.slow
 
+CONFIG = """
+seed: 0
+tags: [nice]
+method: {name: das, strength: 0.5}
+logger: {per_domain: true, histograms: true}
+"""
 NASTY = ["lr", "stage", "a/b", "a", "LC", "matrix", "a%2Fb", "b/final", "b"]
 
 
@@ -78,7 +84,7 @@ def examined(tasks):
     return {"when": "each", "tasks": tasks, "seeds": [3, 5], "digest": "e", **about, **sizes, "scores": kinds}
 
 
-def folder(path, made, *, config="seed: 0\ntags: [nice]\nmethod: {name: das, strength: 0.5}\n"):
+def folder(path, made, *, config=CONFIG):
     """A run folder of these scores, with a curve that a kill cut off and a stage learned again after it."""
     path.mkdir(parents=True)
     made.save(path / "scores.json")
@@ -152,7 +158,11 @@ def test_one_wandb_run_per_run_folder_with_the_identifier_of_the_live_one(synced
     assert len(runs) == 3
     assert failed == 1
     (run,) = wandb_files.of_kind(root / "done", "run")
-    assert (run.run_group, run.job_type, run.display_name) == ("first", "das", "done")
+    assert (run.run_group, run.job_type, run.display_name) == (
+        "first",
+        "das",
+        "das order=law,food seed=0",
+    )
     assert (run.project, run.entity, list(run.tags), run.resume) == ("p", "me", ["nice"], True)
 
 
@@ -187,6 +197,7 @@ def test_curves_come_from_metrics_csv_of_two_lines_the_later_one(synced):
     curve = [(row["trainer/global_step"], row["train/lm/law"]) for row in logged if "train/lm/law" in row]
     assert curve == [(0, 3.5), (1, 3.25), (2, 2.5)]
     assert [row["train/lr/law"] for row in logged if "train/lr/law" in row] == [0.1]
+    assert [row["train/loss"] for row in logged if "train/loss" in row] == [3.5, 3.25, 2.5]
 
 
 def test_rows_costs_and_end_tasks_are_points_over_the_stages(synced):
@@ -213,7 +224,7 @@ def test_curves_have_their_axes(synced):
     for name in ("ppl/*", "stages/*", "tasks/*", "units/*"):
         assert metrics[name].step_metric == "stage"
     for name in ("train/*", "monitor/*"):
-        assert metrics[name].step_metric == "trainer/global_step"
+        assert metrics[name].step_metric == "train/tokens"
     patterns = [name for name in metrics if "*" in name]
     assert len(patterns) == len({name.partition("/")[0] for name in patterns})  # of which none meets another
 
@@ -223,7 +234,7 @@ def test_the_summary_has_the_headlines_and_few_entries(synced):
     assert {key: shown[key] for key in known} == pytest.approx(known)
     entries = {key.split(".")[0] for key in shown if not key.startswith("_")}
     assert len(known) <= MOST and len(entries) <= 40
-    assert entries - set(known) - {"stage", "trainer/global_step"} >= set(tabulate(scores()))
+    assert entries - set(known) - {"stage", "train/tokens", "trainer/global_step"} >= set(tabulate(scores()))
 
 
 def test_all_numbers_are_in_the_summary_where_they_are_asked_for():

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from cpt.core.config import digest
-from cpt.evaluation.scores import COSTS, NOTED
+from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.reporting.run_table import choose_headlines, summarise_run
+from cpt.tracking import sync
 from cpt.tracking.loggers import About, LongCSV, log_scores, log_stage, track
-from cpt.tracking.wandb_run import open_run
+from cpt.tracking.wandb_run import Curves, open_run, run_name
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 from tests.support.wandb_files import config, history, of_kind, records, summary
@@ -33,10 +34,11 @@ def runs(corpora, cache, tmp_path_factory):
 import sys, pathlib; sys.path.insert(0, {str(ROOT)!r})
 from hydra import compose, initialize_config_dir
 import cpt.core.config
+MASKED = ["mask=migu", "logger.histograms=true"]
 from cpt.run import run
 with initialize_config_dir({str(ROOT / "conf")!r}, version_base="1.3"):
     for seed in (0, 1):
-        cfg = compose("config", overrides={quick!r} + [f"seed={{seed}}"] + ["mask=migu"] * seed)
+        cfg = compose("config", overrides={quick!r} + [f"seed={{seed}}"] + MASKED * seed)
         run(cfg, folder=pathlib.Path({str(folder)!r}) / f"s{{seed}}")
     cfg = compose("config", overrides={quick!r} + ["optim.lr=1e30", "trainer.gradient_clip_val=null"])
     try:
@@ -54,6 +56,10 @@ with initialize_config_dir({str(ROOT / "conf")!r}, version_base="1.3"):
 def test_every_run_is_one_run_with_its_own_id_and_group(runs):
     made = of_kind(runs, "run")
     by_name = {run.display_name: run for run in made}
+    assert set(by_name) == {"ncl order=law,food seed=0", "ncl + migu order=law,food seed=1"}
+    by_name = {
+        path.parent.parent.parent.name: each.run for path, each in records(runs) if each.HasField("run")
+    }
     assert set(by_name) == {"s0", "s1", "failing"}
     assert len(made) == len({run.run_id for run in made}) == 3
     assert {run.run_group for run in made} == {"default"}
@@ -72,12 +78,16 @@ def test_a_failed_run_is_shown_as_failed(runs):
     assert codes == {"s0": 0, "s1": 0, "failing": 1}
 
 
-def test_losses_are_kept_by_domain(runs):
+def test_losses_are_one_curve_over_the_tokens_of_the_whole_run(runs):
     logged = list(history(runs / "s0"))
-    for domain in ("law", "food"):
-        losses = [row[f"train/lm/{domain}"] for row in logged if f"train/lm/{domain}" in row]
-        assert len(losses) == 6
-        assert all(0 < loss < 20 for loss in losses)
+    told = json.loads((runs / "s0" / "scores.json").read_text())
+    curve = [(row["train/tokens"], row["train/loss"]) for row in logged if "train/loss" in row]
+    tokens = [place for place, _ in curve]
+    assert len(curve) == 12 and tokens == sorted(set(tokens))
+    assert (tokens[5], tokens[-1]) == (told["seen"][1], sum(told["seen"]))
+    assert all(0 < loss < 20 for _, loss in curve)
+    keys = {key for row in logged for key in row if key.startswith("train")}
+    assert keys == {f"train/{name}" for name in ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")}
 
 
 def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(runs):
@@ -92,6 +102,69 @@ def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(runs):
     content = json.loads(table.read_text())
     assert content["columns"] == ["after", "law", "food", "general"]
     assert [row[0] for row in content["data"]] == ["base", "law", "food"]
+
+
+def test_a_rebuilt_run_has_the_curves_of_the_live_one(runs):
+    live = history(runs / "s0")
+    assert sync.sync_runs({runs / "s0": Scores.load(runs / "s0" / "scores.json")}, project="p", entity=None,
+                          mode="offline") == 0  # fmt: skip
+    import wandb
+
+    wandb.teardown()
+    rebuilt = history(runs / "s0" / sync.REBUILT)
+    for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s"):
+        both = [[(row["train/tokens"], row[name]) for row in rows if name in row] for rows in (live, rebuilt)]
+        assert both[0] == both[1]
+    keys = [{key.split(".")[0] for row in rows for key in row} - {"_timestamp"} for rows in (live, rebuilt)]
+    assert keys[0] == keys[1]
+
+
+def curves(run, **given):
+    """Curves of two domains; a start that was killed after step 3 repeats its last two steps."""
+    made = Curves(run, **given)
+    for domain, before, steps in (("law", 0, (1, 2, 3)), ("a/b", 30, (1,))):
+        made.enter(domain, tokens=before)
+        for step in steps:
+            made.log({f"train/lm/{domain}": 1.0, f"train/tokens/{domain}": 10.0 * step, "epoch": 0}, step)
+
+
+class Told:
+    def __init__(self):
+        self.logged, self.axes = [], {}
+
+    def log(self, points):
+        self.logged.append(points)
+
+    def define_metric(self, name, step_metric, **_):
+        self.axes[name] = step_metric
+
+
+def test_a_resumed_run_repeats_no_point(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    told = Told()
+    for _ in range(2):
+        curves(told, high=tmp_path / "wandb" / "tokens")
+    places = [points["train/tokens"] for points in told.logged]
+    assert places == sorted(places) and places[:4] == [10, 20, 30, 40]
+    assert {key for points in told.logged for key in points} == {"train/loss", "train/tokens"}
+
+
+def test_curves_of_each_domain_are_an_option():
+    told = Told()
+    curves(told, per_domain=True)
+    keys = {key for points in told.logged for key in points if key.endswith(("/law", "/a%2Fb"))}
+    assert keys == {f"train/{name}/{domain}" for name in ("lm", "tokens") for domain in ("law", "a%2Fb")}
+    assert {told.axes[key] for key in keys} == {"trainer/global_step"}
+    assert [points["train/tokens/a%2Fb"] for points in told.logged[3:]] == [10]
+
+
+def test_a_run_has_a_short_name():
+    about = {"method": "das", "mask": "none", "replay": "none", "seed": 1, "variant": ""}
+    assert run_name(about, 0) == "das order=0 seed=1"
+    assert run_name(about | {"variant": "temperature=0.1"}, "reverse") == (
+        "das order=reverse seed=1 (temperature=0.1)"
+    )
+    assert run_name(about, [f"domain-{place}" for place in range(120)]) == "das order=120 domains seed=1"
 
 
 def test_what_a_mask_lets_one_see_is_logged_as_histograms(runs):
@@ -132,7 +205,7 @@ def test_an_unknown_mode_is_told(small, start, tmp_path):
         start(small("order=[law]", "logger=wandb", "logger.mode=sometimes"), tmp_path)
 
 
-OFFLINE = {"wandb": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
+OFFLINE = {"wandb": True, "histograms": True, "mode": "offline", "project": "p", "entity": None, "csv": True}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +213,7 @@ def resumed(tmp_path_factory):
     """A run that fails after its first stage and is started again."""
     import wandb
 
-    about = About("g", "das", ["a"], {"seed": 3})
+    about = About("das order=0 seed=3", "g", "das", ["a"], {"seed": 3})
     place, whole = tmp_path_factory.mktemp("resumed") / "das_seed-3", scores()
     place.mkdir()
     with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, about=about) as loggers:

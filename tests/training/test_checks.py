@@ -17,6 +17,7 @@ from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
 from cpt.core.sections import GIVEN
 from cpt.training import lightning_options
 from cpt.training import options as run_options
+from cpt.training.assembly import tell_unused_base
 from cpt.training.checks import read_sections
 from cpt.training.plan import make_plan
 from tests.conftest import ROOT
@@ -212,3 +213,14 @@ def test_defaults_are_read_once_from_the_config():
 
     text = OmegaConf.load(ROOT / "conf" / "config.yaml")
     assert {key for key in text if key not in ("defaults", "hydra")} <= set(top_level())
+
+
+def test_a_checkpoint_leaves_the_pre_training_of_an_experiment_out(composed, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    given = composed("model=checkpoint", "model.checkpoint=x", "model.base={steps: 300}", "logger=none")
+    assert read_sections(given).model.base is None
+    tell_unused_base(make_plan(given))
+    assert caplog.messages == ["Ignoring model.base: model.checkpoint=x is loaded, not pre-trained here"]
+    tell_unused_base(make_plan(composed("model=checkpoint", "model.checkpoint=x")))
+    tell_unused_base(make_plan(composed()))
+    assert len(caplog.messages) == 1

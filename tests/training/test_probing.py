@@ -165,7 +165,7 @@ def test_a_damaged_file_of_a_probe_is_found(run, tmp_path):
 
 @pytest.fixture
 def real(small_gpt2, start, tmp_path):
-    pytest.importorskip("lm_eval", reason='the extra: pip install "cpt[lm-eval]"')
+    pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
     write_probe(tmp_path / "tasks")
     asked = ["probe=lm_eval", "probe.tasks=[next_word]", f"probe.include={tmp_path / 'tasks'}"]
 

@@ -16,7 +16,7 @@ OLDEST, TOO_NEW = (
     (0, 4, 13),
     (0, 5),
 )  # versions whose tasks, `evaluate` and results are as we read them
-EXTRA = 'pip install "cpt[lm-eval]"'
+EXTRA = "pip install -e '.[lm-eval]'"
 
 
 def is_names(value: Any) -> bool:

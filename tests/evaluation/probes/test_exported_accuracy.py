@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-pytest.importorskip("lm_eval", reason='the extra: pip install "cpt[lm-eval]"')
+pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
 from cpt.evaluation.answers.asking import rank_choices
 from cpt.evaluation.probes.export import HarnessTexts, export_group, export_task

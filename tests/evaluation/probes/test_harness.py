@@ -9,7 +9,7 @@ import torch
 from torch import log_softmax
 from transformers import AutoModelForSeq2SeqLM, T5Config
 
-pytest.importorskip("lm_eval", reason='the extra: pip install "cpt[lm-eval]"')
+pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
 from cpt.core.errors import reason
 from cpt.evaluation.probes.harness import Harness

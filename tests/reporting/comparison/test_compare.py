@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cpt.report import main
+from cpt.report import main, name_files
 from cpt.reporting.page import Block
 from tests.support.comparing import DOMAINS, NLL, endtasks, made, rows_of, saved
 from tests.support.probing import probes
@@ -376,3 +376,14 @@ def test_of_many_groups_the_baseline_and_the_best_are_shown(tmp_path, drawn):
     assert main([str(tmp_path), "--export", "none"]) == 0
     assert list(drawn["matrices"][0][0]) == [*(f"m{place}" for place in range(7)), "ncl"]
     assert drawn["pareto"][1][0]["ncl"][0] == [6e9, None]
+
+
+def test_a_comparison_of_some_runs_does_not_replace_that_of_all(thirty, capsys, drawn):
+    options = ["--export", "none"]
+    assert main([str(thirty), *options]) == 0
+    whole = (thirty / "comparison.html").read_bytes()
+    assert main([str(thirty), *options, "--where", "method=das,joint", "order=0"]) == 0
+    assert (thirty / "comparison.html").read_bytes() == whole
+    assert (thirty / "comparison_method-das.joint_order-0.html").is_file()
+    assert "comparison_method-das.joint_order-0.html" in capsys.readouterr().out
+    assert len(name_files([f"variant={'x' * 300}"])) < 40
