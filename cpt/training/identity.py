@@ -20,7 +20,7 @@ from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
 from cpt.reporting.card.files import DATA
-from cpt.training.growth import is_beginning, say_why_not
+from cpt.training.growth import SHOWN, is_beginning, join_names, say_why_not
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
 
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 FACTS = ("digest", "documents", "bytes")
-SHOWN = 8  # things that a message lists
 
 
 @dataclass
@@ -95,10 +94,19 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
 
 def has_same_texts(place: RunFolder, plan: Plan) -> bool:
     """Whether sizes and times say that what a folder has learned, and its base, are what a plan has."""
+    return not list_changed_files(place, plan)
+
+
+def list_changed_files(place: RunFolder, plan: Plan) -> list[str]:
+    """The texts and the files of the base that a plan has not as a folder has learned them, by size and
+    time."""
     then = Identity.load(place)
-    if then is None or any(name not in (*plan.order, GENERAL) for name in then.texts):
-        return False
-    return not any(stamps_differ(then, plan)) and not any(changed_checkpoint(then, plan))
+    if then is None:
+        return [f"{place.identity} is missing"]
+    if gone := [name for name in then.texts if name not in (*plan.order, GENERAL)]:
+        return [f"the text of {name} is not in the order" for name in gone]
+    texts = [f"the text of {name} changed (size or time of a file)" for name in stamps_differ(then, plan)]
+    return [*texts, *changed_checkpoint(then, plan)]
 
 
 def changed_message(place: RunFolder, wrong: list[str]) -> str:
@@ -143,10 +151,6 @@ def refuse_growth(then: Identity, plan: Plan, place: RunFolder) -> None:
         f"{say_why_not(plan)}; 'order=[…]' with what it has learned, {join_names(then.order)}, and then "
         f"what is new goes on in 'hydra.run.dir={place.path}'; another name=… learns all from the beginning"
     )
-
-
-def join_names(names: list[str]) -> str:
-    return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
 
 
 def changed_texts(then: Identity, plan: Plan) -> Iterator[str]:
