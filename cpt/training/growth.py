@@ -49,8 +49,8 @@ def say_why_not(plan: Plan) -> str:
 
 
 def adopt(place: RunFolder, plan: Plan) -> None:
-    """Copies into a new folder what the longest finished sibling has learned of its order; logs from which, or
-    why from none.
+    """Copies into a new folder what the longest finished sibling has learned of its order; logs from which,
+    or why from none.
 
     Raises ValueError where another process is at work in the folder, and as find_source."""
     if place.config.exists():
@@ -75,11 +75,11 @@ def find_begun(plan: Plan, place: RunFolder) -> RunFolder:
 
 
 def find_source(place: RunFolder, plan: Plan) -> tuple[RunFolder | None, str]:
-    """The finished sibling that a new folder continues from, and the line for the log: its name, or what keeps
-    the nearest one from being it.
+    """The finished sibling that a new folder continues from, and the line for the log: its name, or what
+    differs in the nearest one.
 
-    Raises ValueError for a sibling that would be continued but for a budget, and with grow=require if there is
-    none to continue from."""
+    Raises ValueError for a sibling that would be continued but for a budget, and with grow=require if there
+    is none to continue from."""
     if plan.run.grow == "never":
         return None, ""
     found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
@@ -90,10 +90,10 @@ def find_source(place: RunFolder, plan: Plan) -> tuple[RunFolder | None, str]:
         line = tell_nearest(place, plan)
     elif why := say_why_not(plan):
         if plan.drift.given:
+            given = ", ".join(f"budget.{name}={nats}" for name, nats in plan.drift.given.items())
             raise ValueError(
-                f"{', '.join(f'budget.{name}={nats}' for name, nats in plan.drift.given.items())} is invalid: "
-                f"{found[0]} has spent its budget on {join_names(found[1])}, and a run with a budget does not "
-                "grow. Allowed: budget.general=null and budget.past=null from the first domain on, or "
+                f"{given} is invalid: {found[0]} has spent its budget on {join_names(found[1])}, and a run "
+                "with a budget does not grow. Allowed: budget.general=null and budget.past=null, or "
                 "grow=never, which trains all domains from the base"
             )
         line = f"Not continuing from {found[0]}: {why}"

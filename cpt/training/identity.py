@@ -234,8 +234,9 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
         if not isinstance(config, str):
             return {}
         folder = Path(config).parent
-    found = (path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT)
-    return {path.name: path for path in found if path.name != DATA}  # a card may be written again
+    paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
+    found = (path for path in paths if path.suffix in OF_A_CHECKPOINT)
+    return {str(path.relative_to(folder)): path for path in found if path.name != DATA}  # a card may change
 
 
 def base_files(start: Base, *, given: bool) -> dict[str, Path]:

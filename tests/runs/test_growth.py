@@ -113,9 +113,7 @@ def test_a_sibling_that_is_not_continued_is_named_with_what_differs(
     needed = small(THREE, root, "trainer.steps=5", "grow=require")
     with pytest.raises(ValueError, match=f"^grow=require is invalid: {line}. Allowed: auto"):
         start(needed, tmp_path / "three")
-    with pytest.raises(
-        ValueError, match="no finished run of method=ewc in .* beginning of the order law food"
-    ):
+    with pytest.raises(ValueError, match="no finished run of method=ewc in .* of the order law food"):
         start(small(TWO, "method=ewc", "grow=require"), tmp_path / "first")
     assert not (tmp_path / "three").exists() and not (tmp_path / "first").exists()
     with (texts / "law" / "all.txt").open("a") as file:
@@ -129,9 +127,7 @@ def test_a_sibling_that_is_not_continued_is_named_with_what_differs(
 def test_a_run_with_a_budget_does_not_grow_and_grow_never_starts_from_the_base(start, small, tmp_path):
     budget = ["budget.general=9", "trainer.steps=2"]
     start(small("order=[law]", *budget), tmp_path / "one")
-    with pytest.raises(
-        ValueError, match=r"^budget\.general=9.* is invalid: .*one has spent its budget on law"
-    ):
+    with pytest.raises(ValueError, match=r"^budget\.general=9.* is invalid: .*one has spent its budget on"):
         start(small(TWO, *budget), tmp_path / "two")
     start(small(TWO, *budget, "grow=never"), tmp_path / "two")
     assert scores_of(tmp_path / "two").grown == []
