@@ -83,22 +83,23 @@ def find_source(place: RunFolder, plan: Plan) -> tuple[RunFolder | None, str]:
     if plan.run.grow == "never":
         return None, ""
     found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
+    if found is not None and not (why := say_why_not(plan)):
+        return RunFolder(found[0]), f"Continuing from a copy of {found[0]} ({join_names(found[1])})"
+    if found is None and (shorter := find_shorter(plan, place)) is not None:
+        return shorter, f"Continuing from a copy of {shorter.path}, which has made fewer steps"
+    near = find_nearest(place, plan) if found is None else (*found, [why])
     line = ""
-    if found is None:
-        if (shorter := find_shorter(plan, place)) is not None:
-            return shorter, f"Continuing from a copy of {shorter.path}, which has made fewer steps"
-        line = tell_nearest(place, plan)
-    elif why := say_why_not(plan):
-        if plan.drift.given:
+    if near is not None:
+        folder, order, differ = near
+        if plan.drift.given and all(each.startswith(("budget.", "monitor.")) for each in differ):
             given = ", ".join(f"budget.{name}={nats}" for name, nats in plan.drift.given.items())
             raise ValueError(
-                f"{given} is invalid: {found[0]} has spent its budget on {join_names(found[1])}, and a run "
-                "with a budget does not grow. Allowed: budget.general=null and budget.past=null, or "
-                "grow=never, which trains all domains from the base"
+                f"{given} is invalid: {folder} has learned {join_names(order)}, and a run with a budget does "
+                "not grow. Allowed: budget.general=null and budget.past=null, or grow=never, which trains "
+                "all domains from the base"
             )
-        line = f"Not continuing from {found[0]}: {why}"
-    else:
-        return RunFolder(found[0]), f"Continuing from a copy of {found[0]} ({join_names(found[1])})"
+        rest = f"; and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
+        line = f"Not continuing from {folder}: {'; '.join(differ[:SHOWN])}{rest}"
     if plan.run.grow == "require":
         none = f"no finished run of method={plan.names['method']} in {place.path.parent} has learned the "
         reason = line or f"{none}beginning of the order {join_names(plan.order)}"
@@ -106,24 +107,20 @@ def find_source(place: RunFolder, plan: Plan) -> tuple[RunFolder | None, str]:
     return None, line
 
 
-def tell_nearest(place: RunFolder, plan: Plan) -> str:
-    """Names the sibling that comes nearest to being continued, and what differs: the options, or the texts
-    and the base; nothing where no finished run of the method has learned the beginning of the order."""
+def find_nearest(place: RunFolder, plan: Plan) -> tuple[Path, list[str], list[str]] | None:
+    """The finished sibling that comes nearest to being continued, its order, and what differs: options, texts
+    and the base. None where no finished run of the method has learned the beginning of the order."""
     from cpt.training.identity import list_changed_files
 
-    near: list[tuple[int, int, Path, list[str]]] = []
+    near: list[tuple[int, int, Path, list[str], list[str]]] = []
     for path in sorted(place.path.parent.glob("*/identity.json")):
         folder, order = RunFolder(path.parent), order_in(path)
         if not may_follow(order, plan) or (scores := folder.scores()) is None or not scores.run["finished"]:
             continue
         if scores.run["method"] == plan.names["method"]:
             differ = folder.changes(hold_cap(plan, folder).settings) + list_changed_files(folder, plan)
-            near.append((-len(order), len(differ), folder.path, differ))
-    if not near:
-        return ""
-    *_, folder, differ = min(near)
-    rest = f"; and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
-    return f"Not continuing from {folder}: {'; '.join(differ[:SHOWN])}{rest}"
+            near.append((-len(order), len(differ), folder.path, order, differ))
+    return min(near)[2:] if near else None
 
 
 def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[str]]]:

@@ -125,12 +125,14 @@ def test_a_sibling_that_is_not_continued_is_named_with_what_differs(
 
 
 def test_a_run_with_a_budget_does_not_grow_and_grow_never_starts_from_the_base(start, small, tmp_path):
-    budget = ["budget.general=9", "trainer.steps=2"]
-    start(small("order=[law]", *budget), tmp_path / "one")
-    with pytest.raises(ValueError, match=r"^budget\.general=9.* is invalid: .*one has spent its budget on"):
-        start(small(TWO, *budget), tmp_path / "two")
-    start(small(TWO, *budget, "grow=never"), tmp_path / "two")
-    assert scores_of(tmp_path / "two").grown == []
+    budget, steps = "budget.general=9", "trainer.steps=2"
+    why = r"^budget\.general=9 is invalid: .*one has learned law, and a run with a budget does not grow"
+    for of_the_first in ([], [budget]):
+        start(small("order=[law]", steps, *of_the_first), tmp_path / str(len(of_the_first)) / "one")
+        with pytest.raises(ValueError, match=why):
+            start(small(TWO, steps, budget), tmp_path / str(len(of_the_first)) / "two")
+    start(small(TWO, steps, budget, "grow=never"), tmp_path / "1" / "two")
+    assert scores_of(tmp_path / "1" / "two").grown == []
 
 
 def test_a_run_that_is_not_finished_grows_in_its_own_folder_alone(start, small, killing, tmp_path):
