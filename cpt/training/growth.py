@@ -110,7 +110,7 @@ def find_source(place: RunFolder, plan: Plan) -> tuple[RunFolder | None, str]:
 def find_nearest(place: RunFolder, plan: Plan) -> tuple[Path, list[str], list[str]] | None:
     """The finished sibling that comes nearest to being continued, its order, and what differs: options, texts
     and the base. None where no finished run of the method has learned the beginning of the order."""
-    from cpt.training.identity import list_changed_files
+    from cpt.training.identity import list_changed_contents
 
     near: list[tuple[int, int, Path, list[str], list[str]]] = []
     for path in sorted(place.path.parent.glob("*/identity.json")):
@@ -118,14 +118,14 @@ def find_nearest(place: RunFolder, plan: Plan) -> tuple[Path, list[str], list[st
         if not may_follow(order, plan) or (scores := folder.scores()) is None or not scores.run["finished"]:
             continue
         if scores.run["method"] == plan.names["method"]:
-            differ = folder.changes(hold_cap(plan, folder).settings) + list_changed_files(folder, plan)
+            differ = folder.changes(hold_cap(plan, folder).settings) or list_changed_contents(folder, plan)
             near.append((-len(order), len(differ), folder.path, order, differ))
     return min(near)[2:] if near else None
 
 
 def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[str]]]:
     """The finished runs beside a folder that have learned the beginning of a plan, with their orders."""
-    from cpt.training.identity import has_same_texts
+    from cpt.training.identity import list_changed_contents
 
     for path in sorted(place.path.parent.glob("*/identity.json")):
         folder = RunFolder(path.parent)
@@ -133,7 +133,7 @@ def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[s
         if not may_follow(order, plan) or not folder.is_of(hold_cap(plan, folder).settings):
             continue
         scores = folder.scores()
-        if scores is not None and scores.run["finished"] and has_same_texts(folder, plan):
+        if scores is not None and scores.run["finished"] and not list_changed_contents(folder, plan):
             yield folder.path, order
 
 

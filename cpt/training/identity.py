@@ -92,21 +92,15 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
     return given is None or not any(others(then.base, checkpoint_files(given)))
 
 
-def has_same_texts(place: RunFolder, plan: Plan) -> bool:
-    """Whether sizes and times say that what a folder has learned, and its base, are what a plan has."""
-    return not list_changed_files(place, plan)
-
-
-def list_changed_files(place: RunFolder, plan: Plan) -> list[str]:
-    """The texts and the files of the base that a plan has not as a folder has learned them, by size and
-    time."""
+def list_changed_contents(place: RunFolder, plan: Plan) -> list[str]:
+    """What of the texts and of the base is not in a plan as a folder has learned it. Texts whose sizes and
+    times say that they may have changed are read."""
     then = Identity.load(place)
     if then is None:
         return [f"{place.identity} is missing"]
     if gone := [name for name in then.texts if name not in (*plan.order, GENERAL)]:
         return [f"the text of {name} is not in the order" for name in gone]
-    texts = [f"the text of {name} changed (size or time of a file)" for name in stamps_differ(then, plan)]
-    return [*texts, *changed_checkpoint(then, plan)]
+    return [*changed_texts(then, plan), *changed_checkpoint(then, plan)]
 
 
 def changed_message(place: RunFolder, wrong: list[str]) -> str:

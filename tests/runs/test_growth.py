@@ -120,7 +120,7 @@ def test_a_sibling_that_is_not_continued_is_named_with_what_differs(
         file.write("one more line of law\n")
     with caplog.at_level(logging.INFO):
         start(small(THREE, root), tmp_path / "three")
-    assert f"Not continuing from {tmp_path / 'two'}: the text of law changed (size or" in caplog.text
+    assert f"Not continuing from {tmp_path / 'two'}: the text of law changed: " in caplog.text
     assert scores_of(tmp_path / "three").grown == []
 
 
