@@ -100,8 +100,8 @@ def split_documents(
     stay, those whose question has the smallest hash under the seed, the others are SPARED."""
     hint = "" if form == EXAMPLES else " (domains.document=line or paragraph makes more of a .txt file)"
     drawn_by = counted.hashes if counted.answers is None else counted.known_by
-    how = {"name": name, "held_out": held_out, "hint": hint, "known_by": counted.known_by}
-    splits = assign(drawn_by, counted.given, **how)
+    known_by = counted.known_by
+    splits = assign(drawn_by, counted.given, name=name, held_out=held_out, hint=hint, known_by=known_by)
     if counted.answers is not None and per_class is not None:
         train = np.flatnonzero(splits == 0)
         stream = key("per class", int(held_out["seed"]))
