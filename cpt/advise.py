@@ -64,7 +64,7 @@ class Ready:
 
 def main(arguments: Sequence[str]) -> int:
     given = make_parser().parse_intermixed_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
         check(given)
         began, arms = time.monotonic(), choose_arms(given.arms)

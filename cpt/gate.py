@@ -1,7 +1,8 @@
 """A gate for models: `python -m cpt.gate RUN --gain 0.05 --loss 0.02`.
 
-Exit code 0 only where the run's last model has gained on what is new, and nothing old has lost more than is
-allowed, by the whole of each 95 % interval over documents; a table says so. Nothing is measured anew."""
+Exit code 0 only where the run's last model has gained on what is new and nothing old has lost more than is
+allowed, by the whole of each 95 % interval over documents, and the exported model is undamaged. 1: that
+fails. 2: it could not be determined or read. A gain does not judge a corpus. Nothing is measured again."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from cpt.evaluation.scores import Scores
 from cpt.training.run_folder import RunFolder
 
 ROW = "{:24}{:>9}{:>9}{:>9}  {:20}{:>9}  {}"
-CLOSED = 1
+CLOSED, UNKNOWN = 1, 2  # exit codes: fails; could not be determined or read
+NOTE = "a gain does not judge a corpus: a model also gains on text that nobody wants it to learn"
 SHOWN = 5  # texts that the last line names
 
 
 def main(arguments: Sequence[str]) -> int:
     given = parser().parse_args(arguments)
-    with readable(errors_only=True):
+    with readable(errors_only=True, code=UNKNOWN):
         for name in ("gain", "loss"):
             if not math.isfinite(getattr(given, name)):
                 raise ValueError(f"--{name}={getattr(given, name)}; allowed: nats per token, a finite number")
@@ -34,12 +36,16 @@ def main(arguments: Sequence[str]) -> int:
         since = find_row(scores, given.since)
         rows = place.load_documents([since, len(scores.rows) - 1])
         verdict = judge(scores, rows, since=since, bounds=Bounds(gain=given.gain, loss=given.loss))
+        damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
     if given.json:
-        text = json.dumps({"opens": verdict.opens} | asdict(verdict))
+        opens = verdict.opens and not damage
+        text = json.dumps({"opens": opens, "damage": damage, "note": NOTE} | asdict(verdict))
         print(json.dumps(json.loads(text, parse_constant=lambda constant: None)))  # nan is not JSON
     else:
-        print("\n".join(tell(verdict)))
-    return 0 if verdict.opens else CLOSED
+        print("\n".join(tell(verdict, damage)))
+    if damage or verdict.fails:
+        return CLOSED
+    return 0 if verdict.opens else UNKNOWN
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,14 +90,15 @@ def find_row(scores: Scores, name: str | None) -> int:
     return scores.rows.index(name)
 
 
-def tell(verdict: Verdict) -> Iterator[str]:
-    """The table, and what follows from it."""
+def tell(verdict: Verdict, damage: Sequence[str] = ()) -> Iterator[str]:
+    """The table, and what follows from it and from the damage of the exported model."""
     yield f"after {verdict.row}, compared with {verdict.since}; nats per token [95 % interval]"
     yield ROW.format("text", "before", "after", "change", "", "at most", "")
     yield from map(tell_change, verdict.changes)
     if verdict.unmeasured:
         yield f"not measured in both rows (eval.rows, eval.columns): {shorten(verdict.unmeasured)}"
-    failed = [f"{each.text} {each.verdict}" for each in verdict.changes if not each.passes]
+    yield NOTE
+    failed = [*damage, *(f"{each.text} {each.verdict}" for each in verdict.changes if not each.passes)]
     failed += [f"{name} not measured" for name in verdict.unmeasured]
     yield f"closed: {shorten(failed)}" if failed else "open: what is new was gained, and nothing old was lost"
 

@@ -250,13 +250,14 @@ def export_pairs(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mappi
     for name, weights in parts.items():
         place = folder / "adapters" / quote(name, safe=" ")
         place.mkdir(parents=True, exist_ok=True)
-        save_pairs(place, model, weights)
+        save_pairs(place, model, weights, base=folder)
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(place))})"
 
 
-def save_pairs(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Writes one adapter, of whatever rank its weights have, in peft's format."""
+def save_pairs(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], *, base: Path) -> None:
+    """Writes one adapter, of whatever rank its weights have, in peft's format, with what AutoPeftModel… needs
+    to load it: the base's folder, and its task or, for a masked model, which has none in peft, its class."""
     config = model.peft_config[NEWEST]
     state = get_peft_model_state_dict(
         model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
@@ -269,4 +270,12 @@ def save_pairs(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor
     save_file(written, place / "adapter_model.safetensors")
     # alpha grows with the rank, as alpha / r is what the pairs were learned with
     scaled = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
+    scaled.base_model_name_or_path = str(base.resolve())
+    if model.config.is_encoder_decoder:
+        scaled.task_type = "SEQ_2_SEQ_LM"
+    elif type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        scaled.task_type = "CAUSAL_LM"
+    else:
+        kind = type(model)
+        scaled.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     scaled.save_pretrained(place)

@@ -19,6 +19,7 @@ EXECUTION = (
     "logger",
     "cache_dir",
     "check",
+    "grow",
     "data",
     "parts",
     "domains.ignore",  # what is read is known by its content

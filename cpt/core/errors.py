@@ -115,8 +115,8 @@ def unknown_name(key: str, allowed: Iterable[str], *, whole: str | None = None) 
 
 
 @contextmanager
-def readable(*, errors_only: bool) -> Iterator[None]:
-    """Bad input ends in one line and exit code 1; a traceback only if not `errors_only`
+def readable(*, errors_only: bool, code: int = 1) -> Iterator[None]:
+    """Bad input ends in one line and an exit code; a traceback only if not `errors_only`
     (HYDRA_FULL_ERROR=1)."""
     try:
         yield
@@ -127,18 +127,18 @@ def readable(*, errors_only: bool) -> Iterator[None]:
     except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
         if not errors_only:
             raise
-        end(want_of_memory(error) or reason(error))
+        end(want_of_memory(error) or reason(error), code)
     except (MemoryError, RuntimeError, SystemError) as error:
         if not errors_only or not (line := want_of_memory(error)):
             raise
-        end(line)
+        end(line, code)
 
 
-def end(line: str) -> None:
-    """Says a line and ends with exit code 1."""
+def end(line: str, code: int = 1) -> None:
+    """Prints a line and ends with an exit code."""
     print(f"cpt: {line}", file=sys.stderr, flush=True)
     # Not sys.exit: the processes of a distributed run must end together, whatever they wait for.
-    os._exit(1) if is_one_of_several() else sys.exit(1)
+    os._exit(code) if is_one_of_several() else sys.exit(code)
 
 
 def want_of_memory(error: BaseException | None) -> str:

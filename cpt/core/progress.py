@@ -1,12 +1,28 @@
 """Progress bars, all alike: with the time left; in a log file, a line every few seconds."""
 
 import sys
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from cpt.core.pulse import watch
 
 DELAY = 10.0  # seconds after which a log file tells how far something is that is mostly quick
+
+
+class Lines:
+    """A stream that is not a terminal, to which each state of a bar is written as a line of its own: what
+    others write next does not continue it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        if state := text.replace("\x1b[A", "").strip():
+            self.stream.write(f"{state}\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def progress_bar(
@@ -24,6 +40,7 @@ def progress_bar(
     progress.json says where it is."""
     interval = 0.2 if sys.stderr.isatty() else 10.0
     bar = tqdm(
+        file=sys.stderr if sys.stderr.isatty() else Lines(sys.stderr),
         desc=label,
         total=total,
         initial=done,

@@ -16,13 +16,15 @@ from cpt.data.sources.base import EXAMPLES, TEXT
 SPLITS = ("train", "valid", "test")
 AT_ONCE = 1 << 16  # documents
 DROPPED, SPARED = -1, -2  # copies; held-out documents beyond the most that are asked for
-OF_ALL, OF_EXAMPLES = {"hashes": "Q", "given": "b", "sizes": "Q"}, {"known_by": "Q", "answers": "Q"}
+OF_ALL = {"hashes": "Q", "known_by": "Q", "given": "b", "sizes": "Q"}
+OF_EXAMPLES = {"answers": "Q"}
 
 
 @dataclass(frozen=True)
 class Counted:
-    """All that memory holds of documents, each [documents]. Text is known by itself; an example by its
-    question, so that one that stands in train and test is found whatever its answers are."""
+    """All that memory holds of documents, each [documents]. Text is known by its words, whatever white space
+    is between them; an example by its question, so that one that is in train and test is found whatever its
+    answers are."""
 
     hashes: np.ndarray  # uint64, of the document
     known_by: np.ndarray  # uint64, of what equal documents share
@@ -32,7 +34,7 @@ class Counted:
 
 
 class Counting:
-    """The hashes, split and bytes of documents, as they are read: 17 bytes of a text, 33 of an example."""
+    """The hashes, split and bytes of documents, as they are read: 25 bytes of a text, 33 of an example."""
 
     def __init__(self, form: str) -> None:
         self.is_text = form != EXAMPLES
@@ -44,7 +46,9 @@ class Counting:
 
     def add(self, split: str, raw: bytes) -> None:
         size = len(raw)
-        if not self.is_text:
+        if self.is_text:
+            self.columns["known_by"].append(hash_bytes(" ".join(raw.decode().split()).encode()))
+        else:
             example = read_example(raw.decode())
             self.columns["known_by"].append(hash_bytes(example.question.encode()))
             self.columns["answers"].append(hash_bytes(example.target.encode()))
@@ -62,7 +66,7 @@ class Counting:
         found = {name: np.asarray(column) for name, column in self.columns.items()}
         return Counted(
             hashes=found["hashes"],
-            known_by=found.get("known_by", found["hashes"]),
+            known_by=found["known_by"],
             answers=found.get("answers"),
             given=found["given"],
             sizes=found["sizes"].view(np.int64),
@@ -95,7 +99,9 @@ def split_documents(
     """The split of each document, as `assign`; of training examples at most `per_class` with each answer
     stay, those whose question has the smallest hash under the seed, the others are SPARED."""
     hint = "" if form == EXAMPLES else " (domains.document=line or paragraph makes more of a .txt file)"
-    splits = assign(counted.known_by, counted.given, name=name, held_out=held_out, hint=hint)
+    drawn_by = counted.hashes if counted.answers is None else counted.known_by
+    known_by = counted.known_by
+    splits = assign(drawn_by, counted.given, name=name, held_out=held_out, hint=hint, known_by=known_by)
     if counted.answers is not None and per_class is not None:
         train = np.flatnonzero(splits == 0)
         stream = key("per class", int(held_out["seed"]))
@@ -106,16 +112,23 @@ def split_documents(
 
 
 def assign(
-    hashes: np.ndarray, given: np.ndarray, *, name: str, held_out: Mapping[str, float], hint: str = ""
+    hashes: np.ndarray,
+    given: np.ndarray,
+    *,
+    name: str,
+    held_out: Mapping[str, float],
+    hint: str = "",
+    known_by: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The split of each document, [documents] int8, DROPPED for copies.
+    """The split of each document, [documents] int8, DROPPED for copies: those of which `known_by` (None: the
+    hash) is equal.
 
     Of equal documents one stays, in train if it stands there. Where the source gives no valid or test split,
     its share of train is taken: the documents with the smallest hash under the seed, so the choice is the
     documents' own. SPARED are the held-out documents beyond the most."""
     if not len(hashes):
         raise ValueError(f"domain {name} has no text: its files are empty")
-    first = find_first(hashes, given)
+    first = find_first(hashes if known_by is None else known_by, given)
     splits = np.full(len(given), DROPPED, np.int8)
     splits[first] = given[first]
     del first

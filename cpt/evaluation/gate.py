@@ -64,6 +64,11 @@ class Verdict:
     unmeasured: tuple[str, ...]
 
     @property
+    def fails(self) -> bool:
+        """Whether a text does not pass for certain: its whole interval lies where it may not."""
+        return any(each.low > each.most for each in self.changes)
+
+    @property
     def opens(self) -> bool:
         return all(each.passes for each in self.changes) and not self.unmeasured
 

@@ -145,8 +145,25 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
-    """The model of a checkpoint in float32 and train mode, with the head that the objective needs."""
-    return AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False).train()
+    """The model of a checkpoint in float32 and train mode, with the head that the objective needs; an adapter
+    in its folder, as `method.exported=peft` writes it, is merged."""
+    model = AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
+    if adapter := find_adapter(checkpoint):
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter).merge_and_unload().requires_grad_(True)
+    return model.train()
+
+
+def find_adapter(checkpoint: str | Path) -> Path | None:
+    """The folder of the only adapter that a checkpoint has; raises ValueError if it has several."""
+    found = [path.parent for path in sorted(Path(checkpoint).glob("adapters/*/adapter_config.json"))]
+    if len(found) > 1:
+        raise ValueError(
+            f"{checkpoint} has {len(found)} adapters, and a model starts with one. Allowed: a copy with "
+            "one of them merged: peft.PeftModel.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+        )
+    return found[0] if found else None
 
 
 def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:

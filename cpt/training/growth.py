@@ -1,7 +1,7 @@
-"""One more domain after a run's end: what has been learned is gone on with, and not learned again.
+"""One more domain after a run's end: training continues from the finished run.
 
-A run folder grows in place where its order is the beginning of the plan's. A new folder takes over a copy of
-the longest finished run beside it that learned the beginning of its order with the same config and texts."""
+A run folder grows in place where its order is the beginning of the plan's. A new folder starts from a copy of
+the longest finished sibling that learned the beginning of its order with the same config and texts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from cpt.training.run_folder import RunFolder
 log = logging.getLogger(__name__)
 KEPT = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads", "precision")
 # Whose files are replaced as a whole and never written into, so that they may have a second name.
+SHOWN = 8  # things that a line lists
 REPLACED = ("answers", "diagnostics", "documents", "endtasks", "generated", "probes", "stages")
 
 
@@ -48,46 +49,83 @@ def say_why_not(plan: Plan) -> str:
 
 
 def adopt(place: RunFolder, plan: Plan) -> None:
-    """Gives a folder that is new what the longest run beside it has learned of its order; says so.
+    """Copies into a new folder what the longest finished sibling has learned of its order; logs from which,
+    or why from none.
 
-    Raises ValueError where another process is at work in the folder."""
+    Raises ValueError where another process is at work in the folder, and as find_source."""
     if place.config.exists():
         return
-    found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
-    if found is None:
-        adopt_shorter(place, plan)
-        return
-    folder, order = found
-    if why := say_why_not(plan):
-        log.info("nothing of %s is gone on with: %s", folder, why)
-        return
-    place.path.mkdir(parents=True, exist_ok=True)
-    with place.locked():  # two starts at once would take each other's copy apart
-        copy_run(folder, place.path)
-    log.info("what %s has learned (%s) is gone on with, in a copy", folder, ", ".join(order))
+    source, line = find_source(place, plan)
+    if source is not None:
+        place.path.mkdir(parents=True, exist_ok=True)
+        with place.locked():  # two starts at once would take each other's copy apart
+            copy_run(source.path, place.path, also=("checkpoints",) if is_shorter(source, plan) else ())
+    if line:
+        log.info(line)
 
 
-def adopt_shorter(place: RunFolder, plan: Plan) -> None:
-    """Gives a folder that is new a copy of the longest run beside it that its plan makes more steps of."""
-    if (shorter := find_shorter(plan, place)) is None:
-        return
-    place.path.mkdir(parents=True, exist_ok=True)
-    with place.locked():
-        copy_run(shorter.path, place.path, also=("checkpoints",))
-    log.info("what %s has learned is gone on with, in a copy", shorter.path)
+def is_shorter(source: RunFolder, plan: Plan) -> bool:
+    """Whether it is the run of the same order with fewer steps."""
+    return len(order_in(source.identity)) == len(plan.order)
 
 
 def find_begun(plan: Plan, place: RunFolder) -> RunFolder:
-    """The folder whose rows a run goes on from: its own, or one beside it."""
-    if place.config.exists() or say_why_not(plan):
-        return place
+    """The folder whose rows a run continues from: its own, or a sibling."""
+    return place if place.config.exists() else find_source(place, plan)[0] or place
+
+
+def find_source(place: RunFolder, plan: Plan) -> tuple[RunFolder | None, str]:
+    """The finished sibling that a new folder continues from, and the line for the log: its name, or what
+    differs in the nearest one.
+
+    Raises ValueError for a sibling that would be continued but for a budget, and with grow=require if there
+    is none to continue from."""
+    if plan.run.grow == "never":
+        return None, ""
     found = max(find_beginnings(place, plan), key=lambda run: len(run[1]), default=None)
-    return (find_shorter(plan, place) or place) if found is None else RunFolder(found[0])
+    if found is not None and not (why := say_why_not(plan)):
+        return RunFolder(found[0]), f"Continuing from a copy of {found[0]} ({join_names(found[1])})"
+    if found is None and (shorter := find_shorter(plan, place)) is not None:
+        return shorter, f"Continuing from a copy of {shorter.path}, which has made fewer steps"
+    near = find_nearest(place, plan) if found is None else (*found, [why])
+    line = ""
+    if near is not None:
+        folder, order, differ = near
+        if plan.drift.given and all(each.startswith(("budget.", "monitor.")) for each in differ):
+            given = ", ".join(f"budget.{name}={nats}" for name, nats in plan.drift.given.items())
+            raise ValueError(
+                f"{given} is invalid: {folder} has learned {join_names(order)}, and a run with a budget does "
+                "not grow. Allowed: budget.general=null and budget.past=null, or grow=never, which trains "
+                "all domains from the base"
+            )
+        rest = f"; and {len(differ) - SHOWN} more" * (len(differ) > SHOWN)
+        line = f"Not continuing from {folder}: {'; '.join(differ[:SHOWN])}{rest}"
+    if plan.run.grow == "require":
+        none = f"no finished run of method={plan.names['method']} in {place.path.parent} has learned the "
+        reason = line or f"{none}beginning of the order {join_names(plan.order)}"
+        raise ValueError(f"grow=require is invalid: {reason}. Allowed: auto, never, or such a run")
+    return None, line
+
+
+def find_nearest(place: RunFolder, plan: Plan) -> tuple[Path, list[str], list[str]] | None:
+    """The finished sibling that comes nearest to being continued, its order, and what differs: options, texts
+    and the base. None where no finished run of the method has learned the beginning of the order."""
+    from cpt.training.identity import list_changed_contents
+
+    near: list[tuple[int, int, Path, list[str], list[str]]] = []
+    for path in sorted(place.path.parent.glob("*/identity.json")):
+        folder, order = RunFolder(path.parent), order_in(path)
+        if not may_follow(order, plan) or (scores := folder.scores()) is None or not scores.run["finished"]:
+            continue
+        if scores.run["method"] == plan.names["method"]:
+            differ = folder.changes(hold_cap(plan, folder).settings) or list_changed_contents(folder, plan)
+            near.append((-len(order), len(differ), folder.path, order, differ))
+    return min(near)[2:] if near else None
 
 
 def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[str]]]:
     """The finished runs beside a folder that have learned the beginning of a plan, with their orders."""
-    from cpt.training.identity import has_same_texts
+    from cpt.training.identity import list_changed_contents
 
     for path in sorted(place.path.parent.glob("*/identity.json")):
         folder = RunFolder(path.parent)
@@ -95,7 +133,7 @@ def find_beginnings(place: RunFolder, plan: Plan) -> Iterator[tuple[Path, list[s
         if not may_follow(order, plan) or not folder.is_of(hold_cap(plan, folder).settings):
             continue
         scores = folder.scores()
-        if scores is not None and scores.run["finished"] and has_same_texts(folder, plan):
+        if scores is not None and scores.run["finished"] and not list_changed_contents(folder, plan):
             yield folder.path, order
 
 
@@ -111,6 +149,10 @@ def order_in(path: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return list(order) if isinstance(order, list) else []
+
+
+def join_names(names: Sequence[str]) -> str:
+    return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
 
 
 def copy_run(folder: Path, into: Path, *, also: Sequence[str] = ()) -> None:

@@ -20,7 +20,7 @@ from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
 from cpt.reporting.card.files import DATA
-from cpt.training.growth import is_beginning, say_why_not
+from cpt.training.growth import SHOWN, is_beginning, join_names, say_why_not
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
 
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 WEIGHTS = (".safetensors", ".bin")
 OF_A_CHECKPOINT = (*WEIGHTS, ".json", ".model", ".txt", ".jinja")
 FACTS = ("digest", "documents", "bytes")
-SHOWN = 8  # things that a message lists
 
 
 @dataclass
@@ -93,12 +92,15 @@ def is_same(plan: Plan, place: RunFolder) -> bool:
     return given is None or not any(others(then.base, checkpoint_files(given)))
 
 
-def has_same_texts(place: RunFolder, plan: Plan) -> bool:
-    """Whether sizes and times say that what a folder has learned, and its base, are what a plan has."""
+def list_changed_contents(place: RunFolder, plan: Plan) -> list[str]:
+    """What of the texts and of the base is not in a plan as a folder has learned it. Texts whose sizes and
+    times say that they may have changed are read."""
     then = Identity.load(place)
-    if then is None or any(name not in (*plan.order, GENERAL) for name in then.texts):
-        return False
-    return not any(stamps_differ(then, plan)) and not any(changed_checkpoint(then, plan))
+    if then is None:
+        return [f"{place.identity} is missing"]
+    if gone := [name for name in then.texts if name not in (*plan.order, GENERAL)]:
+        return [f"the text of {name} is not in the order" for name in gone]
+    return [*changed_texts(then, plan), *changed_checkpoint(then, plan)]
 
 
 def changed_message(place: RunFolder, wrong: list[str]) -> str:
@@ -143,10 +145,6 @@ def refuse_growth(then: Identity, plan: Plan, place: RunFolder) -> None:
         f"{say_why_not(plan)}; 'order=[…]' with what it has learned, {join_names(then.order)}, and then "
         f"what is new goes on in 'hydra.run.dir={place.path}'; another name=… learns all from the beginning"
     )
-
-
-def join_names(names: list[str]) -> str:
-    return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
 
 
 def changed_texts(then: Identity, plan: Plan) -> Iterator[str]:
@@ -230,8 +228,9 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
         if not isinstance(config, str):
             return {}
         folder = Path(config).parent
-    found = (path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT)
-    return {path.name: path for path in found if path.name != DATA}  # a card may be written again
+    paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
+    found = (path for path in paths if path.suffix in OF_A_CHECKPOINT)
+    return {str(path.relative_to(folder)): path for path in found if path.name != DATA}  # a card may change
 
 
 def base_files(start: Base, *, given: bool) -> dict[str, Path]:

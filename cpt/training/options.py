@@ -104,6 +104,11 @@ class RunOptions(Options):
         "whether a run's texts and base are what it began with: by size and time, or every byte",
         one_of("fast", "full"),
     )
+    grow: str = option(
+        "whether a new folder continues from the longest finished sibling that learned the beginning of its "
+        "order: if there is one, only then, never",
+        one_of("auto", "require", "never"),
+    )
     on_nonfinite: str = option(
         "a loss or gradient that is no number: stop, skip the step, or back to the last checkpoint",
         one_of("stop", "skip", "rollback"),

@@ -180,6 +180,7 @@ def configure_given(options: ModelOptions) -> PretrainedConfig:
         tokenizer = loading.load_tokenizer(place)
     rows = config.get_text_config().vocab_size
     check_rows(rows, tokenizer, checkpoint=place, resize=options.resize)
+    loading.find_adapter(place)
     if is_first_process():
         tell_parts(Path(place))
     return config
@@ -217,5 +218,5 @@ def tell_parts(folder: Path) -> None:
         advice = f"cpt.adapters.export.load({str(folder)!r}, domain=…)"
         advice += ".save_pretrained(…) makes another a checkpoint" if index["attach"] is None else " has them"
         log.warning("%s has parts for %s; it starts %s: %s", folder, ", ".join([*others, last]), used, advice)
-    elif (folder / "adapters").is_dir():
-        log.warning("%s has adapters, which are left out; merge them with peft to start with them", folder)
+    elif adapter := loading.find_adapter(folder):
+        log.info("Merging the adapter %s into the model of %s", adapter.name, folder)

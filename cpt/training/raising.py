@@ -56,7 +56,7 @@ def check_contents(plan: Plan, place: RunFolder) -> None:
 
 def find_shorter(plan: Plan, place: RunFolder) -> RunFolder | None:
     """The finished run beside a new folder that has made the most steps, of those a plan goes on from."""
-    from cpt.training.identity import has_same_texts
+    from cpt.training.identity import list_changed_contents
 
     found: dict[int, RunFolder] = {}
     for path in sorted(place.path.parent.glob("*/checkpoints/001-*.ckpt")):
@@ -65,7 +65,7 @@ def find_shorter(plan: Plan, place: RunFolder) -> RunFolder | None:
         before, scores = steps_before(own, folder), folder.scores()
         if before is None or scores is None or not scores.run["finished"]:
             continue
-        if has_same_texts(folder, plan) and not say_why_not(own, folder, before):
+        if not list_changed_contents(folder, plan) and not say_why_not(own, folder, before):
             found[before] = folder
     return found[max(found)] if found else None
 

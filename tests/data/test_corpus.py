@@ -120,10 +120,10 @@ def test_what_the_source_does_not_split_is_taken_from_train(tmp_path, given, cou
     assert sorted(sum(found.values(), [])) == sorted([*texts, "b", "c"])
 
 
-def test_nearly_equal_documents_stay(tmp_path):
+def test_nearly_equal_documents_stay_unless_they_differ_in_white_space_only(tmp_path):
     texts = ["One.", "One. ", "one.", "One.\n", "Öne.", "O\u0308ne."]
     found = split_up(made(tmp_path, as_train(texts)))
-    assert sorted(sum(found.values(), [])) == sorted(texts)
+    assert sorted(sum(found.values(), [])) == sorted(text for text in texts if text == text.strip())
 
 
 def test_text_that_is_no_unicode_is_mended(tmp_path):

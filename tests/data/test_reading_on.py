@@ -110,7 +110,7 @@ def test_what_is_held_of_a_document_is_small():
     counting = Counting("text")
     for number, text in enumerate(prose(1000)):
         counting.add("train", f"{number} {text}".encode())
-    assert sum(column.itemsize for column in counting.columns.values()) == 17
+    assert sum(column.itemsize for column in counting.columns.values()) == 25
     assert counting.counted().answers is None
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
 from cpt.data import splitting
-from cpt.data.splitting import assign, drawn_keys, smallest
+from cpt.data.splitting import assign, count_documents, drawn_keys, smallest, split_documents
 
 HELD_OUT = {"valid": 0.01, "test": 0.02, "seed": 3}
 
@@ -42,3 +42,12 @@ def test_memory_of_a_document(splits):
         tracemalloc.stop()
     assert most < 32 * count
     assert splits == 3 or [int((found == each).sum()) for each in range(3)] == [194_000, 2000, 4000]
+
+
+def test_documents_that_differ_in_white_space_only_are_duplicates_in_all_splits():
+    words = ["a b", "c d", "e f", "g h"]
+    plain = [("train", text.encode()) for text in words] + [("test", b"i j"), ("test", b"k l")]
+    copies = [("test", b"a  b\n"), ("train", "c\u00a0d".encode()), ("train", b"\te f "), ("valid", b"i\nj")]
+    how = {"name": "x", "held_out": HELD_OUT, "form": "text", "per_class": None}
+    found = split_documents(count_documents([*plain, *copies]), **how).tolist()
+    assert found == [0, 0, 0, 0, -1, 2, -1, -1, -1, 1]

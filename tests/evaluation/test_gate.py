@@ -1,6 +1,7 @@
 """What opens the gate: numbers small enough for a hand, and a run."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -128,6 +129,19 @@ def test_the_exit_code_is_the_answer(run, capsys):
     assert "after food, compared with law" in told and told.splitlines()[-1].startswith("open: ")
     assert gate.main([str(run), "--gain", "9", "--loss", "9"]) == 1
     assert "closed: food gained too little" in capsys.readouterr().out
+    assert "a gain does not judge a corpus" in told
+
+
+def test_a_damaged_model_closes_it(run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    with (copy / "model" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    assert gate.main([str(copy), "--gain", "-9", "--loss", "9"]) == 1
+    assert "closed: model/model.safetensors differs from its checksum" in capsys.readouterr().out
 
 
 def test_for_programs_it_is_json_with_the_numbers_of_the_matrix(run, capsys):
@@ -144,7 +158,7 @@ def test_what_is_not_known_is_null(run, capsys, monkeypatch):
     monkeypatch.setattr(
         "cpt.evaluation.gate.bootstrap", lambda *given, **how: {"loss": {"nats": [np.nan] * 2}}
     )
-    assert gate.main([str(run), "--json"]) == 1
+    assert gate.main([str(run), "--json"]) == 2
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert all(each["low"] is None for each in found["changes"])
 
@@ -159,7 +173,7 @@ def test_what_is_not_known_is_null(run, capsys, monkeypatch):
 def test_wrong_options_are_told_in_a_line(arguments, said, run, capsys):
     with pytest.raises(SystemExit) as ended:
         gate.main([str(run), *arguments])
-    assert ended.value.code == 1 and said in capsys.readouterr().err
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_a_run_that_is_none_or_not_finished_is_told(run, tmp_path, capsys):
@@ -169,6 +183,6 @@ def test_a_run_that_is_none_or_not_finished_is_told(run, tmp_path, capsys):
     scores["run"]["finished"] = False
     (tmp_path / "half" / "scores.json").write_text(json.dumps(scores))
     for name, said in (("empty", "holds no scores.json"), ("half", "needed: a finished run")):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as ended:
             gate.main([str(tmp_path / name)])
-        assert said in capsys.readouterr().err
+        assert ended.value.code == 2 and said in capsys.readouterr().err

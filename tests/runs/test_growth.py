@@ -72,7 +72,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp
     old = (tmp_path / "two" / "scores.json").read_bytes()
     with caplog.at_level(logging.INFO):
         start(small(THREE), tmp_path / "three")
-    assert f"what {tmp_path / 'two'} has learned (law, food) is gone on with, in a copy" in caplog.text
+    assert f"Continuing from a copy of {tmp_path / 'two'} (law food)" in caplog.text
     start(small(THREE), tmp_path / "elsewhere" / "three")
     assert_same(tmp_path / "three", tmp_path / "elsewhere" / "three")
     assert scores_of(tmp_path / "three").grown == [1, 2]
@@ -96,19 +96,43 @@ def test_what_needs_all_domains_beforehand_says_so(options, why, start, small, t
         start(small(THREE, *options), tmp_path / "two")
     with caplog.at_level(logging.INFO):
         start(small(THREE, *options), tmp_path / "three")
-    assert f"nothing of {tmp_path / 'two'} is gone on with: {why}" in caplog.text
+    assert f"Not continuing from {tmp_path / 'two'}: {why}" in caplog.text
     assert scores_of(tmp_path / "three").grown == []
 
 
-def test_other_texts_are_not_gone_on_with(start, small, corpora, tmp_path):
+def test_a_sibling_that_is_not_continued_is_named_with_what_differs(
+    start, small, corpora, tmp_path, caplog, capsys
+):
     texts = tmp_path / "texts"
     shutil.copytree(corpora, texts)
     root = f"domains.root={texts}"
     start(small(TWO, root), tmp_path / "two")
+    line = f"Not continuing from {tmp_path / 'two'}: trainer.steps: 6 -> 5"
+    start(small(THREE, root, "trainer.steps=5", "plan=true"), tmp_path / "three")
+    assert f"state: new ({line})" in capsys.readouterr().out
+    needed = small(THREE, root, "trainer.steps=5", "grow=require")
+    with pytest.raises(ValueError, match=f"^grow=require is invalid: {line}. Allowed: auto"):
+        start(needed, tmp_path / "three")
+    with pytest.raises(ValueError, match="no finished run of method=ewc in .* of the order law food"):
+        start(small(TWO, "method=ewc", "grow=require"), tmp_path / "first")
+    assert not (tmp_path / "three").exists() and not (tmp_path / "first").exists()
     with (texts / "law" / "all.txt").open("a") as file:
         file.write("one more line of law\n")
-    start(small(THREE, root), tmp_path / "three")
+    with caplog.at_level(logging.INFO):
+        start(small(THREE, root), tmp_path / "three")
+    assert f"Not continuing from {tmp_path / 'two'}: the text of law changed: " in caplog.text
     assert scores_of(tmp_path / "three").grown == []
+
+
+def test_a_run_with_a_budget_does_not_grow_and_grow_never_starts_from_the_base(start, small, tmp_path):
+    budget, steps = "budget.general=9", "trainer.steps=2"
+    why = r"^budget\.general=9 is invalid: .*one has learned law, and a run with a budget does not grow"
+    for of_the_first in ([], [budget]):
+        start(small("order=[law]", steps, *of_the_first), tmp_path / str(len(of_the_first)) / "one")
+        with pytest.raises(ValueError, match=why):
+            start(small(TWO, steps, budget), tmp_path / str(len(of_the_first)) / "two")
+    start(small(TWO, steps, budget, "grow=never"), tmp_path / "1" / "two")
+    assert scores_of(tmp_path / "1" / "two").grown == []
 
 
 def test_a_run_that_is_not_finished_grows_in_its_own_folder_alone(start, small, killing, tmp_path):

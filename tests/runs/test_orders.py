@@ -161,7 +161,7 @@ def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs
         start(cfg, tmp_path / "old")
     with caplog.at_level(logging.INFO):
         start(cfg, tmp_path / "new")
-    assert f"nothing of {tmp_path / 'old'} is gone on with: {why}" in caplog.text
+    assert f"Not continuing from {tmp_path / 'old'}: {why}" in caplog.text
     order = scores_of(tmp_path / "new").run["order"]
     assert len(order) == 7 and scores_of(tmp_path / "new").grown == []
     start(of_pairs(f"order=[{','.join([*learned, 'law.three'])}]"), tmp_path / "old")  # as the line advises

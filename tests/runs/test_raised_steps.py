@@ -118,11 +118,11 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp
     assert f"goes on from {tmp_path / 'eight'}" in capsys.readouterr().out and files(tmp_path) == before
     with caplog.at_level(logging.INFO):
         start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
-    assert f"what {tmp_path / 'eight'} has learned is gone on with" in caplog.text
+    assert f"Continuing from a copy of {tmp_path / 'eight'}, which has made fewer steps" in caplog.text
     assert "trainer.steps: 8 -> 11: going on from step 8" in caplog.text
     assert {name: time for name, time in files(tmp_path).items() if name in before} == before
     start(small(*ONE, "trainer.steps=11", "order=[food]"), tmp_path / "food")  # which none has learned
-    assert scores_of(tmp_path / "food").rows == ["base", "food"] and caplog.text.count("in a copy") == 1
+    assert scores_of(tmp_path / "food").rows == ["base", "food"] and caplog.text.count("from a copy") == 1
     start(small(*ONE, "trainer.steps=11"), tmp_path / "elsewhere" / "whole")
     assert_same(tmp_path / "raised", tmp_path / "elsewhere" / "whole")
 

@@ -31,6 +31,7 @@ AT_ONCE = {
     "+data.processes=2": "data.processes is not known; allowed: data.workers",
     "parts.keep=gpu": "parts.keep=gpu; allowed: memory, disk",
     "data=null": "data=null; allowed: keys with values",
+    "grow=maybe": "grow=maybe; allowed: auto, require, never",
     "keep_end=abc": f"keep_end=abc; allowed: {BOOL}",
     "keep_stages=abc": f"keep_stages=abc; allowed: {BOOL}",
     "plan=maybe": "plan=maybe; allowed: true, false, json",

@@ -95,7 +95,7 @@ def test_a_new_folder_takes_over_what_an_earlier_version_has_learned(low, early,
     start(small(ONE, "plan=json"), early)
     with caplog.at_level(logging.INFO):
         start(small(TWO), early.parent / "grown")
-    assert f"what {early} has learned (law) is gone on with, in a copy" in caplog.text
+    assert f"Continuing from a copy of {early} (law)" in caplog.text
     assert OmegaConf.load(early.parent / "grown" / "config.yaml").eval.tokens is None
     assert "cap" not in scores_of(early.parent / "grown").conditions
 

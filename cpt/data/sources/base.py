@@ -33,7 +33,7 @@ NONE, CONCAT, ISOLATED, PER_DOCUMENT = "none", "concat", "isolated", "per_docume
 PACKINGS = {TEXT: (CONCAT, ISOLATED, PER_DOCUMENT), EXAMPLES: (NONE, ISOLATED)}  # the default first
 EMBEDDINGS = ("tfidf", "static", "model", "sentence")
 PACKAGES = {"static": "wordllama", "sentence": "sentence_transformers"}  # that embeddings need
-FORMAT = 2  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
+FORMAT = 3  # part of every stamp: raise it when the files that cpt.data.corpus makes of a text change
 
 
 SHARE = Rule(lambda value: is_number(value) and 0 < value < 0.5, "shares above 0 and below 0.5")

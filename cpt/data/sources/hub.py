@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,15 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from cpt.core.options import option
-from cpt.core.rules import MAPPING, TEXT, YES_NO, is_text, or_null, show
+from cpt.core.rules import MAPPING, TEXT, YES_NO, is_list, is_text, or_null, show
 from cpt.data.sources.base import GENERAL, Followed, Reading, Source
 from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
 from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)
-ENTRY = {"path", "name", "splits", "column"}
+ENTRY = {"path", "name", "data_files", "splits", "column"}
+SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
 @dataclass
@@ -72,12 +74,15 @@ def count_rows(rows: Any, name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Hub(Source, Followed):
-    """Data sets of the Hugging Face hub, or local ones, one per domain: `catalogue[name]` has `path`, and
-    optionally `name` (the configuration), `splits` (which of the data set's splits to read as train, valid
-    and test) and `column` (of the text, where that is another than the others')."""
+    """Data sets of the Hugging Face Hub, or local ones, one per domain: `catalogue[name]` has `path` (also a
+    folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (of path=json or
+    parquet: a file, a pattern, a list of such, or one of these for each split), `splits` (which of the data
+    set's splits to read as train, valid and test) and `column` (of the text, if not that of the others)."""
 
     catalogue: Mapping[str, Mapping[str, Any]] = option(
-        "each domain's data set: {path, name, splits, column}, as datasets.load_dataset takes them", MAPPING
+        "each domain's data set: {path, name, data_files, splits, column}, as datasets.load_dataset takes "
+        "them; path may be a folder of save_to_disk",
+        MAPPING,
     )
     column: str = option("the column of the text", TEXT)
     streaming: bool = option("rows are fetched while they are read", YES_NO)
@@ -120,10 +125,8 @@ class Hub(Source, Followed):
 
     def rows(self, entry: Mapping[str, Any], at: At) -> Iterator[tuple[str, Iterator[Row]]]:
         """Each split of a data set with its rows, from a place on."""
-        from datasets import get_dataset_split_names, load_dataset
-
-        path, config = entry["path"], entry.get("name")
-        theirs = get_dataset_split_names(path, config)
+        path = entry["path"]
+        theirs, load = open_set(entry, streaming=self.streaming)
         chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
         if not chosen:
             raise ValueError(
@@ -132,7 +135,7 @@ class Hub(Source, Followed):
             )
         for split, name in list(chosen.items())[at.split :]:
             where = f"{path} ({name})"
-            at.rows = load_dataset(path, config, split=name, streaming=self.streaming)
+            at.rows = load(name)
             with reading_bar(where, total=count_rows(at.rows, name), unit=" rows") as progress:
                 yield split, ((where, row) for row in at.follow(progress))
             at.split, at.begun = at.split + 1, None
@@ -141,11 +144,55 @@ class Hub(Source, Followed):
         entry = self.entry(name)
         if entry is None:
             return stamp_general()
-        local = Path(entry["path"])
-        return [self.column, entry, stamps(each for each in sorted(local.rglob("*")) if each.is_file())]
+        local = [Path(entry["path"]), *map(Path, files_in(plain(entry.get("data_files"))))]
+        found = (each for path in local for each in (path, *sorted(path.rglob("*"))) if each.is_file())
+        return [self.column, entry, stamps(found)]
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
+
+
+def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], Callable[[str], Any]]:
+    """The names of a data set's splits, and what gives the rows of one."""
+    from datasets import Dataset, get_dataset_split_names, load_dataset, load_from_disk
+
+    path, name, files = entry["path"], entry.get("name"), plain(entry.get("data_files"))
+    if not any((Path(path) / each).is_file() for each in SAVED):
+        names = get_dataset_split_names(path, name, data_files=files)
+        return names, lambda split: load_dataset(
+            path, name, data_files=files, split=split, streaming=streaming
+        )
+    found = load_from_disk(path)
+    splits = {"train": found} if isinstance(found, Dataset) else found
+
+    def load(split: str) -> Any:
+        if split not in splits:
+            raise ValueError(f"{path} has the splits {', '.join(splits)}, and no {split}")
+        return splits[split].to_iterable_dataset() if streaming else splits[split]
+
+    return list(splits), load
+
+
+def plain(files: Any) -> Any:
+    """`data_files` in Python's own types, as `datasets` wants them."""
+    if isinstance(files, Mapping):
+        return {str(split): plain(each) for split, each in files.items()}
+    return files if files is None or isinstance(files, str) else list(files)
+
+
+def files_in(files: Any) -> list[str]:
+    """The local files that `data_files` name."""
+    if files is None or isinstance(files, str):
+        return sorted(glob(files, recursive=True)) if files else []
+    each: Iterable[Any] = files.values() if isinstance(files, Mapping) else files
+    return [found for names in each for found in files_in(names)]
+
+
+def are_files(value: Any) -> bool:
+    """Whether it is a file or a pattern, a list of such, or one of these for each split."""
+    if isinstance(value, Mapping):
+        return all(is_text(split) and are_files(each) for split, each in value.items())
+    return value is None or is_text(value) or (is_list(value, is_text) and len(value) > 0)
 
 
 def is_entry(entry: Any) -> bool:
@@ -154,7 +201,8 @@ def is_entry(entry: Any) -> bool:
         return False
     splits = entry.get("splits") or {}
     texts = all(entry.get(key) is None or is_text(entry[key]) for key in ("name", "column"))
-    return texts and isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
+    known = isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
+    return texts and known and are_files(entry.get("data_files"))
 
 
 def check_entry(name: str, entry: Any) -> None:
@@ -162,6 +210,6 @@ def check_entry(name: str, entry: Any) -> None:
     if not is_entry(entry):
         told = dict(entry) if isinstance(entry, Mapping) else show(entry)
         raise ValueError(
-            f"catalogue.{name}={told}; allowed: path, and optionally name, column, splits, "
+            f"catalogue.{name}={told}; allowed: path, and optionally name, data_files, column, splits, "
             "like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, test: test}}"
         )

@@ -17,7 +17,7 @@ from cpt.core.rules import show
 from cpt.evaluation.scores import Scores
 from cpt.training.capping import hold_cap
 from cpt.training.forecast.table import format_forecast
-from cpt.training.growth import find_begun
+from cpt.training.growth import find_begun, find_source
 from cpt.training.identity import check_identity
 from cpt.training.plan import Plan
 from cpt.training.raising import check_raise, cut_rows, steps_before
@@ -131,6 +131,8 @@ def describe(
 ) -> dict[str, Any]:
     """What is planned, and how far it is."""
     state = "new" if scores is None else scores.state
+    if scores is None and not place.config.exists() and (line := find_source(place, plan)[1]):
+        state = f"new ({line})"
     if scores is not None and folder is not place:
         state = f"goes on from {folder.path} ({scores.state})"
     measured = {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_dataset
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -525,6 +526,31 @@ def test_a_data_set_gives_its_splits(dataset, streaming):
     assert found == [(ours, f"{name} {n}") for ours, name in theirs.items() for n in range(3)]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["saved", "json", "parquet"])
+def test_saved_folders_and_data_files_are_read_and_resumed(kind, streaming, dataset, monkeypatch):
+    monkeypatch.chdir(dataset.parent)
+    loaded = load_dataset("news")
+    if kind == "saved":
+        loaded.save_to_disk("copy")
+        entry, file = {"path": "copy"}, Path("copy/dataset_dict.json")
+    else:
+        for name, split in loaded.items():
+            split.to_parquet(f"copy/{name}.parquet") if kind == "parquet" else split.to_json(
+                f"copy/{name}.json"
+            )
+        files = {name: f"copy/{name}.*" for name in loaded} | {"train": [f"copy/train.{kind}"]}
+        entry, file = {"path": kind, "data_files": files}, Path(f"copy/train.{kind}")
+    source = hub(entry, streaming=streaming)
+    reading, before = source.read_on("news"), source.fingerprint("news")
+    found = [next(reading) for _ in range(2)]
+    place = json.loads(json.dumps(reading.place()))
+    found += source.read_on("news", place)
+    assert found == list(hub({"path": str(dataset)}).read("news")) and len(found) == 9
+    os.utime(file, (1, 1))
+    assert source.fingerprint("news") != before
+
+
 def test_a_data_set_gives_the_splits_that_are_asked_for(dataset):
     wanted = {"train": "validation", "test": "train[:2]"}
     found = list(hub({"path": str(dataset), "splits": wanted}, streaming=False).read("news"))
@@ -595,8 +621,12 @@ def test_a_data_set_that_is_not_utf8_or_has_none_of_our_splits(dataset):
     "entry, message",
     [
         ({"name": "ecthr_a"}, "catalogue.news={'name': 'ecthr_a'}; allowed: path, and optionally"),
-        ({"path": "x", "config": "y"}, "allowed: path, and optionally name, column, splits"),
-        ({"path": "x", "splits": {"dev": "y"}}, "allowed: path, and optionally name, column, splits"),
+        ({"path": "x", "config": "y"}, "allowed: path, and optionally name, data_files, column, splits"),
+        ({"path": "json", "data_files": {"train": []}}, "allowed: path, and optionally name, data_files"),
+        (
+            {"path": "x", "splits": {"dev": "y"}},
+            "allowed: path, and optionally name, data_files, column, splits",
+        ),
     ],
 )
 def test_what_an_entry_must_be(entry, message):
