@@ -5,9 +5,9 @@
 A domain starts from the merged model (`merged`), from the base (`base`: domains are trained apart, and only
 merged) or from what the last one has ended with (`previous`: the path is that of plain further pre-training,
 and what is scored and exported is the merge). The papers of task arithmetic, TIES and DARE train each domain
-from the base, and so does `auto` for these rules; else it is `merged`. From there on, average leaves 1/t of
-what domain t has learned, and task_arithmetic at scale 1 and slerp at share 1 are plain further
-pre-training, which a log line reports."""
+from the base, which is these rules' default; that of the others is `merged`. There average leaves 1/t of what
+domain t has learned, and task_arithmetic at scale 1 and slerp at share 1 are plain further pre-training,
+which a log line reports."""
 
 import logging
 from collections.abc import Iterable
@@ -44,7 +44,7 @@ class Merge(ContinualModule):
             log.info(
                 "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction",
                 self.options.rule,
-                self.options.start_point,
+                self.options.start,
             )
         self.merging.begin(self.model)
 

@@ -118,12 +118,12 @@ class Merged(nn.Module):
         trimmed or dropped."""
         options, began, ended = self.options, domain.began[name], domain.ended[name]
         if task is not None:
-            return self.vote(name, task) if options.signs else merged + options.factor * task
+            return self.vote(name, task) if options.signs else merged + options.scale * task
         match options.rule:
             case "average":
                 return torch.lerp(merged, ended, 1 / (int(self.domains) + 1 + options.base))
             case "task_arithmetic":  # in this form it is exact where m is s_k and lambda is 1
-                return torch.lerp(began, ended, options.factor) + (merged - began)
+                return torch.lerp(began, ended, options.scale) + (merged - began)
             case "slerp":
                 first = self.domains == 0 and not options.base
                 return slerp(merged, ended, 1.0 if first else options.share, like=domain.like[name])
@@ -161,7 +161,7 @@ class Merged(nn.Module):
             own = local(each.named()[name])
             own += more.to(own.device)
             sums.append(each.at_hand(own))
-        return self.base.at_hand(local(self.base.named()[name])) + self.options.factor * elect(*sums)
+        return self.base.at_hand(local(self.base.named()[name])) + self.options.scale * elect(*sums)
 
 
 class Merging(nn.Module):
@@ -170,10 +170,10 @@ class Merging(nn.Module):
 
     def __init__(self, options: MergingOptions, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.start = options.start_point
+        self.start = options.start
         self.merged = Merged(options, weights)
         # What a domain starts from; of start=merged that is the model.
-        self.origin = Snapshot(model, persistent=self.start == "previous")
+        self.origin = Snapshot(model, persistent=options.start == "previous")
 
     def begin(self, model: nn.Module) -> None:
         """Gives a model what a domain starts from."""

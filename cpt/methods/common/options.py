@@ -7,7 +7,6 @@ from cpt.core.rules import YES_NO, number, one_of, or_null, whole
 
 ESTIMATORS = ("per_sample", "batch")  # of cpt.models.sensitivity
 RULES = ("average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fisher")
-SCALES = {"task_arithmetic": 0.5, "ties": 1.0, "dare": 0.3, "dare_ties": 1.0}  # lambda of scale=null
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +46,12 @@ class MergingOptions(Options):
 
     rule: str = option("how the weights of domains become one model", one_of(*RULES))
     start: str = option(
-        "what a domain starts from: the merged model, the base, or what the one before has ended with; auto: "
-        "the base for the rules over task vectors (task_arithmetic, ties, dare, dare_ties), else merged",
-        one_of("auto", "merged", "base", "previous"),
+        "what a domain starts from: the merged model, the base, or what the one before has ended with; the "
+        "default follows the rule",
+        one_of("merged", "base", "previous"),
     )
-    scale: float | None = option(
-        "lambda, of task_arithmetic, ties and dare; null: that of the rule "
-        f"({', '.join(f'{rule} {scale:g}' for rule, scale in SCALES.items())})",
-        or_null(number("0 or more")),
+    scale: float = option(
+        "lambda, of task_arithmetic, ties and dare; the default follows the rule", number("0 or more")
     )
     density: float = option("of ties: the share of tau's entries that is kept", number("above 0, at most 1"))
     trimmed: str = option("of ties: the largest of each tensor, or of the model", one_of("tensor", "model"))
@@ -65,22 +62,11 @@ class MergingOptions(Options):
     estimator: str = option("of fisher: squares the gradients of samples, or of batches", one_of(*ESTIMATORS))
 
     @property
-    def start_point(self) -> str:
-        """What a domain starts from."""
-        return ("base" if self.rule in SCALES else "merged") if self.start == "auto" else self.start
-
-    @property
-    def factor(self) -> float:
-        """lambda."""
-        return SCALES.get(self.rule, 1.0) if self.scale is None else self.scale
-
-    @property
     def keeps_all(self) -> bool:
         """Whether the merged model is what the domain has ended with, so that merging changes nothing."""
         whole = self.rule == "task_arithmetic" or (self.rule == "dare" and self.drop == 0)
-        return self.start_point != "base" and (
-            (whole and self.factor == 1) or (self.rule == "slerp" and self.share == 1)
-        )
+        unchanged = (whole and self.scale == 1) or (self.rule == "slerp" and self.share == 1)
+        return unchanged and self.start != "base"
 
     @property
     def signs(self) -> bool:
