@@ -32,7 +32,8 @@ class ReptileOptions(Options):
     """Options of Reptile."""
 
     every: float = option(
-        "k, optimizer steps between two interpolations: a share of the domain's steps, or a whole number", EVERY
+        "k, optimizer steps between two interpolations: a share of the domain's steps, or a whole number",
+        EVERY,
     )
     share: float = option("epsilon, of the way since the last one; 1: plain ncl", number("0 to 1"))
 

@@ -64,7 +64,9 @@ def test_a_choice_that_is_plain_training_is_told(rule, plain, merge, small, capl
     assert ("the run equals method=ncl by construction" in caplog.text) == plain
 
 
-@pytest.mark.parametrize("rule", ["task_arithmetic", "ties", "dare", "dare_ties", "average", "slerp", "fisher"])
+@pytest.mark.parametrize(
+    "rule", ["task_arithmetic", "ties", "dare", "dare_ties", "average", "slerp", "fisher"]
+)
 def test_rules_over_task_vectors_start_from_the_base(rule, merge):
     point = "merged" if rule in ("average", "slerp", "fisher") else "base"
     assert merge(f"method.rule={rule}").module.merging.start == point

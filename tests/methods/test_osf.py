@@ -133,7 +133,9 @@ def test_before_the_first_domain_all_blocks_have_the_share_asked_for(small):
     assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * (len(work.module.blocks) + 1)
 
 
-@pytest.mark.parametrize(("similar", "shares"), [([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])])
+@pytest.mark.parametrize(
+    ("similar", "shares"), [([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])]
+)
 def test_shares_lie_between_the_least_and_the_most(small, similar, shares):
     work = made(small("method=osf", ORDER, "method.protected=0.5", "method.least=0.1", "method.most=0.8"))
     work.module.similarity = torch.tensor(similar)
