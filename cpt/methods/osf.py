@@ -115,7 +115,7 @@ class OSF(ContinualModule):
         )
 
     def block_of(self, name: str) -> int:
-        """The place of the block that a map is in, and of a map outside the blocks the place after the last."""
+        """The place of the block that a map is in; outside the blocks the place after the last."""
         blocks = enumerate(self.blocks)
         return next((place for place, block in blocks if name.startswith(f"{block}.")), len(self.blocks))
 

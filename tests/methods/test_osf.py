@@ -112,7 +112,7 @@ def test_all_protects_every_matrix_and_tells_what_moves_freely(small, caplog):
     assert "norms and biases, model.embeddings.tok_embeddings.weight" in caplog.text
 
 
-BY_BLOCK = ["method.protected=0.5", "method.least=0.1", "method.most=0.9"]
+BY_BLOCK = ["method.protect=blocks", "method.protected=0.5", "method.least=0.1", "method.most=0.9"]
 
 
 def test_a_block_that_changes_less_is_protected_more(small):
