@@ -36,9 +36,10 @@ ROWS: dict[str, dict[str, list[str]]] = {  # what protects: by what it acts on
         each: ["method=hat", f"method.acts_on={each}"] for each in ("gradient", "update", "frozen")
     },
     "`osf`: large singular directions": {
-        each: ["method=osf", f"method.acts_on={each}"] for each in ("gradient", "update")
+        each: ["method=osf", "method.protect=blocks", "method.protected=0.5", f"method.acts_on={each}"]
+        for each in ("gradient", "update")
     },
-    "`ewc`: the weights that matter most": {"a penalty": ["method=ewc"]},
+    "`ewc`: the weights that matter most": {"a penalty": ["method=ewc", "method.strength=5000"]},
     "`mas`: the same": {"a penalty": ["method=mas"]},
     "`si`: the same": {"a penalty": ["method=si"]},
 }

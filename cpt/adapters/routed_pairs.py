@@ -39,7 +39,7 @@ class SampleRouter(nn.Module):
     model a place must not know what comes behind it: e is there the mean up to the place itself. What is
     written with a key-value cache is weighed as the last place of its beginning is.
 
-    The newest pair's key is trained; those of the `earlier` pairs are not."""
+    A key starts as U(-1, 1). The newest pair's key is trained; those of the `earlier` pairs are not."""
 
     def __init__(
         self, width: int, *, key: str, query: str, bottleneck: int, scale: float, causal: bool, like: Tensor
@@ -47,7 +47,7 @@ class SampleRouter(nn.Module):
         super().__init__()
         self.by, self.of, self.scale, self.causal = key, query, scale, causal
         made = {"device": like.device, "dtype": like.dtype}
-        self.key = nn.Parameter(torch.randn(1, width).to(**made))
+        self.key = nn.Parameter(torch.empty(1, width).uniform_(-1, 1).to(**made))
         self.register_buffer("earlier", torch.empty(0, width, **made))
         if key == "attention":
             self.down = nn.Linear(width, bottleneck, bias=False, **made)
@@ -79,7 +79,7 @@ class SampleRouter(nn.Module):
     def begin(self, generator: torch.Generator) -> None:
         """Begins a new key behind the earlier ones."""
         self.earlier = torch.cat([self.earlier, self.key])
-        self.key.copy_(torch.randn(self.key.shape, generator=generator))
+        self.key.copy_(torch.empty(self.key.shape).uniform_(-1, 1, generator=generator))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         stored = state_dict.get(f"{prefix}earlier", self.earlier)

@@ -24,7 +24,7 @@ MEANINGS = {
     "ewc-strong": "the same, a hundred times as strong",
 }
 WORK = {"kd": 1.4, "ewc": 1.2, "ewc-strong": 1.2}  # about: a step's time, of that of the reference
-STRENGTH = 5000  # of conf/method/ewc.yaml
+STRENGTH = 5000  # ContinualLM's, and what the runs behind docs/advise.md had
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def overrides(arm: str, setting: Setting) -> list[str]:
         case "lora" | "kd":
             return [f"method={arm}"]
         case "ewc" if value in ("", "strong"):
-            return ["method=ewc", *[f"method.strength={100 * STRENGTH}"] * bool(value)]
+            return ["method=ewc", f"method.strength={100 * STRENGTH if value else STRENGTH}"]
     raise ValueError(f"--arms {arm}; allowed: {', '.join(NAMES)}")
 
 

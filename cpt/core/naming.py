@@ -119,5 +119,7 @@ def built_or_given(checkpoint: str | None, built: Any, given: Any) -> Any:
 
 
 OmegaConf.register_new_resolver("built_or_given", built_or_given, replace=True)
+# A default that depends on another option: ${by:${method.rule},{ties:1},0.5}, the last for all other choices.
+OmegaConf.register_new_resolver("by", lambda choice, values, other: values.get(choice, other), replace=True)
 OmegaConf.register_new_resolver("choices", name_run, replace=True)
 OmegaConf.register_new_resolver("variant", variant, replace=True)

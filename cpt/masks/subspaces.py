@@ -45,10 +45,8 @@ class Subspaces(Constraint):
         """Protects from now on the so many largest singular directions of each map as it is now."""
         self.bases.clear()
         for name, weight in self.maps.items():
-            matrix = whole(weight.detach())
-            u, _, v = torch.linalg.svd(matrix.float(), full_matrices=False)
-            rank = ranks[name]
-            if rank:
+            if rank := ranks[name]:
+                u, _, v = torch.linalg.svd(whole(weight.detach()).float(), full_matrices=False)
                 self.bases.update({f"{name}.left": u[:, :rank].contiguous()})
                 self.bases.update({f"{name}.right": v[:rank].T.contiguous()})
         self.pairs = None

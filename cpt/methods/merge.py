@@ -2,11 +2,14 @@
 
     theta <- rule(theta_0; theta_1, ..., theta_t)        the rules: cpt.methods.common.merging
 
-A domain starts from the merged model (`merged`), from the base (`base`: domains are learned apart, and only
+A domain starts from the merged model (`merged`), from the base (`base`: domains are trained apart, and only
 merged) or from what the last one has ended with (`previous`: the path is that of plain further pre-training,
-and what is scored and exported is the merge). With start=merged, task_arithmetic at scale 1 and slerp at
-share 1 are plain further pre-training."""
+and what is scored and exported is the merge). The papers of task arithmetic, TIES and DARE train each domain
+from the base, which is these rules' default; that of the others is `merged`. There average leaves 1/t of what
+domain t has learned, and task_arithmetic at scale 1 and slerp at share 1 are plain further pre-training,
+which a log line reports."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +21,8 @@ from cpt.methods.common.merging import Merging, put
 from cpt.methods.common.options import MergingOptions
 from cpt.models.sensitivity import fisher
 from cpt.models.sharding import named_weights
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,12 @@ class Merge(ContinualModule):
         self.merging = Merging(options, self.model, named_weights(self.model))
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.domain.index == 0 and self.options.keeps_all:
+            log.info(
+                "method.rule=%s with start=%s merges nothing: the run equals method=ncl by construction",
+                self.options.rule,
+                self.options.start,
+            )
         self.merging.begin(self.model)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

@@ -16,7 +16,11 @@ maps of a block have the block's. Before the first domain, of which there is no 
 
 The released code (peft, training_hub) trains the factors U_l, S_l, V_l and projects their gradients; AdamW,
 which divides by entry and decays, moves them out of their subspace again. Here W itself is trained, by any
-optimizer, and what is projected is the step that is made (`acts_on: update`)."""
+optimizer, and what is projected is the step that is made (`acts_on: update`).
+
+Paper and released code protect the linear maps within the blocks and leave embeddings and head free. With
+`protect: all` every matrix of the model is decomposed, embeddings and head too. Norms and biases are vectors,
+which have no singular directions: they are free in either case."""
 
 import logging
 from collections.abc import Iterable
@@ -33,7 +37,7 @@ from cpt.data.datamodule import Domain
 from cpt.masks.subspaces import Subspaces
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.influence import measure_similarity
-from cpt.models.units import blocks, projections
+from cpt.models.units import blocks, matrices, projections
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +55,10 @@ class OSFOptions(Options):
         "share in a block that would change all it is given, where the others have it by how little they "
         "change; null: all alike",
         or_null(number("0 to 1")),
+    )
+    protect: str = option(
+        "which weights: the linear maps within the blocks, or all matrices, embeddings and head too",
+        one_of("blocks", "all"),
     )
     sides: str = option(
         "what is protected: all in either subspace, or only what is in both", one_of("both", "block")
@@ -72,7 +80,7 @@ class OSF(ContinualModule):
     def __init__(self, options: OSFOptions, shared: Shared) -> None:
         super().__init__(options, shared)
         self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
-        self.subspaces.over(projections(self.model))
+        self.subspaces.over(matrices(self.model) if options.protect == "all" else projections(self.model))
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in blocks(self.model)]
         self.similarity: Tensor
@@ -83,31 +91,48 @@ class OSF(ContinualModule):
         shares = self.shares(self.domain)
         sizes = {name: min(weight.shape) for name, weight in self.subspaces.maps.items()}
         self.subspaces.span({name: floor(shares[self.block_of(name)] * size) for name, size in sizes.items()})
+        if self.domain.index == 0 and self.subspaces.known():
+            self.log_free()
         if self.options.least is not None:
-            told = ", ".join(f"{float(share):.2f}" for share in shares)
+            told = ", ".join(f"{float(share):.2f}" for share in shares[:-1])
             log.info("%s: of the directions of each map, protected by block: %s", self.domain.name, told)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.least is not None:
             self.similarity = measure_similarity(self.model, self.objective, probe)
 
+    def log_free(self) -> None:
+        """Logs which trained parameters no subspace protects."""
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        free = {name: p for name, p in trained.items() if p not in self.subspaces.known()}
+        wide = [name for name, p in free.items() if p.ndim > 1]
+        log.info(
+            "method.protect=%s: %.0f %% of the trained weights move freely: %d norms and biases%s",
+            self.options.protect,
+            100 * sum(p.numel() for p in free.values()) / sum(p.numel() for p in trained.values()),
+            len(free) - len(wide),
+            "".join(f", {name}" for name in wide),
+        )
+
     def block_of(self, name: str) -> int:
-        """The place of the block that a map is in."""
-        return next(place for place, block in enumerate(self.blocks) if name.startswith(f"{block}."))
+        """The place of the block that a map is in; outside the blocks the place after the last."""
+        blocks = enumerate(self.blocks)
+        return next((place for place, block in blocks if name.startswith(f"{block}.")), len(self.blocks))
 
     def shares(self, domain: Domain) -> list[Fraction]:
-        """Of the singular directions of a block's maps, those that a domain leaves alone, for each block."""
+        """Of the singular directions of a map, those that a domain leaves alone: for the maps of each block,
+        and last for all others."""
         first, growth, most = (
             Fraction(str(each)) for each in (self.options.protected, self.options.growth, self.options.most)
         )
         most = max(first, most)
         alike = min(first + domain.index * growth, most)
         if self.options.least is None:
-            return [alike] * len(self.blocks)
+            return [alike] * (len(self.blocks) + 1)
         least, similar = Fraction(str(self.options.least)), self.similarity.clamp_min(0).tolist()
         mean = sum(similar) / len(similar)
         parts = [Fraction(each / mean) if mean else Fraction(1) for each in similar]
-        return [min(least + part * (alike - least), most) for part in parts]
+        return [*(min(least + part * (alike - least), most) for part in parts), alike]
 
     def diagnostics(self) -> dict[str, Tensor]:
         own = {} if self.options.least is None else {"osf/similarity": self.similarity}

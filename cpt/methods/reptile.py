@@ -4,31 +4,44 @@ meta-experience replay (Riemer et al., ICLR 2019, section 3) and in continual pr
 
     theta <- theta_a + epsilon (theta - theta_a),   theta_a <- theta      after every k optimizer steps
 
-and at a domain's end, of the steps that are left. The optimizer goes on with its moments."""
+and at a domain's end, of the steps that are left. The optimizer goes on with its moments. k is a share of the
+domain's steps, or a number of steps; the papers give a number, for runs of many thousand steps."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from cpt.core.options import Options, option
-from cpt.core.rules import number, whole
+from cpt.core.rules import Rule, is_number, is_whole, number
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot
+
+log = logging.getLogger(__name__)
+
+EVERY = Rule(
+    lambda value: is_whole(value, 1) or (is_number(value) and 0 < value < 1),
+    "above 0 and below 1, or a whole number, 1 or more",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReptileOptions(Options):
     """Options of Reptile."""
 
-    every: int = option("k, optimizer steps between two interpolations", whole(1))
+    every: float = option(
+        "k, optimizer steps between two interpolations: a share of the domain's steps, or a whole number",
+        EVERY,
+    )
     share: float = option("epsilon, of the way since the last one; 1: plain ncl", number("0 to 1"))
 
 
 class Reptile(ContinualModule):
     """Goes a share of the way that so many steps have gone."""
 
+    counts_steps = True
     options: ReptileOptions
 
     def __init__(self, options: ReptileOptions, shared: Shared) -> None:
@@ -36,13 +49,26 @@ class Reptile(ContinualModule):
         self.anchor = Snapshot(self.model, persistent=True)
         self.register_buffer("gone", torch.zeros((), dtype=torch.int64))  # since the anchor
 
+    @property
+    def interval(self) -> int:
+        """k, in steps."""
+        every = self.options.every
+        return int(every) if every >= 1 else max(1, round(every * self.trainer.max_steps))
+
     def before_domain(self, probe: Iterable[Batch]) -> None:
+        if self.interval > self.trainer.max_steps:
+            log.info(
+                "method.every=%d is more than the %d steps of %s: one interpolation, at its end",
+                self.interval,
+                self.trainer.max_steps,
+                self.domain.name,
+            )
         self.anchor.take(self.model)
         self.gone.zero_()
 
     def after_update(self) -> None:
         self.gone += 1
-        if self.gone == self.options.every:
+        if self.gone == self.interval:
             self.interpolate()
 
     def after_domain(self, probe: Iterable[Batch]) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
@@ -48,6 +48,10 @@ class SAPTOptions(MapPairOptions):
     query: str = option("what a text is taken as: the mean of which vectors", one_of("embeddings", "encoder"))
     bottleneck: int = option("of key=attention: rows of W_down", whole(1))
     scale: float = option("of key=cosine: what cosines are multiplied by", number("above 0"))
+    key_rate: float = option(
+        "learning rate of the newest key and the query, as a multiple of that of the pairs",
+        number("above 0"),
+    )
     strength: float = option(
         "lambda: of KL on replayed rows with key=attention, of 1 - cos on new ones with key=cosine",
         number("0 or more"),
@@ -106,6 +110,12 @@ class SAPT(ContinualModule):
         """The mean a of each domain so far, [t] each."""
         named = self.attention.named()
         return [named[str(domain)] for domain in range(len(named))]
+
+    def rates(self) -> dict[nn.Parameter, float]:
+        """Keys and query train at a rate of their own: a new pair adds 0 at first, so that attention trained
+        as fast as the pair goes back to the pairs of earlier domains, and the new one never trains."""
+        weighing = [each for each in router_of(self.model).parameters() if each.requires_grad]
+        return dict.fromkeys(weighing, self.options.key_rate)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:

@@ -117,6 +117,17 @@ def projections(model: nn.Module) -> list[Projection]:
     return found
 
 
+def matrices(model: nn.Module) -> list[Projection]:
+    """All matrices of a model that are the weight of a module, a tied one once: linear maps, embeddings, the
+    head."""
+    found: dict[nn.Parameter, Projection] = {}
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
+            found.setdefault(weight, Projection(name, module, int(isinstance(module, Conv1D)), ()))
+    return list(found.values())
+
+
 def sublayers(model: nn.Module, kinds: Sequence[str]) -> list[Between]:
     """The attentions (`heads`) and feed-forward networks (`neurons`) that are wanted, block by block."""
     found = []

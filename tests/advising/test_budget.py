@@ -66,6 +66,7 @@ def test_every_arm_says_what_it_sets():
     assert made["ncl"] == [] and made["freeze"] == ["freeze.layers=6"]
     assert made["lr-1/4"] == ["model.lr=0.00025"] and made["lr-1/2"] == ["model.lr=0.0005"]
     assert made["replay-5"] == ["replay=past", "replay.past=0.025", "replay.general=0.025"]
+    assert made["ewc"] == ["method=ewc", "method.strength=5000"]  # whatever the method's default
     assert made["ewc-strong"] == ["method=ewc", "method.strength=500000"]
     assert len(set(map(tuple, made.values()))) == len(NAMES)
     alone = overrides("replay-25", Setting(rate=1e-3, blocks=2, domains=1))

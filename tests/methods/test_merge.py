@@ -45,6 +45,33 @@ def test_each_domain_starts_from_the_base(merge, small):
     assert_close(work.weights(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("rule", "plain"),
+    [
+        (["method.rule=task_arithmetic", "method.scale=1", "method.start=merged"], True),
+        (["method.rule=slerp", "method.share=1"], True),
+        (["method.rule=task_arithmetic"], False),
+        (["method.rule=dare", "method.drop=0.5"], False),
+    ],
+)
+def test_a_choice_that_is_plain_training_is_told(rule, plain, merge, small, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    work, sequential = merge(*rule), made(small("method=ncl", ORDER))
+    for number in (0, 1):
+        work.learn(number)
+        sequential.learn(number)
+    assert same(work.weights(), sequential.weights()) == plain
+    assert ("the run equals method=ncl by construction" in caplog.text) == plain
+
+
+@pytest.mark.parametrize(
+    "rule", ["task_arithmetic", "ties", "dare", "dare_ties", "average", "slerp", "fisher"]
+)
+def test_rules_over_task_vectors_start_from_the_base(rule, merge):
+    point = "merged" if rule in ("average", "slerp", "fisher") else "base"
+    assert merge(f"method.rule={rule}").module.merging.start == point
+
+
 def test_each_domain_goes_on_from_what_the_last_one_ended_with(merge, small):
     work, plain = merge("method.start=previous"), made(small("method=ncl", ORDER))
     ends = []
@@ -86,7 +113,7 @@ def test_pairs_are_merged_by_their_products(small):
 
 
 def test_all_of_each_pair_is_inclora(small):
-    rule = ["method.rule=task_arithmetic", "method.scale=1"]
+    rule = ["method.rule=task_arithmetic", "method.scale=1", "method.start=merged"]
     work = made(small("method=merge_lora", ORDER, *rule))
     sums = made(small("method=inclora", ORDER))
     for number in (0, 1):

@@ -96,7 +96,23 @@ def test_directions_are_those_of_the_model_before_each_domain(small):
         before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}
 
 
-BY_BLOCK = ["method.protected=0.5", "method.least=0.1", "method.most=0.9"]
+def test_all_protects_every_matrix_and_tells_what_moves_freely(small, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    work = made(small("method=osf", ORDER, "method.protect=all", "method.protected=0.5"))
+    before = {name: p.detach().clone() for name, p in work.module.model.named_parameters()}
+    work.learn(0)
+    after = work.module.model.get_parameter
+    for name, start in before.items():
+        if start.ndim == 2:
+            left, right = projectors(start, min(start.shape) // 2)
+            moved = after(name).detach().double() - start
+            assert shares(moved, left, right)[0] < 1e-8 and moved.any(), name
+    assert "method.protect=all: 2 % of the trained weights move freely: 7 norms and biases\n" in caplog.text
+    made(small("method=osf", ORDER, "method.protect=blocks")).learn(0)
+    assert "norms and biases, model.embeddings.tok_embeddings.weight" in caplog.text
+
+
+BY_BLOCK = ["method.protect=blocks", "method.protected=0.5", "method.least=0.1", "method.most=0.9"]
 
 
 def test_a_block_that_changes_less_is_protected_more(small):
@@ -114,10 +130,12 @@ def test_a_block_that_changes_less_is_protected_more(small):
 
 def test_before_the_first_domain_all_blocks_have_the_share_asked_for(small):
     work = made(small("method=osf", ORDER, *BY_BLOCK))
-    assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * len(work.module.blocks)
+    assert work.module.shares(work.data.domains[0]) == [Fraction(1, 2)] * (len(work.module.blocks) + 1)
 
 
-@pytest.mark.parametrize(("similar", "shares"), [([0.2, 0.6], [0.3, 0.7]), ([-1.0, 0.5], [0.1, 0.8])])
+@pytest.mark.parametrize(
+    ("similar", "shares"), [([0.2, 0.6], [0.3, 0.7, 0.5]), ([-1.0, 0.5], [0.1, 0.8, 0.5])]
+)
 def test_shares_lie_between_the_least_and_the_most(small, similar, shares):
     work = made(small("method=osf", ORDER, "method.protected=0.5", "method.least=0.1", "method.most=0.8"))
     work.module.similarity = torch.tensor(similar)

@@ -47,3 +47,20 @@ def test_nothing_of_the_way_leaves_the_model_where_it_was(reptile):
     before = work.weights()
     work.learn(0)
     assert same(work.weights(), before)
+
+
+def test_a_share_of_the_steps_is_a_number_of_them(reptile, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    ends = []
+    for every in ("0.5", "2"):  # of four steps
+        work = reptile(f"method.every={every}", "method.share=0.5")
+        for number in (0, 1):
+            work.learn(number)
+        ends.append(work.weights())
+    assert same(*ends) and "one interpolation" not in caplog.text
+
+
+def test_more_steps_than_a_domain_has_are_told(reptile, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    reptile("method.every=5").learn(0)
+    assert "method.every=5 is more than the 4 steps of law: one interpolation, at its end" in caplog.text

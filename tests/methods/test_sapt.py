@@ -61,6 +61,17 @@ def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt):
             assert torch.equal(earlier, first[f"{name}.lora_{half}.default.weight"])
 
 
+def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
+    work = sapt("trainer.steps=1", "method.key_rate=0.25")
+    router = router_of(work.module.model)
+    for number in (0, 1):
+        work.learn(number)
+        groups = list(work.module.parameter_groups())
+        slow = [each for group in groups if group["times"] == 0.25 for each in group["params"]]
+        assert len(slow) == 5 and set(slow) == set(router.parameters())
+        assert router.key.abs().max() < 1.05 and 0.45 < router.key.std() < 0.7  # U(-1, 1): 0.58
+
+
 def test_texts_of_earlier_domains_are_kept_with_their_pairs(sapt):
     work, seen = sapt("replay=past", "replay.past=0.5", "method.strength=2"), []
     losses = work.module.losses

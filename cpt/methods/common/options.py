@@ -46,10 +46,13 @@ class MergingOptions(Options):
 
     rule: str = option("how the weights of domains become one model", one_of(*RULES))
     start: str = option(
-        "a domain's: the merged model, the base, or what the one before has ended with",
+        "what a domain starts from: the merged model, the base, or what the one before has ended with; the "
+        "default follows the rule",
         one_of("merged", "base", "previous"),
     )
-    scale: float = option("lambda, of task_arithmetic, ties and dare", number("0 or more"))
+    scale: float = option(
+        "lambda, of task_arithmetic, ties and dare; the default follows the rule", number("0 or more")
+    )
     density: float = option("of ties: the share of tau's entries that is kept", number("above 0, at most 1"))
     trimmed: str = option("of ties: the largest of each tensor, or of the model", one_of("tensor", "model"))
     drop: float = option("p of dare: how likely an entry is dropped", number("0 or more and below 1"))
@@ -57,6 +60,13 @@ class MergingOptions(Options):
     base: bool = option("of average and slerp: the base is one of the models", YES_NO)
     epsilon: float = option("of fisher: added to each entry of F", number("above 0"))
     estimator: str = option("of fisher: squares the gradients of samples, or of batches", one_of(*ESTIMATORS))
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the merged model is what the domain has ended with, so that merging changes nothing."""
+        whole = self.rule == "task_arithmetic" or (self.rule == "dare" and self.drop == 0)
+        unchanged = (whole and self.scale == 1) or (self.rule == "slerp" and self.share == 1)
+        return unchanged and self.start != "base"
 
     @property
     def signs(self) -> bool:
