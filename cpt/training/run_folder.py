@@ -34,7 +34,7 @@ HELD = (
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
 # What a folder holds whose run has been refused: Hydra's files, and what the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "precision", signs.FILE)
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", signs.FILE)
 
 
 class RunFolder:
