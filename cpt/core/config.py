@@ -69,7 +69,6 @@ NEUTRAL: dict[str, Any] = {
     "method.margin": 0,
     "method.teacher": "run",
     "method.least": None,
-    "method.joined": False,
 }
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was
