@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpt.advising.advice import Subject, make_advice
-from cpt.advising.arms import Setting
-from cpt.advising.budget import Plan
-from cpt.advising.choice import Wish
-from cpt.advising.measuring import Measured, Run, trade
-from cpt.advising.subject import Model
+from cpt.contrib.advise.advice import Subject, make_advice
+from cpt.contrib.advise.arms import Setting
+from cpt.contrib.advise.budget import Plan
+from cpt.contrib.advise.choice import Wish
+from cpt.contrib.advise.measuring import Measured, Run, trade
+from cpt.contrib.advise.subject import Model
 
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 

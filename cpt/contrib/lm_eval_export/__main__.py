@@ -1,7 +1,7 @@
-"""`python -m cpt.export_tasks FOLDER domains=tasks …`: the held-out examples of a run's tasks as tasks of the
-lm-evaluation-harness, with the questions as that run's model is asked them.
+"""Write held-out examples as lm-eval tasks: `python -m cpt.contrib.lm_eval_export FOLDER domains=tasks …`.
 
-What follows the folder is what `python run.py` is given. Nothing is learned."""
+The prompts are those that the model sees in such a run. The arguments after the folder are those of
+`python run.py`. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def export(plan: Plan, folder: Path) -> list[str]:
     that are no tasks."""
     if plan.source.encoding is None:
         raise ValueError(f"domains={plan.settings['domains']['name']} asks nothing; allowed: domains=tasks")
+    from cpt.contrib.lm_eval_export.tasks import Exported, HarnessTexts, export_group, export_task
     from cpt.data.corpora import Corpora
     from cpt.data.encoding import Encoder
     from cpt.data.prompts import prompts_of
-    from cpt.evaluation.probes.export import Exported, HarnessTexts, export_group, export_task
     from cpt.training.pretraining import describe_base
 
     plan.source.check_domains(plan.order)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cpt.advising.choice import Point, Wish, choose, find_front, shortfall, weigh_lengths
+from cpt.contrib.advise.choice import Point, Wish, choose, find_front, shortfall, weigh_lengths
 
 POINTS = {
     "strong": Point(1.0, 0.5),

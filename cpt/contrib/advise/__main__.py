@@ -1,4 +1,4 @@
-"""Which command for these texts? `python -m cpt.advise my_corpora --hours 2`.
+"""Which command for these texts? `python -m cpt.contrib.advise my_corpora --hours 2`.
 
 A small sweep on a tiny model, or a small checkpoint, planned to fit a budget: replay, learning rates, frozen
 blocks, LoRA, distillation, EWC. Then a command with what it is expected to learn and to forget."""
@@ -19,21 +19,21 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cpt.advising.advice import Subject, make_advice
-from cpt.advising.arms import Setting, choose_arms
-from cpt.advising.budget import SEEDS, Costs, Plan, Round, make_plan, time_round
-from cpt.advising.choice import Wish
-from cpt.advising.measuring import Measured, load_run
-from cpt.advising.page import make_blocks, tell
-from cpt.advising.subject import Model, check_overrides, choose_domains, find_model, find_texts
-from cpt.advising.sweeping import Sweep, find_folder, measure_costs, open_sweep
+from cpt.contrib.advise.advice import Subject, make_advice
+from cpt.contrib.advise.arms import Setting, choose_arms
+from cpt.contrib.advise.budget import SEEDS, Costs, Plan, Round, make_plan, time_round
+from cpt.contrib.advise.choice import Wish
+from cpt.contrib.advise.measuring import Measured, load_run
+from cpt.contrib.advise.page import make_blocks, tell
+from cpt.contrib.advise.subject import Model, check_overrides, choose_domains, find_model, find_texts
+from cpt.contrib.advise.sweeping import Sweep, find_folder, measure_costs, open_sweep
 from cpt.core.errors import readable
 from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
 from cpt.reporting.page import write_page
 from cpt.status import clock
 
-log = logging.getLogger("cpt.advise")
+log = logging.getLogger("cpt.contrib.advise")
 CAP = "eval.tokens=5000"
 MOST_STEPS = 2000
 SPARED = 0.9  # of the time that is left, what is planned for: a pilot's steps say not all that others take
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m cpt.advise", description=__doc__.split("\n\n")[1])
+    made = argparse.ArgumentParser(prog="python -m cpt.contrib.advise", description=__doc__.split("\n\n")[1])
     made.add_argument("folder", type=Path, metavar="FOLDER", help="folders of text, as domains.root")
     made.add_argument("--hours", type=float, default=1.0, help="what all of it may take (default: 1)")
     made.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpt.advising.arms import work
+from cpt.contrib.advise.arms import work
 
 # Seeds, whether there is a shorter length too, and the steps per domain below which it is not made: what an
 # arm is worth changes more from 50 steps to an epoch than from seed to seed (docs/advise.md).

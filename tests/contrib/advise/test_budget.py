@@ -2,8 +2,8 @@
 
 import pytest
 
-from cpt.advising.arms import NAMES, Setting, choose_arms, overrides
-from cpt.advising.budget import Costs, Round, make_plan
+from cpt.contrib.advise.arms import NAMES, Setting, choose_arms, overrides
+from cpt.contrib.advise.budget import Costs, Round, make_plan
 
 COSTS = Costs(step=0.1, fixed=10, stages=2)
 FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.advising.choice import Point, weigh_lengths, worth
+from cpt.contrib.advise.choice import Point, weigh_lengths, worth
 from cpt.evaluation.documents import gather_documents, load_documents
 from cpt.evaluation.metrics import bootstrap, terms
 from cpt.evaluation.scores import Scores

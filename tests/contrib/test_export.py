@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
 from cpt.data.examples import Example
 from cpt.data.prompts import Prompt
-from cpt.evaluation.probes.export import HarnessTexts, export_group, export_task
 from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from cpt.advising.arms import MEANINGS, Setting, overrides
-from cpt.advising.budget import Plan
-from cpt.advising.choice import Choice, Wish, choose, find_front
-from cpt.advising.measuring import Measured, judge
-from cpt.advising.subject import Model
+from cpt.contrib.advise.arms import MEANINGS, Setting, overrides
+from cpt.contrib.advise.budget import Plan
+from cpt.contrib.advise.choice import Choice, Wish, choose, find_front
+from cpt.contrib.advise.measuring import Measured, judge
+from cpt.contrib.advise.subject import Model
 
 VERSION = 1
 ABOUT = 1.05  # times the steps measured are no more than measured

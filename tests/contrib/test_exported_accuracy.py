@@ -10,16 +10,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 pytest.importorskip("lm_eval", reason='the extra: pip install "cpt[lm-eval]"')
 
+from tests.evaluation.probes.test_export import prompts
+
+from cpt.contrib.lm_eval_export.__main__ import export
+from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
 from cpt.evaluation.answers.asking import rank_choices
-from cpt.evaluation.probes.export import HarnessTexts, export_group, export_task
 from cpt.evaluation.probes.harness import Harness, silence
 from cpt.evaluation.probes.options import LMEval
-from cpt.export_tasks import export
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
 from cpt.training.answers import question_of
 from cpt.training.plan import make_plan
-from tests.evaluation.probes.test_export import prompts
 from tests.evaluation.probes.test_probe_options import PLAIN
 from tests.support.task_fixtures import STYLES, encoder, some_examples, write_tasks
 

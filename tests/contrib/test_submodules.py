@@ -132,7 +132,7 @@ def test_docstrings_are_read_once(task, monkeypatch):
     def refuse(packages):
         raise AssertionError
 
-    monkeypatch.setattr("cpt.evaluation.endtasks.submodules.documents_by_module", refuse)
+    monkeypatch.setattr("cpt.contrib.docstring_tasks.source.documents_by_module", refuse)
     assert task().content == first.content
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from cpt.export_tasks import export, main
+from cpt.contrib.lm_eval_export.__main__ import export, main
 from cpt.training.plan import make_plan
 from tests.support.task_fixtures import write_tasks
 

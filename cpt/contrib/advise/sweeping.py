@@ -17,8 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import HydraContext, RunMode
 from omegaconf import open_dict
 
-from cpt.advising.arms import REFERENCE, Setting, overrides
-from cpt.advising.budget import Costs, Round
+from cpt.contrib.advise.arms import REFERENCE, Setting, overrides
+from cpt.contrib.advise.budget import Costs, Round
 from cpt.core.places import CONF
 from cpt.core.queues import list_runs
 from cpt.evaluation.scores import Scores

@@ -4,12 +4,12 @@ import shlex
 
 import pytest
 
-from cpt.advising.advice import Subject, find_unknown, say_command
-from cpt.advising.arms import Setting
-from cpt.advising.budget import Plan
-from cpt.advising.choice import Choice
-from cpt.advising.page import make_blocks
-from cpt.advising.subject import Model
+from cpt.contrib.advise.advice import Subject, find_unknown, say_command
+from cpt.contrib.advise.arms import Setting
+from cpt.contrib.advise.budget import Plan
+from cpt.contrib.advise.choice import Choice
+from cpt.contrib.advise.page import make_blocks
+from cpt.contrib.advise.subject import Model
 
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 LARGE = Model(("model=tiny_gpt2",), ("model=checkpoint", "model.checkpoint=big"), 24, "big is big")
