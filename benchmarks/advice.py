@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cpt.advising.choice import Point, Wish, choose, find_front, shortfall
-from cpt.advising.measuring import QUANTITIES, trade
+from cpt.contrib.advise.choice import Point, Wish, choose, find_front, shortfall
+from cpt.contrib.advise.measuring import QUANTITIES, trade
 from cpt.evaluation.metrics import Layout
 
 PUBLISHED = Path(__file__).parent.parent / "docs/results/scores.jsonl"

@@ -79,7 +79,6 @@ VARIANTS = {
     "derpp, logits": ["method=derpp", "method.matched=logits"],
     "replay, added": ["method=replay", "method.mixture.adds=true"],
     "adapter, houlsby": ["method=adapter", "method.placement=houlsby"],
-    "lora, joined": ["method=lora", "method.joined=true"],
     "lora, query and value": ["method=lora", "method.targets=[query,value]"],
     "lora + migu": ["method=lora", "mask=migu"],
     "demix, adapters": ["method=demix", "method.experts=adapter"],

@@ -67,17 +67,12 @@ class PairOptions(MapPairOptions):
     embeddings: bool = option(
         "a pair on the input embedding too; a head tied to it becomes a matrix of its own, frozen", YES_NO
     )
-    joined: bool = option(
-        "pairs are added to the frozen maps, where that is less work, not to their outputs",
-        YES_NO,
-        default=False,
-    )
     exported: str = option("a plain model, or the frozen weights and peft's files", one_of("merged", "peft"))
 
     @property
     def pair(self) -> dict[str, Any]:
         """What cpt.adapters.lora.attach_pairs is told."""
-        return super().pair | {"embeddings": self.embeddings, "joined": self.joined}
+        return super().pair | {"embeddings": self.embeddings}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class Checksums:
     def load(cls, path: Path) -> "Checksums":
         """Those that a file remembers. Raises ValueError if the file is gone or damaged."""
         if not path.exists():
-            raise ValueError(f"{path.name} is gone, or an older cpt wrote none")
+            raise ValueError(f"{path.name} is gone")
         try:
             told = json.loads(path.read_text(encoding="utf-8"))
             files = {name: (size, value) for name, (size, value) in told["files"].items()}

@@ -45,33 +45,6 @@ EXECUTION = (
     "trainer.workers",
 )
 
-# Options that came later, and the value with which a run is what it was without them: such folders go on.
-NEUTRAL: dict[str, Any] = {
-    "callbacks": {},
-    "from": None,
-    "model.resize": False,
-    "model.mean_span": None,
-    "optim.carry": "none",
-    "trainer.compile": False,
-    "trainer.deterministic": False,
-    "trainer.quick_dropout": False,
-    "mask.migu.mass": None,
-    "method.mask.mass": None,
-    "domains.packing": "none",
-    "domains.columns": {},
-    "domains.only": None,
-    "domains.by": None,
-    "domains.balanced": False,
-    "domains.embedding": "tfidf",
-    "domains.embedding_model": None,
-    "domains.embedding_samples": 1000,
-    "eval.tokens": None,
-    "method.constraints": "mean",
-    "method.margin": 0,
-    "method.teacher": "run",
-    "method.least": None,
-    "method.joined": False,
-}
 WATCHES = {"stop": None, "patience": None, "keep": "last"}  # of a monitor that ends no stage
 HIDDEN = "(hidden)"  # stands where a secret was
 SECRET = re.compile(  # the last part of a key; pad_token and the like are none
@@ -118,7 +91,7 @@ def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
         leaves = {key: value for key, value in leaves.items() if not key.startswith("budget.")}
     if not bounded and all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
-    return {key: value for key, value in leaves.items() if key not in NEUTRAL or value != NEUTRAL[key]}
+    return leaves
 
 
 def is_secret(key: str) -> bool:
@@ -140,10 +113,6 @@ def redact(value: Any, key: str = "") -> Any:
 
 def canonical(key: str, value: Any) -> Any:
     """A value as it is compared: 1e3 is 1000, and a class of cpt is known by its name, wherever it stands."""
-    if key == "optim.carry" and isinstance(value, bool):  # as it was once said
-        return "moments" if value else "none"
-    if key == "domains.packing" and value in (None, "concat"):  # of text, as it once was
-        return "none"
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

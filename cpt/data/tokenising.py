@@ -5,37 +5,77 @@ it, and reads its pieces itself."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Generator, Iterator
+from array import array
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 from cpt.core.processes import cores
 from cpt.data.arrow import read_batches
 from cpt.data.processes import in_order
-from cpt.data.words import Called, Encode, Words, as_bytes, quick
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
 DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
 PIECE = 1 << 20  # bytes of text that a process is given at once, to the end of their record batch
 WORTH = 8 * PIECE  # bytes of text for which a process is started
 WORTH_OF_ENTRY = 64  # bytes of text for each entry of a vocabulary for which a tokenizer is made anew
-CHECKED, PART_CHECKED = 100_000, 20  # bytes of a text that are tokenised twice; the part of it, at most
 ENDED = (
     "a process that tokenises was ended, perhaps for want of memory; the same command goes on where it was; "
     "allowed: fewer of them (data.workers=1)"
 )
 Tokens = tuple[np.ndarray, np.ndarray]  # ids of all documents, [tokens] int32; how many each has, [documents]
+
+
+class Encode(Protocol):
+    """Gives the token ids of each document as bytes of int32."""
+
+    def __call__(self, texts: list[str], /) -> list[bytes]: ...
+
+
+def as_bytes(ids: Iterable[int]) -> bytes:
+    """Ids as int32."""
+    return array("i", ids).tobytes()
+
+
+@dataclass(frozen=True)
+class SlowEncoder:
+    """A tokenizer as transformers calls it."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, texts: list[str]) -> list[bytes]:
+        options = {"return_attention_mask": False, "verbose": False}
+        found = self.tokenizer(texts, split_special_tokens=True, **options)["input_ids"]
+        return list(map(as_bytes, found))
+
+
+@dataclass(frozen=True)
+class FastEncoder:
+    """The same ids by the `tokenizers` library alone, from its JSON: it makes no offsets and needs no
+    transformers in the process."""
+
+    written: str
+
+    @cached_property
+    def backend(self) -> Tokenizer:
+        made = Tokenizer.from_str(self.written)
+        made.no_truncation()
+        made.no_padding()
+        made.encode_special_tokens = True  # special tokens that are spelled out in a text stay text
+        return made
+
+    def __call__(self, texts: list[str]) -> list[bytes]:
+        return [as_bytes(each.ids) for each in self.backend.encode_batch_fast(texts)]
 
 
 @dataclass(frozen=True)
@@ -93,36 +133,20 @@ def tokenise_piece(piece: Piece, *, folder: Path, split: int, encode: Encode, en
     return np.frombuffer(b"".join(found), np.int32), sizes.astype(np.int32)
 
 
-def choose(tokenizer: PreTrainedTokenizerBase, sample: Callable[[], list[str]], *, size: int) -> Encode:
-    """What is quickest for so many bytes of text: making it takes time too, which grows with the vocabulary.
-    Where a sample of the text shows other ids than the tokenizer's, words are not remembered."""
-    called = Called(tokenizer)
-    light = quick(tokenizer) if size >= min(WORTH, tokenizer.vocab_size * WORTH_OF_ENTRY) else None
-    if not isinstance(light, Words):
-        return light or called
-    texts = sample()
-    if not texts or light(texts) == called(texts):
-        return light
-    log.warning(
-        "the ids of words alone are not those of the text with this tokenizer: %s; its words are not "
-        "remembered, which is slower and gives the same",
-        tokenizer.name_or_path or "learned here",
-    )
-    return light.whole
+def choose_encoder(tokenizer: PreTrainedTokenizerBase, *, size: int) -> Encode:
+    """The fast tokenizer without transformers, unless its class has code of its own or the text is too small
+    (`size` in bytes) to be worth building it."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-
-def some_texts(folder: Path, split: int, first: Piece, size: int) -> list[str]:
-    """The first documents of a split from a piece on, of so many bytes or CHECKED, and no more than the last
-    of them has beyond."""
-    found: list[str] = []
-    left = min(size, CHECKED)
-    told = (each for each in pieces(folder, split, begin=first.begin, first=first.first) if each.bytes)
-    for text in chain.from_iterable(chain.from_iterable(read_piece(folder, split, each) for each in told)):
-        if left <= 0:
-            break
-        found.append(text)
-        left -= len(text.encode())
-    return found
+    kind = type(tokenizer)
+    methods = getattr(kind, "_encode_plus", None), kind.__call__
+    plain = methods == (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerBase.__call__)
+    if not plain or size < min(WORTH, tokenizer.vocab_size * WORTH_OF_ENTRY):
+        return SlowEncoder(tokenizer)
+    try:
+        return FastEncoder(tokenizer.backend_tokenizer.to_str())
+    except Exception:  # raised by Rust: a component that is written in Python
+        return SlowEncoder(tokenizer)
 
 
 def count_workers(asked: int | None, *, size: int) -> int:
@@ -147,9 +171,8 @@ def tokenise(
     if first is None:
         return
     found = chain([first], found)
-    sample = partial(some_texts, folder, split, first, size // PART_CHECKED)
-    encode = choose(tokenizer, sample, size=size)
-    number = 1 if isinstance(encode, Called) else count_workers(workers, size=size)
+    encode = choose_encoder(tokenizer, size=size)
+    number = 1 if isinstance(encode, SlowEncoder) else count_workers(workers, size=size)
     work = partial(tokenise_piece, folder=folder, split=split, encode=encode, ending=ending)
     if number == 1:
         yield from ((piece, work(piece)) for piece in found)

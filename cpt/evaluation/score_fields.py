@@ -1,4 +1,4 @@
-"""What fields of `scores.json` are to hold, and in which form an earlier cpt wrote them."""
+"""What the fields of `scores.json` hold."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,6 @@ from cpt.evaluation.metrics import METRICS, UNITS
 
 # kinds of seconds; "start": what precedes the stages
 PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes")
-FROM_BASE = ("one", "dga")  # methods of which a file without `alone` is known to have learned so
 METRIC = {"interval": dict[str, list[float | None]], "terms": list[int], **dict.fromkeys(UNITS, float | None)}
 METRIC |= {"median": dict[str, float | None]}
 SIMILARITY = {"names": list[str], "matrix": list[list[float]], "general": list[float], "embedding": str}
@@ -38,23 +37,3 @@ def check_similarity(similarity: Mapping[str, Any], *, order: Sequence[str]) -> 
     sizes = {len(matrix), len(similarity["general"]), *map(len, matrix)}
     if similarity["names"] != list(order) or sizes != {len(order)}:
         raise ValueError(f"similarity is of {similarity['names'][:3]}, …, needed are {list(order)[:3]}, …")
-
-
-def complete_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """A file's fields with those that an earlier cpt left out or wrote in another form: whether the method
-    learned from the base, and seconds by phase (`learn pandas`) in place of kind and stage."""
-    run, phases = data["run"], data["phases"]
-    given = {"alone": isinstance(run, dict) and run.get("method") in FROM_BASE} | data
-    if isinstance(phases, dict) and not all(isinstance(stages, dict) for stages in phases.values()):
-        given["phases"] = divide_phases(phases)
-    return given
-
-
-def divide_phases(phases: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """{kind: {stage: seconds}} from the phases as they were called: `learn pandas`, `end tasks pandas`."""
-    divided: dict[str, dict[str, Any]] = {kind: {} for kind in PHASES}
-    for phase, seconds in phases.items():
-        words = {"learn ": "learn", "score ": "score", "end tasks ": "endtasks"}
-        prefix = next((each for each in words if phase.startswith(each)), "")
-        divided[words.get(prefix, "start")][phase.removeprefix(prefix)] = seconds
-    return divided

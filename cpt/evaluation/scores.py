@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,15 +28,11 @@ from cpt.evaluation.metrics import (
 )
 from cpt.evaluation.policy import FULL
 from cpt.evaluation.probes.results import check_probes
-from cpt.evaluation.score_fields import PHASES, check_metrics, check_similarity, complete_fields
+from cpt.evaluation.score_fields import PHASES, check_metrics, check_similarity
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
 NOTED = ("rates", "leak", "spikes")  # lists of a stage
-LATER = {  # fields that files of this version may lack
-    *("conditions", "skipped", "alone", "probes", "answers", "rates", "policy", "grown"),
-    *("similarity", "leak", "numerics", "monitor", "base", "spikes", "moved"),
-}
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
@@ -239,9 +235,10 @@ class Scores(Layout):
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(data, dict) or data.get("version") != VERSION:
                 raise ValueError(f"needed is cpt's format, version {VERSION}")
-            if differing := sorted(({f.name for f in fields(cls)} ^ set(data)) - LATER):
-                raise ValueError(f"missing or unknown: {', '.join(differing)}")
-            return cls(**complete_fields(data)).complete(lines)
+            needed = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
+            if differing := (needed - set(data)) | (set(data) - {f.name for f in fields(cls)}):
+                raise ValueError(f"missing or unknown: {', '.join(sorted(differing))}")
+            return cls(**data).complete(lines)
         except (ValueError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None

@@ -142,8 +142,7 @@ class Guard(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.left_out.update(state["left_out"])
-        if "spikes" in state:  # which an earlier version has not
-            self.spikes.load(state["spikes"])
+        self.spikes.load(state["spikes"])
 
 
 def warn_once(trainer: Trainer, message: str) -> None:

@@ -29,8 +29,8 @@ from cpt.models.snapshots import Snapshot
 from cpt.optim.carry import CarriedState
 from cpt.training.capping import tell_cap
 from cpt.training.identity import checkpoint_files
-from cpt.training.numerics import COARSE
 from cpt.training.plan import Plan
+from cpt.training.precision import BF16
 from cpt.training.pretraining import Base
 from cpt.training.raising import tell_end
 
@@ -146,7 +146,7 @@ def tell_rows(plan: Plan, module: ContinualModule) -> None:
 def tell_teacher(plan: Plan, module: ContinualModule) -> None:
     """Tells, in a line, where a teacher's own precision is the run's."""
     precision = plan.trainer.precision
-    if getattr(module.options, "teacher", "run") != "run" and precision in COARSE:
+    if getattr(module.options, "teacher", "run") != "run" and precision in BF16:
         log.info("method.teacher without effect: all is in 16 bits (trainer.precision=%s)", precision)
 
 

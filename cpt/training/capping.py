@@ -22,8 +22,7 @@ SHOWN = 3  # texts that a line names
 
 
 def hold_cap(plan: Plan, place: RunFolder) -> Plan:
-    """The plan with the bound that a folder was begun with, unless the plan says one: a run of an earlier cpt
-    goes on without."""
+    """The plan with the bound that a folder was begun with, unless the plan says one."""
     if plan.evaluation.tokens != AUTO or not place.config.exists():
         return plan
     begun = dict(flatten(plain_config(OmegaConf.load(place.config)))).get("eval.tokens")  # absent: no bound

@@ -19,7 +19,7 @@ from cpt.training.raising import find_shorter
 from cpt.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
-KEPT = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads", "precision")
+KEPT = ("config.yaml", "identity.json", "scores.json", "metrics.csv", "threads")
 # Whose files are replaced as a whole and never written into, so that they may have a second name.
 SHOWN = 8  # things that a line lists
 REPLACED = ("answers", "diagnostics", "documents", "endtasks", "generated", "probes", "stages")

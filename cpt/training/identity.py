@@ -47,8 +47,9 @@ class Identity:
 
     @classmethod
     def load(cls, place: RunFolder) -> Identity | None:
-        """What a folder remembers; what its scores say where an older cpt made it; None of a new one. Raises
-        ValueError for a file that is damaged."""
+        """The manifest of a run folder; without the file, what its scores say; None of a new run.
+
+        Raises ValueError for a damaged file."""
         path = place.identity
         if not path.exists():
             scores = place.scores()
@@ -78,7 +79,7 @@ def check_identity(plan: Plan, place: RunFolder, *, remember: bool = True) -> No
     if wrong := [*changed_texts(then, plan), *changed_checkpoint(then, plan)]:
         raise ValueError(changed_message(place, wrong))
     if not place.identity.exists():
-        log.info("%s was made by an older cpt: its texts are what they were", place.path)
+        log.info("%s has no identity.json: its texts are compared with its scores.json", place.path)
     if remember and then != before and is_first_process():
         then.save(place)
 

@@ -137,7 +137,7 @@ class TrainerOptions(Options):
     probe_samples: int = option("samples that importance, Fisher and routing are estimated on", whole(1))
     gradient_clip_val: float | None = option("global norm; null: no clipping", or_null(number("0 or more")))
     precision: Any = option(
-        "of weights and computation; auto: bf16-mixed where a block of the model is faster in it",
+        "of weights and computation; auto: bf16-mixed on a GPU that has it, else 32-true",
         one_of(*PRECISIONS),
     )
     attention: str = option("how it is computed, by the name that transformers has for it", TEXT)

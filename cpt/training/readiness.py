@@ -16,9 +16,9 @@ from lightning.pytorch.loggers import Logger
 from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.training import callbacks as custom
-from cpt.training.numerics import CHOICES, settle_numerics
 from cpt.training.options import TrainerOptions
 from cpt.training.plan import Plan
+from cpt.training.precision import resolve_precision
 from cpt.training.preflight import check_model, check_optimizer, naming_cause
 from cpt.training.run_folder import RunFolder
 from cpt.training.trainer import make_trainer, quiet
@@ -43,9 +43,8 @@ class Ready:
     harness: Harness | None
 
 
-def prepare(plan: Plan, place: RunFolder, *, remember: bool = True) -> Ready:
-    """Makes the process ready, and what needs no text; `remember`: in the folder too. Raises ValueError for
-    a plan that cannot be run."""
+def prepare(plan: Plan, place: RunFolder) -> Ready:
+    """Makes the process ready, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
@@ -54,7 +53,7 @@ def prepare(plan: Plan, place: RunFolder, *, remember: bool = True) -> Ready:
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
     callbacks = custom.make_callbacks(plan.callbacks, logged=logged)
     device = find_device(plan.trainer)
-    plan = settle_numerics(plan, place, device, remember=remember)
+    plan = resolve_precision(plan, place, device)
     check_shared_out(plan)
     tried = try_trainer(plan.trainer, loggers, callbacks)
     return Ready(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
@@ -96,5 +95,5 @@ def try_trainer(
 
 def find_device(options: TrainerOptions) -> torch.device:
     """The device of this process."""
-    settled = CHOICES[0] if options.precision == "auto" else options.precision
+    settled = "32-true" if options.precision == "auto" else options.precision
     return try_trainer(replace(options, precision=settled), [], {}).strategy.root_device

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from cpt.core import signs
 from cpt.core.cache import discard
-from cpt.core.checksums import FILE, Checksums, size_of, sync
+from cpt.core.checksums import FILE, Checksums, sync
 from cpt.core.config import identity, list_differences, plain_config, redact
 from cpt.core.files import check_archive, replace, replacing
 from cpt.core.pulse import told
@@ -34,7 +34,7 @@ HELD = (
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
 # What a folder holds whose run has been refused: Hydra's files, and what the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", "precision", signs.FILE)
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", signs.FILE)
 
 
 class RunFolder:
@@ -128,14 +128,11 @@ class RunFolder:
 
     def lost(self, *, full: bool) -> list[str]:
         """What of a finished run's model and report is gone or partial; damaged too, if all is read."""
-        if self.outputs.exists():
-            try:
-                told = Checksums.load(self.outputs)
-            except ValueError as error:
-                return [str(error)]
-            return list(told.damaged(self.path) if full else told.lost(self.path))
-        needed = (self.model / "config.json", *self.reports)  # an older cpt kept no checksums
-        return [f"{path.relative_to(self.path)} is gone" for path in needed if not size_of(path)]
+        try:
+            told = Checksums.load(self.outputs)
+        except ValueError as error:
+            return [str(error)]
+        return list(told.damaged(self.path) if full else told.lost(self.path))
 
     def make_room(self) -> None:
         """Puts aside what stands where the model's folder or the report belongs and is none."""

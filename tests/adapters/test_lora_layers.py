@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters import lora
-from cpt.adapters.paired_linear import PairedLinear, tell_without_effect
 from cpt.models.units import projections
 
 pytestmark = pytest.mark.slow
@@ -121,13 +120,10 @@ def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
         torch.testing.assert_close(layer(x), layer.base_layer(x) + 3 * (x @ a.T @ b.T))
 
 
-@pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_one_product_adds_what_peft_adds(kind, joined, build, monkeypatch):
-    seen, join = [], PairedLinear.join
-    monkeypatch.setattr(PairedLinear, "join", lambda *given: seen.append(given) or join(*given))
+def test_one_product_adds_what_peft_adds(kind, build):
     model = build(kind).double()
-    scope = attach(model, joined=joined)
+    scope = attach(model)
     learn(model, scope.names)
     lora.set_aside(model)
     plain = deepcopy(model)
@@ -136,40 +132,12 @@ def test_one_product_adds_what_peft_adds(kind, joined, build, monkeypatch):
     calls = [watch_calls(each) for each in (model, plain)]
     for each in (model, plain):
         each(input_ids=TOKENS).logits.square().sum().backward()
-    assert not calls[0] and calls[1] and bool(seen) == joined
+    assert not calls[0] and calls[1]
     assert torch.allclose(logits(model), logits(plain), rtol=1e-12)
     for name in scope.names:
         own, other = (each.get_parameter(name).grad for each in (model, plain))
         assert other.abs().max() > 0
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("rows", [15, 16])
-def test_the_map_itself_takes_the_pairs_of_as_many_rows_as_it_has_inputs(rows, build):
-    model = build()
-    learn(model, attach(model, joined=True).names)
-    layer, x = next(iter(lora.layers(model).values())), torch.randn(1, rows, 16)
-    assert layer.may_join(x, [lora.NEWEST]) == (rows == 16)
-
-
-def test_where_the_map_cannot_take_the_pairs_that_is_told_once(build, caplog):
-    tell_without_effect.cache_clear()
-    model = build()
-    learn(model, attach(model, joined=True).names)
-    layer, x, names = next(iter(lora.layers(model).values())), torch.randn(1, 16, 16), [lora.NEWEST]
-    with torch.autocast("cpu", torch.bfloat16):  # in which W + B A loses what B A is
-        assert not layer.may_join(x, names) and not layer.may_join(x, names)
-    assert not layer.may_join(x.half(), names)
-    seen = []
-    layer.lora_A[lora.NEWEST].register_forward_hook(lambda *given: seen.append(given))
-    layer(x)
-    assert seen  # who looks at a half, as masks do, sees it
-    told = [record.message.removeprefix("method.joined=true without effect: ") for record in caplog.records]
-    assert told == ["it computes in 16 bits", "a mask looks at the halves of the pairs"]
-    dropping = build()
-    attach(dropping, joined=True, dropout=0.1)
-    assert not next(iter(lora.layers(dropping).values())).may_join(x, names)
-    assert "the pairs have dropout" in caplog.text
 
 
 def watch_calls(model) -> list[str]:

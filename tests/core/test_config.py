@@ -138,28 +138,6 @@ def test_what_carries_a_run_out_does_not_identify_it(composed):
     ]
 
 
-def test_a_folder_of_tasks_from_before_they_could_share_rows_is_gone_on_with(composed):
-    now, shared = composed("domains=tasks"), composed("domains=tasks", "domains.packing=isolated")
-    before = composed("domains=tasks")
-    before.domains = {key: value for key, value in now.domains.items() if key != "packing"}
-    assert identity(before) == identity(now)
-    assert list_differences(identity(now), identity(shared)) == ["domains.packing: (absent) -> isolated"]
-
-
-def test_a_folder_from_before_an_option_was_there_is_gone_on_with(composed):
-    now = composed()
-    before = OmegaConf.create({key: value for key, value in now.items() if key != "callbacks"})
-    before.model = {key: value for key, value in before.model.items() if key != "resize"}
-    assert identity(before) == identity(now)
-    assert list_differences(
-        identity(before), identity(composed("model.resize=true", "callbacks=lr_monitor"))
-    ) == [
-        "callbacks.lr_monitor._target_: (absent) -> lightning.pytorch.callbacks.LearningRateMonitor",
-        "callbacks.lr_monitor.logging_interval: (absent) -> step",
-        "model.resize: (absent) -> True",
-    ]
-
-
 def test_what_holds_a_budget_is_part_of_a_run_only_where_there_is_one(composed):
     before = composed()
     before.budget.steer = "rate"  # as it was by default

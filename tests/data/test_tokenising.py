@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,8 +19,15 @@ from cpt.core import growing
 from cpt.core.growing import PLACE
 from cpt.data import corpus, packing, processes, tokenising
 from cpt.data.corpora import tokenizer_digest
-from cpt.data.tokenising import Piece, count_workers, pieces, read_piece
-from cpt.data.words import Called, Words, quick
+from cpt.data.tokenising import (
+    FastEncoder,
+    Piece,
+    SlowEncoder,
+    choose_encoder,
+    count_workers,
+    pieces,
+    read_piece,
+)
 from tests.data.test_packing import STYLES, TRICKY
 from tests.support import data_fixtures as made
 from tests.support.data_fixtures import prose, written
@@ -72,11 +78,11 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("style", STYLES)
 def test_a_tokenizer_without_transformers_gives_the_same_ids(style):
     tokenizer, texts = getattr(made, style)(), [*prose(30), *TRICKY]
-    light = quick(tokenizer)
-    expected = Called(tokenizer)(texts)
+    light = choose_encoder(tokenizer, size=10**9)
+    expected = SlowEncoder(tokenizer)(texts)
     assert light(texts) == expected
     tokenizer(texts[:3], truncation=True, max_length=3)  # leaves its settings in the backend
-    assert quick(tokenizer)(texts) == expected == Called(tokenizer)(texts)
+    assert choose_encoder(tokenizer, size=10**9)(texts) == expected == SlowEncoder(tokenizer)(texts)
 
 
 def test_a_tokenizer_with_code_of_its_own_is_called():
@@ -84,8 +90,10 @@ def test_a_tokenizer_with_code_of_its_own_is_called():
         def _encode_plus(self, *arguments, **options):
             return super()._encode_plus(*arguments, **options)
 
-    assert quick(Own(tokenizer_object=made.framed().backend_tokenizer)) is None
-    assert quick(made.framed()) is not None
+    assert isinstance(
+        choose_encoder(Own(tokenizer_object=made.framed().backend_tokenizer), size=10**9), SlowEncoder
+    )
+    assert isinstance(choose_encoder(made.framed(), size=10**9), FastEncoder)
 
 
 @pytest.mark.parametrize("split", range(3))
@@ -298,65 +306,16 @@ def test_ids_are_whole_numbers_of_four_bytes(tmp_path, tokenizer):
     found = written(tmp_path, prose(20))
     part = next(pieces(found.folder, 0))
     ids, sizes = tokenising.tokenise_piece(
-        part, folder=found.folder, split=0, encode=Called(tokenizer), ending=[7]
+        part, folder=found.folder, split=0, encode=SlowEncoder(tokenizer), ending=[7]
     )
     assert ids.dtype == sizes.dtype == np.int32 and sizes.sum() == len(ids)
     assert (ids[np.cumsum(sizes) - 1] == 7).all()
 
 
-def fragile(monkeypatch, tokenizer):
-    """A tokenizer whose words are cut where they must not be."""
-    light = quick(tokenizer)
-    light.part = re.compile(r"[^ ]+| ")
-    monkeypatch.setattr(tokenising, "quick", lambda tokenizer: light)
-    return light
-
-
-def test_words_that_give_other_ids_are_not_remembered(tmp_path, tokenizer, whole, monkeypatch, caplog):
-    light = fragile(monkeypatch, tokenizer)
-    packed(tmp_path, prose(80), tokenizer)
-    assert digest_of(tmp_path) == whole and light.known
-    assert caplog.text.count("the ids of words alone are not those of the text with this tokenizer") == 1
-
-
-def test_words_are_remembered_over_a_text(tmp_path, tokenizer, whole, monkeypatch, caplog):
-    light, asked = quick(tokenizer), []
-    monkeypatch.setattr(tokenising, "quick", lambda tokenizer: asked.append(light) or light)
-    monkeypatch.setattr(light, "whole", None)  # is not needed
-    packed(tmp_path, prose(80), tokenizer)
-    assert digest_of(tmp_path) == whole and asked == [light] and len(light.known) > 500
-    assert "remembered" not in caplog.text
-
-
-@pytest.mark.parametrize(("size", "worth"), [(0, False), (499, False), (500, True), (10**9, True)])
-def test_a_small_text_is_not_worth_another_tokenizer(tokenizer, monkeypatch, size, worth):
+@pytest.mark.parametrize(("size", "kind"), [(0, SlowEncoder), (499, SlowEncoder), (500, FastEncoder)])
+def test_a_small_text_is_tokenised_by_transformers(tokenizer, monkeypatch, size, kind):
     monkeypatch.setattr(tokenising, "WORTH", 500)
-    texts = prose(3)
-    assert isinstance(tokenising.choose(tokenizer, lambda: texts, size=size), Words if worth else Called)
-
-
-def test_a_text_is_worth_another_tokenizer_by_its_vocabulary(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenising, "WORTH", 10**9)
+    assert isinstance(choose_encoder(tokenizer, size=size), kind)
+    monkeypatch.setattr(tokenising, "WORTH", 10**9)  # the vocabulary decides
     least = tokenizer.vocab_size * tokenising.WORTH_OF_ENTRY
-    found = [tokenising.choose(tokenizer, lambda: ["a"], size=least + more) for more in (-1, 0)]
-    assert list(map(type, found)) == [Called, Words]
-
-
-def test_a_sample_is_the_first_documents(tmp_path):
-    texts = prose(60)
-    found = written(tmp_path, texts)
-    first = next(pieces(found.folder, 0))
-    sample = tokenising.some_texts(found.folder, 0, first, 150)
-    assert sample == texts[: len(sample)]
-    assert sum(map(len, sample[:-1])) < 150 <= sum(map(len, sample))
-
-
-def test_a_sample_is_of_the_split_wherever_it_stands(tmp_path):
-    found = written(tmp_path, prose(60), others="some {} text")
-    first = next(pieces(found.folder, 2))
-    assert not first.bytes  # as all of it is of another
-    assert tokenising.some_texts(found.folder, 2, first, 150) == ["some test text"]
-
-
-def test_without_a_sample_the_rules_alone_decide(tokenizer):
-    assert isinstance(tokenising.choose(tokenizer, list, size=10**9), Words)
+    assert isinstance(choose_encoder(tokenizer, size=least - 500 + size), kind)

@@ -33,7 +33,7 @@ BY_HAND = {
     "general_drift": 4.75 - 4.00,
 }
 # fmt: on
-AT_FIRST = (  # what every file of version 3 has; what came later is in LATER
+AT_FIRST = (  # fields without a default and others
     *("version", "domains", "rows", "nll", "tokens", "bytes", "scored", "metrics", "seconds", "phases"),
     *(
         "objective",
@@ -516,29 +516,6 @@ def as_of_an_earlier_cpt(path, *, method, **phases):
     data = json.loads(path.read_text())
     del data["alone"]
     path.write_text(json.dumps(data | {"phases": phases}))
-
-
-def test_seconds_of_earlier_files_are_read_by_kind_and_stage(tmp_path):
-    phases = {"read the texts": 9.0, "learn end tasks a": 1.0, "score base": 2.0, "end tasks learn b": 3.0}
-    as_of_an_earlier_cpt(tmp_path / "scores.json", method="ncl", **phases)
-    scores = Scores.load(tmp_path / "scores.json")
-    assert scores.phases == {
-        "start": {"read the texts": 9.0},
-        "generate": {},
-        "learn": {"end tasks a": 1.0},
-        "score": {"base": 2.0},
-        "endtasks": {"learn b": 3.0},
-        "answers": {},
-        "probes": {},
-    }
-    scores.save(tmp_path / "scores.json")
-    assert Scores.load(tmp_path / "scores.json") == scores
-
-
-@pytest.mark.parametrize(("method", "alone"), [("one", True), ("dga", True), ("ncl", False)])
-def test_earlier_files_learned_from_the_base_by_their_method(tmp_path, method, alone):
-    as_of_an_earlier_cpt(tmp_path / "scores.json", method=method)
-    assert Scores.load(tmp_path / "scores.json").alone is alone
 
 
 def test_a_file_says_itself_whether_it_learned_from_the_base(tmp_path):

@@ -171,7 +171,7 @@ def try_model(arguments: list[str], folder: Path) -> None:
     """As far as the libraries know, on the model's skeleton."""
     from cpt.training.readiness import prepare
 
-    prepare(arrange(read_config(arguments, folder)), RunFolder(folder), remember=False)
+    prepare(arrange(read_config(arguments, folder)), RunFolder(folder))
 
 
 def plan_run(arguments: list[str], folder: Path) -> None:

@@ -524,7 +524,6 @@ ON_THE_MODEL = {
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=peft +method.arguments.rank=3": "method.arguments.rank is not known; allowed: ",
     "method=lora method.targets=[nothing]": "method.targets=[nothing]; allowed: all-linear, a regular expres",
-    "method=lora method.joined=1": "method.joined=1; allowed: true, false",
     "method=prompt method.tokens=497": "method.tokens=497; allowed: a whole number, 0 to 496, the pos",
     "method=progprompt method.tokens=166": "method.tokens=166 for each of 3 domains; allowed: 0 to 165",
     "method=elle method.prompt=497": "method.prompt=497; allowed: a whole number, 0 to 496, the posi",

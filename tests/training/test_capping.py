@@ -10,9 +10,7 @@ from omegaconf import OmegaConf
 from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison.groups import sections
 from cpt.reporting.comparison.runs import Run, measure_runs
-from cpt.run import is_done
 from cpt.training.capping import hold_cap
-from cpt.training.growth import find_begun
 from cpt.training.plan import make_plan
 from cpt.training.run_folder import RunFolder
 from tests.support.making import made
@@ -69,35 +67,6 @@ def test_the_default_is_the_bound_that_it_says_and_is_told(low, start, small, tm
     start(small(ONE, PART), tmp_path / "usual")  # the same run, said in another way
     start(small(ONE), tmp_path / "part")
     assert scores_of(tmp_path / "part").nll == part.nll and len(compared(*tmp_path.glob("*"))) == 1
-
-
-def test_a_folder_that_was_begun_without_a_bound_goes_on_without(low, early, start, small, caplog):
-    before = scores_of(early)
-    assert "cap" not in before.conditions and is_done(small(ONE), early)
-    with caplog.at_level(logging.INFO):
-        start(small(ONE), early)
-        assert "is finished already" in caplog.text
-        start(small(TWO), early)
-    assert "eval.tokens=null, as the run was begun: what it scores stays what it was" in caplog.text
-    after, whole = scores_of(early), made(small(TWO, ALL)).data
-    assert after.rows == ["base", "law", "food"] and "cap" not in after.conditions
-    for name, column in (("law", 0), ("food", 1)):
-        assert after.tokens[column] == int(whole.objective.scorable(whole.held_out[name].sizes()).sum())
-        assert after.scored[column] == int(whole.objective.scored(whole.held_out[name].sizes()).sum())
-    with pytest.raises(ValueError, match=r"eval\.tokens: \(absent\) -> 64"):
-        start(small(TWO, PART), early)
-
-
-@pytest.mark.adopts
-def test_a_new_folder_takes_over_what_an_earlier_version_has_learned(low, early, start, small, caplog):
-    asked, place = make_plan(small(TWO)), RunFolder(early.parent / "grown")
-    assert hold_cap(asked, find_begun(asked, place)).cap is None  # as processes that are not the first see it
-    start(small(ONE, "plan=json"), early)
-    with caplog.at_level(logging.INFO):
-        start(small(TWO), early.parent / "grown")
-    assert f"Continuing from a copy of {early} (law)" in caplog.text
-    assert OmegaConf.load(early.parent / "grown" / "config.yaml").eval.tokens is None
-    assert "cap" not in scores_of(early.parent / "grown").conditions
 
 
 def test_a_folder_that_says_its_bound_keeps_it(low, start, small, tmp_path):

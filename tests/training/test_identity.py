@@ -174,12 +174,12 @@ def test_a_sweep_does_not_take_a_run_of_other_text_for_finished(run, config, tex
     assert not is_done(config("order=0"), folder)
 
 
-def test_a_folder_of_an_older_cpt_is_adopted_if_its_texts_are_the_same(run, killed, texts, tmp_path, caplog):
+def test_a_folder_without_a_manifest_is_compared_with_its_scores(run, killed, texts, tmp_path, caplog):
     killed("order=[law,food]")
     (tmp_path / "run" / "identity.json").unlink()
     caplog.set_level(logging.INFO)
     assert run("order=[law,food]")["run"]["finished"]
-    assert "was made by an older cpt: its texts are what they were" in caplog.text
+    assert "has no identity.json: its texts are compared" in caplog.text
     (tmp_path / "run" / "identity.json").unlink()
     edit(texts / "law" / "all.txt")
     with pytest.raises(ValueError, match="the text of law changed"):

@@ -75,7 +75,7 @@ def make_forecast(plan: Plan, place: RunFolder) -> dict[str, Any]:
     from cpt.training.pretraining import find_base
     from cpt.training.readiness import prepare
 
-    ready, began = prepare(plan, place, remember=False), time.perf_counter()
+    ready, began = prepare(plan, place), time.perf_counter()
     plan = ready.plan
     corpora = assembly.read_corpora(plan)
     start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)

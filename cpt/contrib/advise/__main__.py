@@ -1,0 +1,282 @@
+"""Which command for these texts? `python -m cpt.contrib.advise my_corpora --hours 2`.
+
+A small sweep on a tiny model, or a small checkpoint, planned to fit a budget: replay, learning rates, frozen
+blocks, LoRA, distillation, EWC. Then a command with what it is expected to learn and to forget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from cpt.contrib.advise.advice import Subject, make_advice
+from cpt.contrib.advise.arms import Setting, choose_arms
+from cpt.contrib.advise.budget import SEEDS, Costs, Plan, Round, make_plan, time_round
+from cpt.contrib.advise.choice import Wish
+from cpt.contrib.advise.measuring import Measured, load_run
+from cpt.contrib.advise.page import make_blocks, tell
+from cpt.contrib.advise.subject import Model, check_overrides, choose_domains, find_model, find_texts
+from cpt.contrib.advise.sweeping import Sweep, find_folder, measure_costs, open_sweep
+from cpt.core.errors import readable
+from cpt.core.output import run_program
+from cpt.core.places import CONF
+from cpt.evaluation.scores import Scores
+from cpt.reporting.page import write_page
+from cpt.status import clock
+
+log = logging.getLogger("cpt.contrib.advise")
+CAP = "eval.tokens=5000"
+MOST_STEPS = 2000
+SPARED = 0.9  # of the time that is left, what is planned for: a pilot's steps say not all that others take
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is settled before the sweep and stays with OUT: `plan.json`; `epoch` is of a domain, in steps."""
+
+    plan: Plan
+    costs: Costs
+    epoch: float
+
+    @classmethod
+    def load(cls, file: Path, question: Mapping[str, Any]) -> Ready:
+        """Raises ValueError for a damaged file, and for that of another question."""
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            plan = Plan(**{**kept["plan"], "arms": tuple(kept["plan"]["arms"])})
+            ready, asked = cls(plan, Costs(**kept["costs"]), float(kept["epoch"])), kept["question"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it to plan anew") from error
+        if asked != question:
+            raise ValueError(f"{file.parent} is the advice on another question; allowed: another --out")
+        return ready
+
+
+def main(arguments: Sequence[str]) -> int:
+    given = make_parser().parse_intermixed_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        check(given)
+        began, arms = time.monotonic(), choose_arms(given.arms)
+        model, texts = find_model(given.model), find_texts(given.folder, given.overrides)
+        shared = [
+            *texts,
+            *model.tried,
+            "name=advice",
+            "logger=none",
+            *own_cap(given.overrides),
+            *given.overrides,
+        ]
+        runs = given.out / "runs"
+        with open_sweep(shared, runs, jobs=given.jobs) as sweep:
+            order = sweep.plan().order
+        only = choose_domains(order)
+        left_out = len(order) - len(only)
+        if left_out:
+            shared.append(f"domains.only=[{','.join(only)}]")
+            log.info("%d of %d domains: %s", len(only), len(order), ", ".join(only))
+        with open_sweep(shared, runs, jobs=given.jobs) as sweep:
+            advise(given, sweep, arms, model, texts, began=began, left_out=left_out)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m cpt.contrib.advise", description=__doc__.split("\n\n")[1])
+    made.add_argument("folder", type=Path, metavar="FOLDER", help="folders of text, as domains.root")
+    made.add_argument("--hours", type=float, default=1.0, help="what all of it may take (default: 1)")
+    made.add_argument(
+        "--model",
+        default="tiny",
+        metavar="CHECKPOINT",
+        help="what is meant: tiny, tiny_gpt2, …, a checkpoint",
+    )
+    wish = made.add_mutually_exclusive_group()
+    wish.add_argument("--forget", type=float, metavar="NATS", help="nats per token that may be forgotten")
+    wish.add_argument(
+        "--weight", type=float, default=1.0, help="how much forgetting counts beside learning (default: 1)"
+    )
+    made.add_argument("--arms", metavar="A,B", help="which ways are tried (default: all that fit)")
+    made.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help=f"at most so many; fewer leave more steps (default: {SEEDS})",
+    )
+    made.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per core or GPU)")
+    made.add_argument("--out", type=Path, default=Path("outputs/advice"), metavar="FOLDER")
+    made.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py for all runs"
+    )
+    return made
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raises ValueError for what cannot be asked."""
+    if not 0 < given.hours < math.inf:
+        raise ValueError(f"--hours {given.hours:g}; allowed: more than 0")
+    if not 0 <= given.weight < math.inf:
+        raise ValueError(f"--weight {given.weight:g}; allowed: 0 or more")
+    if given.forget is not None and not math.isfinite(given.forget):
+        raise ValueError(f"--forget {given.forget:g}; allowed: nats per token, a finite number")
+    if given.jobs is not None and given.jobs < 1:
+        raise ValueError(f"--jobs {given.jobs}; allowed: 1, 2, …")
+    if not 1 <= given.seeds <= SEEDS:
+        raise ValueError(f"--seeds {given.seeds}; allowed: 1 to {SEEDS}")
+    check_overrides(given.overrides)
+
+
+def own_cap(given: Sequence[str]) -> list[str]:
+    return [] if any(each.startswith("eval.tokens=") for each in given) else [CAP]
+
+
+def advise(
+    given: argparse.Namespace,
+    sweep: Sweep,
+    arms: Sequence[str],
+    model: Model,
+    texts: Sequence[str],
+    *,
+    began: float,
+    left_out: int,
+) -> None:
+    """Plans, runs, and says what follows."""
+    asked = sweep.plan()
+    built = asked.model.config
+    blocks = find_blocks(built) if built else count_blocks(given.model)
+    tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
+    real = tried if model.is_itself else replace(tried, rate=rate_of_checkpoints(), blocks=model.blocks)
+    per_step = asked.trainer.batch_size * asked.model.length
+    ready = settle(given, sweep, arms, tried, per_step=per_step, began=began)
+    measured, lost = carry_out(given, sweep, ready, tried, began=began)
+    subject = Subject(tuple(texts), tuple(given.overrides), model, real, ready.epoch, per_step, left_out)
+    wish = Wish(given.forget, given.weight)
+    advice = plainly(make_advice(measured, subject, ready.plan, wish, lost=lost))
+    (given.out / "advice.json").write_text(json.dumps(advice, indent=1) + "\n", encoding="utf-8")
+    page = write_page(make_blocks(advice), title=f"Advice for {given.folder}", stem=given.out / "advice")
+    print("\n".join([*tell(advice), *(f"not known: {line}" for line in advice["unknown"]), str(page)]))
+    print(advice["recommended"]["command"])
+
+
+def find_blocks(config: Mapping[str, Any]) -> int:
+    return next((int(config[name]) for name in LAYERS if name in config), 1)
+
+
+def count_blocks(checkpoint: str) -> int:
+    from cpt.models.loading import configuration
+
+    return int(configuration(checkpoint).num_hidden_layers)
+
+
+def rate_of_checkpoints() -> float:
+    return float(OmegaConf.load(CONF / "model/checkpoint.yaml").lr)
+
+
+def plainly(advice: Mapping[str, Any]) -> dict[str, Any]:
+    """With None for what is no number, as JSON has it."""
+    return json.loads(json.dumps(advice), parse_constant=lambda constant: None)
+
+
+def settle(
+    given: argparse.Namespace,
+    sweep: Sweep,
+    arms: Sequence[str],
+    setting: Setting,
+    *,
+    per_step: int,
+    began: float,
+) -> Ready:
+    """The plan of OUT, or a new one by the steps of a pilot; says it. Raises ValueError where OUT is that of
+    another question."""
+    file, question = given.out / "plan.json", {"shared": list(sweep.shared), "arms": list(arms)}
+    if given.seeds != SEEDS:
+        question["seeds"] = given.seeds
+    kept = Ready.load(file, question) if file.exists() else None
+    if kept is None:
+        log.info("a first run reads the texts, makes the base and is timed")
+        costs, pilot = measure_costs(sweep, setting)
+        epoch = find_epoch(pilot, per_step=per_step)
+        plan = make_plan(
+            arms,
+            costs,
+            seconds=SPARED * (3600 * given.hours - (time.monotonic() - began)),
+            jobs=sweep.at_once(len(arms)),
+            most=max(1, min(MOST_STEPS, int(epoch))),
+            seeds=given.seeds,
+        )
+        kept = Ready(plan, costs, epoch)
+        file.write_text(json.dumps({"question": question} | asdict(kept), indent=1) + "\n", encoding="utf-8")
+    tell_plan(kept.plan, kept.costs, left_out=len(arms) - len(kept.plan.arms))
+    return kept
+
+
+def find_epoch(pilot: Scores, *, per_step: int) -> float:
+    """About the steps of an epoch of a domain, a mean: by the bytes of its training text, and by how many of
+    them a token of its held-out text has."""
+    tokens = []
+    for name in pilot.run["order"]:
+        place = pilot.domains.index(name)
+        train = pilot.texts[name].get("bytes", {}).get("train", 0)
+        tokens.append(train * pilot.tokens[place] / pilot.bytes[place])
+    return math.fsum(tokens) / len(tokens) / per_step
+
+
+def tell_plan(plan: Plan, costs: Costs, *, left_out: int) -> None:
+    seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"
+    shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
+    log.info("plan: %s", f"{len(plan.arms)} arms x {seeds} x {plan.steps} steps a domain{shorter}")
+    log.info("arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
+    log.info(
+        "%d runs, about %s: a step %.3f s, %.1f s of each run beside its steps",
+        len(plan.arms) * len(plan.rounds),
+        clock(plan.seconds),
+        costs.step,
+        costs.fixed,
+    )
+
+
+def carry_out(
+    given: argparse.Namespace, sweep: Sweep, ready: Ready, setting: Setting, *, began: float
+) -> tuple[Measured, list[str]]:
+    """Makes the rounds that fit into the budget, those of the first seed whatever they take: the advice rests
+    on both of its lengths. What was measured, and a line for each arm or round that was not. Raises
+    ValueError where fewer than two arms were."""
+    plan, deadline = ready.plan, began + 3600 * given.hours
+    took, foreseen, lost, failed = 0.0, 0.0, list[str](), dict[str, str]()
+    done: list[Round] = []
+    for number, each in enumerate(plan.rounds, 1):
+        arms = [arm for arm in plan.arms if arm not in failed]
+        batch = sweep.compose(arms, each, setting)
+        waiting = [arm for arm, job in zip(arms, batch, strict=True) if not job.before]
+        expected = time_round(waiting, each.steps, ready.costs, jobs=sweep.at_once(len(arms)))
+        left = (took / foreseen if foreseen else 1.0) * expected  # by what the earlier ones really took
+        about = f"seed {each.seed}, {each.steps} steps"
+        if each.seed > 0 and waiting and time.monotonic() + left > deadline:
+            lost.append(f"{about}: not within --hours {given.hours:g}; the same command runs it")
+            continue
+        told = f"{len(waiting)} runs, about {clock(left)}" if waiting else "finished before"
+        log.info("round %d of %d: %s, %s", number, len(plan.rounds), about, told)
+        took, foreseen = took + sweep.run(batch), foreseen + expected
+        failed |= {arm: job.failure() for arm, job in zip(arms, batch, strict=True) if not job.whole}
+        done.append(each)
+    lost += [f"{arm}: {why}" for arm, why in failed.items()]
+    arms = [arm for arm in plan.arms if arm not in failed]
+    if len(arms) < 2:
+        raise ValueError(f"fewer than two arms were measured: {'; '.join(lost)}")
+    keys = [(arm, each) for each in done for arm in arms]
+    runs = {(arm, at.steps, at.seed): load_run(find_folder(sweep.folder, arm, at)) for arm, at in keys}
+    return Measured(runs), lost
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,146 @@
+"""What the runs of the sweep learned and forgot, with intervals over seeds and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cpt.contrib.advise.choice import Point, weigh_lengths, worth
+from cpt.evaluation.documents import gather_documents, load_documents
+from cpt.evaluation.metrics import bootstrap, terms
+from cpt.evaluation.scores import Scores
+
+Array = np.ndarray
+Key = tuple[str, int, int]  # arm, steps, seed
+Bounds = tuple[float, float]
+REPLICATES = 1000
+QUANTITIES = ("learned", "forgotten", "FG", "drift")
+LEADING = tuple(enumerate(QUANTITIES[:2]))  # those that arms are judged by
+
+
+@dataclass(frozen=True)
+class Run:
+    """The scores of a run, and per column nats [row, document] and scored tokens [document]."""
+
+    scores: Scores
+    sums: Sequence[Array]
+    counts: Sequence[Array]
+
+
+def load_run(folder: Path) -> Run:
+    """A finished run. Raises OSError, ValueError for one that cannot be read."""
+    scores = Scores.load(folder / "scores.json")
+    rows = load_documents(folder, range(len(scores.rows)))
+    return Run(scores, *gather_documents(rows, scores))
+
+
+def trade(nll: Array, scores: Scores) -> dict[str, Array]:
+    """QUANTITIES of matrices [..., row, column] in nats, each [...].
+
+    learned: `mean_j (L[0][j] - L[j][j])`; FG and drift as in cpt.evaluation.metrics; forgotten: the mean of
+    the terms of both, the general text being one more text that was known before."""
+    found = terms(nll, layout=scores)
+    known = [found[name] for name in ("FG", "general_drift") if name in found]
+    none = np.full(nll.shape[:-2], np.nan)
+    return {
+        "learned": (found["ZS"] - found["CPT"]).mean(-1),
+        "forgotten": np.concatenate(known, -1).mean(-1) if known else none,
+        "FG": found["FG"].mean(-1) if "FG" in found else none,
+        "drift": found["general_drift"].mean(-1) if "general_drift" in found else none,
+    }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All runs together, by arm, steps and seed, on the same documents."""
+
+    runs: Mapping[Key, Run]
+
+    @property
+    def seeds(self) -> dict[int, list[int]]:
+        """By steps, the seeds that all arms have."""
+        arms = {arm for arm, _, _ in self.runs}
+        found: dict[int, list[int]] = {}
+        for steps in sorted({steps for _, steps, _ in self.runs}):
+            each = [{seed for arm, at, seed in self.runs if (arm, at) == (own, steps)} for own in arms]
+            if shared := set.intersection(*each):
+                found[steps] = sorted(shared)
+        return found
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(arm for arm, _, _ in self.runs))
+
+    def values(self, nll: Array, weights: Mapping[int, Array]) -> dict[tuple[str, int], dict[str, Array]]:
+        """QUANTITIES of each arm and length, [...], of the matrices of all runs one below the other,
+        [..., run x row, column]; `weights` says by steps how much each seed counts, [..., seed]."""
+        scores = next(iter(self.runs.values())).scores
+        parts = nll.reshape(*nll.shape[:-2], len(self.runs), len(scores.rows), nll.shape[-1])
+        places, each = {key: place for place, key in enumerate(self.runs)}, trade(parts, scores)
+        return {
+            (arm, steps): {
+                name: (values[..., [places[arm, steps, seed] for seed in seeds]] * weights[steps]).sum(-1)
+                for name, values in each.items()
+            }
+            for steps, seeds in self.seeds.items()
+            for arm in self.arms
+        }
+
+    def means(self) -> dict[tuple[str, int], dict[str, float]]:
+        """QUANTITIES of each arm and length, means over the seeds."""
+        nll = np.concatenate([run.scores.matrix for run in self.runs.values()])
+        found = self.values(nll, {steps: even(len(seeds)) for steps, seeds in self.seeds.items()})
+        return {key: {name: float(value) for name, value in each.items()} for key, each in found.items()}
+
+    def bounds(
+        self, *, chosen: str, steps: int, weight: float, at: float | None
+    ) -> dict[str, dict[str, Bounds]]:
+        """95 % intervals by arm: QUANTITIES after so many steps, and `learned_at`, `forgotten_at` more
+        tokens, `at` in steps, where there are two lengths; `worth`, by the latter where there are such, minus
+        the chosen arm's. Documents and seeds are drawn together, alike for all arms: differences are
+        paired."""
+        at = at if len(self.seeds) > 1 else None
+        first = next(iter(self.runs.values()))
+        samples = [
+            [np.concatenate([run.sums[column] for run in self.runs.values()]), first.counts[column]]
+            for column in range(len(first.counts))
+        ]
+        samples = [[sums[:, count > 0], count[count > 0]] for sums, count in samples]
+        draw = np.random.default_rng(0)
+
+        def compute(nll: Array) -> dict[str, dict[str, Array]]:
+            size = len(nll)
+            weights = {
+                steps: draw.multinomial(len(seeds), even(len(seeds)), size=size) / len(seeds)
+                for steps, seeds in self.seeds.items()
+            }
+            found = self.values(nll, weights)
+            points = {arm: judge(found, arm, steps=steps, at=at) for arm in self.arms}
+            return {
+                arm: {
+                    **found[arm, steps],
+                    "worth": worth(points[arm], weight) - worth(points[chosen], weight),
+                    **({f"{name}_at": points[arm][place] for place, name in LEADING} if at else {}),
+                }
+                for arm in self.arms
+            }
+
+        found = bootstrap(samples, compute, replicates=REPLICATES)
+        return {arm: {name: (low, high) for name, (low, high) in each.items()} for arm, each in found.items()}
+
+
+def even(count: int) -> Array:
+    return np.full(count, 1 / count)
+
+
+def judge(found: Mapping[tuple[str, int], Mapping], arm: str, *, steps: int, at: float | None) -> Point:
+    """What an arm learned and forgot after so many steps, or `at` more of them: on a line over the logarithm
+    of the lengths."""
+    if not at:
+        return Point(*(found[arm, steps][name] for _, name in LEADING))
+    lengths = [each for own, each in found if own == arm]
+    pairs = list(zip(weigh_lengths(lengths, at), lengths, strict=True))
+    return Point(*(sum(weight * found[arm, each][name] for weight, each in pairs) for _, name in LEADING))

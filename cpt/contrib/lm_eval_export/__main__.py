@@ -1,0 +1,82 @@
+"""Write held-out examples as lm-eval tasks: `python -m cpt.contrib.lm_eval_export FOLDER domains=tasks …`.
+
+The prompts are those that the model sees in such a run. The arguments after the folder are those of
+`python run.py`. Nothing is trained."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from cpt.core.errors import readable
+from cpt.core.output import run_program
+from cpt.core.places import CONF
+from cpt.training.plan import Plan, make_plan
+
+NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=tasks model=…"
+
+
+def main(arguments: Sequence[str]) -> None:
+    given = parser().parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with readable(errors_only=True):
+        if given.folder is None or "=" in given.folder:
+            raise ValueError(f"{' '.join(arguments) or 'nothing'} is given; needed: {NEEDED}")
+        overrides = [each.replace("+experiment=", "experiment=") for each in given.overrides]
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            plan = make_plan(compose("config", overrides))
+        print("\n".join(export(plan, Path(given.folder))))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m cpt.export_tasks", description=__doc__.split(": ", 1)[1])
+    made.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
+    made.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py, as domains=tasks model=…"
+    )
+    return made
+
+
+def export(plan: Plan, folder: Path) -> list[str]:
+    """Writes the tasks of a plan into a folder; gives what is to be said of it. Raises ValueError for domains
+    that are no tasks."""
+    if plan.source.encoding is None:
+        raise ValueError(f"domains={plan.settings['domains']['name']} asks nothing; allowed: domains=tasks")
+    from cpt.contrib.lm_eval_export.tasks import Exported, HarnessTexts, export_group, export_task
+    from cpt.data.corpora import Corpora
+    from cpt.data.encoding import Encoder
+    from cpt.data.prompts import prompts_of
+    from cpt.training.pretraining import describe_base
+
+    plan.source.check_domains(plan.order)
+    corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
+    base = describe_base(plan.model, corpora)
+    texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
+    most = plan.answers.most if plan.answers else None
+    done: dict[str, Exported | None] = {}
+    for task in plan.order:
+        prompts = prompts_of(corpora.by_name[task], plan.source.score_on, texts.encoder)
+        done[task] = export_task(folder, task, islice(prompts, most), texts)
+    written = [each for each in done.values() if each is not None]
+    if not written:
+        raise ValueError(
+            f"no task of {', '.join(done)} has choices, which the harness is to rank; needed: one"
+        )
+    group = export_group(folder, written)
+    lines = [f"{each.name}: {each.examples:,} examples" for each in written]
+    lines += [
+        f"{each.name}: the harness makes other tokens of {len(each.differing):,}, like {each.differing[0]}"
+        for each in written
+        if each.differing
+    ]
+    lines += [f"{task} has no choices and is left out" for task, each in done.items() if each is None]
+    return [*lines, f"probe=lm_eval probe.include={folder} 'probe.tasks=[{group}]'"]
+
+
+if __name__ == "__main__":
+    run_program(main)
