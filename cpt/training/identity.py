@@ -19,7 +19,6 @@ from cpt.core.files import replace
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
-from cpt.reporting.card.files import DATA
 from cpt.training.growth import is_beginning, say_why_not
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
@@ -231,7 +230,7 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
             return {}
         folder = Path(config).parent
     found = (path for path in sorted(folder.iterdir()) if path.suffix in OF_A_CHECKPOINT)
-    return {path.name: path for path in found if path.name != DATA}  # a card may be written again
+    return {path.name: path for path in found}
 
 
 def base_files(start: Base, *, given: bool) -> dict[str, Path]:
