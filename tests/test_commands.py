@@ -27,7 +27,7 @@ OF_ANOTHER = ("hydra/launcher=slurm", "hydra/launcher=ray_jobs", "hydra.launcher
 NO_FOLDER = re.compile(r"\.root=.*(there is no folder|no such folder)")
 OF_SEARCHES = ("hydra/sweeper=", "hydra.sweeper.")
 EXAMPLES = ROOT / "docs" / "examples"
-PROGRAMS_WITHOUT_HELP = {"cpt.verify", "cpt.export_tasks"}  # they take folders, and what a run takes
+PROGRAMS_WITHOUT_HELP = {"cpt.export_tasks"}  # it takes what a run takes
 
 
 def calls(path: Path) -> list[list[str]]:
