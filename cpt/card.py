@@ -1,7 +1,4 @@
-"""The certificate of an exported model: `python -m cpt.card RUN`, and `--check`.
-
-Writes RUN/model/CARD.md and card.json from the run's folder alone, or says whether they are what the folder
-says: exit code 1 names the first figure that differs."""
+"""Write the model card (`model/README.md`) of a finished run again: `python -m cpt.card RUN`."""
 
 from __future__ import annotations
 
@@ -11,47 +8,26 @@ from pathlib import Path
 
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.reporting.card.files import DATA, PAGE, count_figures, find_difference, read_card, write_card
+from cpt.reporting.model_card import write_model_card
 from cpt.training.run_folder import RunFolder
-
-DIFFERS = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    given = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m cpt.card", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    place = RunFolder(parser.parse_args(arguments).run)
     with readable(errors_only=True):
-        if not given.run.is_dir():
-            raise ValueError(f"{given.run} is no folder; needed: the folder of a finished run")
-        return check(given.run) if given.check else write(RunFolder(given.run))
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m cpt.card", description=__doc__.split("\n\n")[1])
-    made.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    made.add_argument(
-        "--check",
-        action="store_true",
-        help="writes nothing; exit code 1 if the card is not what the folder says",
-    )
-    return made
-
-
-def write(place: RunFolder) -> int:
-    """Writes the card, whose checksums the folder then remembers."""
-    with place.locked():
-        written = write_card(place.path)
-        place.seal_again(written)
-    print(*written, sep="\n")
-    return 0
-
-
-def check(folder: Path) -> int:
-    """Says whether the card is what the folder says."""
-    if difference := find_difference(folder):
-        print(f"{folder}: {difference}")
-        return DIFFERS
-    figures = count_figures(read_card(folder / "model" / DATA))
-    print(f"{folder}: {PAGE} and {DATA} say what the folder says ({figures} figures)")
+        scores = place.scores()
+        if scores is None or not scores.run["finished"] or len(scores.rows) < 2:
+            raise ValueError(f"RUN={place.path} is invalid: no finished run that trained a model is in it")
+        if not (place.model / "config.json").is_file():
+            raise ValueError(
+                f"{place.model} holds no exported model; the command of the run exports it again"
+            )
+        with place.locked():
+            card = write_model_card(place.path, scores)
+            place.seal_again([card])
+    print(card)
     return 0
 
 

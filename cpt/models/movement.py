@@ -72,7 +72,7 @@ def list_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def sort_by_kind(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, str]]:
-    """Each parameter once with its name, and what it is called on a card."""
+    """Each parameter once with its name, and what it is called on a model card."""
     within = {id(each) for block in list_blocks(model) for each in block.parameters()}
     embedded = {id(each) for m in model.modules() if isinstance(m, nn.Embedding) for each in m.parameters()}
     for name, parameter in model.named_parameters():

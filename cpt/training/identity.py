@@ -19,7 +19,6 @@ from cpt.core.files import replace
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
-from cpt.reporting.card.files import DATA
 from cpt.training.growth import SHOWN, is_beginning, join_names, say_why_not
 from cpt.training.plan import Plan
 from cpt.training.run_folder import RunFolder
@@ -230,8 +229,7 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
             return {}
         folder = Path(config).parent
     paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
-    found = (path for path in paths if path.suffix in OF_A_CHECKPOINT)
-    return {str(path.relative_to(folder)): path for path in found if path.name != DATA}  # a card may change
+    return {str(path.relative_to(folder)): path for path in paths if path.suffix in OF_A_CHECKPOINT}
 
 
 def base_files(start: Base, *, given: bool) -> dict[str, Path]:

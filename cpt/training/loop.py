@@ -27,7 +27,7 @@ from cpt.models.movement import measure_movement
 from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
-from cpt.reporting.card.files import remove_card, write_card
+from cpt.reporting.model_card import write_model_card
 from cpt.tracking.loggers import enter_domain, log_scores, log_stage
 from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
@@ -273,19 +273,11 @@ class Learner:
         self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
         self.scores.run["finished"] = True
         run_report.write_report(self.place.path, self.scores)
-        self.certify()
+        if len(self.scores.rows) > 1:
+            write_model_card(self.place.path, self.scores)
         self.place.seal()
         log_scores(self.loggers, self.scores, folder=self.place.path, summary=self.plan.logger.summary)
         self.keeper.keep()  # last: a run that says that it is finished has all that it leaves
-
-    def certify(self) -> None:
-        """Writes the card of the exported model, if something was learned; a run ends without one, too."""
-        try:
-            remove_card(self.place.path)  # that of an earlier end
-            if len(self.scores.rows) > 1:
-                write_card(self.place.path, self.scores)
-        except ValueError as error:
-            log.warning("the model has no card: %s", error)
 
 
 def array(values: torch.Tensor) -> np.ndarray:

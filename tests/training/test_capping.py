@@ -63,7 +63,7 @@ def test_the_default_is_the_bound_that_it_says_and_is_told(low, start, small, tm
     tokens = sum(made(small(ONE)).data.held_out["law"].row_lengths)
     assert line.startswith("eval.tokens=64: of 2 of 2 texts a part is scored, the same rows")
     assert f" of {tokens}, general " in line and "eval.tokens=null scores all" in line
-    assert "| scored with cap | 64 |" in (tmp_path / "usual" / "model" / "CARD.md").read_text()
+    assert "at most 64 tokens of each text scored" in (tmp_path / "usual" / "model" / "README.md").read_text()
     start(small(ONE, PART), tmp_path / "usual")  # the same run, said in another way
     start(small(ONE), tmp_path / "part")
     assert scores_of(tmp_path / "part").nll == part.nll and len(compared(*tmp_path.glob("*"))) == 1
