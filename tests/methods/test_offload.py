@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cpt.training.forecast.live import Live
+from cpt.training.forecast.watching import host_of, parts_of
 from torch import nn
 from torch.utils._pytree import tree_iter
 
@@ -15,8 +17,6 @@ from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
 from cpt.optim.carry import CarriedState
 from cpt.training.assembly import tell_resting
-from cpt.training.forecast.live import Live
-from cpt.training.forecast.watching import host_of, parts_of
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
 from tests.support.devices import MixedDevicesError, SecondDevice

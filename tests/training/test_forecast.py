@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cpt.training.forecast.live import Live, bytes_of
+from cpt.training.forecast.outlook import BEFORE, go_on
+from cpt.training.forecast.table import aligned, duration, few
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from torch import nn
@@ -17,9 +20,6 @@ from torch import nn
 from cpt.core.config import identity, plain_config
 from cpt.core.naming import name_run
 from cpt.evaluation.scores import Scores
-from cpt.training.forecast.live import Live, bytes_of
-from cpt.training.forecast.outlook import BEFORE, go_on
-from cpt.training.forecast.table import aligned, duration, few
 from cpt.training.run_folder import RunFolder
 from tests.conftest import ROOT, SMALL, VOCABULARIES, sentences
 from tests.runs.test_parts_on_disk import mapped

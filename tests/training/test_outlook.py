@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+from cpt.training.outlook import Outlook
 
 from cpt.core.pulse import Phase, Place, name_of, rest_of_run
-from cpt.training.outlook import Outlook
 
 NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
 STEPS = {"law": 10, "food": 20, "art": 40}
