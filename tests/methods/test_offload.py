@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cpt.training.forecast.live import Live
-from cpt.training.forecast.watching import host_of, parts_of
 from torch import nn
 from torch.utils._pytree import tree_iter
 
@@ -17,6 +15,7 @@ from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
 from cpt.optim.carry import CarriedState
 from cpt.training.assembly import tell_resting
+from cpt.training.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
 from tests.support.devices import MixedDevicesError, SecondDevice
@@ -313,13 +312,15 @@ def test_the_plan_counts_what_rests_in_the_hosts_memory(small):
         module = made(small("method=ewc", ORDER, *options)).module
         own = sum(each.nbytes for each in module.model.parameters())
         module.to("meta")
-        live = Live(torch.device("meta"))
-        trainer = SimpleNamespace(optimizers=[])
-        sizes[name] = {**parts_of(module, trainer, live=live), "host": host_of(module, live=live)}
+        strategy = SimpleNamespace(root_device=torch.device("meta"))
+        sizes[name] = bytes_by_use(module, SimpleNamespace(optimizers=[], strategy=strategy))
     weights = sizes["there"]["weights"]
     assert weights > 100_000 and sizes["here"]["weights"] == weights
-    assert sizes["there"]["state"] == pytest.approx(2 * own, rel=1e-3) and sizes["there"]["host"] == 0
-    assert sizes["here"]["host"] == 2 * own and sizes["here"]["state"] < 100
+    assert (
+        sizes["there"]["method state"] == pytest.approx(2 * own, rel=1e-3)
+        and sizes["there"]["offloaded"] == 0
+    )
+    assert sizes["here"]["offloaded"] == 2 * own and sizes["here"]["method state"] < 100
 
 
 def test_the_plan_says_what_changes_nothing(small, start, capsys, caplog, tmp_path):
@@ -327,5 +328,5 @@ def test_the_plan_says_what_changes_nothing(small, start, capsys, caplog, tmp_pa
     said = []
     for options in ([], [OFFLOAD]):
         start(small("method=ewc", ORDER, "plan=true", *options), tmp_path)
-        said.append([line for line in capsys.readouterr().out.splitlines() if "own state" in line])
+        said.append([line for line in capsys.readouterr().out.splitlines() if "method state" in line])
     assert said[0] == said[1] and len(said[0]) == 1 and len(told(caplog)) == 1

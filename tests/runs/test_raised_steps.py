@@ -115,7 +115,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp
     start(small(*ONE, "trainer.steps=8"), tmp_path / "eight")
     before = files(tmp_path)
     start(small(*ONE, "trainer.steps=11", "plan=true"), tmp_path / "raised")
-    assert f"goes on from {tmp_path / 'eight'}" in capsys.readouterr().out and files(tmp_path) == before
+    assert f"continues {tmp_path / 'eight'}" in capsys.readouterr().out and files(tmp_path) == before
     with caplog.at_level(logging.INFO):
         start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
     assert f"what {tmp_path / 'eight'} has learned is gone on with" in caplog.text
