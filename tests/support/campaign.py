@@ -107,7 +107,6 @@ RESTING = {
         "test_the_mixture_is_that_of_real_text": ALL,
         "test_two_processes_write_what_one_writes": ALL,
         "test_what_is_damaged_is_written_again_alike": ALL,
-        "test_what_is_written_is_foretold": ALL,
     },
     "test_generated_tasks.py": {
         "test_killed_it_goes_on_with_the_same_bits": "causal",
