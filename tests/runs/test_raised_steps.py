@@ -215,7 +215,7 @@ def test_a_plan_of_more_steps_foretells_those_that_are_left(start, small, tmp_pa
     before = files(tmp_path)
     start(small(*ONE, "trainer.steps=11", "plan=true"), tmp_path)
     (line,) = [
-        each for each in capsys.readouterr().out.splitlines() if each.startswith("law") and " 11 " in each
+        each for each in capsys.readouterr().out.splitlines() if each.strip().startswith("law") and " 11 " in each
     ]
     assert " 5 " in line and files(tmp_path) == before
 
