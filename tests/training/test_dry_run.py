@@ -80,7 +80,8 @@ def test_bytes_steps_and_tokens_are_those_of_the_run(start, long, planned, tmp_p
     assert [each["tokens"] for each in said["stages"][1:]] == pytest.approx(done.seen[1:], rel=0.05)
     assert said["memory"]["last"]["peak"] == pytest.approx(max(done.memory), rel=0.15)
     files = sum(path.stat().st_size for path in (tmp_path / "done" / "stages").glob("*.pt"))
-    assert said["disk"]["all stage files (keep_stages=true)"] == pytest.approx(files, rel=0.03)
+    expected = said["disk"]["all stage files (keep_stages=true)"]
+    assert expected == pytest.approx(files, rel=0.03) or (said["lower_bound"] and expected < files)
     documents = sum(path.stat().st_size for path in (tmp_path / "done" / "documents").iterdir())
     assert said["disk"]["losses by document"] == pytest.approx(documents, rel=0.05)
     assert all(said["seconds"][kind] > 0 for kind in ("training", "checkpoints", "evaluation"))
