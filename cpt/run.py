@@ -6,6 +6,7 @@ together. The learner learns one domain after another, scores every text after e
 report and the exported model end the run.
 Whatever is there already, of a run that was killed, is gone on with."""
 
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -16,18 +17,18 @@ from omegaconf import DictConfig
 
 from cpt.core.errors import reason
 from cpt.core.preemption import defer_signals
-from cpt.core.processes import is_first_process
+from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.pulse import beating, enter_phase
+from cpt.core.rules import show
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.training.arrangement import arrange, recall
 from cpt.training.capping import hold_cap
-from cpt.training.forecast.making import check_alone, foretell
 from cpt.training.growth import adopt, find_begun
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
-from cpt.training.raising import raise_steps
+from cpt.training.raising import check_raise, raise_steps
 from cpt.training.run_folder import RunFolder
 from cpt.training.verdict import explain_damage
 
@@ -46,13 +47,13 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
         plan = make_plan(cfg)
-        check_alone(plan)
+        check_one_process(plan)
         return learn_or_tell(hold_cap(plan, find_begun(plan, place)), place)
     with place.unless_refused():
         plan = make_plan(cfg)
         plan.source.check_domains(plan.order)
         if plan.run.plan:
-            return foretell(arrange(plan), place)
+            return print_cost(arrange(plan), place)
         adopt(place, plan)
         with place.locked():
             plan = hold_cap(plan, place)
@@ -130,6 +131,37 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         learner.learn()
         learner.conclude(start)
     return scores
+
+
+def check_one_process(plan: Plan) -> None:
+    """Raises ValueError where several processes would estimate the cost of one run."""
+    if plan.run.plan and is_one_of_several():
+        raise ValueError(
+            f"plan={show(plan.run.plan)} is made by one process, for all of trainer.devices and "
+            "trainer.num_nodes; allowed: without torchrun or srun"
+        )
+
+
+def print_cost(plan: Plan, place: RunFolder) -> None:
+    """Prints what a run would do and cost, as a table or as JSON alone, and leaves the folder as it is."""
+    check_one_process(plan)
+    is_new, as_json = not place.config.exists(), plan.run.plan == "json"
+    plan = hold_cap(plan, find_begun(plan, place))
+    logger = logging.getLogger("cpt")
+    level = logger.level
+    logger.setLevel(logging.WARNING if as_json else level)
+    try:
+        if check_raise(plan, place) is None:
+            place.check(plan.settings)
+        check_identity(plan, place, remember=False)
+        with defer_signals():  # libraries do not bear to be left while they are read in
+            from cpt.training.dry_run import estimate, format_table
+        cost = estimate(plan, place)
+    finally:
+        logger.setLevel(level)
+    print(json.dumps(cost, indent=1) if as_json else format_table(cost), flush=True)
+    if is_new:
+        place.leave()
 
 
 def starting(took: dict[str, float], phase: str) -> AbstractContextManager[None]:

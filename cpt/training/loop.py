@@ -33,13 +33,13 @@ from cpt.training.assembly import make_method, tell_resting
 from cpt.training.callbacks import CustomCallbacks
 from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, stored_beside, trained_parameters
+from cpt.training.eta import RunETA
 from cpt.training.examinations import Measured
 from cpt.training.files import check_state
 from cpt.training.generation import Generation
 from cpt.training.keeping import Keeper
 from cpt.training.leaks import Leak
 from cpt.training.monitoring import watch
-from cpt.training.outlook import Outlook
 from cpt.training.plan import Plan
 from cpt.training.pretraining import Base
 from cpt.training.raising import say_why_never
@@ -79,7 +79,7 @@ class Learner:
         self.keeper = Keeper(scores, place.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
         self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
-        self.outlook = Outlook(data, self.scorer, scores, examinations, generation is not None)
+        self.eta = RunETA(data, self.scorer, scores, examinations, generation is not None)
         tell_resting(plan, module, device)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
@@ -136,7 +136,7 @@ class Learner:
             )
         self.scores.run["finished"] = False
         self.restore(number)
-        with self.outlook.timed(examination.KIND, number):
+        with self.eta.timed(examination.KIND, number):
             examination.measure(number, self.device)
         if is_first_process():
             self.keeper.note(examination, number)
@@ -151,7 +151,7 @@ class Learner:
             )
             log.info("going on within %s", domain.name)
         if self.generation is not None:
-            with self.outlook.timed("generate", number):
+            with self.eta.timed("generate", number):
                 self.generation.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.enter(domain)
@@ -165,7 +165,7 @@ class Learner:
         watching = watch(self.plan, self.place, self.data, domain, compute)
         ours = [*resting, compute, *watching, rates, leak, guard]  # a look knows the tokens of its step
         callbacks = [*ours, *self.callbacks.entering(number), saving]
-        with self.outlook.timed("learn", number):
+        with self.eta.timed("learn", number):
             fitting = self.fitted(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
         self.scores.monitor.update((domain.name, each.tell()) for each in watching)
@@ -230,7 +230,7 @@ class Learner:
             self.keeper.keep_row(number)
 
     def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
-        with self.outlook.timed("score", number):
+        with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, texts)
         leave_together(f"before {row} was committed")
         confirm(self.place)

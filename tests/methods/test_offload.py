@@ -1,6 +1,7 @@
 """What rests in the host's memory: the same bits, nothing of it on the model's device, and no sum of both."""
 
 import logging
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt.adapters.bank import BASE, banks_of
 from cpt.core.tensors import NamedTensors
@@ -15,8 +17,7 @@ from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
 from cpt.optim.carry import CarriedState
 from cpt.training.assembly import tell_resting
-from cpt.training.forecast.live import Live
-from cpt.training.forecast.watching import host_of, parts_of
+from cpt.training.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
 from tests.support.devices import MixedDevicesError, SecondDevice
@@ -201,16 +202,27 @@ def test_a_pull_in_pieces_has_the_bits_of_the_whole(weighted):
 
 
 class Largest(SecondDevice):
-    """Notes the most bytes that operations of meta tensors gave at once, of those that are still alive."""
+    """Notes the most bytes of meta tensors that were alive at once: held ones and those of operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = Live(torch.device("meta"))
+        self.now = self.peak = 0
+        self.known = WeakIdKeyDictionary(ref_type=weakref.ref)
+
+    def hold(self, tensors):
+        for storage in [each.untyped_storage() for each in tensors if each.is_meta]:
+            if storage not in self.known:
+                self.known[storage] = True
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes()).atexit = False
+
+    def free(self, size):
+        self.now -= size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = super().__torch_dispatch__(function, types, args, kwargs)
-        for each in (each for each in tree_iter(found) if isinstance(each, torch.Tensor)):
-            self.live.note(each, counts=True)
+        self.hold(each for each in tree_iter(found) if isinstance(each, torch.Tensor))
         return found
 
 
@@ -223,11 +235,11 @@ def test_of_what_rests_one_tensor_at_a_time_is_on_the_device(elsewhere):
     if not elsewhere:
         anchors, weights = ({k: v.to("meta") for k, v in each.items()} for each in (anchors, weights))
     watched = Largest()
-    watched.live.hold([*model.parameters(), *anchors.values(), *weights.values()])
-    before = watched.live.now
+    watched.hold([*model.parameters(), *anchors.values(), *weights.values()])
+    before = watched.now
     with watched:
         value = pull(model, anchors, weights, elsewhere=elsewhere)
-    most = watched.live.peak - before
+    most = watched.peak - before
     assert value.is_meta and before == (10 if elsewhere else 30) * size
     assert most < 14 * size if elsewhere else most > 19 * size
 
@@ -238,11 +250,11 @@ def test_a_copy_moves_one_tensor_at_a_time():
     copy.offload()
     both = nn.ModuleList([model, copy]).to("meta")
     watched = Largest()
-    watched.live.hold(both.parameters())
+    watched.hold(both.parameters())
     with watched:
         copy.take(model, share=0.5)
         copy.restore(model, share=0.5)
-    assert watched.live.peak <= 13 * size
+    assert watched.peak <= 13 * size
     assert {each.device.type for each in copy.buffers()} == {"cpu"} and devices(model) == {"meta"}
 
 
@@ -313,13 +325,15 @@ def test_the_plan_counts_what_rests_in_the_hosts_memory(small):
         module = made(small("method=ewc", ORDER, *options)).module
         own = sum(each.nbytes for each in module.model.parameters())
         module.to("meta")
-        live = Live(torch.device("meta"))
-        trainer = SimpleNamespace(optimizers=[])
-        sizes[name] = {**parts_of(module, trainer, live=live), "host": host_of(module, live=live)}
+        strategy = SimpleNamespace(root_device=torch.device("meta"))
+        sizes[name] = bytes_by_use(module, SimpleNamespace(optimizers=[], strategy=strategy))
     weights = sizes["there"]["weights"]
     assert weights > 100_000 and sizes["here"]["weights"] == weights
-    assert sizes["there"]["state"] == pytest.approx(2 * own, rel=1e-3) and sizes["there"]["host"] == 0
-    assert sizes["here"]["host"] == 2 * own and sizes["here"]["state"] < 100
+    assert (
+        sizes["there"]["method state"] == pytest.approx(2 * own, rel=1e-3)
+        and sizes["there"]["offloaded"] == 0
+    )
+    assert sizes["here"]["offloaded"] == 2 * own and sizes["here"]["method state"] < 100
 
 
 def test_the_plan_says_what_changes_nothing(small, start, capsys, caplog, tmp_path):
@@ -327,5 +341,5 @@ def test_the_plan_says_what_changes_nothing(small, start, capsys, caplog, tmp_pa
     said = []
     for options in ([], [OFFLOAD]):
         start(small("method=ewc", ORDER, "plan=true", *options), tmp_path)
-        said.append([line for line in capsys.readouterr().out.splitlines() if "own state" in line])
+        said.append([line for line in capsys.readouterr().out.splitlines() if "method state" in line])
     assert said[0] == said[1] and len(said[0]) == 1 and len(told(caplog)) == 1

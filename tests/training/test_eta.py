@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from cpt.core.pulse import Phase, Place, name_of, rest_of_run
-from cpt.training.outlook import Outlook
+from cpt.training.eta import RunETA
 
 NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
 STEPS = {"law": 10, "food": 20, "art": 40}
@@ -23,7 +23,7 @@ class Data(list):
 def outlook(phases, *, rows=(), endtasks=(), generates=False):
     """Three domains, two texts scored after each and three after the last."""
     tasks = SimpleNamespace(KIND="endtasks", follows=lambda number: number in endtasks)
-    return Outlook(
+    return RunETA(
         Data(SimpleNamespace(name=name) for name in STEPS),
         SimpleNamespace(wanted=lambda number: "abc"[: 2 + (number == 3)]),
         SimpleNamespace(phases=NONE | phases, rows=list(rows)),
@@ -68,7 +68,7 @@ def test_what_is_done_is_the_measure_of_what_follows():
 def test_what_was_never_timed_is_named():
     phases = {"score": {"base": 4.0}, "learn": {"law": 20.0}}
     seen = outlook(phases, rows=["base", "law"], endtasks=(2, 3), generates=True)
-    assert told(seen.phase("learn", 2)) == (2.0 * (2 + 3) + 2.0 * 40, 0, ("endtasks", "generate"))
+    assert told(seen.phase("learn", 2)) == (2.0 * (2 + 3) + 2.0 * 40, 0, ("generate", "endtasks"))
     later = outlook(phases | {"endtasks": {"food": 7.0}}, rows=["base", "law", "food"], endtasks=(2, 3))
     assert told(later.phase("endtasks", 2)) == (2.0 * 3 + 2.0 * 40 + 7.0, 0, ())
     assert told(later.phase("probes", 3)) == (0.0, 0, ())
@@ -100,26 +100,12 @@ def test_nothing_is_foreseen_without_a_rate():
     assert rest_of_run(phase, Place("law (1/3)", 0, None, "it", 1.0)) is None
 
 
-def test_how_long_the_latest_stages_took_is_the_measure():
-    """Of very many; those before count no more, and neither does one that is not committed."""
+def test_the_latest_stages_set_the_pace():
+    """The stage that is not committed yet does not."""
     names = [f"d{number}" for number in range(300)]
-    many = outlook({"learn": dict.fromkeys(names[:200], 90.0)})
+    took = dict.fromkeys(names[:200], 90.0) | dict.fromkeys(names[200:280], 2.0) | {names[280]: 50.0}
+    many = outlook({"learn": took}, rows=["base", *names[:280]])
     many.data[:] = [SimpleNamespace(name=name) for name in names]
     many.data.steps = lambda domain: 1
-    many.scores.rows[:] = ["base", *names[:200]]
-    assert many.took()["learn"] == 90.0
-    many.scores.phases["learn"] |= dict.fromkeys(names[200:281], 2.0) | {names[280]: 50.0}
-    many.scores.rows[:] = ["base", *names[:280]]
-    assert many.took()["learn"] == 2.0
     phase = many.phase("learn", 281)
-    assert (phase.done, phase.total) == (280, 300) and many.left["learn"][281] == 20
-
-
-def test_what_is_left_is_looked_up_and_not_counted_in_each_phase():
-    asked = []
-    seen = outlook({})
-    own = seen.data.steps
-    seen.data.steps = lambda domain: asked.append(domain) or own(domain)
-    for number in range(4):
-        seen.phase("score", number)
-    assert len(asked) == 3
+    assert (phase.done, phase.total, phase.rest_s) == (280, 300, 19 * 2.0) and "learn" not in phase.untimed
