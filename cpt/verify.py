@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from cpt.core.checksums import FILE, Checksums
+from cpt.core.files import find_damage, read_checksums
+from cpt.core.tensors import check_state
 from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
-from cpt.training.files import check_state
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
 from cpt.training.stages import check_stage
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if absent := [str(path) for path in folders if not path.is_dir()]:
         print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
         return 1
-    runs, shared = find_damage(folders)
+    runs, shared = find_runs_and_artifacts(folders)
     work = [(damage_in_cache, each) for each in shared] + [(damage_in_run, each) for each in runs]
     lines = [line for look, each in tqdm(work, disable=None, leave=False) for line in look(each)]
     print("\n".join([*lines, f"{len(shared)} folders of caches, {len(runs)} runs: {len(lines)} damaged"]))
@@ -47,7 +47,7 @@ def default() -> list[Path]:
     return [outputs] * (outputs.is_dir() or not cache) + [Path(cache)] * bool(cache)
 
 
-def find_damage(given: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+def find_runs_and_artifacts(given: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """Run folders, and the folders of caches, at or below the given ones, each once."""
     runs, shared = set(), set()
     for path in given:
@@ -62,7 +62,7 @@ def find_damage(given: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 def damage_in_cache(folder: Path) -> Iterator[str]:
     """What is wrong with a folder that runs share."""
     try:
-        wrong = "; ".join(Checksums.load(folder / FILE).damaged(folder))
+        wrong = "; ".join(find_damage(folder, read_checksums(folder), full=True))
     except ValueError as error:
         wrong = str(error)
     if wrong:
