@@ -15,6 +15,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from cpt.core.cache import full_check
 from cpt.core.errors import reason
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
@@ -30,7 +31,6 @@ from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan
 from cpt.training.raising import check_raise, raise_steps
 from cpt.training.run_folder import RunFolder
-from cpt.training.verdict import explain_damage
 
 log = logging.getLogger(__name__)
 # What precedes the stages: as scores.json calls it, and as it is told meanwhile.
@@ -65,13 +65,13 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
 
 
 def learn_or_tell(plan: Plan, place: RunFolder) -> float | list[float | None] | None:
-    plan = arrange(plan)
-    check_identity(plan, place)
-    scores = place.scores()
-    if needs_nothing(scores, plan) and not is_partial(plan, place):
-        log.info("%s is finished already", place.path)
-    else:
-        with explain_damage(place):
+    with full_check(plan.run.check == "full"):
+        plan = arrange(plan)
+        check_identity(plan, place)
+        scores = place.scores()
+        if needs_nothing(scores, plan) and not is_partial(plan, place):
+            log.info("%s is finished already", place.path)
+        else:
             scores = carry_out(plan, place)
     log.info("\n%s\n%s", format_scores(scores), place.path / "report.html")
     return objective_value(scores.metrics, plan.run.objective)
@@ -91,7 +91,6 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.training.loop import Learner
         from cpt.training.pretraining import make_base
         from cpt.training.readiness import prepare
-        from cpt.training.verdict import confirm
 
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
@@ -106,8 +105,6 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         examinations = make_examinations(plan, place, ready, corpora, start, module=module, data=data)
     settle_identity(plan, place, corpora, start, examinations)
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
-    if plan.run.check == "full":
-        confirm(place)
     about = About(
         run_name(scores.run, plan.settings["order"]),
         str(plan.run.name),

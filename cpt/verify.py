@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from cpt.core.checksums import FILE, Checksums
+from cpt.core.files import find_damage, read_checksums
 from cpt.core.output import run_program
+from cpt.core.tensors import check_state
 from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
-from cpt.training.files import check_state
 from cpt.training.identity import Identity
 from cpt.training.run_folder import RunFolder
 from cpt.training.stages import check_stage
@@ -79,7 +79,7 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError for files that differ from the checksums in the folder."""
-    if wrong := list(Checksums.load(folder / FILE).damaged(folder)):
+    if wrong := list(find_damage(folder, read_checksums(folder), full=True)):
         raise ValueError("; ".join(wrong))
 
 

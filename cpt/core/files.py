@@ -1,21 +1,33 @@
-"""Files written as a whole or not at all, and archives that are whole."""
+"""Atomic file writes, checksums, and archives that are checked before they are loaded."""
 
 import contextlib
+import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cpt.core.checksums import sync
+import xxhash
 
-REFUSED = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
+CHECKSUMS = "checksums.json"
+BLOCK = 1 << 20  # bytes read at a time
+WRITE_ERROR = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container")  # of Rust, of torch.save
+Table = dict[str, tuple[int, str]]  # size and hash of files, by their path within a folder
+
+
+def sync(path: Path) -> None:
+    """Flushes a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which then takes its place: a kill leaves the old file or the new
-    one."""
+    """A temporary path that replaces `path` on success: a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     yield partial
@@ -24,34 +36,85 @@ def replacing(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises OSError where a library has an error of its own for a system that does not let it write."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # safetensors has one, torch a RuntimeError, tokenizers no more than this
-        if not REFUSED.search(str(error)):
-            raise
-        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
-
-
 def replace(path: Path, text: str) -> None:
-    """Puts a text in the place of a file."""
+    """Writes a text file atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises OSError where safetensors, torch or tokenizers report a failed write by another exception."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if not WRITE_ERROR.search(str(error)):
+            raise
+        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+
+
 def check_archive(path: Path, *, instead: str) -> None:
-    """Raises ValueError if a file of weights or losses is truncated or damaged; `instead` says what to do
-    about it."""
+    """Raises ValueError if a zip file (torch.save, np.savez) is missing, truncated or has a wrong CRC;
+    `instead` says what to do about it."""
     if not path.exists():
         raise ValueError(f"{path} is gone; {instead}")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # whatever a byte of an archive may come to: another version, a lock, a size
+    except Exception as error:  # a flipped byte may name another zip version, encryption, or a huge size
         damaged = str(error) or type(error).__name__
     if damaged:
         raise ValueError(f"{path} is truncated or damaged ({damaged}); {instead}")
+
+
+def file_hash(path: Path) -> str:
+    """xxh3 of a file, 32 hexadecimal digits: detects accidents, not forgery."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_files(folder: Path, paths: Iterable[Path]) -> Table:
+    return {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, file_hash(path)) for path in sorted(paths)
+    }
+
+
+def write_checksums(folder: Path, paths: Iterable[Path], *, others: Table | None = None) -> None:
+    """Writes `checksums.json` of files in a folder, which are flushed to disk first; `others` are the
+    checksums of further files, which are not read."""
+    paths = list(paths)
+    for path in (*paths, *{path.parent for path in paths}):
+        sync(path)
+    table = (others or {}) | hash_files(folder, paths)
+    replace(folder / CHECKSUMS, json.dumps({"files": table}, indent=0))
+
+
+def read_checksums(folder: Path) -> Table:
+    """Raises ValueError if `checksums.json` is missing or damaged."""
+    try:
+        table = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))["files"]
+        return {name: (size, digest) for name, (size, digest) in table.items()}
+    except FileNotFoundError:
+        raise ValueError(f"{CHECKSUMS} is gone") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{CHECKSUMS} is damaged") from error
+
+
+def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
+    """The files that are missing, have another size or, if `full`, another hash."""
+    for name, (size, digest) in table.items():
+        path = folder / name
+        try:
+            if not path.is_file():
+                yield f"{name} is gone"
+            elif (found := path.stat().st_size) != size:
+                yield f"{name} has {found} bytes, not {size}"
+            elif full and file_hash(path) != digest:
+                yield f"{name} differs from its checksum"
+        except OSError as error:  # a bad disk, or another process has just removed it
+            yield f"{name} cannot be read ({error.strerror})"

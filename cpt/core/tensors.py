@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpt.core.files import check_archive, replacing, writing
 from cpt.core.sharding import local, shard_like
 
 CPU = torch.device("cpu")
@@ -21,6 +22,22 @@ def load_tensors(path: Path | str, *, mapped: bool = True) -> Any:
         return torch.load(path, weights_only=True, mmap=mapped, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise ValueError(f"{path} holds other things than tensors; it is not used") from error
+
+
+def save_state(state: Any, path: Path) -> None:
+    """Writes a file of torch.save atomically. Raises OSError where it cannot be written."""
+    with writing(path), replacing(path) as partial:
+        torch.save(state, partial)
+
+
+def check_state(path: Path, *, instead: str) -> None:
+    """Raises ValueError if a file of torch.save is missing or damaged, or holds other things than tensors;
+    `instead` says what to do about it."""
+    check_archive(path, instead=instead)
+    try:
+        load_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; {instead}") from error
 
 
 class NamedTensors(nn.Module):

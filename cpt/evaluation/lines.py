@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cpt.core.checksums import sync
+from cpt.core.files import sync
 from cpt.core.schema import check_types
 
 LINE = {"row": int, "name": str, "nll": dict[str, float | None], "parts": dict[str, dict[str, float]]}

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from cpt.core.errors import reason
 from cpt.core.signatures import check_arguments, target
-from cpt.core.tensors import load_tensors
-from cpt.training.files import save_state
+from cpt.core.tensors import load_tensors, save_state
 from cpt.training.monitoring import Monitor
 
 BUDGET = "trainer.steps, trainer.epochs or trainer.tokens say how long a domain is learned"

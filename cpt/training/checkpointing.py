@@ -10,8 +10,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from cpt.adapters.bank import rest_parts
 from cpt.core.preemption import leave_all
+from cpt.core.tensors import save_state
 from cpt.optim.guard import Guard
-from cpt.training.files import save_state
 from cpt.training.options import minutes_of
 from cpt.training.shards import fill_in
 

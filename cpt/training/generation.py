@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -22,8 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
 from cpt.core import files
-from cpt.core.cache import discard
-from cpt.core.checksums import seal, sync
+from cpt.core.cache import discard, finish_artifact
 from cpt.core.collectives import gather_objects, wait_for_others
 from cpt.core.growing import PLACE
 from cpt.core.preemption import leave_together
@@ -252,10 +250,8 @@ class Generation:
         facts = {task.text: self.keep(begun, task) for task in tasks}
         files.replace(begun / FACTS, json.dumps(facts, indent=1))
         (begun / PLACE).unlink()
-        seal(begun)
         discard(folder)
-        os.replace(begun, folder)
-        sync(folder.parent)
+        finish_artifact(begun, folder)
         tokens, texts, real = (
             sum(each[name] for each in facts.values()) for name in ("tokens", "texts", "real")
         )

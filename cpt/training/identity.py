@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpt.core.checksums import checksum
-from cpt.core.files import replace
+from cpt.core.files import file_hash, replace
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
@@ -212,7 +211,7 @@ def look(path: Path) -> list[int]:
 
 
 def file_identity(path: Path) -> list[Any]:
-    return [*look(path), checksum(path)]
+    return [*look(path), file_hash(path)]
 
 
 def checkpoint_files(checkpoint: str) -> dict[str, Path]:

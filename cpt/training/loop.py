@@ -18,6 +18,7 @@ from cpt.core.files import writing
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.core.pulse import enter_phase
+from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.documents import gather_documents
 from cpt.evaluation.objective import objective_value
@@ -35,7 +36,6 @@ from cpt.training.checkpointing import Checkpoint, Resting
 from cpt.training.costs import Compute, stored_beside, trained_parameters
 from cpt.training.eta import RunETA
 from cpt.training.examinations import Measured
-from cpt.training.files import check_state
 from cpt.training.generation import Generation
 from cpt.training.keeping import Keeper
 from cpt.training.leaks import Leak
@@ -48,7 +48,6 @@ from cpt.training.run_folder import RunFolder
 from cpt.training.scoring import Cells, Scorer, tell_row
 from cpt.training.stages import check_stage, restore_stage, save_stage
 from cpt.training.trainer import drop_optimizer, make_trainer
-from cpt.training.verdict import confirm
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,6 @@ class Learner:
             self.at = number
             self.commit(domain.name, **costs)
             self.examine(number)
-        confirm(self.place)
 
     def restore(self, number: int) -> None:
         """Gives the module its state after so many stages, if it has another."""
@@ -233,7 +231,6 @@ class Learner:
         with self.eta.timed("score", number):
             cells = self.scorer.score(number, row, texts)
         leave_together(f"before {row} was committed")
-        confirm(self.place)
         return cells
 
     def whole(self, start: Base) -> ContinualModule:

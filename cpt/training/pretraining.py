@@ -14,6 +14,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.options import Options
 from cpt.core.preemption import defer_signals
+from cpt.core.tensors import check_state
 from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus
@@ -30,7 +31,6 @@ from cpt.models.resizing import entries, fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint
-from cpt.training.files import check_state
 from cpt.training.trainer import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)

@@ -177,7 +177,7 @@ def the_checkpoint(place: RunFolder) -> Path | None:
 
 def steps_done(place: RunFolder) -> int:
     """The steps that it has made. Raises ValueError for a file that is damaged."""
-    from cpt.training.files import check_state, load_tensors  # torch, which other starts need not wait for
+    from cpt.core.tensors import check_state, load_tensors  # torch, which other starts need not wait for
 
     path = the_checkpoint(place)
     if path is None:
@@ -188,7 +188,7 @@ def steps_done(place: RunFolder) -> int:
 
 def reopen(path: Path | None) -> None:
     """Has a trainer's state be one that more batches follow, as it would be in a run that has them."""
-    from cpt.training.files import load_tensors, save_state
+    from cpt.core.tensors import load_tensors, save_state
 
     if path is None:
         return

@@ -14,9 +14,16 @@ from omegaconf import OmegaConf
 
 from cpt.core import signs
 from cpt.core.cache import discard
-from cpt.core.checksums import FILE, Checksums, sync
 from cpt.core.config import identity, list_differences, plain_config, redact
-from cpt.core.files import check_archive, replace, replacing
+from cpt.core.files import (
+    CHECKSUMS,
+    check_archive,
+    find_damage,
+    read_checksums,
+    replace,
+    replacing,
+    write_checksums,
+)
 from cpt.core.pulse import told
 from cpt.evaluation.documents import documents_file, load_documents
 from cpt.evaluation.lines import lines_file
@@ -48,7 +55,7 @@ class RunFolder:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.identity = path / "config.yaml", path / "identity.json"
-        self.outputs = path / FILE
+        self.outputs = path / CHECKSUMS
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Remembers the config, or compares it with the remembered one."""
@@ -109,18 +116,13 @@ class RunFolder:
 
     def seal(self) -> None:
         """Remembers the checksums of what a finished run is asked for; the disk holds it then."""
-        paths = [path for path in (*self.model.rglob("*"), *self.reports) if path.is_file()]
-        for path in (*paths, self.model, self.path):
-            sync(path)
-        replace(self.outputs, Checksums.of(self.path, paths).text())
+        write_checksums(self.path, (p for p in (*self.model.rglob("*"), *self.reports) if p.is_file()))
 
     def seal_again(self, paths: Iterable[Path]) -> None:
         """Remembers other checksums of these files, where the folder remembers any: those of the others stay
         what they were, damaged or not. Raises ValueError where they cannot be read."""
-        if not self.outputs.exists():
-            return
-        now = Checksums.of(self.path, paths).files
-        replace(self.outputs, Checksums(Checksums.load(self.outputs).files | now).text())
+        if self.outputs.exists():
+            write_checksums(self.path, paths, others=read_checksums(self.path))
 
     @property
     def reports(self) -> list[Path]:
@@ -129,10 +131,9 @@ class RunFolder:
     def lost(self, *, full: bool) -> list[str]:
         """What of a finished run's model and report is gone or partial; damaged too, if all is read."""
         try:
-            told = Checksums.load(self.outputs)
+            return list(find_damage(self.path, read_checksums(self.path), full=full))
         except ValueError as error:
             return [str(error)]
-        return list(told.damaged(self.path) if full else told.lost(self.path))
 
     def make_room(self) -> None:
         """Puts aside what stands where the model's folder or the report belongs and is none."""

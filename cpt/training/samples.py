@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpt.core.cache import problem
+from cpt.core.cache import artifact_damage
 from cpt.core.collectives import gather_objects
 from cpt.core.growing import Growing
 from cpt.core.processes import is_first_process
@@ -55,6 +55,6 @@ def is_whole(folder: Path) -> bool:
     """Whether a folder has what was generated; tells of one that is damaged."""
     if not folder.exists():
         return False
-    if wrong := problem(folder):
-        log.warning("%s is damaged (%s) and is made again", folder, wrong)
-    return not wrong
+    if damage := artifact_damage(folder):
+        log.warning("%s is damaged (%s): writing it again", folder, damage)
+    return not damage

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as files
 
-from cpt.core.checksums import size_of, sync
 from cpt.core.collectives import agree, wait_for_others
+from cpt.core.files import find_damage, sync
 from cpt.core.processes import in_company, is_first_process
 from cpt.core.sharding import is_sharded, lay_out, local
-from cpt.training.files import save_state
+from cpt.core.tensors import save_state
 
 SHARDS = "shards"  # in the small file: the folder's name, and the sizes of its files
 MODULE = "module/"
@@ -60,7 +60,7 @@ def save_shards(checkpoint: Mapping[str, Any], path: Path) -> None:
     folder = new_folder(path)
     write_shards(tensors, folder)
     if is_first_process():
-        sizes = {each.name: size_of(each) for each in sorted(folder.iterdir())}
+        sizes = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
         save_state({**others, SHARDS: [folder.name, sizes]}, path)
         remove_others(path, folder)
 
@@ -102,8 +102,9 @@ def fill_in(
         return checkpoint
     name, sizes = checkpoint.pop(SHARDS)
     folder = path.with_name(name)
-    if bad := [each for each, size in sizes.items() if size_of(folder / each) != size]:
-        raise ValueError(f"{folder / bad[0]} is gone or truncated; delete {path} to learn its domain again")
+    table = {each: (size, "") for each, size in sizes.items()}
+    if damage := next(find_damage(folder, table, full=False), None):
+        raise ValueError(f"{folder}: {damage}; delete {path} to learn its domain again")
     return join_tensors(checkpoint, read_shards(folder, like))
 
 

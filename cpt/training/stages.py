@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from cpt.adapters.bank import load_resting, rest_parts
-from cpt.core.checksums import Checksums
-from cpt.core.collectives import wait_for_others
-from cpt.core.files import check_archive
+from cpt.core.collectives import gather_objects
+from cpt.core.files import Table, check_archive, find_damage, hash_files
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.sharding import is_sharded
-from cpt.core.tensors import load_tensors
-from cpt.training.files import save_state
+from cpt.core.tensors import load_tensors, save_state
 from cpt.training.sharding import layout_of
 from cpt.training.shards import SHARDS, new_folder, read_shards, remove_others, write_shards
 
-SUMS = "sums.json"  # of a process, until all have written
 Like = Callable[[str, torch.Size], Tensor | None]
 
 
@@ -56,19 +53,11 @@ def names_in_shards(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str,
     return {name: first.setdefault(parameters.get(name, name), name) for name in shared}
 
 
-def sum_up(folder: Path) -> dict[str, tuple[int, str]]:
-    """Size and checksum of the files in a folder: each process reads its own; the first has all of them."""
-    rank, world = rank_and_world()
+def sum_up(folder: Path) -> Table:
+    """Size and hash of the files in a folder, of which each process reads its own."""
+    rank, _ = rank_and_world()
     own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if is_first_process() else [])]
-    (folder / f"{rank}.{SUMS}").write_text(Checksums.of(folder, own).text(), encoding="utf-8")
-    wait_for_others()
-    if not is_first_process():
-        return {}
-    found: dict[str, tuple[int, str]] = {}
-    for path in [folder / f"{each}.{SUMS}" for each in range(world)]:
-        found |= Checksums.load(path).files
-        path.unlink()
-    return found
+    return {name: each for table in gather_objects(hash_files(folder, own)) for name, each in table.items()}
 
 
 def check_stage(path: Path, *, instead: str) -> None:
@@ -79,7 +68,7 @@ def check_stage(path: Path, *, instead: str) -> None:
     if not shards:
         return
     folder = path.with_name(shards["folder"])
-    if damage := next(Checksums(shards["sums"]).damaged(folder), None):
+    if damage := next(find_damage(folder, shards["sums"], full=True), None):
         raise ValueError(f"{folder}: {damage}; {instead}")
 
 

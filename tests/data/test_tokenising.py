@@ -290,8 +290,7 @@ def test_a_process_that_is_killed_leaves_no_others_and_is_gone_on_with(tmp_path,
     others = children_of(process.pid)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL and place is not None and len(others) >= 2
-    told = json.loads(place.read_text())["told"]
-    assert told["place"]["first"] > 0
+    assert json.loads(place.read_text())["place"]["first"] > 0
     for _ in range(1000):
         if not any(map(is_alive, others)):
             break
