@@ -1,7 +1,7 @@
-"""The tables of `docs/methods.md` and its picture.
+"""The tables of `docs/methods.md` and its picture, from `docs/methods.json`.
 
-`python docs/site/methods.py` writes them from `docs/methods.json`; `python docs/site/methods.py FOLDER` first puts
-the finished runs below FOLDER (`experiment=methods_table`, YAML values, no mask) into that file."""
+`python docs/site/methods.py` writes them. `python docs/site/methods.py FOLDER` first puts the finished runs
+below FOLDER (`experiment=methods_table`, YAML values, no mask) into that file."""
 
 import json
 import statistics
