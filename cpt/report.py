@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,7 +37,6 @@ from cpt.reporting.page import Block, align_columns, few, write_page
 USUAL = "ncl"  # what is compared with where nothing else is asked for
 LC = 8  # columns of the differences that a console shows: up to those of LC
 LONGEST = 80  # characters of a file's name that say which runs are in it
-MODES = ("online", "offline")
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,10 +63,6 @@ def parser() -> Parser:
         help="base name of the written files (default: comparison; with --where comparison_KEY-VALUE)",
     )
     give("--export", default=",".join(KINDS), metavar="KIND,…", help=f"{', '.join(KINDS)}, or none")
-    give("--sync", action="store_true", help="send the runs, also unfinished ones, to Weights & Biases")
-    give("--project", help="W&B project for --sync (default: the one of each run's config)")
-    give("--entity", help="W&B entity for --sync")
-    give("--mode", choices=MODES, default="online", help="W&B mode for --sync")
     return made
 
 
@@ -103,8 +97,6 @@ def _run(asked_for: argparse.Namespace) -> int:
     if not there.finished:
         print(_nothing(there, asked_for.folders), file=sys.stderr)
         return 2
-    if asked_for.sync:
-        failed |= _sync(there.runs, asked_for)
     return int(failed)
 
 
@@ -267,16 +259,6 @@ def _print(above: Sequence[Block], compared: Sequence[ComparedRuns], others: Seq
     for block in others:
         if block.cells:
             print("\n".join([block.title, align_columns(block)]), end="\n\n")
-
-
-def _sync(runs: Mapping[Path, Scores], asked_for: argparse.Namespace) -> bool:
-    """Sends the runs to W&B; whether one failed."""
-    if find_spec("wandb") is None:
-        raise ValueError("--sync needs the package wandb; pip install wandb")
-    from cpt.tracking.sync import sync_runs
-
-    options = {name: getattr(asked_for, name) for name in ("project", "entity", "mode")}
-    return bool(sync_runs(runs, **options))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from cpt.contrib.wandb_tools.rebuild import build_parser
 from cpt.evaluation.scores import VERSION
 from cpt.report import parser
 from cpt.reporting.comparison.runs import FILTERS
@@ -166,6 +167,7 @@ def test_extras_that_are_named_exist(path):
 @pytest.mark.parametrize("name", ["README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"])
 def test_options_of_the_comparison_exist(name):
     path, there = ROOT / name, set(parser()._option_string_actions) | OF_WANDB
+    there |= set(build_parser()._option_string_actions)
     alone = {word for span in spans(path) for word in span.split()[:1] if word.startswith("--")}
     called = {word for given in commands(path, "python -m cpt.report") for word in given if word[:2] == "--"}
     assert (alone | called) - there == set()

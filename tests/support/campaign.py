@@ -200,7 +200,7 @@ RESTING = {
     "test_strengths.py": {
         "test_it_comes_first_with_what_was_learned_and_forgotten": ALL,
     },
-    "test_sync.py": {
+    "test_rebuild.py": {
         "test_of_a_table_that_wandb_cuts_the_last_stages_are_shown": ALL,
     },
     "test_tasks.py": {

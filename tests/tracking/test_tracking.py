@@ -8,16 +8,16 @@ import math
 import numpy as np
 import pytest
 
+from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.reporting.run_table import choose_headlines, summarise_run
-from cpt.tracking import sync
 from cpt.tracking.loggers import About, LongCSV, log_scores, log_stage, track
 from cpt.tracking.wandb_run import Curves, open_run, run_name
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
+from tests.support.tracked import refusing, scores
 from tests.support.wandb_files import config, history, of_kind, records, summary
-from tests.tracking.test_sync import refusing, scores
 
 pytestmark = pytest.mark.slow
 
@@ -106,12 +106,12 @@ def test_the_matrix_is_logged_over_the_stages_and_as_table_and_image(runs):
 
 def test_a_rebuilt_run_has_the_curves_of_the_live_one(runs):
     live = history(runs / "s0")
-    assert sync.sync_runs({runs / "s0": Scores.load(runs / "s0" / "scores.json")}, project="p", entity=None,
+    assert sync_runs({runs / "s0": Scores.load(runs / "s0" / "scores.json")}, project="p", entity=None,
                           mode="offline") == 0  # fmt: skip
     import wandb
 
     wandb.teardown()
-    rebuilt = history(runs / "s0" / sync.REBUILT)
+    rebuilt = history(runs / "s0" / REBUILT)
     for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s"):
         both = [[(row["train/tokens"], row[name]) for row in rows if name in row] for rows in (live, rebuilt)]
         assert both[0] == both[1]

@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -300,30 +299,6 @@ def test_a_missing_folder_beside_another_is_named(tmp_path, capsys, drawn):
     saved(tmp_path / "1")
     assert main([str(tmp_path / "nowhere"), str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"{tmp_path / 'nowhere'}: no such folder\n"
-    assert (tmp_path / "comparison.md").exists()
-
-
-def test_sync_sends_all_runs_that_were_not_filtered_out(tmp_path, monkeypatch, drawn):
-    sent = []
-    fake = types.SimpleNamespace(
-        sync_runs=lambda runs, **options: sent.append((sorted(p.name for p in runs), options)) or 0
-    )
-    monkeypatch.setitem(sys.modules, "cpt.tracking.sync", fake)
-    saved(tmp_path / "ncl")
-    saved(tmp_path / "half", nll=NLL[:2], finished=False)
-    saved(tmp_path / "das", method="das")
-    given = ["--sync", "--project", "p", "--mode", "offline", "--where", "method=ncl"]
-    assert main([str(tmp_path), *given]) == 0
-    assert sent == [(["half", "ncl"], {"project": "p", "entity": None, "mode": "offline"})]
-    fake.sync_runs = lambda runs, **options: 1
-    assert main([str(tmp_path), "--sync"]) == 1
-
-
-def test_sync_without_wandb_is_one_line(tmp_path, monkeypatch, capsys, drawn):
-    monkeypatch.setattr("cpt.report.find_spec", lambda name: None)
-    saved(tmp_path / "ncl")
-    assert main([str(tmp_path), "--sync"]) == 1
-    assert capsys.readouterr().err == "cpt: --sync needs the package wandb; pip install wandb\n"
     assert (tmp_path / "comparison.md").exists()
 
 

@@ -1,13 +1,18 @@
-"""Makes W&B runs of run folders, with the identifiers that the runs themselves would have used."""
+"""Make W&B runs from run folders: `python -m cpt.contrib.wandb_tools.rebuild FOLDER…`.
+
+A rebuilt run has the identifier that the run itself used or would have used."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import logging
+import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -21,9 +26,11 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from cpt.core.config import digest
-from cpt.core.errors import reason
+from cpt.core.errors import readable, reason
 from cpt.core.files import check_archive
+from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
+from cpt.reporting.comparison.runs import find_runs
 from cpt.tracking.wandb_run import AXES, TRAINING, Curves, open_run, publish, publish_stage, run_name
 
 if TYPE_CHECKING:
@@ -55,20 +62,52 @@ class Record(NamedTuple):
     distributions: list[dict[str, np.ndarray]]  # [row], by name
 
 
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cpt.contrib.wandb_tools.rebuild", description="Makes W&B runs from run folders."
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth"
+    )
+    parser.add_argument("--project", help="W&B project (default: the one of each run's config)")
+    parser.add_argument("--entity", help="W&B user or team")
+    parser.add_argument(
+        "--mode", choices=MODES, default="online", help=f"offline: write RUN/{REBUILT}/wandb for wandb sync"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Sends the runs below folders; gives the exit code: 1 if one could not be read or sent."""
+    given = build_parser().parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        runs, damaged = find_runs(given.folders)
+        print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
+        if not runs:
+            raise ValueError(f"no readable scores.json below {', '.join(map(str, given.folders))}")
+        failed = sync_runs(runs, project=given.project, entity=given.entity, mode=given.mode)
+    return int(bool(damaged or failed))
+
+
 def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str | None, mode: str) -> int:
     """Sends the runs to W&B (`online`), or writes RUN/rebuilt/wandb for `wandb sync` (`offline`).
 
-    A run that W&B knows keeps its curves and gets what is missing. One that is at work is left out. What
-    cannot be read or sent is named in the log and the rest is done; gives how many those were. ValueError if
-    W&B refuses, or takes none.
+    A run that W&B knows keeps its curves and gets what is missing. A run that is still training is skipped.
+    What cannot be read or sent is logged and the rest is sent; gives the number of failures. Raises
+    ValueError if W&B refuses, or accepts none.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode={mode}; allowed: {', '.join(MODES)}")
     failed, sent = 0, 0
     with logging_redirect_tqdm():
         for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):
+            if at_work(path, scores):
+                log.warning("%s: is at work; left out", path.resolve())
+                continue
             try:
-                sent += _send(path.resolve(), scores, project=project, entity=entity, mode=mode)
+                record = read_folder(path.resolve(), scores)
+                with wandb_folder(path.resolve(), mode) as folder:
+                    rebuild(record, scores, folder=folder, project=project, entity=entity, mode=mode)
+                sent += 1
             except (UnreadableError, ConnectionError) as error:
                 failed += 1
                 log.error("%s: %s", path, reason(error))
@@ -79,17 +118,6 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
 
 class UnreadableError(Exception):
     """A run folder whose files cannot be read."""
-
-
-def _send(path: Path, scores: Scores, *, mode: str, **place: str | None) -> bool:
-    """Whether the run was sent: not while it is at work."""
-    if at_work(path, scores):
-        log.warning("%s: is at work; left out", path)
-        return False
-    record = read_folder(path, scores)
-    with _files(path, mode) as folder:
-        rebuild(record, scores, folder=folder, mode=mode, **place)
-    return True
 
 
 def at_work(path: Path, scores: Scores) -> bool:
@@ -114,28 +142,21 @@ def translate_errors() -> Iterator[None]:
 
 
 def read_folder(path: Path, scores: Scores) -> Record:
-    """The files of a run, none of which has to be there; UnreadableError if one is damaged."""
+    """The files of a run, each of which may be missing; UnreadableError if one is damaged."""
     with translate_errors():
-        distributions = [_arrays(path, row) for row in range(len(scores.rows))]
+        distributions: list[dict[str, np.ndarray]] = [{} for _ in scores.rows]
+        for row, found in enumerate(distributions):
+            archive = path / "diagnostics" / f"{row:03d}.npz"
+            if archive.exists():
+                check_archive(archive, instead="bring it back from a copy, or delete it to go without")
+                with np.load(archive) as arrays:
+                    found.update(arrays)
         curves = read_curves(path / "metrics.csv", {*scores.rows, *scores.run["order"]})
-        return Record(path, _config(path / "config.yaml"), curves, distributions)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    told = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if not isinstance(told, dict):
-        raise ValueError(f"{path.name} is no mapping")
-    return told
-
-
-def _arrays(path: Path, row: int) -> dict[str, np.ndarray]:
-    """What a method let one see after a stage."""
-    archive = path / "diagnostics" / f"{row:03d}.npz"
-    if not archive.exists():
-        return {}
-    check_archive(archive, instead="bring it back from a copy, or delete it to go without")
-    with np.load(archive) as arrays:
-        return dict(arrays)
+        file = path / "config.yaml"
+        config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(config, dict):
+            raise ValueError(f"{file.name} is no mapping")
+        return Record(path, config, curves, distributions)
 
 
 def read_curves(path: Path, domains: Collection[str]) -> Points:
@@ -146,24 +167,23 @@ def read_curves(path: Path, domains: Collection[str]) -> Points:
     """
     if not path.exists():
         return []
-    found, domain = dict[tuple[str, int], dict[str, float]](), ""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    domain = ""
     with path.open(newline="", encoding="utf-8") as file:
-        for step, name, value in filter(None, map(_point, csv.reader(file))):
+        for line in csv.reader(file):
+            try:
+                step, name, value = int(line[0]), line[1], float(line[2])
+            except (ValueError, IndexError):  # the header, or a line that a kill cut off
+                continue
             kind, _, rest = name.partition("/")
+            if name.startswith(STAGES) or len(line) != 3:
+                continue
             if kind in TRAINING:
                 known = [each for each in domains if rest.endswith(f"/{each}")]
                 domain = max(known, key=len, default=rest.partition("/")[2])
             # A look is written with the number of steps so far, a loss with the index of its step.
             found.setdefault((domain, step - (kind in TRAINING[1:])), {})[name] = value
     return [(*where, points) for where, points in found.items()]
-
-
-def _point(line: list[str]) -> tuple[int, str, float] | None:
-    try:
-        step, name, value = line
-        return None if name.startswith(STAGES) else (int(step), name, float(value))
-    except ValueError:
-        return None
 
 
 def identifier(path: Path, scores: Scores) -> str:
@@ -174,7 +194,7 @@ def identifier(path: Path, scores: Scores) -> str:
 
 
 @contextmanager
-def _files(path: Path, mode: str) -> Iterator[Path]:
+def wandb_folder(path: Path, mode: str) -> Iterator[Path]:
     """Where W&B puts its files: of an earlier rebuild nothing is left, so that it is not sent twice."""
     if mode == "online":
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
@@ -220,3 +240,7 @@ def log_curves(curves: Curves, points: Points, scores: Scores) -> None:
         curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
         for _, step, values in lines:
             curves.log(values, step)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,22 +1,20 @@
-"""W&B runs made from run folders, read back; and the tables that they show."""
+"""W&B runs made from run folders, read back."""
 
 import csv
 import dataclasses
-import json
 import logging
-import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from filelock import FileLock
 
+from cpt.contrib.wandb_tools import rebuild
 from cpt.core.config import digest
-from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.reporting.run_table import MOST, choose_headlines, summarise_run
-from cpt.reporting.tables import stage_row, tabulate, task_rows
-from cpt.tracking import sync, wandb_run
+from cpt.evaluation.scores import COSTS, NOTED
+from cpt.reporting.run_table import MOST, choose_headlines
+from cpt.reporting.tables import tabulate
 from tests.support import wandb_files
+from tests.support.tracked import refusing, scores
 
 pytestmark = pytest.mark.slow
 
@@ -26,62 +24,6 @@ tags: [nice]
 method: {name: das, strength: 0.5}
 logger: {per_domain: true, histograms: true}
 """
-NASTY = ["lr", "stage", "a/b", "a", "LC", "matrix", "a%2Fb", "b/final", "b"]
-
-
-def scores(*, domains=("law", "food"), finished=True, endtasks=True, **run):
-    """A run of made-up numbers over these domains: loss 4 at first, 3 when learned, 3.3 after that."""
-    texts = [*domains, "general"]
-    keys = {
-        "name": "first",
-        "method": "das",
-        "mask": "none",
-        "replay": "none",
-        "variant": "",
-        "model": "tiny",
-    }
-    made = Scores(
-        domains=texts,
-        tokens=[100 + i for i in range(len(texts))],
-        bytes=[400 + i for i in range(len(texts))],
-        scored=[10] * len(texts),
-        run={**keys, "order": list(domains), "seed": 0, "finished": finished, "objective": "mlm", **run},
-        texts={text: {"digest": f"d{text}", "documents": {"train": 3}} for text in texts},
-        config_digest="c0",
-        versions={"torch": "2"},
-    )
-    for row, name in enumerate(["base", *domains]):
-        nll = [3.0 if d + 1 == row else 3.3 if d + 1 < row else 4.0 for d in range(len(domains))] + [
-            4.0 + row
-        ]
-        parts = {text: {"base": 0.25, domains[0]: 0.75} for text in texts} if row else None
-        costs = (
-            {"seen": 100, "flops": 10**12, "memory": 5 + row, "trained": 7, "stored": 8 * row} if row else {}
-        )
-        costs |= {"leak": [0.25, 0.5]} if row == 2 else {}
-        made.append(name, nll=nll, parts=parts, **costs)
-    made.measure()
-    made.metrics["LC"]["interval"] = {"nats": [3.0, 3.5]}
-    made.phases = {"start": {"read the texts": 2.0}, "learn": dict.fromkeys(domains, 10.0)}
-    made.phases |= {"score": {domains[0]: 0.5}}
-    if endtasks:
-        made.endtasks = examined(list(domains))
-    return made
-
-
-def examined(tasks):
-    """End tasks after their own stage and all later ones: macro-F1 0.6, the rest 0.8, and then 0.1 less."""
-
-    def cube(score):
-        blank = [None, None]
-        later = [[[score - 0.1 * (row > task + 1)] * 2 if task < row else blank for task in range(len(tasks))]
-                 for row in range(1, len(tasks) + 1)]  # fmt: skip
-        return [[blank] * len(tasks), *later]
-
-    kinds = {"macro_f1": cube(0.6), "micro_f1": cube(0.8), "accuracy": cube(0.8)}
-    about = {"metric": dict.fromkeys(tasks, "macro_f1"), "classes": dict.fromkeys(tasks, 2)}
-    sizes = {"examples": dict.fromkeys(tasks, 50), "seconds": 9.0}
-    return {"when": "each", "tasks": tasks, "seeds": [3, 5], "digest": "e", **about, **sizes, "scores": kinds}
 
 
 def folder(path, made, *, config=CONFIG):
@@ -120,10 +62,10 @@ def synced(tmp_path_factory):
         folder(root / "early", early()): early(),
     }
     lines = Lines()
-    sync.log.addHandler(lines)
+    rebuild.log.addHandler(lines)
     with FileLock(root / "busy" / ".lock"):
         failed = send(runs)
-    sync.log.removeHandler(lines)
+    rebuild.log.removeHandler(lines)
     return root, failed, lines.said
 
 
@@ -137,7 +79,7 @@ def send(runs):
     """Sends offline; only then are W&B's files whole: its service writes them."""
     import wandb
 
-    failed = sync.sync_runs(runs, project="p", entity="me", mode="offline")
+    failed = rebuild.sync_runs(runs, project="p", entity="me", mode="offline")
     wandb.teardown()
     return failed
 
@@ -237,22 +179,6 @@ def test_the_summary_has_the_headlines_and_few_entries(synced):
     assert entries - set(known) - {"stage", "train/tokens", "trainer/global_step"} >= set(tabulate(scores()))
 
 
-def test_all_numbers_are_in_the_summary_where_they_are_asked_for():
-    class Run:
-        def __init__(self):
-            self.summary, self.config = {}, {}
-
-        def log(self, points):
-            pass
-
-    known = summarise_run(scores())
-    for asked, expected in (("all", known), ("headlines", choose_headlines(scores()))):
-        run = Run()
-        wandb_run.publish(run, scores(), folder=Path("nowhere"), summary=asked)
-        assert run.summary == pytest.approx(expected)
-    assert len(known) > 80
-
-
 def test_every_table_and_picture_is_there(synced):
     done = synced[0] / "done"
     (last,) = [row for row in wandb_files.history(done) if any(key.startswith("matrix_image") for key in row)]
@@ -278,68 +204,6 @@ def test_every_table_and_picture_is_there(synced):
     wandb_files.table(done, "texts")
 
 
-def test_a_run_without_end_tasks_or_parts_has_no_such_table_or_picture():
-    plain = scores(endtasks=False)
-    plain.parts = [{} for _ in plain.rows]
-    assert set(tabulate(plain)) == {"matrix", "losses", "metrics", "costs", "seconds", "texts"}
-    assert set(wandb_run.pictures(plain)) == {"matrix_image", "stages_image"}
-    assert task_rows(plain) == []
-
-
-def test_the_table_of_end_tasks_has_a_line_per_stage_task_seed_and_metric():
-    frame = tabulate(scores())["endtasks"]
-    lines = frame.to_dict("records")
-    assert len(lines) == 3 * 2 * 3  # (stage, task) measured, seeds, metrics
-    (one,) = [
-        x for x in lines if (x["stage"], x["task"], x["seed"], x["metric"]) == (2, "law", 5, "macro_f1")
-    ]
-    assert one == {
-        "stage": 2, "after": "food", "task": "law", "seed": 5, "metric": "macro_f1", "own_metric": True,
-        "value": pytest.approx(0.5),
-    }  # fmt: skip
-    assert {x["metric"] for x in lines if not x["own_metric"]} == {"micro_f1", "accuracy"}
-
-
-def test_tables_of_metrics_parts_costs_and_texts():
-    made = tabulate(scores())
-    lines = made["metrics"].to_dict("records")
-    (lc,) = [x for x in lines if (x["metric"], x["unit"]) == ("LC", "nats")]
-    assert (lc["low"], lc["high"]) == (3.0, 3.5)
-    assert lc["formula"] == "mean_j L[n][j]"
-    (ppl,) = [x for x in lines if (x["metric"], x["unit"]) == ("LC", "perplexity")]
-    assert (ppl["low"], ppl["high"]) == (None, None)
-    assert made["parts"].to_numpy().tolist()[0] == [2, "food", "law", "base", 0.25]
-    assert len(made["parts"]) == 12
-    assert [*made["costs"]] == [
-        "stage", "after", "trained", "stored", "tokens", "flops", "memory", "skipped", "seconds_learn",
-        "seconds_score", "seconds_endtasks",
-    ]  # fmt: skip
-    assert made["costs"].to_numpy().tolist()[1] == [1, "law", 7, 8, 100, 10**12, 6, 0, 10.0, 0.5, 0.0]
-    assert made["seconds"].to_numpy().tolist()[:2] == [
-        ["start", "read the texts", 2.0],
-        ["learn", "law", 10.0],
-    ]
-    assert made["texts"].to_numpy().tolist()[1] == ["food", 101, 10, 401, "{'train': 3}", "dfood"]
-
-
-def test_a_number_that_is_not_finite_is_none_in_a_table_and_left_out_of_the_summary():
-    broken = scores(endtasks=False)
-    broken.nll[2][0] = math.nan
-    broken.measure()
-    assert tabulate(broken)["matrix"].iloc[2, 1] is None
-    assert "LC/nats" not in summarise_run(broken)
-
-
-def test_no_key_collides_whatever_domains_are_called():
-    made = scores(domains=NASTY)
-    summary, rows = summarise_run(made), [stage_row(made, len(NASTY)), *task_rows(made)]
-    points = {key for row in rows for key in row} | set(tabulate(made)) | {"report", "trainer/global_step"}
-    points |= {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
-    assert not points & set(summary)
-    assert len([key for key in rows[0] if key.startswith("ppl/")]) == len(NASTY) + 1
-    assert len([key for key in rows[-1] if key.startswith("tasks/")]) == len(NASTY)
-
-
 def test_a_second_rebuild_replaces_the_first(synced):
     root, _, _ = synced
     send({root / "cut": scores(finished=False, endtasks=False)})
@@ -354,8 +218,8 @@ def test_the_identifier_is_that_of_the_last_start_with_wandb(tmp_path):
         "debug.log",
     ):
         (tmp_path / "wandb" / name).mkdir(parents=True)
-    assert sync.identifier(tmp_path, scores()) == "new-er"
-    assert sync.identifier(tmp_path / "elsewhere", scores()) == digest(["first", "elsewhere"])
+    assert rebuild.identifier(tmp_path, scores()) == "new-er"
+    assert rebuild.identifier(tmp_path / "elsewhere", scores()) == digest(["first", "elsewhere"])
 
 
 def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
@@ -372,9 +236,9 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
             self.code = exit_code
 
     run = Run()
-    monkeypatch.setattr(sync, "open_run", lambda *args, **about: run)
+    monkeypatch.setattr(rebuild, "open_run", lambda *args, **about: run)
     assert (
-        sync.sync_runs(
+        rebuild.sync_runs(
             {folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online"
         )
         == 0
@@ -386,23 +250,16 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
     assert not (tmp_path / "done" / "rebuilt").exists()
 
 
-def refusing(error):
-    def opened(*args, **about):
-        raise error
-
-    return opened
-
-
 def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
     runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(sync, "open_run", refusing(ConnectionError("W&B: no answer")))
+    monkeypatch.setattr(rebuild, "open_run", refusing(ConnectionError("W&B: no answer")))
     with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
-        sync.sync_runs(runs, project=None, entity=None, mode="online")
+        rebuild.sync_runs(runs, project=None, entity=None, mode="online")
     few = dict(list(runs.items())[:2])
-    assert sync.sync_runs(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(sync, "open_run", refusing(ValueError("W&B: no key")))
+    assert rebuild.sync_runs(few, project=None, entity=None, mode="online") == 2
+    monkeypatch.setattr(rebuild, "open_run", refusing(ValueError("W&B: no key")))
     with pytest.raises(ValueError, match="W&B: no key"):
-        sync.sync_runs(few, project=None, entity=None, mode="online")
+        rebuild.sync_runs(few, project=None, entity=None, mode="online")
 
 
 def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
@@ -414,18 +271,8 @@ def test_damage_found_while_sending_fails_that_run_alone(tmp_path):
     assert [end.exit_code for end in wandb_files.of_kind(tmp_path / "whole", "exit")] == [0]
 
 
-def test_an_unknown_mode_is_told():
-    with pytest.raises(ValueError, match="mode=disabled; allowed: online, offline"):
-        sync.sync_runs({}, project=None, entity=None, mode="disabled")
-
-
 def test_a_bare_folder_is_enough(tmp_path):
-    assert sync.read_folder(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
-
-
-def test_tables_are_plain_json():
-    rows = {name: table.to_numpy().tolist() for name, table in tabulate(scores()).items()}
-    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert rebuild.read_folder(tmp_path, scores()) == (tmp_path, {}, [], [{}, {}, {}])
 
 
 def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
@@ -438,3 +285,19 @@ def test_of_a_table_that_wandb_cuts_the_last_stages_are_shown(tmp_path):
     assert len(lines) == wandb.Table.MAX_ROWS < 101**2
     assert {line["stage"] for line in lines[:101]} == {100}
     assert min(line["stage"] for line in lines) > 0
+
+
+def test_the_program_sends_what_is_below_folders(tmp_path, monkeypatch, capsys):
+    sent = []
+    monkeypatch.setattr(rebuild, "sync_runs", lambda runs, **options: sent.append(([*runs], options)) or 0)
+    made = scores(finished=False)
+    made_at = folder(tmp_path / "runs" / "half", made)
+    assert rebuild.main([str(tmp_path), "--project", "p", "--mode", "offline"]) == 0
+    assert sent == [([made_at], {"project": "p", "entity": None, "mode": "offline"})]
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "scores.json").write_text("{")
+    assert rebuild.main([str(tmp_path)]) == 1 and len(sent) == 2
+    assert str(tmp_path / "runs" / "bad" / "scores.json") in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        rebuild.main([str(tmp_path / "runs" / "bad")])
+    assert "cpt: no readable scores.json below" in capsys.readouterr().err
