@@ -24,8 +24,8 @@ from cpt.core.rules import show
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
-from cpt.training.arrangement import arrange, recall
 from cpt.training.capping import hold_cap
+from cpt.training.domain_order import arrange, recall
 from cpt.training.growth import adopt, find_begun
 from cpt.training.identity import check_identity, is_same
 from cpt.training.plan import Plan, make_plan

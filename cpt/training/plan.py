@@ -15,7 +15,6 @@ from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
 from cpt.data.options import DataOptions
 from cpt.data.replay import Generated, Mixture
-from cpt.data.similarity import Similarity
 from cpt.data.sources.base import GENERAL, Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import PAST, BudgetOptions
@@ -52,7 +51,7 @@ class Plan:
     masks: tuple[Choice, ...]
     replay: Mixture
     source: Source
-    order: list[str]  # where the texts decide it, the first named one until cpt.training.arrangement
+    order: list[str]  # where the texts decide it, the first named one until cpt.training.domain_order
     budget: Budget
     optim: Choice
     carry: str  # what of the optimizer goes on from domain to domain: none, moments, all
@@ -65,7 +64,7 @@ class Plan:
     probe: LMEval | None
     config_digest: str  # of what decides the result
     lost_rate: float | None  # a method's own learning rate that has no effect
-    similarity: Similarity | None = None  # of the domains' texts, where it decides the order
+    similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
     def cap(self) -> int | None:

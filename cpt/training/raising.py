@@ -48,7 +48,7 @@ def raise_steps(plan: Plan, place: RunFolder) -> None:
 
 def check_contents(plan: Plan, place: RunFolder) -> None:
     """Raises ValueError for texts, domains or a base that are others now: before anything is taken back."""
-    from cpt.training.arrangement import arrange
+    from cpt.training.domain_order import arrange
     from cpt.training.identity import check_identity
 
     check_identity(arrange(plan) if plan.by_texts else plan, place, remember=False)

@@ -5,9 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.docstrings import documents, documents_by_module
-from cpt.data.sources.installed_docs import InstalledDocs
-from cpt.data.sources.subpackages import names_in, subpackages
+from cpt.data.sources.docstrings import InstalledDocs, documents, documents_by_module, names_in, subpackages
 from cpt.evaluation.endtasks.suite import EndTasks
 from cpt.evaluation.endtasks.tasks import plan_endtasks
 from tests.conftest import ROOT

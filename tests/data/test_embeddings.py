@@ -7,17 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpt.data import embeddings
-from cpt.data.embeddings import (
+from cpt.data.examples import Example, write_example
+from cpt.data.orders import (
     BUCKETS,
     bucket_of,
     embed_by_vectors,
     embed_by_words,
-    load_static,
-    make_encoder,
-    sample_documents,
+    sentence_encoder,
+    static_encoder,
 )
-from cpt.data.examples import Example, write_example
+from cpt.training.domain_order import CHARACTERS_READ, sample_documents
 from tests.support.data_fixtures import written
 
 
@@ -40,7 +39,7 @@ def test_a_sample_is_drawn_by_key_from_the_training_documents(tmp_path):
 def test_long_documents_come_a_few_at_a_time_and_are_cut(tmp_path):
     texts = [f"{number} " + "word " * 20_000 for number in range(20)]
     batches = sampled(tmp_path, texts, most=20)
-    assert len(batches) > 3 and all(len(each) == embeddings.CHARACTERS for each in flat(batches))
+    assert len(batches) > 3 and all(len(each) == CHARACTERS_READ for each in flat(batches))
 
 
 def test_of_examples_what_is_asked_is_embedded(tmp_path):
@@ -120,7 +119,7 @@ def wordllama(tmp_path, monkeypatch):
 
 def test_static_means_rows_of_a_table_without_importing_the_package(wordllama):
     table, tokenizer = wordllama
-    vectors = load_static()(["lo mi", ""])
+    vectors = static_encoder()(["lo mi", ""])
     ids = tokenizer.encode("lo mi", add_special_tokens=False).ids
     assert len(ids) > 0 and vectors.shape == (2, 4)
     assert vectors[0] == pytest.approx(table[ids].astype(float).mean(0)) and not vectors[1].any()
@@ -140,6 +139,6 @@ def test_sentence_asks_the_folders_model(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=SentenceTransformer)
     )
-    encode = make_encoder(SimpleNamespace(embedding="sentence", embedding_model="folder"))
+    encode = sentence_encoder("folder")
     assert encode(["ab", "c"]).tolist() == [[2], [1]]
     assert asked == [("folder", {"local_files_only": True, "trust_remote_code": False})]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-from cpt.data.orders import arrange_domains, by_texts, resolve_order
-from cpt.data.similarity import Similarity
+from cpt.data.orders import Similarity, arrange_domains, by_texts, resolve_order
 
 NAMES = ["ai", "acl", "pubmed", "phone"]
 ORDERS = [["pubmed", "acl", "ai"], ["ai", "pubmed", "acl"]]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cpt.data.similarity import Similarity, order_dissimilar, order_similar, order_tree
+from cpt.data.orders import Similarity, arrange_domains
 
 GROUPS = ["aa", "bb", "cc", "dd"]
 NAMES = [f"{group}.{number}" for number in range(5) for group in GROUPS]  # interleaved
@@ -30,11 +30,11 @@ def changes(order) -> int:
 @pytest.mark.parametrize("seed", range(10))
 def test_planted_blocks_are_learned_one_after_another(seed):
     given = planted(seed)
-    for order in (order_similar(given), order_tree(given)):
+    for order in (arrange_domains("similar", given), arrange_domains("similar_tree", given)):
         assert sorted(order) == given.names and order[0][:2] == "bb"
         assert changes(order) == len(GROUPS) - 1
-    opposite = order_dissimilar(given)
-    assert sorted(opposite) == given.names and opposite[0] == order_similar(given)[0]
+    opposite = arrange_domains("dissimilar", given)
+    assert sorted(opposite) == given.names and opposite[0] == arrange_domains("similar", given)[0]
     assert changes(opposite) >= len(NAMES) - 3
 
 
@@ -53,9 +53,9 @@ def slow_chain(given: Similarity, *, farthest: bool) -> list[str]:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_chain_goes_to_the_nearest_or_the_farthest_that_is_left(seed):
     given = planted(seed, noise=0.5)
-    assert order_similar(given) == slow_chain(given, farthest=False)
-    assert order_dissimilar(given) == slow_chain(given, farthest=True)
-    assert order_similar(given) != order_dissimilar(given)
+    assert arrange_domains("similar", given) == slow_chain(given, farthest=False)
+    assert arrange_domains("dissimilar", given) == slow_chain(given, farthest=True)
+    assert arrange_domains("similar", given) != arrange_domains("dissimilar", given)
 
 
 def test_a_tree_keeps_a_coarse_domain_together_where_a_chain_does_not():
@@ -63,8 +63,8 @@ def test_a_tree_keeps_a_coarse_domain_together_where_a_chain_does_not():
     names = ["aa.0", "aa.1", "bb.0", "bb.1"]
     matrix = np.array([[1, 0.3, 0.6, 0.0], [0.3, 1, 0.2, 0.1], [0.6, 0.2, 1, 0.1], [0.0, 0.1, 0.1, 1]])
     given = Similarity(names, matrix, np.array([0.9, 0.0, 0.1, 0.1]))
-    assert order_similar(given) == ["aa.0", "bb.0", "aa.1", "bb.1"]
-    assert order_tree(given) == ["aa.0", "aa.1", "bb.0", "bb.1"]
+    assert arrange_domains("similar", given) == ["aa.0", "bb.0", "aa.1", "bb.1"]
+    assert arrange_domains("similar_tree", given) == ["aa.0", "aa.1", "bb.0", "bb.1"]
 
 
 def test_within_a_coarse_domain_a_tree_begins_at_the_nearest_to_the_last_learned():
@@ -72,12 +72,12 @@ def test_within_a_coarse_domain_a_tree_begins_at_the_nearest_to_the_last_learned
     names = ["aa.0", "aa.1", "bb.0", "bb.1"]
     matrix = np.array([[1, 0.8, 0, 0], [0.8, 1, 0.1, 0.4], [0, 0.1, 1, 0.5], [0, 0.4, 0.5, 1]])
     given = Similarity(names, matrix, np.array([0.9, 0.5, 0.6, 0.1]))
-    assert order_tree(given) == ["aa.0", "aa.1", "bb.1", "bb.0"]
+    assert arrange_domains("similar_tree", given) == ["aa.0", "aa.1", "bb.1", "bb.0"]
 
 
 def test_ties_go_by_name():
     given = Similarity(["a", "b", "c", "d"], np.ones((4, 4)), np.zeros(4))
-    assert order_similar(given) == order_dissimilar(given) == ["a", "b", "c", "d"]
+    assert arrange_domains("similar", given) == arrange_domains("dissimilar", given) == ["a", "b", "c", "d"]
 
 
 def test_means_are_centred_before_their_cosines_and_names_sorted():
@@ -96,9 +96,9 @@ def test_means_are_centred_before_their_cosines_and_names_sorted():
 
 def test_one_domain_and_domains_that_are_the_same_have_an_order():
     one = Similarity.of({"a": np.ones(3)}, general=np.zeros(3))
-    assert order_similar(one) == ["a"] and np.isfinite(one.matrix).all()
+    assert arrange_domains("similar", one) == ["a"] and np.isfinite(one.matrix).all()
     same = Similarity.of({"b": np.ones(3), "a": np.ones(3)}, general=np.ones(3))
-    assert order_dissimilar(same) == ["a", "b"] and same.matrix.tolist() == [[0, 0], [0, 0]]
+    assert arrange_domains("dissimilar", same) == ["a", "b"] and same.matrix.tolist() == [[0, 0], [0, 0]]
 
 
 def test_what_differs_by_less_than_a_digit_is_a_tie():
@@ -109,7 +109,7 @@ def test_what_differs_by_less_than_a_digit_is_a_tie():
 
 def test_it_is_told_in_an_order_and_read_again():
     given = planted(3)
-    order = order_similar(given)
+    order = arrange_domains("similar", given)
     told = given.tell(order)
     assert told["names"] == order and np.allclose(np.diagonal(told["matrix"]), 1)
     back = Similarity.load(given.tell(given.names))
@@ -122,4 +122,7 @@ def test_it_is_told_in_an_order_and_read_again():
 def test_236_domains_take_no_time():
     names = [f"{group}.{number:03d}" for group in GROUPS for number in range(59)]
     given = planted(0, names=names)
-    assert changes(order_tree(given)) == 3 and len(order_dissimilar(given)) == 236
+    assert (
+        changes(arrange_domains("similar_tree", given)) == 3
+        and len(arrange_domains("dissimilar", given)) == 236
+    )

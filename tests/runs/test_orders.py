@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cpt import verify
-from cpt.data.similarity import Similarity, order_similar
+from cpt.data.orders import Similarity, arrange_domains
 from cpt.evaluation.scores import Scores
 from cpt.run import is_done
-from cpt.training import arrangement
-from cpt.training.arrangement import arrange, recall
+from cpt.training import domain_order
+from cpt.training.domain_order import arrange, recall
 from cpt.training.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
 from tests.support.killing import KilledError, Killer
@@ -87,9 +87,9 @@ def test_the_texts_are_read_once_and_the_order_is_known_then(of_pairs, monkeypat
     assert recall(plan) is None
     with caplog.at_level(logging.INFO):
         first = arrange(plan)
-    assert "embedding samples of 7 texts (domains.embedding=tfidf)" in caplog.text
-    assert f"order=similar by tfidf: from {first.order[0]} to {first.order[-1]}; similarity " in caplog.text
-    monkeypatch.setattr(arrangement, "write_similarity", None)
+    assert "Embedding samples of 7 texts (domains.embedding=tfidf)" in caplog.text
+    assert f"order=similar by tfidf: from {first.order[0]} to {first.order[-1]}" in caplog.text
+    monkeypatch.setattr(domain_order, "write_similarity", None)
     assert arrange(plan).order == recall(plan).order == first.order
     assert recall(make_plan(of_pairs("order=dissimilar"))) is not None  # of the same texts
     for other in ("domains.embedding_samples=5", "domains.embedding=model", "domains.held_out.seed=1"):
@@ -111,7 +111,7 @@ def test_a_run_keeps_its_order_and_similarity(start, of_pairs, tmp_path, monkeyp
         np.array(told["matrix"])[np.ix_(by_name, by_name)],
         np.array(told["general"])[by_name],
     )
-    assert order_similar(again) == scores.run["order"]
+    assert arrange_domains("similar", again) == scores.run["order"]
     assert is_done(cfg, tmp_path / "run") and not is_done(of_pairs("order=dissimilar"), tmp_path / "run")
     report = (tmp_path / "run" / "report.md").read_text()
     assert (
@@ -171,11 +171,11 @@ def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs
 def test_an_embedding_without_effect_is_told(of_pairs, caplog):
     with caplog.at_level(logging.INFO):
         assert arrange(make_plan(of_pairs("domains.embedding=model"))).similarity is None
-    assert "domains.embedding=model without effect: order=0 does not ask how similar texts are" in caplog.text
+    assert "domains.embedding=model has no effect: order=0 ignores similarity" in caplog.text
 
 
 def test_wrong_plans_are_told_before_texts_are_read(of_pairs, monkeypatch):
-    monkeypatch.setattr(arrangement, "write_similarity", None)
+    monkeypatch.setattr(domain_order, "write_similarity", None)
     with pytest.raises(ValueError, match="method.reduction=100000; allowed"):
         arrange(make_plan(of_pairs("order=similar", "method=adapter", "method.reduction=100000")))
     with pytest.raises(

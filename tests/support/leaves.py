@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from cpt.core.errors import readable
 from cpt.run import run
 from cpt.sweeps.arguments import check_choices
-from cpt.training.arrangement import arrange
+from cpt.training.domain_order import arrange
 from cpt.training.plan import Plan, make_plan
 from cpt.training.run_folder import RunFolder
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values

@@ -14,9 +14,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
 from cpt.core.rules import Rule, is_whole, show, whole
-from cpt.data.sources.docstrings import documents_by_module
-from cpt.data.sources.installed_docs import stamp_docs
-from cpt.data.sources.subpackages import names_in, subpackages
+from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.endtasks.tasks import Example, TaskSource
 
 FORMAT = 1  # part of the cache's names: raise it when its files change
@@ -51,7 +49,7 @@ class Document:
 
 class SubmoduleTasks(TaskSource):
     """Paragraphs of docstrings, labelled by sub-package: a task for each domain of `packages`, as
-    cpt.data.sources.installed_docs.InstalledDocs has them.
+    cpt.data.sources.docstrings.InstalledDocs has them.
 
     A document is in the split that it has in the domain's text, by `splits` (domains.held_out): what the
     model is tested on here, it was not trained on there. Of the sub-packages with text in train and in test

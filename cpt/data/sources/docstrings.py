@@ -1,76 +1,162 @@
-"""English prose from the docstrings of installed packages, read from their sources: nothing is imported."""
+"""The demo corpus: English prose from the docstrings of installed packages, as domains of text and as tasks.
+
+The sources are parsed and never imported. A document is a module; its paragraphs have no code, tables, markup
+or lists of references."""
 
 import ast
-import gc
 import importlib.util
 import os
+import re
 import sysconfig
 import tokenize
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from inspect import cleandoc
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
+from cpt.core.options import option
 from cpt.core.processes import cores
+from cpt.core.randomness import key
+from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
 from cpt.data.processes import in_order, may_start
-from cpt.data.sources.prose import MIN_DOCUMENT_WORDS, prose
+from cpt.data.sources.base import GENERAL, Source
+from cpt.data.sources.formats import Record
+from cpt.data.sources.readers import stamps
 
+GENERAL_PACKAGES = ("stdlib", "numpy")
+TASK_PACKAGES = {  # of each task
+    "package": ("sympy", "networkx", "pandas", "numpy"),
+    "sympy": ("sympy",),
+    "networkx": ("networkx",),
+    "pandas": ("pandas",),
+}
+TASK_CLASSES, TASK_EXAMPLES = 4, 300  # classes of a task, examples of a class
 LEFT_OUT_FOLDERS = frozenset(
     ["tests", "test", "_tests", "idlelib", "lib2to3"]
     + ["site-packages", "dist-packages", "__pycache__", "_vendor"]
 )
-WORTH = 2 << 20  # bytes of sources for which a process is started
-TOGETHER = 8  # files that a process is given at once
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_INNER = ("body", "handlers", "orelse", "finalbody", "cases")  # fields that a definition can stand below
-# Of each statement those that it has, in the order of a file.
-_HOLDERS: dict[type[ast.AST], tuple[str, ...]] = {
-    kind: tuple(name for name in kind._fields if name in _INNER)
-    for kind in vars(ast).values()
-    if isinstance(kind, type) and issubclass(kind, ast.mod | ast.stmt | ast.excepthandler | ast.match_case)
-}
+LEFT_OUT_SECTIONS = frozenset(["references", "reference", "bibliography", "see also"])
+BYTES_PER_PROCESS, FILES_PER_CALL = 2 << 20, 8  # of sources
+MIN_WORDS, MIN_LETTERS, MIN_FUNCTION_WORDS = 8, 0.82, 0.08
+MIN_DOCUMENT_WORDS, MIN_SUMMARY_WORDS = 20, 5
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_FUNCTION_WORDS = frozenset(
+    ["a", "an", "and", "any", "are", "as", "at", "be", "been", "both", "but", "by", "can", "each", "for"]
+    + ["from", "given", "has", "have", "if", "in", "into", "is", "it", "its", "may", "must", "no", "not"]
+    + ["of", "on", "one", "or", "should", "such", "than", "that", "the", "their", "then", "these", "this"]
+    + ["those", "to", "used", "using", "was", "were", "when", "where", "whether", "which", "will", "with"]
+    + ["you", "your"]
+)
+
+_FENCE = re.compile(r" *```\w*$")
+_DOCTEST_OR_TABLE = re.compile(r" *(?:>>> |In \[\d|[=-]{2,}(?: +[=-]{2,})+$|\+[-=+]{2,}\+$)")
+_ROW = re.compile(r" *\|.*\|$|.*[^\s.!?:] {3,}\S|.*\S {4,}\S|.*::=")
+_NOTE = re.compile(
+    r"( *)\.\. (?:note|warning|caution|tip|hint|important|deprecated|versionadded|versionchanged)::"
+    r"\s*(?:v?\d[\w.]*:?(?:\s+|$))?(.*)"
+)
+_DIRECTIVE = re.compile(r" *\.\.(?: |$)")
+_UNDERLINE = re.compile(r" *([=~^*#\"+_`-])\1{2,}$")
+_ITEM = re.compile(
+    r"^ *(?:[-*+•]|\(?\d{1,2}[.)]|\(?[a-zA-Z]\)|:\w+(?: [^:]*)?:|\*{0,2}\w+ \([^)]*\):) +(?=\S)"
+)
+_LABEL = re.compile(r" *[\"'`*]{0,2}[\w./-]+[\"'`*]{0,2}(?:\([^)]*\))?(?::| --?-?| ->) +(?=\S+ \S+ \S)")
+_TERM = re.compile(r" *[*`\"']{0,3}[\w.]+[*`\"']{0,3}(?:, ?[*`]{0,3}[\w.]+[*`]{0,3})* :(?: |$)|@\w+ ")
+_SENTENCE_END = re.compile(r"[.!?:;][\"'”’`)\]]*$")
+_BARE_NAME = re.compile(  # a lower-case name can open a sentence: "axis is ...", "foo() returns ..."
+    r"(?!(?:and|but|it|or|that|there|this|what|where|which)\b)[\w.]+(?:\(\))? "
+    r"(?:is|are|was|can|may|must|should|will|does|has|have|takes|gives|returns|uses|controls|specifies|allows)\b"
+)
+_NOT_ENGLISH = re.compile(
+    r"://|``|>>>|::|\\[a-z]{2}|[\w^)]\{|%\(\w+\)|\{\w*\}"  # addresses, code, TeX, templates
+    r"|^(?:[#*=<>/|+~\\-]|\[?\w+\] |\d+ ?[:>/] )"  # comments, notes, keys
+    r"|^(?:\S+ (?:=|->|--+) |[\"'(]\S+ ?(?:-|:) ?(?![A-Z])|\([^)]*\) ?:)"  # definitions
+    r"|\b(?:pp?\. ?\d|[Vv]ol\. ?\d|Journal of|Proc\. |ISBN|doi:).*\b(?:19|20)\d\d\b"  # bibliography
+    r"|\b(?:19|20)\d\d\b.*\b(?:pp?\. ?\d|[Vv]ol\. ?\d|ISBN|doi:)"
+)
+
+_TEX = {"leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "cdot": "*", "times": "x"}
+_TEX |= dict.fromkeys(["dots", "ldots", "cdots"], "...")
+_TEX_STYLE = re.compile(r"\\(?:left|right|text\w*|operatorname|math\w+|[bB]igg?|quad)(?![a-zA-Z])|\\[,;! ]")
+_MATH = re.compile(r":math:`([^`]+)`|\$+(?!\s)([^$]+?)(?<!\s)\$+(?!\w)")
+_MARKUP = [  # a sign in every match, the pattern, its replacement
+    (sign, re.compile(pattern), replacement)
+    for sign, pattern, replacement in (
+        ("]_", r" ?\[#?(\w+)\]_", r" [\1]"),
+        ("[`", r"\[`([^`\]]+)`\](?:\([^)]*\))?", r"`\1`"),
+        ("`~", r"(?::[a-z:+-]+:)?`~(?:[^`<]*\.)?([^`.<]+)`", r"\1"),
+        (">`", r"(?::[a-z:+-]+:)?`([^`<]+?)\s*<[^`>]*>`_{0,2}", r"\1"),
+        (":`", r":[a-z][a-z:+-]*:`!?([^`]+)`", r"\1"),
+        ("``", r"``(.+?)``", r"\1"),
+        ("`", r"`([^`']+)`_{0,2}", r"\1"),
+        ("*", r"(?<![\w*])\*{1,2}(\w(?:[^*]*\w)?[.:]?)\*{1,2}(?![\w*])", r"\1"),
+        ("\\", r"\\([ *_`|])", r"\1"),
+    )
+]
 
 
-def docstrings(source: str) -> Iterator[str]:
-    """The docstrings of a module, its classes and its functions, in file order; none if it does not parse."""
-    tree = _parsed(source)
-    stack: list[ast.AST] = [tree] if tree else []
-    while stack:
-        node = stack.pop()
-        if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
-            yield text
-        for name in reversed(_HOLDERS[type(node)]):
-            stack += reversed(getattr(node, name))
+@dataclass(frozen=True, kw_only=True)
+class InstalledDocs(Source):
+    """Prose of the docstrings of installed packages, one document per module."""
+
+    packages: Mapping[str, Sequence[str]] = option("each domain's packages, by domain", TEXTS_BY_KEY)
+    general: Sequence[str] = option(
+        "packages of the general text; stdlib: the standard library", TEXTS_NOT_NONE
+    )
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self.packages if name != GENERAL]
+
+    def read(self, name: str) -> Iterator[tuple[str, str]]:
+        return (("train", document) for document in documents(self.packages_of(name)))
+
+    def fingerprint(self, name: str) -> Any:
+        return stamp_docs(self.packages_of(name))
+
+    def packages_of(self, name: str) -> Sequence[str]:
+        return self.general if name == GENERAL else self.packages[name]
 
 
-def _parsed(source: str) -> ast.Module | None:
-    with warnings.catch_warnings():
-        for category in (DeprecationWarning, SyntaxWarning):  # before and since Python 3.12
-            warnings.filterwarnings("ignore", r".*invalid (?:octal )?escape sequence", category)
-        collects = gc.isenabled()
-        gc.disable()  # a tree has no cycles, and looking for them takes a fifth of the time
-        try:
-            return ast.parse(source)
-        except (SyntaxError, ValueError):  # packages ship templates, null bytes, other Pythons' syntax
-            return None
-        finally:
-            if collects:
-                gc.enable()
+def stamp_docs(packages: Sequence[str]) -> Any:
+    return stamps(path for package in packages for path in modules(package))
 
 
-def _topics(source: str) -> Iterator[str]:
-    """The texts of the language reference: the values of `topics` in pydoc_data/topics.py."""
-    tree = _parsed(source)
-    for node in tree.body if tree else []:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "topics":
-            yield from ast.literal_eval(node.value).values()
+def read_general() -> Iterator[tuple[str, str]]:
+    """The general text of sources that have none of their own; `stamp_general` identifies it."""
+    return (("train", document) for document in documents(GENERAL_PACKAGES))
 
 
-def modules(package: str) -> list[Path]:
-    """The sorted source files of an installed package ("stdlib": Python's), no tests; ValueError if none."""
-    found = [path for root in roots_of(package) for path in _sources(root)]
+def stamp_general() -> Any:
+    return stamp_docs(GENERAL_PACKAGES)
+
+
+def modules(package: str) -> dict[Path, str]:
+    """The source files of an installed package ("stdlib": Python's) without tests, sorted, each with its
+    import name (of Python's own below stdlib). Raises ValueError if there are none."""
+    if package == "stdlib":
+        roots = [Path(sysconfig.get_paths()["stdlib"])]
+    else:  # only a top-level name is found without importing: find_spec("a.b") imports a
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        file = [spec.origin] if spec and spec.origin and spec.has_location else []
+        roots = [Path(root) for root in (spec and spec.submodule_search_locations) or file]
+    found = {}
+    for root in roots:
+        paths = [root] if root.is_file() and root.suffix == ".py" else []
+        for folder, inner, names in os.walk(root):
+            inner[:] = set(inner) - LEFT_OUT_FOLDERS
+            paths += [Path(folder, name) for name in names if name.endswith(".py")]
+        for path in sorted(paths):
+            parts = path.relative_to(root).with_suffix("").parts if path != root else ()
+            found[path] = ".".join([package, *(part for part in parts if part != "__init__")])
     if not found:
         raise ValueError(
             f"no Python sources for package {package!r}: it must be 'stdlib' or the top-level import name of "
@@ -79,91 +165,229 @@ def modules(package: str) -> list[Path]:
     return found
 
 
-def roots_of(package: str) -> list[Path]:
-    if package == "stdlib":
-        return [Path(sysconfig.get_paths()["stdlib"])]
-    # Only a top-level name is found without importing: find_spec("a.b") imports a.
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None:
-        return []
-    file = [spec.origin] if spec.origin and spec.has_location else []
-    return [Path(root) for root in spec.submodule_search_locations or file]
-
-
-def _sources(root: Path) -> list[Path]:
-    found = [root] if root.is_file() and root.suffix == ".py" else []
-    for folder, inner, names in os.walk(root):
-        inner[:] = set(inner) - LEFT_OUT_FOLDERS
-        found += [Path(folder, name) for name in names if name.endswith(".py")]
-    return sorted(found)
-
-
-def texts_of_file(path: Path) -> list[list[str]]:
-    """The docstrings of each document in a file: one document, in the language reference one per topic."""
-    try:
-        with tokenize.open(path) as file:
-            source = file.read()
-    except (SyntaxError, ValueError):  # an encoding that is unknown or does not hold
-        return []
-    if path.parts[-2:] == ("pydoc_data", "topics.py"):
-        return [[topic] for topic in _topics(source)]
-    return [list(docstrings(source))]
-
-
 def documents(packages: Sequence[str]) -> Iterator[str]:
     """The prose of each source file, a blank line between paragraphs; a paragraph is given once in all."""
     return ("\n\n".join(paragraphs) for _, paragraphs in documents_by_module(packages))
 
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The paragraphs of each of `documents`, with its module (pandas.core.frame); ValueError as `modules`."""
-    found = {package: modules(package) for package in packages}
-    return _by_module(found)
-
-
-def _by_module(found: dict[str, list[Path]]) -> Iterator[tuple[str, list[str]]]:
+    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`."""
     seen: set[str] = set()
-    for package, paths in found.items():
-        roots = roots_of(package)
-        with closing(read_files(paths)) as files:
-            for path, texts in tqdm(
-                files, desc=f"reading {package}", total=len(paths), disable=None, leave=False
-            ):
+    for package, found in {package: modules(package) for package in packages}.items():
+        with closing(read_files(list(found))) as files:
+            bar = tqdm(files, desc=f"reading {package}", total=len(found), disable=None, leave=False)
+            for path, texts in bar:
                 for paragraphs in texts:
                     new = [paragraph for paragraph in paragraphs if paragraph not in seen]
                     seen.update(paragraphs)
                     if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
-                        yield module_name(package, path, roots), new
+                        yield found[path], new
 
 
 def read_files(paths: Sequence[Path]) -> Generator[tuple[Path, list[list[str]]]]:
-    """The paragraphs of each document in each file, in the order of the files, read by as many processes as
-    there are cores where there is much to read."""
-    number = min(cores(), sum(path.stat().st_size for path in paths) // WORTH)
-    if number <= 1 or not may_start():
-        yield from ((path, paragraphs_of_file(path)) for path in paths)
-        return
-    parts = (paths[begin : begin + TOGETHER] for begin in range(0, len(paths), TOGETHER))
+    """The paragraphs of each document in each file, in the order of the files; many files are read by as many
+    processes as there are cores."""
+    parts = (paths[at : at + FILES_PER_CALL] for at in range(0, len(paths), FILES_PER_CALL))
+    number = min(cores(), sum(path.stat().st_size for path in paths) // BYTES_PER_PROCESS)
     told = "a process that reads docstrings was ended, perhaps for want of memory; start again"
-    with closing(in_order(paragraphs_of_files, parts, number, told=told)) as made:
+    alone = ((part, prose_of_files(part)) for part in parts)
+    several = number > 1 and may_start()
+    with closing(in_order(prose_of_files, parts, number, told=told) if several else alone) as made:
         for part, found in made:
             yield from zip(part, found, strict=True)
 
 
-def paragraphs_of_files(paths: Sequence[Path]) -> list[list[list[str]]]:
-    return [paragraphs_of_file(path) for path in paths]
-
-
-def paragraphs_of_file(path: Path) -> list[list[str]]:
-    """The different paragraphs of each document in a file."""
+def prose_of_files(paths: Sequence[Path]) -> list[list[list[str]]]:
+    """Of each file the different paragraphs of each of its documents."""
     return [
-        list(dict.fromkeys(paragraph for text in texts for paragraph in prose(text)))
-        for texts in texts_of_file(path)
+        [
+            list(dict.fromkeys(paragraph for text in texts for paragraph in prose(text)))
+            for texts in texts_of_file(path)
+        ]
+        for path in paths
     ]
 
 
-def module_name(package: str, path: Path, roots: Sequence[Path]) -> str:
-    """The name to import a file by; below `stdlib` for Python's own."""
-    root = next(root for root in roots if path.is_relative_to(root))
-    parts = path.relative_to(root).with_suffix("").parts if path != root else ()
-    return ".".join([package, *(part for part in parts if part != "__init__")])
+def texts_of_file(path: Path) -> list[list[str]]:
+    """The docstrings of each document in a file: one document, in the language reference one per topic; none
+    of a file that does not parse."""
+    try:
+        with tokenize.open(path) as file:
+            source = file.read()
+    except (SyntaxError, ValueError):  # an encoding that is unknown or does not hold
+        return []
+    if path.parts[-2:] != ("pydoc_data", "topics.py"):
+        return [list(docstrings(source))]
+    assigned = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    topics = next(node.value for node in assigned if ast.unparse(node.targets[0]) == "topics")
+    return [[topic] for topic in ast.literal_eval(topics).values()]
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """The docstrings of a module, its classes and its functions, in file order; none if it does not parse."""
+    with warnings.catch_warnings():
+        for category in (DeprecationWarning, SyntaxWarning):  # before and since Python 3.12
+            warnings.filterwarnings("ignore", r".*invalid (?:octal )?escape sequence", category)
+        try:
+            stack: list[ast.AST] = [ast.parse(source)]
+        except (SyntaxError, ValueError):  # packages ship templates, null bytes, other Pythons' syntax
+            return
+    while stack:
+        node = stack.pop()
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+            yield text
+        for name in ("cases", "finalbody", "orelse", "handlers", "body"):  # the first in a file on top
+            stack += reversed(getattr(node, name, ()))
+
+
+def prose(text: str) -> list[str]:
+    """The prose paragraphs of one docstring, each on one line and without reST markup."""
+    lines = (line.rstrip() for line in cleandoc(text).splitlines())
+    plain = (plain_text(paragraph) for paragraph in paragraphs(running_lines(lines)))
+    return [paragraph for paragraph in plain if is_prose(paragraph)]
+
+
+def running_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Lines of a docstring; what is no running text is empty: Markdown code blocks, doctests and tables (both
+    last until a blank line), literal blocks and directives (but notes, warnings and version changes),
+    headings, and the sections that list references."""
+    fenced = in_table = False
+    block, kept = None, []
+    for line in lines:
+        fence = bool(_FENCE.match(line))
+        fenced = fenced != fence
+        line = "" if fenced or fence else line
+        in_table = bool(line) and (in_table or bool(_DOCTEST_OR_TABLE.match(line)))
+        line = "" if in_table or _ROW.match(line) else line
+        if block is not None and (not line or _indent(line) > block):
+            kept.append("")
+            continue
+        note, directive = _NOTE.match(line), _DIRECTIVE.match(line)
+        literal = line.endswith("::") and not directive
+        block = _indent(line) if literal or (directive and not note) else None
+        if note:  # as a list item, which deeper lines continue
+            kept.append(f"{note[1]}* {note[2]}" if note[2] else "")
+        else:
+            kept.append("" if directive else line[:-1] if literal else line)
+    left_out = False
+    for line, below in pairwise([*kept, ""]):
+        heading = bool(line and _UNDERLINE.match(below))
+        if heading:
+            left_out = line.strip().lower() in LEFT_OUT_SECTIONS
+        yield "" if left_out or heading or _UNDERLINE.match(line) else line
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    """Joins wrapped lines; a blank line, a list item or another indentation starts the next paragraph."""
+    current: list[str] = []
+    for line in [*lines, ""]:
+        if current and not (line and _continues(current, line)):
+            yield _ITEM.sub("", " ".join(each.strip() for each in current), count=1)
+            current = []
+        if line:
+            current.append(line)
+
+
+def _continues(current: Sequence[str], line: str) -> bool:
+    last = current[-1]
+    wrapped = len(last) > 50 and not _SENTENCE_END.search(last)  # a line break that certainly means nothing
+    if _ITEM.match(line) or _TERM.match(line) or _TERM.match(last) or (_LABEL.match(line) and not wrapped):
+        return False
+    deeper = _indent(line) - _indent(last)
+    hangs = len(current) == 1 and bool(_ITEM.match(last) or _LABEL.match(last))
+    return deeper == 0 or (deeper > 0 and (hangs or (wrapped and not line.lstrip()[0].isupper())))
+
+
+def plain_text(text: str) -> str:
+    """The text with roles, quotes of code, emphasis, links and simple TeX reduced to their words."""
+    if "$" in text or ":math:" in text:
+        text = _MATH.sub(_plain_math, text)
+    for sign, pattern, replacement in _MARKUP:
+        if sign in text:
+            text = pattern.sub(replacement, text)
+    return " ".join(text.split())
+
+
+def _plain_math(match: re.Match[str]) -> str:
+    tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", match[1] or match[2]))
+    return re.sub(r"\\([a-zA-Z]+)", lambda name: _TEX.get(name[1], name[1]), tex)
+
+
+def is_prose(text: str) -> bool:
+    """Whether it is long, mostly letters, worded like English and neither opens nor ends in mid-sentence."""
+    words, visible = text.split(), "".join(text.split())
+    if len(words) < MIN_WORDS or _NOT_ENGLISH.search(text) or _TERM.match(text):
+        return False
+    if sum(map(str.isalpha, visible)) < MIN_LETTERS * len(visible):
+        return False
+    if sum(word.lower() in _FUNCTION_WORDS for word in words) < MIN_FUNCTION_WORDS * len(words):
+        return False
+    ended = bool(_SENTENCE_END.search(text))
+    if text[0].islower() or text[0] == "_":
+        return ended and bool(_BARE_NAME.match(text))
+    return ended or not (text.endswith(",") or words[-1].lower() in _FUNCTION_WORDS)
+
+
+def subpackages(documents: Iterable[tuple[str, Sequence[str]]]) -> dict[str, str]:
+    """The first-level sub-package of each module, by the paragraphs of each; one that holds more than half of
+    all paragraphs is divided into its own, as pandas.core is."""
+    sizes, total, parts_of = Counter[tuple[str, ...]](), 0, {}
+    for module, found in documents:
+        parts_of[module] = parts = tuple(module.split("."))
+        sizes.update({parts[:depth]: len(found) for depth in range(2, len(parts))})
+        total += len(found)
+    labels = {}
+    for module, parts in parts_of.items():
+        depth = 2
+        while depth < len(parts) and 2 * sizes[parts[:depth]] > total:
+            depth += 1
+        labels[module] = ".".join(parts[:depth])
+    return labels
+
+
+def names_in(labels: Iterable[str]) -> re.Pattern[str]:
+    """What matches the names in labels, as words or as words of an identifier."""
+    names = sorted({re.escape(name) for label in labels for name in label.split(".")}, key=len, reverse=True)
+    return re.compile(rf"(?<![^\W_])(?:{'|'.join(names)})(?![^\W_])", re.IGNORECASE)
+
+
+def package_task(name: str) -> Iterator[Record]:
+    """The examples of a task: the first paragraph of a docstring, and the package or the part of one that it
+    is from. The names that are asked for are blanked out of all texts."""
+    found = []
+    for package in TASK_PACKAGES[name]:
+        summaries = package_summaries(package)
+        parts = subpackages((module, [text]) for module, text in summaries)
+        found += [
+            (text, package if name == "package" else parts[module].rpartition(".")[2])
+            for module, text in summaries
+        ]
+    sizes = Counter(label for _, label in found)
+    classes = sorted(label for label, _ in sizes.most_common(TASK_CLASSES))
+    names, taken = names_in(classes), Counter[str]()
+    for text, label in sorted(found, key=lambda each: key("package task", *each)):
+        taken[label] += 1
+        if label in classes and taken[label] <= TASK_EXAMPLES:
+            yield Record({"text": names.sub("_", text)}, label)
+
+
+def stamp_package_task(name: str) -> Any:
+    return [TASK_CLASSES, TASK_EXAMPLES, [stamps(modules(package)) for package in TASK_PACKAGES[name]]]
+
+
+@cache
+def package_summaries(package: str) -> list[tuple[str, str]]:
+    """The module and the first paragraph of each docstring of a package, each paragraph once."""
+    found: dict[str, str] = {}
+    bar = tqdm(modules(package).items(), desc=f"reading {package}", disable=None, leave=False)
+    for path, module in bar:
+        for text in (text for texts in texts_of_file(path) for text in texts):
+            first = next(paragraphs(line.rstrip() for line in cleandoc(text).splitlines()), "")
+            summary = plain_text(first)
+            if len(summary.split()) >= MIN_SUMMARY_WORDS:
+                found.setdefault(summary, module)
+    return [(module, summary) for summary, module in found.items()]

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from cpt.core.options import option
 from cpt.core.rules import MAPPING, TEXT, YES_NO, is_list, is_text, or_null, show
 from cpt.data.sources.base import GENERAL, Followed, Reading, Source
-from cpt.data.sources.installed_docs import read_general, stamp_general
+from cpt.data.sources.docstrings import read_general, stamp_general
 from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
 from cpt.data.sources.texts import reading_bar
 

@@ -11,10 +11,15 @@ from typing import Any
 from cpt.core.options import option, read_options
 from cpt.core.rules import MAPPING, TEXT, Rule, is_text, is_whole, one_of, or_null
 from cpt.data.examples import Example, write_example
-from cpt.data.sources import package_tasks
 from cpt.data.sources.base import GENERAL, Encoding, Source
+from cpt.data.sources.docstrings import (
+    TASK_PACKAGES,
+    package_task,
+    read_general,
+    stamp_general,
+    stamp_package_task,
+)
 from cpt.data.sources.formats import FORMATS, Dataset, Record, find_datasets, read_labels
-from cpt.data.sources.installed_docs import read_general, stamp_general
 from cpt.data.sources.readers import documents_of, files_of, naming_file, split_of, stamps, unit_of
 from cpt.data.sources.templates import Template
 from cpt.data.sources.texts import reading_bar
@@ -28,7 +33,7 @@ PER_CHOICE = 2  # nor are answers that stand there fewer times than this, on ave
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Source):
     """Supervised tasks in a folder, in one of the layouts they are published in; without a folder those of
-    cpt.data.sources.package_tasks.
+    cpt.data.sources.docstrings.package_task.
 
     A task's split for tuning is always held out from its training set: released development sets are often
     the test set. `choices` are the labels that a file lists, else the different answers of the training set
@@ -101,7 +106,7 @@ class Tasks(Source):
 
     @property
     def names(self) -> list[str]:
-        return list(package_tasks.PACKAGES) if self.root is None else list(self.datasets)
+        return list(TASK_PACKAGES) if self.root is None else list(self.datasets)
 
     def check(self, order: Sequence[str]) -> None:
         if self.root is None:
@@ -154,7 +159,7 @@ class Tasks(Source):
     def records(self, name: str) -> Iterator[tuple[str, int, Record]]:
         """The rows of a task: split, number in it, row."""
         if self.root is None:
-            for number, record in enumerate(package_tasks.read_records(name)):
+            for number, record in enumerate(package_task(name)):
                 yield "train", number, record
             return
         numbers: Counter[str] = Counter()
@@ -215,7 +220,7 @@ class Tasks(Source):
             return stamp_general() if self.general_folder is None else stamps(files_of(self.general_folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
         if self.root is None:
-            return [how, self.class_limit, package_tasks.stamp(name)]
+            return [how, self.class_limit, stamp_package_task(name)]
         one = self.datasets[name]
         labels = [] if one.labels is None else [one.labels]
         return [how, self.class_limit, stamps([*(path for _, path in one.files), *labels])]

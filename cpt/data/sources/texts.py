@@ -17,7 +17,7 @@ from cpt.core.options import option
 from cpt.core.progress import DELAY, progress_bar
 from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
 from cpt.data.sources.base import GENERAL, Followed, Reading, Source
-from cpt.data.sources.installed_docs import read_general, stamp_general
+from cpt.data.sources.docstrings import read_general, stamp_general
 from cpt.data.sources.readers import (
     UNITS,
     documents_of,

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from cpt.data.sources import docstrings
 from cpt.data.sources.base import GENERAL
+from cpt.data.sources.docstrings import InstalledDocs
 from cpt.data.sources.hub import Hub
-from cpt.data.sources.installed_docs import InstalledDocs
 from cpt.data.sources.readers import text_size
 from cpt.data.sources.texts import Texts
 from tests.support.data_fixtures import SHARED
@@ -331,7 +331,7 @@ def test_a_sub_folder_with_text_is_a_domain(tmp_path):
 def test_without_general_text_it_is_that_of_installed_packages(tmp_path, monkeypatch):
     put(tmp_path / "a" / "a.txt", "One.\n")
     put(tmp_path / "docs" / "__init__.py", f'"""{HOLDER} {HOLDER}"""')
-    monkeypatch.setattr("cpt.data.sources.installed_docs.GENERAL_PACKAGES", ("docs",))
+    monkeypatch.setattr("cpt.data.sources.docstrings.GENERAL_PACKAGES", ("docs",))
     monkeypatch.syspath_prepend(tmp_path)
     for source in (texts(tmp_path), texts(tmp_path, general=None), hub({"path": "somewhere"})):
         assert list(source.read(GENERAL)) == [("train", f"{HOLDER} {HOLDER}")]

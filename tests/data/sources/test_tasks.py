@@ -12,7 +12,7 @@ from omegaconf.errors import MissingMandatoryValue
 from cpt.core.errors import reason
 from cpt.data.corpus import make_corpus
 from cpt.data.examples import read_example
-from cpt.data.sources.package_tasks import PACKAGES
+from cpt.data.sources.docstrings import TASK_PACKAGES
 from cpt.training.plan import make_plan
 from tests.conftest import SHARED
 
@@ -365,9 +365,9 @@ def test_the_long_sequence_has_fifteen_tasks_in_each_order(composed):
 
 @pytest.mark.slow
 def test_without_a_folder_there_are_tasks_of_what_is_installed(composed, monkeypatch):
-    monkeypatch.setitem(PACKAGES, "networkx", ("networkx",))
+    monkeypatch.setitem(TASK_PACKAGES, "networkx", ("networkx",))
     plan = make_plan(composed("model=tiny_gpt2", "domains=tasks"))
-    assert set(plan.order) == set(PACKAGES)
+    assert set(plan.order) == set(TASK_PACKAGES)
     found = [read_example(each) for _, each in plan.source.read("networkx")]
     sizes = Counter(each.target for each in found)
     assert len(sizes) == 4
