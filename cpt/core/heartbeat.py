@@ -34,7 +34,6 @@ ACTIVE, ENDED = ("running", "waiting"), ("finished", "preempted", "failed")
 TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
-MAX_ETA_S = 10 * 365 * 24 * 3600.0
 MAX_MESSAGE = 400  # characters
 
 
@@ -251,9 +250,9 @@ class HeartbeatThread:
                 name = label
             rate = shown["rate"] or (new / shown["elapsed"] if new > 0 and shown["elapsed"] else None)
             if rate and bar.total and open_bars:
-                phase_eta = min(MAX_ETA_S, max(0.0, bar.total - bar.n) / rate)
+                phase_eta = round(max(0.0, bar.total - bar.n) / rate, 1)
                 if phase.remaining_s is not None:
-                    run_eta = min(MAX_ETA_S, phase_eta + phase.remaining_s + phase.remaining_steps / rate)
+                    run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
         learned = None
         if phase.total:
             learned = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
@@ -266,8 +265,8 @@ class HeartbeatThread:
             steps=bar.total if bar is not None else None,
             unit=bar.unit if bar is not None else "",
             learned=learned,
-            phase_eta_s=None if phase_eta is None else round(phase_eta, 1),
-            run_eta_s=None if run_eta is None else round(run_eta, 1),
+            phase_eta_s=phase_eta,
+            run_eta_s=run_eta,
             untimed=list(phase.untimed),
             why=self.waiting,
             began=self.began,

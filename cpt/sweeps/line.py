@@ -1,7 +1,5 @@
 """The terminal line of a sweep: jobs done, and the progress of each running job."""
 
-import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 
@@ -31,11 +29,7 @@ class SweepLine:
         if jobs != self.seen or time.monotonic() - self.looked >= EVERY_S:
             self.looked, self.seen = time.monotonic(), jobs
             self.bar.set_postfix_str("", refresh=False)
-            try:
-                columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            except (OSError, ValueError):
-                columns = 80
-            room = columns - len(str(self.bar)) - len(", ")
+            room = (self.bar.format_dict["ncols"] or 80) - len(str(self.bar)) - len(", ")
             self.bar.set_postfix_str(fit_jobs([job_progress(job) for job in jobs], room), refresh=False)
         self.bar.refresh()
 
@@ -56,15 +50,10 @@ def job_progress(job: Job) -> tuple[str, str]:
 
 
 def fit_jobs(jobs: Sequence[tuple[str, str]], room: int) -> str:
-    """All jobs, cut to equal shares of the room where needed, times whole; the first ones and how many more
-    there are if a share is below MIN_WIDTH."""
+    """All jobs, their phases cut to equal shares of the room where needed; the first ones if these are too
+    small."""
     text = " | ".join(what + left for what, left in jobs)
-    for shown in range(len(jobs), 0, -1):
-        if len(text) <= room:
-            break
-        more = f" | +{len(jobs) - shown}" if shown < len(jobs) else ""
-        share = (room - len(more) - 3 * (shown - 1)) // shown
-        if share >= MIN_WIDTH or shown == 1:
-            cut = [truncate(what, max(1, share - len(left))) + left for what, left in jobs[:shown]]
-            return truncate(" | ".join(cut) + more, max(0, room))
-    return text
+    if len(text) > (room := max(0, room)):
+        share = max(MIN_WIDTH, (room + 3) // len(jobs) - 3)
+        text = " | ".join(truncate(what, share - len(left)) + left for what, left in jobs)
+    return truncate(text, room)

@@ -17,13 +17,11 @@ BASE = ("#4 starting", "")
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 30])
 def test_it_is_never_wider_than_the_terminal_and_times_are_whole(count):
-    for room in range(120):
+    for room in range(-3, 120):
         text = fit_jobs([LAW] * count, room)
-        assert len(text) <= room
-        if room >= 40 and count:
-            shown = [part for part in text.split(" | ") if part.startswith("#3")]
-            assert all(part.endswith("1:02:03") for part in shown)
-            assert len(shown) == count or text.endswith(f"+{count - len(shown)}")
+        assert len(text) <= max(0, room)
+        if count and room >= 19 * count:
+            assert text.count("1:02:03") == count
     assert fit_jobs([LAW, BASE], 60) == "#3 learning law (1/3) 20 % 1:02:03 | #4 starting"
     assert fit_jobs([LAW, BASE], 40) == "#3 learni… 1:02:03 | #4 starting"
 
