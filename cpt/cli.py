@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
 from cpt.core.errors import readable
+from cpt.core.heartbeat import die_with_parent
 from cpt.core.output import closing_output
-from cpt.core.parents import end_with_parent
 from cpt.core.places import CONF
 from cpt.core.threads import choose_spins
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
@@ -27,7 +27,7 @@ report_errors = utils.run_and_report
 def start() -> None:
     """Does what the arguments say. A `_target_` may name a module in the working directory, which is searched
     last: no file there hides a library."""
-    end_with_parent()
+    die_with_parent()
     sys.path.append(os.getcwd())
     utils.run_and_report = run_step
     # The group is there already, as null: for Hydra a plus would choose it twice.

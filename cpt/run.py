@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 
 from cpt.core.cache import full_check
 from cpt.core.errors import reason
+from cpt.core.heartbeat import heartbeat, set_phase
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
-from cpt.core.pulse import beating, enter_phase
 from cpt.core.rules import show
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
@@ -60,7 +60,7 @@ def run(cfg: DictConfig, *, folder: Path) -> float | list[float | None] | None:
             raise_steps(plan, place)
             place.claim(plan.settings)
             place.clean()
-            with beating(place.path):
+            with heartbeat(place.path):
                 return learn_or_tell(plan, place)
 
 
@@ -165,7 +165,7 @@ def starting(took: dict[str, float], phase: str) -> AbstractContextManager[None]
     """Adds the seconds of a phase of STARTING to the others, and says that the run is at it."""
     from cpt.training.costs import time_phase
 
-    enter_phase(STARTING[phase])
+    set_phase(STARTING[phase])
     return time_phase(took, phase)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from cpt.core.files import CHECKSUMS, find_damage, read_checksums, sync, write_checksums, writing
-from cpt.core.pulse import waiting_for
+from cpt.core.heartbeat import waiting_for
 
 log = logging.getLogger(__name__)
 SMALL = 1 << 24  # bytes: artifacts up to this size are hashed whenever they are opened

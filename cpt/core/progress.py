@@ -5,7 +5,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from cpt.core.pulse import watch
+from cpt.core.heartbeat import watch_bar
 
 DELAY = 10.0  # seconds after which a log file tells how far something is that is mostly quick
 
@@ -52,4 +52,4 @@ def progress_bar(
         mininterval=interval,
         maxinterval=60,
     )
-    return watch(bar)
+    return watch_bar(bar)

@@ -27,8 +27,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.core.errors import readable
+from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.preemption import SIGNALS
-from cpt.core.queues import list_runs
 from cpt.sweeps.jobs import (
     Job,
     check_swept_choices,
@@ -76,7 +76,7 @@ class ClusterLauncher(Launcher):
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
-                list_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
+                list_sweep_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
                 self.run(waiting, first=initial_job_idx)
             return conclude_sweep(jobs, job_overrides, sweeper=self.config.hydra.sweeper._target_)
 

@@ -26,9 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from cpt.core.errors import unknown_name
-from cpt.core.parents import PARENT
+from cpt.core.heartbeat import PARENT, record_exit, utc_now
 from cpt.core.preemption import GO_ON
-from cpt.core.signs import note_end, now
 from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class Job:
 
     def start(self, command: Sequence[str], *, env: Mapping[str, str]) -> None:
         """A session of its own: Ctrl-C reaches the sweep only, which then ends the whole group."""
-        self.started, self.began = time.monotonic(), now()
+        self.started, self.began = time.monotonic(), utc_now()
         self.process, self.offset = start_process([*command, *self.overrides], self.console, env=env)
         log.info("%s: started, %s", self, self.console)
 
@@ -106,7 +105,9 @@ class Job:
         self.code = self.process.returncode
         self.tell(f"finished in {time.monotonic() - self.started:.0f} s")
         if not self.whole:
-            note_end(self.folder, self.state, self.failure().removeprefix(f"{self.state} "), began=self.began)
+            record_exit(
+                self.folder, self.state, self.failure().removeprefix(f"{self.state} "), began=self.began
+            )
 
     def tell(self, finished: str) -> None:
         """Says how the job ended."""

@@ -24,9 +24,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import cpt.core.naming  # noqa: F401  (registers the resolvers that a run folder's name is made with)
 from cpt.core.errors import readable
-from cpt.core.parents import end_with_parent
+from cpt.core.heartbeat import die_with_parent, list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
-from cpt.core.queues import list_runs
 from cpt.sweeps.cluster import ClusterLauncher
 from cpt.sweeps.jobs import (
     CONTINUES,
@@ -71,7 +70,7 @@ class ProcessLauncher(Launcher):
         with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
             jobs = compose_jobs(job_overrides, initial_job_idx, context=self.context, config=self.config)
             if waiting := [job for job in jobs if not job.before]:
-                list_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
+                list_sweep_runs(Path(self.config.hydra.sweep.dir), [job.folder for job in jobs])
                 configs = [job.config for job in jobs]
                 places = share_out_machine(
                     configs, jobs=self.jobs, threads=self.threads, waiting=len(waiting)
@@ -152,6 +151,6 @@ def plugin(made: type[Plugin]) -> None:
     Plugins.instance().class_name_to_class[f"hydra_plugins.cpt.{made.__name__}"] = made
 
 
-end_with_parent()  # also in programs of others that have their sweeps run so
+die_with_parent()  # also in programs of others that have their sweeps run so
 for each in (ProcessLauncher, ClusterLauncher, OptunaSweeper):
     plugin(each)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
-from cpt.core.pulse import PULSE, Phase
+from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.training.costs import time_phase
@@ -38,8 +38,8 @@ class RunETA:
     @contextmanager
     def timed(self, kind: str, number: int) -> Iterator[None]:
         """Reports a kind of work in a stage (0: the base), and adds its seconds to the scores."""
-        if PULSE.folder is not None:
-            PULSE.enter(self.phase(kind, number))
+        if HEARTBEAT.folder is not None:
+            set_phase(self.phase(kind, number))
         with time_phase(self.scores.phases[kind], self.names[number]):
             yield
 
@@ -63,11 +63,11 @@ class RunETA:
             name=f"{KINDS[kind]} {self.names[number]}",
             stage=number,
             stages=len(self.data),
-            learns=kind == "learn",
+            trains=kind == "learn",
             done=sum(trained[: number + (kind != "learn")]),
             total=sum(trained),
-            rest_s=None if "learn" in untimed else seconds,
-            rest_steps=steps,
+            remaining_s=None if "learn" in untimed else seconds,
+            remaining_steps=steps,
             untimed=tuple(untimed),
         )
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from cpt.adapters.bank import rest_parts
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import writing
+from cpt.core.heartbeat import set_phase
 from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
-from cpt.core.pulse import enter_phase
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.documents import gather_documents
@@ -250,7 +250,7 @@ class Learner:
         if self.keeper.behind:
             self.keeper.keep_rows()
         check_signals("before the model was exported")
-        enter_phase("exporting the model")
+        set_phase("exporting the model")
         self.place.make_room()
         with writing(self.place.model):
             loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
@@ -259,7 +259,7 @@ class Learner:
         if len(self.scores.rows) > 1:
             self.scores.moved = measure_movement(start.model(), self.place.model)
         check_signals("before the report was written")
-        enter_phase("writing the report")
+        set_phase("writing the report")
         sums, counts = gather_documents(self.place.load_documents(range(len(self.scores.rows))), self.scores)
         self.scores.measure(nll_sums=sums, counts=counts)
         self.scores.policy = self.plan.evaluation.policy

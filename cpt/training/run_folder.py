@@ -12,7 +12,6 @@ import numpy as np
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
-from cpt.core import signs
 from cpt.core.cache import discard
 from cpt.core.config import identity, list_differences, plain_config, redact
 from cpt.core.files import (
@@ -24,7 +23,7 @@ from cpt.core.files import (
     replacing,
     write_checksums,
 )
-from cpt.core.pulse import told
+from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.evaluation.documents import documents_file, load_documents
 from cpt.evaluation.lines import lines_file
 from cpt.evaluation.scores import Scores
@@ -41,7 +40,7 @@ HELD = (
 # Config keys that choose texts, whose contents a folder remembers: these count, not the keys.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
 # What a folder holds whose run has been refused: Hydra's files, and what the next start writes again.
-BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", signs.FILE)
+BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRESS_FILE)
 
 
 class RunFolder:
@@ -159,12 +158,12 @@ class RunFolder:
     @contextlib.contextmanager
     def unless_refused(self) -> Iterator[None]:
         """Removes the folder again if the run ends in an error before it has learned or measured anything."""
-        is_new, began = not self.config.exists(), signs.now()
+        is_new, began = not self.config.exists(), utc_now()
         try:
             yield
         except Exception as error:
             if is_new:
-                self.give_up(told(error), began=began)
+                self.give_up(format_error(error), began=began)
             raise
 
     def give_up(self, why: str, *, began: str) -> None:
@@ -177,7 +176,7 @@ class RunFolder:
         except Timeout:
             return
         if self.path.is_dir():
-            signs.note_end(self.path, "failed", why, began=began)
+            record_exit(self.path, "failed", why, began=began)
 
     def leave(self) -> None:
         """Removes the folder if nothing of a run is in it."""
@@ -200,8 +199,8 @@ class RunFolder:
     def tell_holder(self) -> str:
         """Host and number of the process that holds the folder, as far as it has said so."""
         with contextlib.suppress(ValueError):
-            if (sign := signs.Sign.load(self.path)) and sign.going:
-                return f" (host {sign.holder.host}, process {sign.holder.pid})"
+            if (beat := Heartbeat.load(self.path)) and beat.active:
+                return f" (host {beat.process.host}, process {beat.process.pid})"
         return ""
 
     def scores(self) -> Scores | None:

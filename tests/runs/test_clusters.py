@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from cpt.core.heartbeat import Heartbeat
 from cpt.core.preemption import GO_ON
-from cpt.core.signs import Sign
 from tests.conftest import ROOT
 from tests.runs.test_kill import command
 from tests.support.processes import ended, started
@@ -62,8 +62,8 @@ def test_usr1_to_torchrun_is_handed_on_with_the_flag_of_the_page(corpora, cache,
         assert process.wait(60) == 1  # torchrun's own: 75 is not seen behind it
     finally:
         process.kill()
-    sign = Sign.load(folder)
-    assert sign.state == "preempted" and sign.why.startswith("stopped by SIGUSR1")
+    beat = Heartbeat.load(folder)
+    assert beat.state == "preempted" and beat.why.startswith("stopped by SIGUSR1")
     assert subprocess.run(["pgrep", "-f", str(folder)], capture_output=True).stdout == b""  # no orphans
 
 

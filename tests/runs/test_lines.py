@@ -36,7 +36,7 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(start, small, killing
     )
     there = scores_of(few)
     assert there.rows == ["base", "law"] and there.measured(1) == ["law", "general"]
-    (look,) = status.look_at([few])
+    (look,) = status.read_statuses([few])
     assert look.learned == pytest.approx(1 / 3, abs=0.3) and verify.main([str(few)]) == 0
     assert report.main([str(few)]) == 2  # nothing is finished
     with monkeypatch.context() as patched, pytest.raises(KilledError):

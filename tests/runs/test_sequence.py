@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from cpt.core.files import check_archive
-from cpt.core.signs import Holder, Sign, now
+from cpt.core.heartbeat import Heartbeat, ProcessId, utc_now
 from cpt.evaluation.objective import objective_value
 from cpt.training.run_folder import RunFolder
 from tests.conftest import SHARED
@@ -112,10 +112,9 @@ def test_two_starts_at_once_are_refused(small, start, tmp_path):
 
 
 def test_a_second_start_is_told_who_is_at_work(small, start, tmp_path):
-    Sign(state="running", holder=Holder.own(), **dict.fromkeys(("began", "moved", "written"), now())).write(
-        tmp_path
-    )
-    said = rf"at work in {tmp_path} \(host {Holder.own().host}, process {Holder.own().pid}\); wait for it"
+    Heartbeat(state="running", began=utc_now()).write(tmp_path)
+    own = ProcessId.current()
+    said = rf"at work in {tmp_path} \(host {own.host}, process {own.pid}\); wait for it"
     with FileLock(tmp_path / ".lock"), pytest.raises(ValueError, match=said):
         start(small(ORDER), tmp_path)
 

@@ -28,7 +28,7 @@ from yaml import YAMLError
 
 from cpt import status, verify
 from cpt.core.errors import reason
-from cpt.core.signs import Holder, Sign, now
+from cpt.core.heartbeat import Heartbeat, list_sweep_runs, utc_now
 from cpt.data.sources.base import read_members
 from cpt.data.sources.texts import Texts
 from cpt.evaluation.endtasks.tasks import plan_endtasks
@@ -222,15 +222,13 @@ def write_run(folder: Path, *, finished: bool) -> Path:
     run = folder / "run"
     scores = saved(run, finished=finished)
     add_line(run / "scores.json", scores.line(len(scores.rows) - 1))
-    times = dict.fromkeys(("began", "moved", "written"), now())
-    Sign(state="running", holder=Holder.own(), **times).write(run)
+    Heartbeat(state="running", began=utc_now()).write(run)
     place = RunFolder(run)
     place.claim(SETTINGS)
     told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
     place.identity.write_text(json.dumps(told))
     place.outputs.write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
-    queue = {"version": 1, "runs": ["run"], "written": now(), "holder": vars(Holder.own())}
-    (run.parent / "sweep.json").write_text(json.dumps(queue))
+    list_sweep_runs(run.parent, [run])
     for row in range(2):
         place.save_documents(row, {"law": np.ones((2, 3))})
     return run

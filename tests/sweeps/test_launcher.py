@@ -18,7 +18,7 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from cpt.core.preemption import GO_ON
-from cpt.status import look_at
+from cpt.status import read_statuses
 from cpt.sweeps.launcher import ProcessLauncher, stop
 from cpt.sweeps.resources import devices, share_out_machine, visible_gpus
 
@@ -147,7 +147,9 @@ def test_it_ends_with_how_many_jobs_ended_how_and_why_they_failed(four):
 
 def test_the_folders_of_a_sweep_say_how_their_jobs_ended(four):
     app, _ = four
-    found = {each.run.rpartition("kind-")[2]: (each.state, each.why) for each in look_at([app / "outputs"])}
+    found = {
+        each.run.rpartition("kind-")[2]: (each.state, each.why) for each in read_statuses([app / "outputs"])
+    }
     assert found["raise"] == ("failed", "(exit 1): RuntimeError: boom")
     assert found["kill"] == (
         "failed",

@@ -2,9 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
-from cpt.core.pulse import Phase, Place, name_of, rest_of_run
 from cpt.training.eta import RunETA
 
 NONE = {kind: {} for kind in ("start", "generate", "learn", "score", "endtasks", "answers", "probes")}
@@ -33,7 +30,7 @@ def outlook(phases, *, rows=(), endtasks=(), generates=False):
 
 
 def told(phase):
-    return phase.rest_s, phase.rest_steps, tuple(phase.untimed)
+    return phase.remaining_s, phase.remaining_steps, tuple(phase.untimed)
 
 
 def test_before_a_step_is_made_nobody_knows():
@@ -51,8 +48,7 @@ def test_before_a_step_is_made_nobody_knows():
 def test_the_first_domain_stands_for_the_steps_of_the_others():
     phase = outlook({"score": {"base": 4.0}}, rows=["base"]).phase("learn", 1)
     assert told(phase) == (2 * (2 + 2 + 3), 60, ())
-    assert (phase.name, phase.done, phase.learns) == ("learning law", 0, True)
-    assert rest_of_run(phase, Place("law (1/3)", 5, 10, "it", 0.5)) == 2.5 + 14 + 60 * 0.5
+    assert (phase.name, phase.done, phase.trains) == ("learning law", 0, True)
 
 
 def test_what_is_done_is_the_measure_of_what_follows():
@@ -80,26 +76,6 @@ def test_stages_that_are_learned_are_not_foreseen_again():
     assert told(phase) == (2.0 * 3 + 2.0 * 40, 0, ("endtasks",))
 
 
-@pytest.mark.parametrize(
-    ("phase", "label", "name"),
-    [
-        (Phase(name="tokenising"), "tokenising law", "tokenising law"),
-        (Phase(name="making the base"), "base", "making the base"),
-        (Phase(name="learning law", stage=1), "law (1/3)", "learning law"),
-        (Phase(name="starting"), "", "starting"),
-    ],
-)
-def test_before_the_stages_a_bar_names_the_text(phase, label, name):
-    assert name_of(phase, Place(label, 1, 2, "it", None)) == name
-
-
-def test_nothing_is_foreseen_without_a_rate():
-    phase = Phase(name="learning law", rest_s=3.0, rest_steps=10)
-    assert rest_of_run(phase, None) is None
-    assert rest_of_run(phase, Place("law (1/3)", 0, 10, "it", None)) is None
-    assert rest_of_run(phase, Place("law (1/3)", 0, None, "it", 1.0)) is None
-
-
 def test_the_latest_stages_set_the_pace():
     """The stage that is not committed yet does not."""
     names = [f"d{number}" for number in range(300)]
@@ -108,4 +84,8 @@ def test_the_latest_stages_set_the_pace():
     many.data[:] = [SimpleNamespace(name=name) for name in names]
     many.data.steps = lambda domain: 1
     phase = many.phase("learn", 281)
-    assert (phase.done, phase.total, phase.rest_s) == (280, 300, 19 * 2.0) and "learn" not in phase.untimed
+    assert (phase.done, phase.total, phase.remaining_s) == (
+        280,
+        300,
+        19 * 2.0,
+    ) and "learn" not in phase.untimed

@@ -101,7 +101,7 @@ def test_what_is_read_of_a_run_at_work_is_all_that_it_has(tmp_path):
         assert (tmp_path / "seen.json").read_bytes() == as_a_whole(
             number + 1, tmp_path / "w.json", domains=100
         )
-        assert status.read_scores(tmp_path) == (False, number / 100, "")
+        assert status.peek_scores(tmp_path) == (False, number / 100, "")
         behind = number + 1 - len(json.loads(path.read_text())["rows"])
         assert behind <= (number + 1) // lines.SHARE
         in_lines += behind > 0

@@ -31,7 +31,7 @@ from cpt.core.output import run_program
 from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
 from cpt.reporting.page import write_page
-from cpt.status import clock
+from cpt.status import format_time
 
 log = logging.getLogger("cpt.contrib.advise")
 CAP = "eval.tokens=5000"
@@ -239,7 +239,7 @@ def tell_plan(plan: Plan, costs: Costs, *, left_out: int) -> None:
     log.info(
         "%d runs, about %s: a step %.3f s, %.1f s of each run beside its steps",
         len(plan.arms) * len(plan.rounds),
-        clock(plan.seconds),
+        format_time(plan.seconds),
         costs.step,
         costs.fixed,
     )
@@ -264,7 +264,7 @@ def carry_out(
         if each.seed > 0 and waiting and time.monotonic() + left > deadline:
             lost.append(f"{about}: not within --hours {given.hours:g}; the same command runs it")
             continue
-        told = f"{len(waiting)} runs, about {clock(left)}" if waiting else "finished before"
+        told = f"{len(waiting)} runs, about {format_time(left)}" if waiting else "finished before"
         log.info("round %d of %d: %s, %s", number, len(plan.rounds), about, told)
         took, foreseen = took + sweep.run(batch), foreseen + expected
         failed |= {arm: job.failure() for arm, job in zip(arms, batch, strict=True) if not job.whole}

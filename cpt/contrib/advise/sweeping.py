@@ -19,8 +19,8 @@ from omegaconf import open_dict
 
 from cpt.contrib.advise.arms import REFERENCE, Setting, overrides
 from cpt.contrib.advise.budget import Costs, Round
+from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.places import CONF
-from cpt.core.queues import list_runs
 from cpt.evaluation.scores import Scores
 from cpt.sweeps.jobs import Job, compose_jobs
 from cpt.sweeps.launcher import run_all
@@ -76,7 +76,7 @@ class Sweep:
         waiting, began = [job for job in jobs if not job.before], time.monotonic()
         if not waiting:
             return 0.0
-        list_runs(self.folder, [job.folder for job in jobs])
+        list_sweep_runs(self.folder, [job.folder for job in jobs])
         configs = [job.config for job in jobs]
         places = share_out_machine(configs, jobs=self.jobs, threads=None, waiting=len(waiting))
         run_all(waiting, command=COMMAND, places=places, grace=60)

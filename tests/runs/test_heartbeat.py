@@ -9,12 +9,11 @@ import pytest
 from filelock import FileLock
 
 from cpt import status
-from cpt.core import pulse
+from cpt.core import heartbeat
 from cpt.core.cache import make_once
+from cpt.core.heartbeat import Heartbeat, ProcessId
 from cpt.core.preemption import GO_ON
-from cpt.core.signs import Holder, Sign
 from cpt.methods.ncl import NCL
-from cpt.training.run_folder import RunFolder
 from tests.conftest import ROOT
 from tests.runs.test_kill import command
 from tests.support.processes import ended, sent, started
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 def only_run(folder):
     """What is seen of the only run below a folder; None as long as there is none."""
-    found = status.look_at([folder / "outputs"]) if (folder / "outputs").exists() else []
+    found = status.read_statuses([folder / "outputs"]) if (folder / "outputs").exists() else []
     return found[0] if found else None
 
 
@@ -47,7 +46,7 @@ def test_running_killed_and_preempted(corpora, cache, tmp_path):
 
     process = again()
     seen = seen_at(process, tmp_path, "learning law")
-    assert (seen.state, seen.host, seen.pid) == ("running", Holder.own().host, process.pid)
+    assert (seen.state, seen.host, seen.pid) == ("running", ProcessId.current().host, process.pid)
     assert (seen.stage, seen.stages, seen.steps) == (1, 2, 300)
     assert seen.learned == pytest.approx(seen.step / 600, abs=1e-4)
     assert seen.run_eta_s > 1.5 * seen.phase_eta_s > 0 and seen.untimed == []
@@ -81,11 +80,11 @@ def test_a_failed_run_leaves_its_message(small, start, tmp_path, monkeypatch):
         patched.setattr(NCL, "after_update", fail)
         with pytest.raises(RuntimeError):
             start(cfg, tmp_path / "run")
-    seen = status.look(tmp_path / "run")
+    seen = status.read_status(tmp_path / "run")
     assert (seen.state, seen.why, seen.phase) == ("failed", "RuntimeError: the disk is full", "learning law")
-    assert not [each for each in threading.enumerate() if each.name == "pulse"]
+    assert not [each for each in threading.enumerate() if each.name == "heartbeat"]
     start(cfg, tmp_path / "run")
-    assert status.look(tmp_path / "run").state == "finished"
+    assert status.read_status(tmp_path / "run").state == "finished"
     before = (tmp_path / "run" / "progress.json").read_bytes()
     with pytest.raises(ValueError, match="does not go on to 7"):
         start(small("order=[law]", "trainer.steps=7"), tmp_path / "run")
@@ -101,37 +100,28 @@ def test_a_refused_run_leaves_a_message_where_its_folder_stays_and_else_no_folde
     (tmp_path / "job" / "console.log").write_text("")
     with pytest.raises(ValueError):
         start(cfg, tmp_path / "job")
-    seen = status.look(tmp_path / "job")
+    seen = status.read_status(tmp_path / "job")
     assert seen.state == "failed" and "nowhere" in seen.why
 
 
-def test_a_sign_alone_keeps_no_folder_of_a_refused_run(tmp_path):
-    run = tmp_path / "run"
-    with pytest.raises(ValueError), RunFolder(run).unless_refused():
-        run.mkdir()
-        with pulse.beating(run):
-            raise ValueError("no such text")
-    assert not run.exists()
-
-
-def test_a_second_start_leaves_the_sign_of_the_first(small, start, tmp_path):
+def test_a_second_start_leaves_the_heartbeat_of_the_first(small, start, tmp_path):
     cfg, run = small("order=[law]"), tmp_path / "run"
     start(cfg, run)
-    with FileLock(run / ".lock"), pulse.beating(run):
+    with FileLock(run / ".lock"), heartbeat.heartbeat(run):
         before = (run / "progress.json").read_bytes()
         with pytest.raises(ValueError, match="another process is at work"):
             start(cfg, run)
-        assert status.look(run).state == "running"
-        assert Sign.load(run).began == json.loads(before)["began"]
+        assert status.read_status(run).state == "running"
+        assert Heartbeat.load(run).began == json.loads(before)["began"]
 
 
 def test_waiting_for_another_run_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(pulse, "TICK_S", 0.02)
+    monkeypatch.setattr(heartbeat, "TICK_S", 0.02)
     cache, run = tmp_path / "cache", tmp_path / "run"
     run.mkdir()
     cache.mkdir()
     lock = FileLock(cache / "base.lock", thread_local=False)
-    with pulse.beating(run):
+    with heartbeat.heartbeat(run):
         lock.acquire()
         threading.Timer(1.5, lock.release).start()
         maker = threading.Thread(target=make_once, args=[cache / "base"], kwargs={"make": lambda at: None})
@@ -139,15 +129,7 @@ def test_waiting_for_another_run_is_told(tmp_path, monkeypatch):
         states = []
         deadline = time.monotonic() + 60
         while maker.is_alive() and time.monotonic() < deadline:
-            states.append(status.look(run))
+            states.append(status.read_status(run))
             time.sleep(0.05)
     waited = [each for each in states if each.state == "waiting"]
     assert waited and waited[0].why == "another run that is making base"
-
-
-def test_a_folder_that_cannot_be_written_to_ends_no_run(tmp_path, caplog):
-    run = tmp_path / "run"
-    with pulse.beating(run):  # there is no such folder
-        pulse.PULSE.beat()
-    assert [record.message for record in caplog.records if "cannot be told" in record.message] != []
-    assert len(caplog.records) == 1

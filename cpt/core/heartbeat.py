@@ -1,0 +1,353 @@
+"""Heartbeat of a run: a daemon thread of rank 0 writes `progress.json` from the phase and the progress bar.
+
+The file and a sweep's `sweep.json` are for `cpt.status` and other watchers; a run never reads them back."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import psutil
+from tqdm import tqdm
+
+from cpt.core.preemption import Preempted
+from cpt.core.schema import check_types
+
+log = logging.getLogger(__name__)
+PROGRESS_FILE, SWEEP_FILE, VERSION = "progress.json", "sweep.json", 2
+PARENT = "CPT_LAUNCHER"  # environment variable: the process that must not be outlived
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+ACTIVE, ENDED = ("running", "waiting"), ("finished", "preempted", "failed")
+TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything else once a period
+STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
+CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
+MAX_MESSAGE = 400  # characters
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def age_s(time_utc: str) -> float:
+    """Seconds since a time, 0 for one in the future. Raises ValueError if it is no time or has no zone."""
+    then = datetime.fromisoformat(time_utc)
+    if then.tzinfo is None:
+        raise ValueError(f"{time_utc} has no time zone")
+    return max(0.0, (datetime.now(UTC) - then).total_seconds())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessId:
+    """A process on any host; `start_time` tells it from a later one with the same pid."""
+
+    host: str
+    pid: int
+    start_time: float
+    namespace: str = ""  # of pids: containers may share a host's name
+
+    @classmethod
+    def current(cls) -> ProcessId:
+        namespace = ""
+        with suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        started = psutil.Process().create_time()
+        return cls(host=socket.gethostname(), pid=os.getpid(), start_time=started, namespace=namespace)
+
+    def is_alive(self) -> bool | None:
+        """None for a process of another host or container."""
+        here = ProcessId.current()
+        if (self.host, self.namespace) != (here.host, here.namespace):
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            is_same = abs(process.create_time() - self.start_time) < CLOCK_S
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
+        except (psutil.NoSuchProcess, ValueError, OverflowError):
+            return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat:
+    """Contents of `progress.json`: times in UTC, None where unknown."""
+
+    state: str  # one of ACTIVE or ENDED
+    phase: str = ""
+    stage: int | None = None  # the current or last domain, from 1; 0: the base
+    stages: int | None = None
+    step: float | None = None  # of the phase
+    steps: float | None = None
+    unit: str = ""  # of step
+    learned: float | None = None  # fraction of the run's optimizer steps
+    phase_eta_s: float | None = None
+    run_eta_s: float | None = None
+    untimed: list[str] = field(default_factory=list)  # later phases that run_eta_s does not include
+    why: str = ""  # what the run waits for, or how it ended
+    began: str  # start of this process's run
+    moved: str = field(default_factory=utc_now)  # last change of phase, step or state
+    written: str = field(default_factory=utc_now)
+    process: ProcessId = field(default_factory=ProcessId.current)
+
+    @property
+    def active(self) -> bool:
+        return self.state in ACTIVE
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is at work; one of another host is as long as it is heard of."""
+        if not self.active:
+            return False
+        alive = self.process.is_alive()
+        return age_s(self.written) < STALE_S if alive is None else alive
+
+    def ended(self, state: str, why: str) -> Heartbeat:
+        """The last heartbeat of a run, its message on one line."""
+        line = " ".join(why.split())
+        why = line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
+        return replace(
+            self, state=state, why=why, written=utc_now(), phase_eta_s=None, run_eta_s=None, untimed=[]
+        )
+
+    def write(self, folder: Path) -> None:
+        _write_json(folder / PROGRESS_FILE, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> Heartbeat | None:
+        """None if there is none. Raises ValueError if it cannot be read."""
+        try:
+            data = json.loads((folder / PROGRESS_FILE).read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or data.get("version") != VERSION:
+                raise ValueError(f"version {VERSION} of its format is required")
+            found = cls(**_typed(cls, data) | {"process": ProcessId(**_typed(ProcessId, data["process"]))})
+            if found.state not in (*ACTIVE, *ENDED):
+                raise ValueError(f"state={found.state} is unknown")
+            for each in (found.began, found.moved, found.written):
+                age_s(each)
+            return found
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{PROGRESS_FILE} cannot be read: {' '.join(str(error).split())}") from None
+
+
+def record_exit(folder: Path, state: str, why: str, *, began: str) -> None:
+    """Records how a run ended that began at a time and may have been killed before it could do so."""
+    with suppress(OSError):
+        try:
+            last = Heartbeat.load(folder)
+        except ValueError:
+            last = None
+        if last is not None and (last.alive or (not last.active and last.written >= began)):
+            return  # at work, or it has said so itself
+        if last is None or last.written < began:  # of an earlier start
+            last = Heartbeat(state=state, began=began)
+        last.ended(state, why).write(folder)
+
+
+def list_sweep_runs(folder: Path, runs: Iterable[Path]) -> None:
+    """Records a sweep's runs and its process in `sweep.json`, after those of a sweep still at work there."""
+    with suppress(OSError):
+        listed = [os.path.relpath(run, folder) for run in runs]
+        if (before := load_sweep(folder)) and before[1].is_alive():
+            listed = list(dict.fromkeys([*before[0], *listed]))
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / SWEEP_FILE, {"runs": listed, "process": asdict(ProcessId.current())})
+
+
+def load_sweep(folder: Path) -> tuple[list[str], ProcessId] | None:
+    """A sweep's runs, as paths from its folder, and its process; None if they cannot be read."""
+    try:
+        data = json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
+        check_types(data, {"runs": list[str], "process": dict[str, Any]})
+        return data["runs"], ProcessId(**_typed(ProcessId, data["process"]))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    """Atomic, but not synced to disk: after a crash of the machine the file is worth nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps({"version": VERSION} | data) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _typed(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass; what a later version has added is left out."""
+    types = get_type_hints(cls)
+    check_types(data, types | {"process": dict[str, Any]} if "process" in types else types)
+    return {name: data[name] for name in types}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What a run is doing, and what comes after it."""
+
+    name: str
+    stage: int | None = None
+    stages: int | None = None
+    trains: bool = False  # whether its progress bar counts optimizer steps
+    done: int = 0  # optimizer steps of the domains before
+    total: int = 0  # of all domains
+    remaining_s: float | None = None  # all later phases; None if unknown
+    remaining_steps: int = 0  # that take as long as this phase's, not in remaining_s
+    untimed: Sequence[str] = ()  # later phases that are in neither
+
+
+class HeartbeatThread:
+    """Writes the heartbeat of this process from the current phase and the innermost open progress bar."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.phase, self.bars, self.waiting = Phase(name=""), list[tqdm](), ""
+        self.began = ""
+        self.last: Heartbeat | None = None
+
+    def start(self, folder: Path) -> None:
+        self.folder, self.phase, self.bars, self.waiting = folder, Phase(name="starting"), [], ""
+        self.began = utc_now()
+        self.last, self.written_s, self.warned = None, 0.0, False
+        self.update()
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.work, daemon=True, name="heartbeat")
+        self.thread.start()
+
+    def work(self) -> None:
+        while not self.stopped.wait(TICK_S):
+            self.update()
+
+    def update(self) -> None:
+        """Writes a new phase or state, and the first step of a phase, at once; all else once a period."""
+        beat, last = self.read(), self.last
+        if last and (beat.phase, beat.step, beat.state) == (last.phase, last.step, last.state):
+            beat = replace(beat, moved=last.moved)
+        kinds = [each and (each.phase, bool(each.step), each.state) for each in (last, beat)]
+        self.last = beat
+        if kinds[0] != kinds[1] or time.monotonic() - self.written_s >= PERIOD_S:
+            self.write(beat)
+
+    def read(self) -> Heartbeat:
+        """The current heartbeat. Within a stage a closed bar counts too, without the time left."""
+        phase, bars = self.phase, self.bars
+        open_bars = [bar for bar in bars if not bar.disable]
+        bar = open_bars[-1] if open_bars else bars[-1] if bars and phase.stage is not None else None
+        name, step, phase_eta, run_eta = phase.name, None, None, None
+        if bar is not None:
+            shown, step = bar.format_dict, bar.n
+            label, new = shown["prefix"].strip(": "), bar.n - bar.initial
+            if phase.stage is None and " " in label:  # `tokenising law`, where the phase is `tokenising`
+                name = label
+            rate = shown["rate"] or (new / shown["elapsed"] if new > 0 and shown["elapsed"] else None)
+            if rate and bar.total and open_bars:
+                phase_eta = round(max(0.0, bar.total - bar.n) / rate, 1)
+                if phase.remaining_s is not None:
+                    run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
+        learned = None
+        if phase.total:
+            learned = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
+        return Heartbeat(
+            state="waiting" if self.waiting else "running",
+            phase=name,
+            stage=phase.stage,
+            stages=phase.stages,
+            step=step,
+            steps=bar.total if bar is not None else None,
+            unit=bar.unit if bar is not None else "",
+            learned=learned,
+            phase_eta_s=phase_eta,
+            run_eta_s=run_eta,
+            untimed=list(phase.untimed),
+            why=self.waiting,
+            began=self.began,
+        )
+
+    def write(self, beat: Heartbeat) -> None:
+        """Warns once if it cannot: a run goes on without its heartbeat."""
+        self.written_s = time.monotonic()
+        try:
+            if self.folder is not None:
+                beat.write(self.folder)
+        except OSError as error:
+            if not self.warned:
+                log.warning("cannot write %s: %s", PROGRESS_FILE, error)
+            self.warned = True
+
+    def stop(self, state: str, why: str) -> None:
+        self.stopped.set()
+        self.thread.join()
+        last = self.read().ended(state, why)
+        self.write(replace(last, phase="", learned=1.0) if state == "finished" else last)
+        self.folder, self.bars = None, []
+
+
+HEARTBEAT = HeartbeatThread()
+
+
+@contextmanager
+def heartbeat(folder: Path) -> Iterator[None]:
+    """Keeps `progress.json` in a run folder, and records at the end how the run ended."""
+    HEARTBEAT.start(folder)
+    try:
+        yield
+    except Preempted as error:
+        HEARTBEAT.stop("preempted", str(error).split(";")[0])
+        raise
+    except BaseException as error:
+        HEARTBEAT.stop("failed", format_error(error))
+        raise
+    HEARTBEAT.stop("finished", "")
+
+
+def format_error(error: BaseException) -> str:
+    """One line: the message of a foreseen error, with its type for any other."""
+    from cpt.core.errors import reason  # imports Hydra, for which cpt.status does not wait
+
+    message = reason(error)
+    return message if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {message}"
+
+
+def set_phase(phase: Phase | str) -> None:
+    HEARTBEAT.phase, HEARTBEAT.bars = Phase(name=phase) if isinstance(phase, str) else phase, []
+
+
+def watch_bar(bar: tqdm) -> tqdm:
+    """Has the heartbeat tell the position of a bar until it is closed."""
+    if HEARTBEAT.folder is not None and not bar.disable:
+        HEARTBEAT.bars = [*(each for each in HEARTBEAT.bars if not each.disable), bar]  # the thread reads it
+    return bar
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    HEARTBEAT.waiting = what
+    try:
+        yield
+    finally:
+        HEARTBEAT.waiting = ""
+
+
+def die_with_parent() -> None:
+    """Linux kills this process when the process of cpt that started it ends, even by SIGKILL: a rank left
+    alone would wait for the others for minutes. Processes that this one starts get the same."""
+    parent = os.environ.get(PARENT, "")
+    if sys.platform == "linux" and parent == str(os.getppid()):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "LOCAL_RANK" in os.environ and parent.isdigit():  # a rank started by Lightning
+        try:
+            is_gone = psutil.Process(int(parent)).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            is_gone = True
+        if is_gone:
+            os._exit(128 + signal.SIGKILL)
+    os.environ[PARENT] = str(os.getpid())

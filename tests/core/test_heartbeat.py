@@ -1,0 +1,184 @@
+"""progress.json and sweep.json: what the heartbeat reads from phase and bar; processes that have ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cpt import status
+from cpt.core import heartbeat
+from cpt.core.heartbeat import (
+    HEARTBEAT,
+    PARENT,
+    SWEEP_FILE,
+    Heartbeat,
+    Phase,
+    ProcessId,
+    list_sweep_runs,
+    load_sweep,
+    record_exit,
+    set_phase,
+    utc_now,
+)
+from cpt.core.progress import progress_bar
+from tests.conftest import ROOT
+
+CHILD = "from cpt.core.heartbeat import die_with_parent; die_with_parent(); print('here', flush=True)"
+PROGRAM = f"""
+import subprocess, sys, time
+from cpt.core.heartbeat import die_with_parent
+die_with_parent()
+waiting = {CHILD!r} + "; import time; time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", waiting], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def earlier(seconds: float) -> str:
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
+
+
+def gone() -> ProcessId:
+    """A process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        started = psutil.Process(process.pid).create_time()
+    return replace(ProcessId.current(), pid=process.pid, start_time=started)
+
+
+def here(program: str, **variables: str) -> subprocess.Popen:
+    kept = {name: value for name, value in os.environ.items() if name not in (PARENT, "LOCAL_RANK")}
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, env=kept | variables, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_process_is_told_from_another_with_its_pid_and_from_a_zombie():
+    own = ProcessId.current()
+    assert own.is_alive() and replace(own, start_time=own.start_time + 2).is_alive()  # the clock was set
+    assert replace(own, start_time=own.start_time - 100).is_alive() is False
+    assert replace(own, host="away").is_alive() is replace(own, namespace="container").is_alive() is None
+    assert gone().is_alive() is False
+    for pid in (-1, 0, 2**22 + 1, 2**80):
+        assert replace(own, pid=pid).is_alive() is False
+    with subprocess.Popen(["true"]) as process:  # a zombie until it is waited for
+        zombie = replace(own, pid=process.pid, start_time=psutil.Process(process.pid).create_time())
+        deadline = time.monotonic() + 10
+        while zombie.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert zombie.is_alive() is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_a_killed_process_takes_its_children_with_it():
+    with here(PROGRAM) as process:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != "zombie" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not child.is_running() or child.status() == "zombie"
+
+
+@pytest.mark.parametrize(("rank", "code"), [("1", 128 + signal.SIGKILL), (None, 0)])
+def test_a_rank_ends_if_its_first_process_is_gone(rank, code):
+    variables = {PARENT: str(gone().pid)} | ({} if rank is None else {"LOCAL_RANK": rank})
+    with here(CHILD, **variables) as process:
+        said, _ = process.communicate(timeout=60)
+    assert (process.returncode, said.strip()) == (code, "here" if rank is None else "")
+
+
+def test_the_heartbeat_reads_phase_and_innermost_bar(tmp_path, monkeypatch):
+    """Seconds are exact for bars of a fixed rate."""
+    monkeypatch.setattr(heartbeat, "TICK_S", 60.0)
+    with heartbeat.heartbeat(tmp_path):
+        assert Heartbeat.load(tmp_path).phase == "starting"
+        set_phase("tokenising")
+        with progress_bar("tokenising law", total=10, hidden=False, done=4) as bar:
+            bar.smoothing, bar.start_t = 0, bar._time() - 3
+            bar.n = 6
+            beat = HEARTBEAT.read()
+            assert (beat.phase, beat.step, beat.steps, beat.learned, beat.run_eta_s) == (
+                *("tokenising law", 6, 10),
+                *(None, None),
+            )
+            assert beat.phase_eta_s == pytest.approx(6.0, abs=0.5)  # (10 - 6) / ((6 - 4) / 3)
+        assert HEARTBEAT.read().phase == "tokenising" and HEARTBEAT.read().step is None
+        known = {"remaining_s": 14.0, "remaining_steps": 60, "done": 20, "total": 100, "untimed": ("probes",)}
+        set_phase(Phase(name="learning law", stage=1, stages=3, trains=True, **known))
+        with progress_bar("law (1/3)", total=10, hidden=False) as bar:
+            assert HEARTBEAT.read().phase_eta_s is HEARTBEAT.read().run_eta_s is None  # no step yet
+            bar.start_t, bar.n = bar._time() - 10, 5
+            beat = HEARTBEAT.read()
+            assert (beat.phase, beat.stage, beat.learned, beat.untimed) == (
+                "learning law",
+                1,
+                0.25,
+                ["probes"],
+            )
+            assert beat.run_eta_s == pytest.approx(beat.phase_eta_s + 14 + 120, abs=2)
+        closed = HEARTBEAT.read()  # between the last step and the next phase
+        assert (closed.step, closed.phase_eta_s, closed.learned) == (5, None, 0.25)
+        HEARTBEAT.update()
+        moved = HEARTBEAT.last.moved
+        time.sleep(0.01)
+        HEARTBEAT.update()
+        assert HEARTBEAT.last.moved == moved < HEARTBEAT.last.written
+    ended = Heartbeat.load(tmp_path)
+    assert (ended.state, ended.phase, ended.learned, ended.run_eta_s) == ("finished", "", 1.0, None)
+
+
+def test_an_unwritable_folder_ends_no_run(tmp_path, caplog):
+    with heartbeat.heartbeat(tmp_path / "absent"):
+        HEARTBEAT.write(HEARTBEAT.read())
+    (record,) = caplog.records
+    assert record.message.startswith("cannot write progress.json: ")
+
+
+def test_an_exit_is_recorded_for_a_process_that_could_not(tmp_path):
+    began = earlier(10)
+    killed = Heartbeat(state="running", process=gone(), learned=0.3, run_eta_s=5.0, began=utc_now())
+    killed.write(tmp_path)
+    record_exit(tmp_path, "failed", "signal 9\nKilled", began=began)
+    seen = Heartbeat.load(tmp_path)
+    assert (seen.state, seen.why, seen.learned, seen.run_eta_s) == ("failed", "signal 9 Killed", 0.3, None)
+    for state in ("failed", "running"):  # said by itself, and at work
+        Heartbeat(state=state, why="own", began=utc_now()).write(tmp_path)
+        record_exit(tmp_path, "failed", "exit 1", began=began)
+        assert Heartbeat.load(tmp_path).why == "own"
+    Heartbeat(state="preempted", began=began, written=earlier(20)).write(tmp_path)  # of an earlier start
+    record_exit(tmp_path, "failed", "x" * 1000, began=began)
+    assert (Heartbeat.load(tmp_path).state, len(Heartbeat.load(tmp_path).why)) == ("failed", 400)
+
+
+def test_a_sweep_lists_its_runs(tmp_path):
+    for run in (tmp_path / "first" / "a", tmp_path / "elsewhere"):
+        run.mkdir(parents=True)
+        Heartbeat(state="failed", began=utc_now()).write(run)
+    list_sweep_runs(
+        tmp_path / "first", [tmp_path / "first" / "a", tmp_path / "first" / "b", tmp_path / "elsewhere"]
+    )
+    found = status.read_statuses([tmp_path / "first"])
+    assert [(Path(each.run).name, each.state) for each in found] == [
+        *(("elsewhere", "failed"), ("a", "failed"), ("b", "queued")),
+    ]
+    assert found[2].pid == os.getpid()
+    list_sweep_runs(tmp_path / "first", [tmp_path / "first" / "c"])  # the next batch of a sweep at work
+    assert load_sweep(tmp_path / "first")[0] == ["a", "b", "../elsewhere", "c"]
+    path = tmp_path / "first" / SWEEP_FILE
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"process": data["process"] | {"start_time": 1.0}}))
+    assert [each.state for each in status.read_statuses([tmp_path])] == [*["failed"] * 2, *["unbegun"] * 2]
+    list_sweep_runs(tmp_path / "first", [tmp_path / "first" / "d"])
+    assert load_sweep(tmp_path / "first")[0] == ["d"]
+    path.write_text('{"version": 2, "runs": [3]}')
+    assert [each.state for each in status.read_statuses([tmp_path])] == ["failed", "failed"]
