@@ -34,7 +34,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m cpt.export_tasks", description=__doc__.split(": ", 1)[1])
+    made = argparse.ArgumentParser(
+        prog="python -m cpt.contrib.lm_eval_export", description=__doc__.split(": ", 1)[1]
+    )
     made.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
     made.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py, as domains=tasks model=…"
