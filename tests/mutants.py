@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LIST, RESULTS = ROOT / "tests" / "mutants.toml", ROOT / "tests" / "mutants.json"
 LIMIT_S = 240  # of one mutant's tests
+OUTPUT = 2000  # characters that are shown of tests that fail without a mutant
 # Imported once; the process of each mutant is a fork, which then imports cpt from its copy.
 PRELOADED = (
     "torch, torch.distributed.fsdp, torch.utils.flop_counter, lightning.pytorch, torchmetrics, transformers, "
@@ -95,6 +96,7 @@ class Job:
     state: str = ""
     seconds: float = 0.0
     by: str = ""  # the test that has failed
+    output: str = field(default="", repr=False)
     undo: tuple[Path, str] | None = field(default=None, repr=False)
 
 
@@ -175,6 +177,7 @@ def run_tests(worker: Worker, tests: Sequence[str]) -> None:
         return not slow or item.nodeid in tests or item.nodeid.partition("[")[0] in tests
 
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", ""]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now
     sys.exit(int(pytest.main([*options, f"--basetemp={worker.folder / 'tmp'}", *tests], plugins=[Chosen()])))
 
 
@@ -191,7 +194,8 @@ def is_over(worker: Worker) -> bool:
     process.join()
     job.seconds = round(time.monotonic() - worker.began, 1)
     job.state = "timed out" if late else "survived" if process.exitcode == 0 else "killed"
-    job.by = (worker.folder / "failed.txt").read_text().removeprefix("tests/")
+    job.by = (worker.folder / "failed.txt").read_text()
+    job.output = (worker.folder / "output.txt").read_text(errors="replace")
     if job.undo is not None:
         rewrite(*job.undo)
     worker.process = worker.job = None
@@ -215,35 +219,29 @@ def run_jobs(workers: Sequence[Worker], jobs: Iterable[Job]) -> Iterable[Job]:
                     yield done
 
 
-def check_baseline(workers: Sequence[Worker], mutants: Sequence[Mutant]) -> set[str]:
-    """The files of tests that fail without a mutant. Each file is run once, with all that is named of it."""
-    by_file: dict[str, dict[str, None]] = {}
-    for test in (test for mutant in mutants for test in mutant.tests):
-        by_file.setdefault(test.partition("::")[0], {})[test] = None
-    failing = set()
-    jobs = [Job(tuple(named)) for named in by_file.values()]
-    for job in run_jobs(workers, jobs):
-        if job.state != "survived":
-            file = job.tests[0].partition("::")[0]
-            failing.add(file)
-            print(f"baseline: {file} fails without a mutant ({job.by or job.state})", flush=True)
-    return failing
+def check_baseline(workers: Sequence[Worker], jobs: Sequence[Job]) -> None:
+    """Runs the tests that have killed mutants without any; where one fails, the jobs are invalid."""
+    killed = [job for job in jobs if job.state == "killed"]
+    tests = dict.fromkeys(test for job in killed for test in ([job.by] if job.by else job.tests))
+    for baseline in run_jobs(workers, [Job(tuple(tests))] if tests else []):
+        if baseline.state != "survived":
+            print(f"without a mutant: {baseline.by or 'tests'} {baseline.state}\n{baseline.output[-OUTPUT:]}")
+            for job in killed:
+                job.state = "invalid"
 
 
-def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> dict[str, Job]:
-    results: dict[str, Job] = {}
+def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Job]:
+    """Runs the tests of mutants, those together that share files of tests; the largest groups first."""
+    groups: dict[tuple[str, ...], list[Mutant]] = {}
+    for mutant in mutants:
+        files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests)
+        groups.setdefault(tuple(files), []).append(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers = [make_worker(Path(folder) / str(number)) for number in range(jobs)]
-        failing = check_baseline(workers, mutants)
-        sound, wrong = [], []
-        for mutant in mutants:
-            (wrong if {test.partition("::")[0] for test in mutant.tests} & failing else sound).append(mutant)
-        results |= {mutant.name: Job(mutant.tests, mutant, "invalid") for mutant in wrong}
-        for job in run_jobs(workers, [Job(mutant.tests, mutant) for mutant in sound]):
-            assert job.mutant is not None
-            results[job.mutant.name] = job
-            print(f"{job.state:9}  {job.seconds:5.1f} s  {job.mutant.name}  {job.by}", flush=True)
-    return {mutant.name: results[mutant.name] for mutant in mutants}
+        for members in sorted(groups.values(), key=len, reverse=True):
+            done = list(run_jobs(workers, [Job(mutant.tests, mutant) for mutant in members]))
+            check_baseline(workers, done)
+            yield from done
 
 
 def summarise(states: dict[str, str]) -> str:
@@ -304,9 +302,13 @@ def main() -> int:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     for name in PRELOADED.split(", "):
         importlib.import_module(name)
-    results = run_mutants(mutants, jobs=given.jobs)
-    if given.write:
-        write_results(results, [each.name for each in every])
+    results: dict[str, Job] = {}
+    for job in run_mutants(mutants, jobs=given.jobs):
+        assert job.mutant is not None
+        results[job.mutant.name] = job
+        print(f"{job.state:9}  {job.seconds:5.1f} s  {job.mutant.name}  {job.by}", flush=True)
+        if given.write:
+            write_results(results, [each.name for each in every])
     print(summarise({name: job.state for name, job in results.items()}))
     return int(any(job.state == "survived" for job in results.values()))
 
