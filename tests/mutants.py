@@ -184,7 +184,7 @@ def run_tests(worker: Worker, tests: Sequence[str]) -> None:
 def is_over(worker: Worker) -> bool:
     """Whether the process of a worker has ended; then its job has a result, and the copy is as it was."""
     process, job = worker.process, worker.job
-    assert process is not None and job is not None
+    assert process is not None and process.pid is not None and job is not None
     process.join(timeout=0.02)
     late = time.monotonic() - worker.began > LIMIT_S
     if process.is_alive() and not late:
