@@ -231,14 +231,14 @@ def check_baseline(workers: Sequence[Worker], jobs: Sequence[Job]) -> None:
 
 
 def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Job]:
-    """Runs the tests of mutants, those together that share files of tests; the largest groups first."""
+    """Runs the tests of mutants, those together that share files of tests; those of quick tests first."""
     groups: dict[tuple[str, ...], list[Mutant]] = {}
     for mutant in mutants:
         files = dict.fromkeys(test.partition("::")[0] for test in mutant.tests)
         groups.setdefault(tuple(files), []).append(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers = [make_worker(Path(folder) / str(number)) for number in range(jobs)]
-        for members in sorted(groups.values(), key=len, reverse=True):
+        for members in sorted(groups.values(), key=lambda group: ("::" in str(group), -len(group))):
             done = list(run_jobs(workers, [Job(mutant.tests, mutant) for mutant in members]))
             check_baseline(workers, done)
             yield from done
