@@ -2,7 +2,7 @@
 
     python tests/mutants.py                 # all of tests/mutants.toml
     python tests/mutants.py NAME …          # some, by names or areas
-    python tests/mutants.py --list          # what there is; checks that each text occurs once in cpt/
+    python tests/mutants.py --list          # what there is; checks that each text and each test is there
 
 A mutant is killed where a test fails, survives where all pass, and is invalid where its tests fail
 without it.
@@ -71,6 +71,17 @@ class Mutant:
                 f"change it in {LIST.relative_to(ROOT)}: {self.old.strip()!r}"
             )
         return next(iter(counts))
+
+
+    def check(self) -> None:
+        """Raises ValueError where the fault cannot be applied, gives no Python, or names tests that are gone."""
+        path = self.place(ROOT)
+        compile(path.read_text(encoding="utf-8").replace(self.old, self.new), str(path), "exec")
+        for test in self.tests:
+            file, _, name = test.partition("::")
+            there = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
+            if not there or (name and f"def {name.partition('[')[0]}(" not in there):
+                raise ValueError(f"mutant {self.name}: there is no {test}; change it in {LIST.relative_to(ROOT)}")
 
 
 @dataclass
@@ -185,7 +196,7 @@ def is_over(worker: Worker) -> bool:
     """Whether the process of a worker has ended; then its job has a result, and the copy is as it was."""
     process, job = worker.process, worker.job
     assert process is not None and process.pid is not None and job is not None
-    process.join(timeout=0.02)
+    process.join(timeout=0.1)
     late = time.monotonic() - worker.began > LIMIT_S
     if process.is_alive() and not late:
         return False
@@ -286,8 +297,7 @@ def main() -> int:
     wrong = []
     for mutant in mutants:
         try:
-            path = mutant.place(ROOT)
-            compile(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), str(path), "exec")
+            mutant.check()
         except (ValueError, SyntaxError) as error:
             wrong.append(str(error))
     if given.list:
