@@ -40,6 +40,7 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto, datasets, peft, scipy.stats, hydra, optuna, pytest"
 )
 LEFT_OUT = (".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__", "outputs", "*.egg-info")
+NO_TESTS = 5  # exit code of pytest
 STATES = ("killed", "survived", "timed out", "invalid")
 
 
@@ -72,16 +73,17 @@ class Mutant:
             )
         return next(iter(counts))
 
-
     def check(self) -> None:
-        """Raises ValueError where the fault cannot be applied, gives no Python, or names tests that are gone."""
+        """Raises ValueError where it cannot be applied, gives no Python, or names tests that are gone."""
         path = self.place(ROOT)
         compile(path.read_text(encoding="utf-8").replace(self.old, self.new), str(path), "exec")
         for test in self.tests:
             file, _, name = test.partition("::")
             there = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
             if not there or (name and f"def {name.partition('[')[0]}(" not in there):
-                raise ValueError(f"mutant {self.name}: there is no {test}; change it in {LIST.relative_to(ROOT)}")
+                raise ValueError(
+                    f"mutant {self.name}: there is no {test}; change it in {LIST.relative_to(ROOT)}"
+                )
 
 
 @dataclass
@@ -204,7 +206,8 @@ def is_over(worker: Worker) -> bool:
         os.killpg(process.pid, signal.SIGKILL)  # also what the tests have left
     process.join()
     job.seconds = round(time.monotonic() - worker.began, 1)
-    job.state = "timed out" if late else "survived" if process.exitcode == 0 else "killed"
+    ends = {0: "survived", NO_TESTS: "invalid"}
+    job.state = "timed out" if late else ends.get(process.exitcode or 0, "killed")
     job.by = (worker.folder / "failed.txt").read_text()
     job.output = (worker.folder / "output.txt").read_text(errors="replace")
     if job.undo is not None:
@@ -236,7 +239,8 @@ def check_baseline(workers: Sequence[Worker], jobs: Sequence[Job]) -> None:
     tests = dict.fromkeys(test for job in killed for test in ([job.by] if job.by else job.tests))
     for baseline in run_jobs(workers, [Job(tuple(tests))] if tests else []):
         if baseline.state != "survived":
-            print(f"without a mutant: {baseline.by or 'tests'} {baseline.state}\n{baseline.output[-OUTPUT:]}")
+            print(f"invalid, as tests fail without a mutant: {baseline.by or baseline.state}", flush=True)
+            print(baseline.output[-OUTPUT:], file=sys.stderr)
             for job in killed:
                 job.state = "invalid"
 
@@ -250,7 +254,11 @@ def run_mutants(mutants: Sequence[Mutant], *, jobs: int) -> Iterator[Job]:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers = [make_worker(Path(folder) / str(number)) for number in range(jobs)]
         for members in sorted(groups.values(), key=lambda group: ("::" in str(group), -len(group))):
-            done = list(run_jobs(workers, [Job(mutant.tests, mutant) for mutant in members]))
+            done = []
+            for job in run_jobs(workers, [Job(mutant.tests, mutant) for mutant in members]):
+                assert job.mutant is not None
+                print(f"{job.state:9}  {job.seconds:5.1f} s  {job.mutant.name}  {job.by}", flush=True)
+                done.append(job)
             check_baseline(workers, done)
             yield from done
 
@@ -316,7 +324,6 @@ def main() -> int:
     for job in run_mutants(mutants, jobs=given.jobs):
         assert job.mutant is not None
         results[job.mutant.name] = job
-        print(f"{job.state:9}  {job.seconds:5.1f} s  {job.mutant.name}  {job.by}", flush=True)
         if given.write:
             write_results(results, [each.name for each in every])
     print(summarise({name: job.state for name, job in results.items()}))
