@@ -76,7 +76,9 @@ def fit(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
-        with track(place.plan.logger.flags, folder, about=About("bench", "bench", [], {})) as loggers:
+        with track(
+            place.plan.logger.flags, folder, about=About("bench", "bench", "bench", [], {})
+        ) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
             fitting = make_trainer(options.lightning, label=domain.name, **how)
             with draw_quickly(options.quick_dropout):

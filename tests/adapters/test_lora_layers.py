@@ -425,7 +425,7 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, build, tmp_path):
         for name in ("two", "sum")
     ]
     assert [(each["r"], each["lora_alpha"]) for each in ranks] == [(4, 12), (12, 36)]
-    assert ranks[0]["base_model_name_or_path"] is None
+    assert ranks[0]["base_model_name_or_path"] == str(tmp_path / "two")
     plain = type(model).from_pretrained(tmp_path / "two").eval()
     torch.testing.assert_close(logits(plain), logits(build(kind)))
 

@@ -166,12 +166,10 @@ def test_importances_and_contrasts_of_das_know_the_documents(config):
 
 
 @pytest.mark.parametrize("kind", ["small", "small_gpt2"])
-def test_concatenation_is_what_a_run_was_without_a_choice(kind, config):
+def test_packing_is_part_of_what_a_run_is(kind, config):
     named, isolated, each = (plain_config(config(kind, "ncl", *how)) for how in ([], [ISOLATED], [EACH]))
-    before = {**named, "domains": {k: v for k, v in named["domains"].items() if k != "packing"}}
-    assert named["domains"]["packing"] == "concat" and identity(named) == identity(before)
-    assert list_differences(identity(named), identity(isolated)) == ["domains.packing: (absent) -> isolated"]
-    assert list_differences(identity(named), identity(each)) == ["domains.packing: (absent) -> per_document"]
+    assert list_differences(identity(named), identity(isolated)) == ["domains.packing: concat -> isolated"]
+    assert list_differences(identity(named), identity(each)) == ["domains.packing: concat -> per_document"]
 
 
 def test_models_of_two_stacks_learn_documents_one_by_one_only(small_t5):

@@ -109,7 +109,7 @@ def test_a_sibling_that_is_not_continued_is_named_with_what_differs(
     start(small(TWO, root), tmp_path / "two")
     line = f"Not continuing from {tmp_path / 'two'}: trainer.steps: 6 -> 5"
     start(small(THREE, root, "trainer.steps=5", "plan=true"), tmp_path / "three")
-    assert f"state: new ({line})" in capsys.readouterr().out
+    assert f"State: new ({line})" in capsys.readouterr().out
     needed = small(THREE, root, "trainer.steps=5", "grow=require")
     with pytest.raises(ValueError, match=f"^grow=require is invalid: {line}. Allowed: auto"):
         start(needed, tmp_path / "three")

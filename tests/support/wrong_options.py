@@ -493,7 +493,7 @@ OF_METHODS = {  # what of method.… may not be said, and what is allowed
         "slope=0": "above 0",
         "towards=next": "previous, base",
     },
-    "reptile": {"every=0": WHOLE, "share=2": SHARE},
+    "reptile": {"every=0": "above 0 and below 1, or a whole number, 1 or more", "share=2": SHARE},
     "si": {"strength=-1": "0 or more", "damping=0": "above 0"},
     "replay": {"mixture.past=2": BELOW},
     "sapt": {

@@ -31,7 +31,7 @@ def test_a_package_that_is_missing_is_told_with_what_to_install(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(ValueError, match=r'^probe=lm_eval needs .*: pip install "cpt\[lm-eval\]"$'):
+    with pytest.raises(ValueError, match=r"^probe=lm_eval needs .*: pip install -e '\.\[lm-eval\]'$"):
         plan_probe(options())
     assert plan_probe(None) is None
 
