@@ -1,8 +1,8 @@
 """ELLE (Qin et al., Findings of ACL 2022): a model that grows before each domain after the first, goes over
 its memory to recover, and reads each text behind the prompt of its domain.
 
-    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks (`cpt.models.growth`), hidden
-               features (`cpt.models.repeating`)
+    growth     theta <- G(theta), as the domain begins: neurons, heads, blocks , hidden features
+               (`cpt.models.growth`)
     recovery   L_lm(theta; memory) for the first steps of the stage, with a course of the rate of its own and
                a new optimizer behind it
     prompt     [e(x_1); P_k; e(x_2); ...] for text x of domain k, P_k [n, D] learned with all else
@@ -16,12 +16,11 @@ noise is added to copies alone: none of it keeps the function, and recovery has 
 exact but for blocks of post-norm models, and how far it moves the loss is measured and told."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +41,8 @@ from cpt.models import growth
 from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
 from cpt.models.objectives import Objective
-from cpt.models.reconfiguring import replace_parameter
-from cpt.models.repeating import grow_hidden
 from cpt.models.swapping import swap_weights
+from cpt.models.units import sublayers
 
 log = logging.getLogger(__name__)
 TRIED = 16  # tokens of the rows that the loss is compared on
@@ -167,25 +165,20 @@ class ELLE(ContinualModule):
 
     def grow(self, model: PreTrainedModel, stage: Domain) -> None:
         """Grows a model for a stage. Raises ValueError where it can not."""
-        noise = self.options.noise
-        ways: dict[str, Callable[[Any], None]] = {
-            "hidden": lambda times: grow_hidden(model, times, noise=noise),
-            "neurons": lambda times: growth.grow_neurons(
-                model, growth.more_neurons(model, times), noise=noise
-            ),
-            "heads": lambda more: growth.grow_heads(model, more, noise=noise),
-            "layers": lambda more: growth.grow_layers(model, more),
-        }
-        gained = self.options.growth(stage.index)
-        for name, way in ways.items():
-            try:
-                way(gained[name])
-            except ValueError as error:
-                value, neutral = getattr(self.options, name), NOTHING[name]
-                raise ValueError(
-                    f"method.{name}={show(value)}: before {stage.name}, {error}; allowed: {neutral}, or a "
-                    "value that its configuration can say"
-                ) from error
+        gained, noise = self.options.growth(stage.index), self.options.noise
+        name = "hidden"
+        try:
+            growth.grow_hidden(model, gained[name], noise=noise)
+            if (times := gained[name := "neurons"]) != 1:
+                more = round((times - 1) * sublayers(model, ("neurons",))[0].count)
+                growth.grow_neurons(model, more, noise=noise)
+            growth.grow_heads(model, gained[name := "heads"], noise=noise)
+            growth.grow_layers(model, gained[name := "layers"])
+        except ValueError as error:
+            raise ValueError(
+                f"method.{name}={show(getattr(self.options, name))}: before {stage.name}, {error}; allowed: "
+                f"{NOTHING[name]}, or a value that its configuration can say"
+            ) from error
 
     def shape(self, stage: Domain) -> None:
         self.moved, self.told = None, ""
@@ -195,47 +188,31 @@ class ELLE(ContinualModule):
             return
         if self.trunk is not None:  # the domain goes on from there
             self.trunk.restore(self.model)
-        tried = self.draw_tried()
-        before, sizes = self.loss_of(tried), self.model.num_parameters()
-        self.grow(self.model, stage)
-        self.repeat_prompts(gained["hidden"])
-        for parameter in self.frozen:
-            parameter.requires_grad_(False)
-        self.moved = (self.loss_of(tried) - before).abs().max().view(1)
-        self.told = f"grown from {sizes:,} to {self.model.num_parameters():,} parameters; "
-        self.told += self.tell_moved(before)
-
-    def repeat_prompts(self, times: int) -> None:
-        """Gives the prompts the hidden features of the model, each so many times."""
-        if times > 1 and self.prompting is not None:
-            owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
-            replace_parameter(owner, "weight", owner.weight.repeat(1, times))
-            for place, prompt in enumerate(self.prompts):
-                self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
-
-    def draw_tried(self) -> Batch:
-        """A row of drawn tokens, all of which are to be predicted."""
         entries = self.model.get_input_embeddings().num_embeddings
         ids = torch.randint(entries, (1, min(TRIED, self.length)), device="cpu").to(self.model.device)
         both = ids if self.model.config.is_encoder_decoder else None
-        return label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
+        tried = label_batch(ids, ids, torch.ones_like(ids, dtype=torch.bool), decoder_input_ids=both)
+        before, size = self.loss_of(tried), self.model.num_parameters()
+        self.grow(self.model, stage)
+        if (times := gained["hidden"]) > 1 and self.prompting is not None:
+            owner = self.model.get_submodule(self.prompting.name.rpartition(".")[0])
+            growth.replace_parameter(owner, "weight", owner.weight.repeat(1, times))
+            for place, prompt in enumerate(self.prompts):
+                self.prompts[place] = nn.Parameter(prompt.detach().repeat(1, times))
+        for parameter in self.frozen:
+            parameter.requires_grad_(False)
+        self.moved = (self.loss_of(tried) - before).abs().max().view(1)
+        moved, precision = float(self.moved), torch.finfo(self.model.dtype).eps
+        exact = moved <= ROUNDING * precision * float(before.max())
+        why = "not exact, as further blocks are not where a norm follows each sum (post-norm)"
+        self.told = f"grown from {size:,} to {self.model.num_parameters():,} parameters; "
+        self.told += f"{'exact' if exact else why}: the loss of a token moves by {moved:.1e} nats at most"
 
     @torch.no_grad()
     def loss_of(self, batch: Batch) -> Tensor:
         """Nats of each token, [K]."""
         with in_mode(self.model, training=False):
             return self.objective.nll(self.model, batch)
-
-    def tell_moved(self, before: Tensor) -> str:
-        """What growing has done to the loss of each of some drawn tokens."""
-        moved = float(self.moved)
-        precision = torch.finfo(self.model.dtype).eps
-        if moved <= ROUNDING * precision * float(before.max()):
-            return f"exact: the loss of a token moves by {moved:.1e} nats at most"
-        return (
-            f"not exact, as further blocks are not where a norm follows each sum (post-norm): the loss of a "
-            f"token moves by up to {moved:.2f} nats"
-        )
 
     def activate(self, domain: int) -> None:
         super().activate(domain)

@@ -27,8 +27,8 @@ from transformers.models.auto.modeling_auto import (
 from cpt.data.layout import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
+from cpt.models.growth import untie_head
 from cpt.models.objectives import Causal, Masked, Objective
-from cpt.models.resizing import untie_head
 from cpt.models.span import Span
 from cpt.models.tokenizers import SPECIAL, sentinels
 

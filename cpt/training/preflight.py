@@ -28,10 +28,10 @@ from cpt.methods.base import ContinualModule
 from cpt.models import loading, tokenizers
 from cpt.models.answers import CausalAnswers
 from cpt.models.freezing import frozen_parameters
+from cpt.models.growth import check_head, check_rows
 from cpt.models.isolation import check_isolation
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.options import BYTES, ModelOptions
-from cpt.models.resizing import check_head, check_rows
 from cpt.models.span import Span
 from cpt.training.assembly import make_shared
 from cpt.training.kinds import check_kind

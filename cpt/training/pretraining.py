@@ -24,10 +24,10 @@ from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
 from cpt.models import loading, tokenizers
+from cpt.models.growth import entries, fit_rows
 from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.models.resizing import entries, fit_rows
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
 from cpt.training.checkpointing import Checkpoint

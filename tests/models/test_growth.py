@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt.models import growth, repeating
+from cpt.models import growth
 from cpt.models.economy import checkpoint_activations
 from cpt.models.loading import skeleton
 from cpt.models.units import blocks, sublayers
@@ -20,7 +20,7 @@ MODES = {
     "many neurons": lambda model: growth.grow_neurons(model, 120, noise=NOISE),
     "heads": lambda model: growth.grow_heads(model, 4 // shared_by(model), noise=NOISE),
     "layers": lambda model: growth.grow_layers(model, 2),
-    "hidden": lambda model: repeating.grow_hidden(model, 2, noise=NOISE),
+    "hidden": lambda model: growth.grow_hidden(model, 2, noise=NOISE),
     "all": lambda model: [MODES[mode](model) for mode in ("hidden", "neurons", "layers")],
 }
 POST_NORM = ("bert", "roberta")

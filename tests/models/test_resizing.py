@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from cpt.models.growth import entries, fit_rows, is_tied
 from cpt.models.loading import build, load_model, skeleton
-from cpt.models.resizing import entries, fit_rows, is_tied
 from cpt.models.tokenizers import train_tokenizer
 
 ADDED = ["contract", "pasta", "section"]

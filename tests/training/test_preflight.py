@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
+from cpt.models.growth import is_tied
 from cpt.models.loading import build
-from cpt.models.resizing import is_tied
 from cpt.models.tokenizers import sentinels, train_tokenizer
 from cpt.training.plan import make_plan
 from cpt.training.readiness import prepare
