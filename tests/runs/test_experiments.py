@@ -231,7 +231,9 @@ def test_tasks_of_published_sequences_are_known_by_exact_match(composed, experim
 def test_the_commands_that_an_experiment_gives_compose(name):
     """With each value that the YAML itself sweeps, where the command has no other."""
     text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
-    for command in re.findall(r"^# .*?python run\.py ([^(;&\n]*?)[.:]?(?: &&.*)?$", text, re.MULTILINE):
+    commands = re.findall(r"^# .*?python run\.py ([^(;&\n]*?)[.:]?(?: &&.*)?$", text, re.MULTILINE)
+    assert commands or "python run.py" not in text
+    for command in commands:
         given = [word.replace("FOLDER", "there") for word in shlex.split(command)]
         asked = {word.partition("=")[0] for word in given}
         (experiment,) = [word for word in given if word.startswith("experiment=")]
