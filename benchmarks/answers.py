@@ -38,7 +38,7 @@ from cpt.data.batch import inputs_of, labels_of
 from cpt.data.corpora import Corpora
 from cpt.evaluation.answers.asking import Question, write_answers
 from cpt.models.forward import in_mode
-from cpt.training.answers import question_of
+from cpt.trainer.answers import question_of
 
 Times = dict[str, float]  # wall and cpu, seconds
 

@@ -20,9 +20,9 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
 from cpt.optim.schedules import Progress
-from cpt.training.assembly import make_method, make_sequence
-from cpt.training.plan import Plan, make_plan
-from cpt.training.pretraining import Base, make_base
+from cpt.trainer.assembly import make_method, make_sequence
+from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.pretraining import Base, make_base
 
 MADE = ["model.vocabulary=8192", "model.base.steps=1", "model.base.batch_size=8"]
 SHAPES: dict[str, list[str]] = {

@@ -15,7 +15,7 @@ from methods import dense_losses
 from stage import Beat, Rhythm, Subject
 from subjects import Pulse, fit, hf
 
-from cpt.training.costs import count_operations
+from cpt.trainer.costs import count_operations
 
 COARSE, PLAIN = "trainer.precision=bf16-mixed", "trainer.precision=32-true"
 LOOSE, FUSED, COMPILED = "optim.fused=false", "optim.fused=true", "trainer.compile=true"

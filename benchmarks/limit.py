@@ -22,7 +22,7 @@ from subjects import SUBJECTS, Course, fit
 from torch.profiler import ProfilerActivity, profile
 from variants import QUICK
 
-from cpt.training.costs import count_operations
+from cpt.trainer.costs import count_operations
 
 SIDE, REPEATS, MEGABYTES = 2048, 7, 256
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}

@@ -24,7 +24,7 @@ from variants import DENSE, TARGETS, VARIANTS
 
 from cpt.data.batch import inputs_of, labels_of
 from cpt.methods.base import ContinualModule
-from cpt.training.costs import own_names, stored_bytes, trained_parameters
+from cpt.trainer.costs import own_names, stored_bytes, trained_parameters
 
 CONF = ROOT / "conf"
 NCL = "ncl"

@@ -19,8 +19,8 @@ from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
 from cpt.optim.guard import Guard
-from cpt.training.checkpointing import Checkpoint
-from cpt.training.trainer import make_trainer
+from cpt.trainer.checkpointing import Checkpoint
+from cpt.trainer.trainer import make_trainer
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
 SAVED = 2  # the earliest step at which every counter is above 0

@@ -21,7 +21,7 @@ from cpt.reporting.comparison import tables
 from cpt.reporting.comparison.groups import ComparedRuns
 from cpt.reporting.comparison.runs import Run
 from cpt.reporting.page import Block, markdown
-from cpt.training.plan import make_plan
+from cpt.trainer.plan import make_plan
 
 EVERY = ["order=1,2,3", "seed=0,1,2"]
 SWEEPS = (

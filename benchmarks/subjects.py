@@ -17,11 +17,11 @@ from variants import QUICK
 
 from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
+from cpt.loggers.loggers import About, track
 from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard
-from cpt.tracking.loggers import About, track
-from cpt.training.checkpointing import Checkpoint
-from cpt.training.trainer import make_trainer
+from cpt.trainer.checkpointing import Checkpoint
+from cpt.trainer.trainer import make_trainer
 
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 

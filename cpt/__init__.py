@@ -8,10 +8,10 @@ __version__ = "0.1.0"
 # modules that they are read from when they are asked for: importing cpt imports no torch.
 PUBLIC = {
     "Batch": "cpt.data.batch",
-    "Constraint": "cpt.masks.base",
+    "Constraint": "cpt.gradient_masks.base",
     "ContinualModule": "cpt.methods.base",
     "Domain": "cpt.data.datamodule",
-    "GradientMask": "cpt.masks.base",
+    "GradientMask": "cpt.gradient_masks.base",
     "Objective": "cpt.models.objectives",
     "Options": "cpt.core.options",
     "Rule": "cpt.core.rules",

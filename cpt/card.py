@@ -9,7 +9,7 @@ from pathlib import Path
 from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.reporting.model_card import write_model_card
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from cpt.core.output import closing_output
 from cpt.core.places import CONF
 from cpt.core.threads import choose_spins
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
-from cpt.training.help import FLAG, describe_options
+from cpt.trainer.help import FLAG, describe_options
 
 report_errors = utils.run_and_report
 

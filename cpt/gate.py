@@ -17,7 +17,7 @@ from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.evaluation.gate import Bounds, Change, Verdict, judge
 from cpt.evaluation.scores import Scores
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.run_folder import RunFolder
 
 ROW = "{:24}{:>9}{:>9}{:>9}  {:20}{:>9}  {}"
 CLOSED, UNKNOWN = 1, 2  # exit codes: fails; could not be determined or read

@@ -24,13 +24,13 @@ from cpt.core.rules import show
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
-from cpt.training.capping import hold_cap
-from cpt.training.domain_order import arrange, recall
-from cpt.training.growth import adopt, find_begun
-from cpt.training.identity import check_identity, is_same
-from cpt.training.plan import Plan, make_plan
-from cpt.training.raising import check_raise, raise_steps
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.capping import hold_cap
+from cpt.trainer.domain_order import arrange, recall
+from cpt.trainer.growth import adopt, find_begun
+from cpt.trainer.identity import check_identity, is_same
+from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.raising import check_raise, raise_steps
+from cpt.trainer.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 # What precedes the stages: as scores.json calls it, and as it is told meanwhile.
@@ -81,16 +81,16 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
     """Learns what a run folder does not hold yet, and reports; gives the finished scores."""
     with defer_signals():  # libraries do not bear to be left while they are read in
         from cpt.core.threads import keep_threads
-        from cpt.tracking.loggers import About, track
-        from cpt.tracking.wandb_run import run_name
-        from cpt.training import assembly
-        from cpt.training.callbacks import CustomCallbacks
-        from cpt.training.examinations import make_examinations
-        from cpt.training.generators import make_generation
-        from cpt.training.identity import settle_identity
-        from cpt.training.loop import Learner
-        from cpt.training.pretraining import make_base
-        from cpt.training.readiness import prepare
+        from cpt.loggers.loggers import About, track
+        from cpt.loggers.wandb_run import run_name
+        from cpt.trainer import assembly
+        from cpt.trainer.callbacks import CustomCallbacks
+        from cpt.trainer.examinations import make_examinations
+        from cpt.trainer.generators import make_generation
+        from cpt.trainer.identity import settle_identity
+        from cpt.trainer.loop import Learner
+        from cpt.trainer.pretraining import make_base
+        from cpt.trainer.readiness import prepare
 
     plan = (ready := prepare(plan, place)).plan  # before hours of reading
     keep_threads(place.path / "threads", processes=ready.processes)
@@ -152,7 +152,7 @@ def print_cost(plan: Plan, place: RunFolder) -> None:
             place.check(plan.settings)
         check_identity(plan, place, remember=False)
         with defer_signals():  # libraries do not bear to be left while they are read in
-            from cpt.training.dry_run import estimate, format_table
+            from cpt.trainer.dry_run import estimate, format_table
         cost = estimate(plan, place)
     finally:
         logger.setLevel(level)
@@ -163,7 +163,7 @@ def print_cost(plan: Plan, place: RunFolder) -> None:
 
 def starting(took: dict[str, float], phase: str) -> AbstractContextManager[None]:
     """Adds the seconds of a phase of STARTING to the others, and says that the run is at it."""
-    from cpt.training.costs import time_phase
+    from cpt.trainer.costs import time_phase
 
     set_phase(STARTING[phase])
     return time_phase(took, phase)

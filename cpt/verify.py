@@ -18,9 +18,9 @@ from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
-from cpt.training.identity import Identity
-from cpt.training.run_folder import RunFolder
-from cpt.training.stages import check_stage
+from cpt.trainer.identity import Identity
+from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.stages import check_stage
 
 CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 

@@ -193,7 +193,7 @@ def composed_once(choices: tuple[str, ...]) -> bytes:
 @pytest.fixture
 def killing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the next trainers die as a callback says."""
-    from cpt.training import loop  # not at the start of every test
+    from cpt.trainer import loop  # not at the start of every test
 
     trainer = loop.make_trainer
 

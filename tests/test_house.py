@@ -7,7 +7,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from cpt.masks.base import GradientMask
+from cpt.gradient_masks.base import GradientMask
 from cpt.methods.base import ContinualModule
 from tests.conftest import ROOT
 from tests.support.campaign import RESTING

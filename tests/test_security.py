@@ -17,8 +17,8 @@ from cpt import verify
 from cpt.core.config import HIDDEN, redact
 from cpt.core.tensors import load_tensors
 from cpt.models import loading
-from cpt.training.run_folder import RunFolder
-from cpt.training.stages import check_stage
+from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.stages import check_stage
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
 

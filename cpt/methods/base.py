@@ -24,7 +24,7 @@ from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import Mixture
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import Before, GradientMask, Held, Protection
+from cpt.gradient_masks.base import Before, GradientMask, Held, Protection
 from cpt.methods.staged import Staged
 from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Objective

@@ -9,7 +9,7 @@ apart from what was known (eq. 6):
     L        = L_lm + lambda L_con
 
 The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
-Adam. cpt.masks.importance and cpt.methods.common.contrast hold the formulas."""
+Adam. cpt.gradient_masks.importance and cpt.methods.common.contrast hold the formulas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from torch import Tensor
 from cpt.core.options import option
 from cpt.core.rules import YES_NO
 from cpt.data.batch import Batch
-from cpt.masks.importance import domain_losses
-from cpt.masks.options import SoftMaskOptions
-from cpt.masks.soft import Proxy, SoftMask
+from cpt.gradient_masks.importance import domain_losses
+from cpt.gradient_masks.options import SoftMaskOptions
+from cpt.gradient_masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
 from cpt.methods.common.options import ContrastOptions

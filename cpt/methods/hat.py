@@ -31,8 +31,8 @@ from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, some_of
 from cpt.data.batch import Batch
-from cpt.masks.options import ACTS_ON
-from cpt.masks.taken import Taken
+from cpt.gradient_masks.options import ACTS_ON
+from cpt.gradient_masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import find_units as find_units
 

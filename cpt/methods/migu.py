@@ -1,5 +1,4 @@
-"""MIGU on its own: plain further pre-training under the mask of cpt.masks.migu (Du et al., EMNLP Findings
-2024)."""
+"""MIGU on its own: sequential training under the mask of cpt.gradient_masks.migu (Du et al., EMNLP Findings 2024)."""
 
 from dataclasses import dataclass, replace
 

@@ -20,7 +20,7 @@ from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, number, one_of
 from cpt.core.sharding import local
 from cpt.data.batch import Batch
-from cpt.masks.base import Constraint, Step
+from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.sharding import named_weights
 from cpt.models.snapshots import Snapshot

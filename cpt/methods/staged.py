@@ -14,7 +14,7 @@ from cpt.core.sharding import average_gradients, clip_gradients, total_norm
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import Before, Constraint, Held, recording, scale_
+from cpt.gradient_masks.base import Before, Constraint, Held, recording, scale_
 from cpt.models.forward import in_mode
 from cpt.optim.layout import lay_out_moments, unfuse_mixed
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig  # noqa: E402
 
 import cpt.core.naming  # noqa: E402, F401  (registers the resolvers)
 from cpt.core.places import CONF  # noqa: E402
-from cpt.training.help import list_options, list_sections  # noqa: E402
+from cpt.trainer.help import list_options, list_sections  # noqa: E402
 
 PAGE = DOCS / "options.md"
 # Groups in the order of the page; of those that are alike in all choices the default's options are shown.

@@ -274,7 +274,7 @@ def test_a_part_that_does_not_fit_is_told(attached, parts, tmp_path):
     "path",
     ["os.system", "cptx.adapters.attach", "test_other.attach"]
     + [
-        "cpt.training.callbacks.make_entry",
+        "cpt.trainer.callbacks.make_entry",
         "cpt.adapters.export.remove",
         "cpt.adapters.export.attach_none",
         "cpt.methods.hat.attach_gates",
@@ -291,13 +291,13 @@ def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
 
 
 def test_a_folder_from_others_calls_nothing_of_theirs(attached, parts, tmp_path):
-    """cpt.training.callbacks.make_entry calls whatever a config names: a folder must not reach it."""
+    """cpt.trainer.callbacks.make_entry calls whatever a config names: a folder must not reach it."""
     export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     index = json.loads((tmp_path / "parts.json").read_text())
     options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}
-    index |= {"attach": "cpt.training.callbacks.make_entry", "options": options}
+    index |= {"attach": "cpt.trainer.callbacks.make_entry", "options": options}
     (tmp_path / "parts.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="parts.json names cpt.training.callbacks.make_entry; allowed"):
+    with pytest.raises(ValueError, match="parts.json names cpt.trainer.callbacks.make_entry; allowed"):
         load(tmp_path)
     assert not (tmp_path / "theirs").exists()
 

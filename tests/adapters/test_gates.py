@@ -18,7 +18,7 @@ from cpt.adapters.gates import (
     regulariser,
     soft,
 )
-from cpt.masks.taken import Taken
+from cpt.gradient_masks.taken import Taken
 from cpt.models.gating import gate_units
 from cpt.models.units import Part, Units, find_units, shared_members
 

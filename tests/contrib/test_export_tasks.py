@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from cpt.contrib.lm_eval_export.__main__ import export, main
-from cpt.training.plan import make_plan
+from cpt.trainer.plan import make_plan
 from tests.support.task_fixtures import write_tasks
 
 

@@ -19,8 +19,8 @@ from cpt.evaluation.probes.harness import Harness, silence
 from cpt.evaluation.probes.options import LMEval
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
-from cpt.training.answers import question_of
-from cpt.training.plan import make_plan
+from cpt.trainer.answers import question_of
+from cpt.trainer.plan import make_plan
 from tests.evaluation.probes.test_probe_options import PLAIN
 from tests.support.task_fixtures import STYLES, encoder, some_examples, write_tasks
 

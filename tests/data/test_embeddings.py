@@ -16,7 +16,7 @@ from cpt.data.orders import (
     sentence_encoder,
     static_encoder,
 )
-from cpt.training.domain_order import CHARACTERS_READ, sample_documents
+from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents
 from tests.support.data_fixtures import written
 
 

@@ -23,9 +23,9 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import NOTHING, Pool, Replay
 from cpt.data.sampling import From, Stream
 from cpt.models.objectives import Causal
-from cpt.training import assembly
-from cpt.training.plan import make_plan
-from cpt.training.pretraining import make_base
+from cpt.trainer import assembly
+from cpt.trainer.plan import make_plan
+from cpt.trainer.pretraining import make_base
 from tests.conftest import ROOT, SMALL
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 from tests.support.processes import ended, started

@@ -12,13 +12,13 @@ from cpt.data.batch import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.sampling import Stream
 from cpt.evaluation.perplexity import DocumentNLL
-from cpt.masks.base import GradientMask, scale_
+from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
 from cpt.models.snapshots import Snapshot
-from cpt.training import assembly, loop
-from cpt.training.plan import make_plan
-from cpt.training.pretraining import make_base
+from cpt.trainer import assembly, loop
+from cpt.trainer.plan import make_plan
+from cpt.trainer.pretraining import make_base
 
 
 class Half(GradientMask):

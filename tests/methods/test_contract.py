@@ -13,7 +13,7 @@ import transformers
 
 import cpt.adapters.export
 from cpt.methods.base import ContinualModule
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.conftest import ROOT
 from tests.support import making
 from tests.support.campaign import run_few

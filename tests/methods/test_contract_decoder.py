@@ -12,7 +12,7 @@ import transformers
 
 import cpt.adapters.export
 from cpt.models.growth import is_tied
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.methods.test_contract import LEARNING, KilledError, Killer, bits
 from tests.support.endtask_fixtures import write_task
 from tests.support.making import ORDER, made

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cpt.data.sampling import Stream
-from cpt.masks import importance
+from cpt.gradient_masks import importance
 from cpt.models.dropout import rates
 from cpt.models.forward import in_mode
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.conftest import VOCABULARIES, sentences
 from tests.support import making
 from tests.support.making import ORDER

@@ -15,7 +15,7 @@ from cpt.data.sampling import Stream
 from cpt.methods.common.reservoir import bytes_per_sample
 from cpt.methods.derpp import widths
 from cpt.models.objectives import Causal
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.runs.test_distributed import DDP, batches, run
 from tests.support import making
 from tests.support.running import batch_of

@@ -16,9 +16,9 @@ from cpt.methods import ewc as subject
 from cpt.methods.common.consolidation import merge_importances
 from cpt.models.loading import build, load_tokenizer
 from cpt.models.objectives import Causal
-from cpt.training.costs import Compute
-from cpt.training.plan import make_plan
-from cpt.training.pretraining import learn_tokenizer
+from cpt.trainer.costs import Compute
+from cpt.trainer.plan import make_plan
+from cpt.trainer.pretraining import learn_tokenizer
 from tests.conftest import ROOT, SMALL
 from tests.support.making import (
     DROPOUT,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.masks.base import GradientMask
+from cpt.gradient_masks.base import GradientMask
 from cpt.methods.ncl import NCL
 from tests.support.making import ORDER, made
 

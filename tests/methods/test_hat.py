@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM
 from cpt.adapters import export
 from cpt.adapters.bank import BASE
 from cpt.methods.hat import gate_overlap
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same
 from tests.support.running import batch_of, logits_at, token_nll
 

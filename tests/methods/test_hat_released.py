@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt.adapters.gates import anneal, hard, regulariser, soft
-from cpt.masks.taken import Taken
+from cpt.gradient_masks.taken import Taken
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import SHARED
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cpt.adapters.upcycling import mixtures_of, working
-from cpt.masks.base import recording
+from cpt.gradient_masks.base import recording
 from cpt.methods.lifelong_moe import balance_loss
 from cpt.models.forward import divergence
 from tests.support.making import DROPOUT, ORDER, Made, made, same

@@ -17,12 +17,12 @@ from transformers import (
 )
 
 from cpt.data.batch import label_batch
-from cpt.masks.base import recording
-from cpt.masks.ranking import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.gradient_masks.base import recording
+from cpt.gradient_masks.ranking import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.objectives import Causal
 from cpt.models.sensitivity import samples
 from cpt.models.units import projections
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.conftest import SHARED
 from tests.support import making
 from tests.support.making import ORDER, weights
@@ -346,7 +346,7 @@ def test_what_masked_rows_do_under_adam(acts_on, made, monkeypatch):
             mask[: len(weight)][lower] = 0
         return mask
 
-    monkeypatch.setattr("cpt.masks.migu.choose_rows", halved)
+    monkeypatch.setattr("cpt.gradient_masks.migu.choose_rows", halved)
     fit(module, data, options, steps=3)
     one, two = levels[1:]
     kept = [torch.equal(before[lower], after[lower]) for before, after in zip(one, two, strict=True)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.masks.base import recording
+from cpt.gradient_masks.base import recording
 from tests.support.making import ORDER, made
 
 

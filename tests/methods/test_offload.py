@@ -16,8 +16,8 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
 from cpt.optim.carry import CarriedState
-from cpt.training.assembly import tell_resting
-from cpt.training.dry_run import bytes_by_use
+from cpt.trainer.assembly import tell_resting
+from cpt.trainer.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
 from tests.support.devices import MixedDevicesError, SecondDevice

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from cpt.data.sampling import Stream
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.methods.test_contract import bits
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer

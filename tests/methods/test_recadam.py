@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.masks.base import Held
+from cpt.gradient_masks.base import Held
 from cpt.methods.recadam import RecAdamOptions, Recall
 from tests.support.making import ORDER, made
 

@@ -14,7 +14,7 @@ from cpt.core import collectives
 from cpt.data.batch import labels_of
 from cpt.data.sampling import Subset
 from cpt.models.objectives import Causal
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.support.making import made
 from tests.support.running import batch_of, token_nll
 

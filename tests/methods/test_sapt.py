@@ -7,7 +7,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.adapters.routed_pairs import router_of
-from cpt.masks.base import recording
+from cpt.gradient_masks.base import recording
 from cpt.methods.sapt import attention_divergence, kept_attention
 from tests.support.making import ORDER, made, same, state_bytes
 from tests.support.pairs import pair_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.masks.soft import SoftMask
+from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.adapter import Adapter
 from cpt.methods.ncl import NCL
 from cpt.models.units import blocks

@@ -12,7 +12,7 @@ from cpt.data import sampling
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.conditions import conditions, describe_conditions
 from cpt.evaluation.scores import Scores
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.methods.test_contract import bits
 from tests.support.campaign import run_few
 from tests.support.data_fixtures import fake_trainer

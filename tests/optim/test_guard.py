@@ -267,7 +267,7 @@ CLOCKS = """
 import os
 import sys
 sys.path.insert(0, {root!r})
-import cpt.training.checkpointing as checkpointing
+import cpt.trainer.checkpointing as checkpointing
 
 calls = iter(range(10**6))
 late = os.environ.get("LOCAL_RANK") == "1"  # one process alone has a clock that goes

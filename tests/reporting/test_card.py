@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from cpt import card as program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.model_card import write_model_card
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.run_folder import RunFolder
 from tests.reporting.test_nasty_names import ALL, NAMES, rendered
 from tests.support.comparing import endtasks, saved
 

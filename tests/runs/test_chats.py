@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.methods.test_contract import KilledError, Killer, bits, dying
 from tests.support.chat_fixtures import (
     MARKED_TEMPLATE,

@@ -9,7 +9,7 @@ import pytest
 
 from cpt import verify
 from cpt.core import cache as shared
-from cpt.training import loop
+from cpt.trainer import loop
 from tests.conftest import ROOT, SMALL
 from tests.core.test_cache import flip
 from tests.support.processes import ended, started
@@ -80,7 +80,7 @@ def test_no_flipped_bit_of_the_cache_is_used(done, again, config, start, tmp_pat
 def test_a_damaged_checkpoint_of_a_half_made_base_is_told(done, config, start, tmp_path, monkeypatch):
     own = config(f"cache_dir={tmp_path / 'cache'}")
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
-        patched.setattr("cpt.training.pretraining.CHECKPOINT_EVERY", 2)
+        patched.setattr("cpt.trainer.pretraining.CHECKPOINT_EVERY", 2)
         patched.setattr("transformers.PreTrainedModel.save_pretrained", killed)
         start(own, tmp_path / "new")
     (left,) = (tmp_path / "cache" / "base").glob("*.partial/base.ckpt")

@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from cpt.data import sampling
 from cpt.data.batch import labels_of
-from cpt.training import loop
+from cpt.trainer import loop
 
 out = {out!r}
 made = sampling.Stream.__getitem__

@@ -14,8 +14,8 @@ from torch.optim import AdamW
 from cpt.core.sections import read_section
 from cpt.data.orders import resolve_order
 from cpt.optim.options import read_optimizer
-from cpt.training.assembly import tell_rate
-from cpt.training.plan import lost_rate, make_plan
+from cpt.trainer.assembly import tell_rate
+from cpt.trainer.plan import lost_rate, make_plan
 from tests.conftest import ROOT
 from tests.test_commands import compose_run
 

@@ -16,7 +16,7 @@ from cpt.data.generated import GeneratedText
 from cpt.data.packing import Packed
 from cpt.data.sampling import Stream
 from cpt.evaluation.scores import Scores
-from cpt.training.generation import Generation
+from cpt.trainer.generation import Generation
 from tests.conftest import SMALL_GPT2
 from tests.runs.test_distributed import DDP
 from tests.runs.test_distributed_tasks import run

@@ -11,7 +11,7 @@ from cpt.data.answered import Answered
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed
 from cpt.data.sampling import Stream
-from cpt.training import generation
+from cpt.trainer import generation
 from tests.runs.test_generated import assert_same, blocks, facts, matrix, written  # noqa: F401
 from tests.support.killing import KilledError, Killer
 from tests.support.task_fixtures import write_tasks

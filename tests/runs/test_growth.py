@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt.evaluation.scores import Scores
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.run_folder import RunFolder
 from tests.methods.test_contract import METHODS
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer

@@ -6,7 +6,7 @@ from cpt import report, status, verify
 from cpt.evaluation import lines
 from cpt.evaluation.lines import lines_file
 from cpt.evaluation.scores import Scores
-from cpt.training.keeping import Keeper
+from cpt.trainer.keeping import Keeper
 from tests.support.killing import KilledError, Killer
 
 ORDER = "order=[law,food,space]"

@@ -11,9 +11,9 @@ from cpt import verify
 from cpt.data.orders import Similarity, arrange_domains
 from cpt.evaluation.scores import Scores
 from cpt.run import is_done
-from cpt.training import domain_order
-from cpt.training.domain_order import arrange, recall
-from cpt.training.plan import make_plan
+from cpt.trainer import domain_order
+from cpt.trainer.domain_order import arrange, recall
+from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
 from tests.support.killing import KilledError, Killer
 from tests.support.making import made

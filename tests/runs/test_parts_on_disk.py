@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cpt.adapters.bank import Bank, rest_parts
-from cpt.training.loop import Learner
+from cpt.trainer.loop import Learner
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer

@@ -11,7 +11,7 @@ from cpt.data.sampling import Subset
 from cpt.evaluation.documents import load_documents
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.training.scoring import Scorer
+from cpt.trainer.scoring import Scorer
 from tests.support.making import made
 
 ORDER = "order=[law,food,space]"

@@ -9,8 +9,8 @@ import torch
 
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.training import raising
-from cpt.training.plan import make_plan
+from cpt.trainer import raising
+from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT
@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_while_its_steps_are_raised_goes_on(
         if moment == "step":
             killing(Killer(step=9))
         else:
-            patched.setattr("cpt.training.run_folder.RunFolder.remember", die)
+            patched.setattr("cpt.trainer.run_folder.RunFolder.remember", die)
         with pytest.raises(KilledError):
             start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
     killing(None)
@@ -88,7 +88,7 @@ def test_the_steps_that_a_run_had_are_taken_back_after_a_kill(start, small, tmp_
     start(small(*ONE), tmp_path / "raised")
     before = scores_of(tmp_path / "raised")
     with monkeypatch.context() as patched:
-        patched.setattr("cpt.training.run_folder.RunFolder.remember", die)
+        patched.setattr("cpt.trainer.run_folder.RunFolder.remember", die)
         with pytest.raises(KilledError):
             start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
     start(small(*ONE), tmp_path / "raised")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from cpt.core.files import check_archive
 from cpt.core.heartbeat import Heartbeat, ProcessId, utc_now
 from cpt.evaluation.objective import objective_value
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.run_folder import RunFolder
 from tests.conftest import SHARED
 
 ORDER = "order=[law,food]"
@@ -168,7 +168,7 @@ def test_stages_are_kept_on_request(small, start, tmp_path):
 
 @pytest.mark.parametrize("where", ["checkpoints", "stages"])
 def test_a_truncated_file_is_named_and_nothing_is_lost(where, small, start, tmp_path, monkeypatch):
-    from cpt.training import loop
+    from cpt.trainer import loop
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
         patched.setattr(loop.torch, "save", broken_at_second_save(loop.torch.save))
@@ -260,7 +260,7 @@ def test_a_sample_longer_than_a_given_checkpoint(done, small, start, tmp_path):
     [(["trainer.steps=null", "trainer.epochs=1"], None), (["trainer.steps=null", "trainer.tokens=700"], 6)],
 )
 def test_budgets_in_epochs_and_tokens(overrides, steps, small, start, tmp_path):
-    from cpt.training import loop
+    from cpt.trainer import loop
 
     seen = []
     trainer = loop.make_trainer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.training.stages import open_stage, read_stage
+from cpt.trainer.stages import open_stage, read_stage
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -27,7 +27,7 @@ sys.path.insert(0, {root!r})
 from lightning.pytorch.callbacks import Callback
 from cpt.core.sharding import is_sharded, local
 from cpt.models import economy
-from cpt.training import loop
+from cpt.trainer import loop
 
 economy.COMPILER = {{"backend": "eager"}}  # traced, and run as it was
 
@@ -51,7 +51,7 @@ class Death(Callback):
             os._exit(9)
 
 if {torn}:  # the shards of a stage are written, and then nothing more
-    from cpt.training import stages
+    from cpt.trainer import stages
     summed = stages.sum_up
     stages.sum_up = lambda folder: (summed(folder), os._exit(9))
 

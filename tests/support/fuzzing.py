@@ -36,8 +36,8 @@ from cpt.evaluation.lines import add_line
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.sweeps.arguments import check_choices
-from cpt.training.plan import make_plan
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.plan import make_plan
+from cpt.trainer.run_folder import RunFolder
 from tests.conftest import ROOT
 from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED

@@ -20,9 +20,9 @@ from omegaconf import DictConfig
 from cpt.core.errors import readable
 from cpt.run import run
 from cpt.sweeps.arguments import check_choices
-from cpt.training.domain_order import arrange
-from cpt.training.plan import Plan, make_plan
-from cpt.training.run_folder import RunFolder
+from cpt.trainer.domain_order import arrange
+from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.run_folder import RunFolder
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
 
 WRONG = {
@@ -169,7 +169,7 @@ def read_config(arguments: list[str], folder: Path) -> Plan:
 
 def try_model(arguments: list[str], folder: Path) -> None:
     """As far as the libraries know, on the model's skeleton."""
-    from cpt.training.readiness import prepare
+    from cpt.trainer.readiness import prepare
 
     prepare(arrange(read_config(arguments, folder)), RunFolder(folder))
 

@@ -15,9 +15,9 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
-from cpt.training import assembly, loop
-from cpt.training.plan import Plan, make_plan
-from cpt.training.pretraining import make_base
+from cpt.trainer import assembly, loop
+from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.pretraining import make_base
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]

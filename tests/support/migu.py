@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from cpt.masks.migu import MagnitudeMask, MagnitudeMaskOptions
+from cpt.gradient_masks.migu import MagnitudeMask, MagnitudeMaskOptions
 
 VALUES: dict[str, Any] = {
     "threshold": 0.7,

@@ -19,8 +19,8 @@ import cpt.cli  # noqa: E402, F401
 import cpt.data.sources.tasks  # noqa: E402, F401
 import cpt.data.sources.texts  # noqa: E402, F401
 import cpt.run  # noqa: E402, F401
-import cpt.training.generators  # noqa: E402, F401
-import cpt.training.loop  # noqa: E402, F401
+import cpt.trainer.generators  # noqa: E402, F401
+import cpt.trainer.loop  # noqa: E402, F401
 from cpt.core.light import is_heavy  # noqa: E402
 from cpt.core.places import CONF  # noqa: E402
 from tests.support.sparing import loaded, parse_once  # noqa: E402

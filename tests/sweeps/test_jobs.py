@@ -19,13 +19,13 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
-import cpt.training.pretraining
+import cpt.trainer.pretraining
 from cpt.core.preemption import GO_ON
 from cpt.data.corpora import Corpora
 from cpt.sweeps.cluster import ClusterLauncher, forward_signals
 from cpt.sweeps.jobs import BASIC_SWEEPER, Job, compose_jobs, table
 from cpt.sweeps.launcher import ProcessLauncher
-from cpt.training.plan import make_plan
+from cpt.trainer.plan import make_plan
 from tests.conftest import SMALL
 
 pytestmark = pytest.mark.slow
@@ -340,13 +340,13 @@ def test_jobs_that_start_together_make_one_base(small, cache, tmp_path, monkeypa
         made.append(folder)
         time.sleep(0.2)
 
-    monkeypatch.setattr(cpt.training.pretraining, "pretrain", pretrain)
+    monkeypatch.setattr(cpt.trainer.pretraining, "pretrain", pretrain)
     jobs = (["seed=1"], ["method=das"], ["order=reverse"], ["trainer.steps=9"])
     plans = [make_plan(small(*each, f"cache_dir={tmp_path}")) for each in jobs]
 
     def work(plan):
         corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
-        found.append(cpt.training.pretraining.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
+        found.append(cpt.trainer.pretraining.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
 
     threads = [threading.Thread(target=work, args=[plan]) for plan in plans]
     for thread in threads:

@@ -25,7 +25,7 @@ from cpt.evaluation.scores import Scores
 from cpt.sweeps.jobs import Job, compose_jobs
 from cpt.sweeps.launcher import run_all
 from cpt.sweeps.resources import share_out_machine
-from cpt.training.plan import Plan, make_plan
+from cpt.trainer.plan import Plan, make_plan
 
 PILOT = 30  # steps per domain of the run whose steps are timed
 STARTS_S = 5.0  # of a process, of which its scores know nothing

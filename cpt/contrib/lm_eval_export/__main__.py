@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.core.places import CONF
-from cpt.training.plan import Plan, make_plan
+from cpt.trainer.plan import Plan, make_plan
 
 NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=tasks model=…"
 
@@ -53,7 +53,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     from cpt.data.corpora import Corpora
     from cpt.data.encoding import Encoder
     from cpt.data.prompts import prompts_of
-    from cpt.training.pretraining import describe_base
+    from cpt.trainer.pretraining import describe_base
 
     plan.source.check_domains(plan.order)
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)

@@ -30,8 +30,8 @@ from cpt.core.errors import readable, reason
 from cpt.core.files import check_archive
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
+from cpt.loggers.wandb_run import AXES, TRAINING, Curves, open_run, publish, publish_stage, run_name
 from cpt.reporting.comparison.runs import find_runs
-from cpt.tracking.wandb_run import AXES, TRAINING, Curves, open_run, publish, publish_stage, run_name
 
 if TYPE_CHECKING:
     import wandb

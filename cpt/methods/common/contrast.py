@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.collectives import gather_rows
 from cpt.data.batch import Batch, inputs_of
-from cpt.masks.soft import SoftMask
+from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout
 from cpt.models.economy import keep_activations

@@ -13,7 +13,7 @@ from cpt.contrib.advise import __main__ as advise
 from cpt.contrib.advise.arms import NAMES
 from cpt.core.places import CONF
 from cpt.core.preemption import GO_ON
-from cpt.training.plan import make_plan
+from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT, SMALL
 
 OWN = [each for each in SMALL if not each.startswith(("trainer.steps", "logger"))]

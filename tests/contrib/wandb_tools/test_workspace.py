@@ -6,9 +6,9 @@ import warnings
 import pytest
 
 from cpt.contrib.wandb_tools import workspace as program
+from cpt.loggers.wandb_run import describe_run, pictures
 from cpt.reporting.run_table import choose_headlines, summarise_run
 from cpt.reporting.tables import stage_row, tabulate, task_rows
-from cpt.tracking.wandb_run import describe_run, pictures
 from tests.support.tracked import scores
 
 

@@ -13,7 +13,7 @@ from cpt.core.errors import reason
 from cpt.data.corpus import make_corpus
 from cpt.data.examples import read_example
 from cpt.data.sources.docstrings import TASK_PACKAGES
-from cpt.training.plan import make_plan
+from cpt.trainer.plan import make_plan
 from tests.conftest import SHARED
 
 MINI = SHARED / "data" / "standard-cl-mini"

@@ -9,14 +9,14 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
 from cpt.data.batch import Rows, labels_of
-from cpt.masks.soft import SoftMask
+from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common.contrast import Contrast, contrastive
 from cpt.models.dropout import dropout, rates
 from cpt.models.forward import mean_over
 from cpt.models.objectives import Causal
 from cpt.models.span import Span
 from tests.conftest import SHARED
-from tests.masks.test_importance import batch_of, needs_golden, roberta
+from tests.gradient_masks.test_importance import batch_of, needs_golden, roberta
 
 
 def by_loops(anchors, positives, negatives, temperature):

@@ -1,0 +1,102 @@
+"""MoFO, momentum-filtered optimizer (Chen et al., 2024, arXiv 2407.20999): over any optimizer with
+momentum.
+
+    theta_i <- theta_i + step_i   for the ceil(alpha n) entries of a tensor with the largest |m_i|
+
+m is the momentum that the step was made with; it and the second moment advance for all entries. What has
+little momentum stays where it was, so that a model moves least from where it started. As in the released
+code, norms and biases are not filtered, and decoupled weight decay reaches all entries. With `form=whole`
+every tensor is filtered, and weight decay with the step that it is part of. With outputs of maps in place of
+momentum, and whole rows, it is MIGU."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from cpt.core.options import Options, option
+from cpt.core.rules import number, one_of
+from cpt.core.sharding import local, whole
+from cpt.gradient_masks.base import Constraint, Step
+from cpt.models.freezing import biases, norms
+from cpt.models.units import Projection
+
+MOMENTA = ("exp_avg", "momentum_buffer")  # what optimizers of torch call it
+
+
+def find_least(momentum: Tensor, share: float) -> Tensor:
+    """The least |m| of the ceil(share n) largest of n entries, a scalar."""
+    values = momentum.detach().abs().flatten()
+    count = ceil(Fraction(str(share)) * len(values))
+    place = len(values) - count
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        found = values.numpy()  # a copy, as abs gives one: it is put in order where it lies
+        found.partition(place)  # the same number as kthvalue's in a tenth of its time
+        return values[place]
+    return values.kthvalue(place + 1).values
+
+
+def momentum_of(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """A parameter's momentum after a step; raises ValueError for an optimizer without."""
+    state = optimizer.state[parameter]
+    for name in MOMENTA:
+        if isinstance(state.get(name), Tensor):
+            return state[name]
+    raise ValueError(
+        f"optim={type(optimizer).__name__} keeps no momentum to choose by; allowed with mask=mofo: adamw, or "
+        "another with one, as sgd with optim.momentum"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumFilterOptions(Options):
+    """Options of MoFO."""
+
+    share: float = option("alpha, the share of each tensor's entries that move", number("above 0, at most 1"))
+    form: str = option(
+        "what is filtered: released (not norms, biases, weight decay), or whole (the step of every tensor)",
+        one_of("released", "whole"),
+    )
+
+
+class MomentumFilter(Constraint):
+    """Lets of each tensor only those entries move that have the most momentum."""
+
+    def __init__(self, options: MomentumFilterOptions) -> None:
+        super().__init__(acts_on="update")
+        self.share, self.released = options.share, options.form == "released"
+        self.watched: list[nn.Module] = []  # in a list: it is no part of the mask
+
+    def watch(self, model: PreTrainedModel, maps: Sequence[Projection] | None) -> None:
+        self.watched = [model]
+
+    def covered(self) -> Iterable[nn.Parameter]:
+        # Looked up at each step: where weights are shared out they are other parameters than at first.
+        if self.share == 1:
+            return
+        for model in self.watched:
+            left = {*norms(model), *biases(model)} if self.released else ()
+            yield from (parameter for parameter in model.parameters() if parameter not in left)
+
+    def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
+        decays = {p: decay_of(group) for group in optimizer.param_groups for p in group["params"]}
+        for parameter, step in steps:
+            momentum = momentum_of(parameter, optimizer)
+            least = find_least(whole(momentum), self.share)
+            size, own = local(momentum).abs(), local(step)
+            kept = torch.ge(size, least, out=size)  # as numbers: a mask of bits is slower here
+            if self.released and decays[parameter]:
+                decay = (local(parameter) - own).mul_(-decays[parameter])
+                own.copy_(decay.lerp_(own, kept.to(own)))
+            else:
+                own.mul_(kept)
+
+
+def decay_of(group: dict) -> float:
+    """The share of a weight that decoupled weight decay takes in a step; 0 where decay is in the gradient."""
+    return group["lr"] * group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0

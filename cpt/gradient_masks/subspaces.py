@@ -1,0 +1,92 @@
+"""Subspaces of linear maps that steps stay out of."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cpt.core.collectives import sum_in_place
+from cpt.core.sharding import is_sharded, local, rows_of, whole
+from cpt.core.tensors import NamedTensors
+from cpt.gradient_masks.base import Constraint, Protection, Step
+from cpt.models.units import Projection
+
+
+class Subspaces(Constraint):
+    """Takes out of the step of a matrix W [n, m] what lies in the span of U [n, k] or V [m, k], both with
+    orthonormal columns:
+
+        step <- (I - U U^T) step (I - V V^T)          both
+        step <- step - U U^T step V V^T               block: only what lies in both
+
+    At first there are none."""
+
+    def __init__(self, *, acts_on: str, protected: str) -> None:
+        super().__init__(acts_on=acts_on)
+        self.protected = protected
+        self.bases = NamedTensors()  # by <name of the map>.left and .right
+        self.projections: Sequence[Projection] = ()
+        self.pairs: dict[nn.Parameter, tuple[Tensor, Tensor]] | None = None
+
+    def over(self, maps: Sequence[Projection]) -> None:
+        """Knows the maps by name."""
+        self.projections, self.pairs = maps, None
+
+    @property
+    def maps(self) -> dict[str, nn.Parameter]:
+        """Their weights by name, as they are now: where weights are shared out, they are others than at
+        first."""
+        return {each.name: each.module.weight for each in self.projections}
+
+    @torch.no_grad()
+    def span(self, ranks: Mapping[str, int]) -> None:
+        """Protects from now on the so many largest singular directions of each map as it is now."""
+        self.bases.clear()
+        for name, weight in self.maps.items():
+            if rank := ranks[name]:
+                u, _, v = torch.linalg.svd(whole(weight.detach()).float(), full_matrices=False)
+                self.bases.update({f"{name}.left": u[:, :rank].contiguous()})
+                self.bases.update({f"{name}.right": v[:rank].T.contiguous()})
+        self.pairs = None
+
+    def activate(self, domain: int) -> None:
+        self.pairs = None
+
+    def covered(self) -> Iterable[nn.Parameter]:
+        return self.known()
+
+    def known(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """U and V by parameter, of those that have them."""
+        if self.pairs is None:
+            named = self.bases.named()
+            self.pairs = {
+                weight: (named[f"{name}.left"], named[f"{name}.right"])
+                for name, weight in self.maps.items()
+                if f"{name}.left" in named
+            }
+        return self.pairs
+
+    def protects(self) -> dict[nn.Parameter, Protection]:
+        return {
+            weight: partial(self.inside, left=left, right=right)
+            for weight, (left, right) in self.known().items()
+        }
+
+    def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:
+        for parameter, step in steps:
+            left, right = self.known()[parameter]
+            local(step).sub_(self.inside(step, left=left, right=right))
+
+    def inside(self, step: Tensor, *, left: Tensor, right: Tensor) -> Tensor:
+        """What of a step, or of its own rows, is protected."""
+        own = local(step)
+        rows, right = rows_of(left, step).to(own), right.to(own)
+        within = rows.T @ own  # [k, m]
+        if is_sharded(step):
+            sum_in_place(within)
+        if self.protected == "block":
+            return rows @ (within @ right) @ right.T
+        across = (own @ right) @ right.T
+        return rows @ (within - (within @ right) @ right.T) + across

@@ -1,0 +1,145 @@
+"""The order that the similarity of texts gives: they are read and embedded before a run starts.
+
+The similarity is cached by the texts' stamps and what embeds them: a resumed run and other processes read the
+same order."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cpt.core.cache import make_once
+from cpt.core.config import digest
+from cpt.core.randomness import key, shuffle
+from cpt.data import orders
+from cpt.data.examples import read_example
+from cpt.data.sources.base import EXAMPLES, GENERAL, stamp_of
+from cpt.trainer.identity import checkpoint_files, look
+from cpt.trainer.plan import Plan
+
+if TYPE_CHECKING:
+    from cpt.data.corpora import Corpora
+    from cpt.data.corpus import Corpus
+
+log = logging.getLogger(__name__)
+CACHE_FORMAT = 1  # raise it when the same texts give another similarity
+CHARACTERS_READ = 20_000  # of a document, at most
+MODEL_BATCH = 32  # documents
+
+
+def arrange(plan: Plan) -> Plan:
+    """The plan with its domains in order; if their texts give it, they are read and embedded unless the cache
+    has the similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
+    name = plan.source.embedding
+    if not plan.by_texts:
+        if name != "tfidf":
+            log.info("domains.embedding=%s has no effect: order=%s ignores similarity", name, plan.run.order)
+        return plan
+    if (known := recall(plan)) is None:
+        from cpt.trainer import preflight  # loads torch
+
+        preflight.check_model(plan)  # before hours of reading
+        make_once(similarity_folder(plan), make=lambda partial: write_similarity(partial, plan))
+        known = recall(plan)
+        assert known is not None
+    log.info("order=%s by %s: from %s to %s", plan.run.order, name, known.order[0], known.order[-1])
+    return known
+
+
+def recall(plan: Plan) -> Plan | None:
+    """The plan with its domains in order; None if the order is known only after reading the texts."""
+    if not plan.by_texts:
+        return plan
+    path = similarity_folder(plan) / "similarity.json"
+    if not path.exists():
+        return None
+    similarity = orders.Similarity.load(json.loads(path.read_text(encoding="utf-8")))
+    return replace(plan, order=orders.arrange_domains(plan.run.order, similarity), similarity=similarity)
+
+
+def similarity_folder(plan: Plan) -> Path:
+    """The cache entry: a hash of the texts and of what embeds them, by names, sizes and times."""
+    source, embedder = plan.source, None
+    if source.embedding == "static":
+        embedder = metadata.version("wordllama")
+    elif source.embedding == "sentence":
+        files = sorted(path for path in Path(str(source.embedding_model)).rglob("*") if path.is_file())
+        embedder = [source.embedding_model, {str(path): look(path) for path in files}]
+    elif source.embedding == "model":
+        files = checkpoint_files(plan.model.checkpoint) if plan.model.checkpoint else {}
+        embedder = [asdict(plan.model), {name: look(path) for name, path in files.items()}]
+    texts = {name: stamp_of(source, name) for name in (*sorted(plan.order), GENERAL)}
+    made_of = [CACHE_FORMAT, texts, source.embedding, source.embedding_samples, embedder]
+    return Path(plan.run.cache_dir) / "similarity" / digest(made_of)
+
+
+def write_similarity(folder: Path, plan: Plan) -> None:
+    """Reads and embeds the texts of a plan, and writes their similarity into a folder."""
+    from cpt.data.corpora import Corpora  # loads torch
+
+    source = plan.source
+    corpora = Corpora.read(source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
+    log.info("Embedding samples of %d texts (domains.embedding=%s)", len(corpora.by_name), source.embedding)
+    texts = {
+        name: sample_documents(corpus, name, form=source.form(name), most=source.embedding_samples)
+        for name, corpus in corpora.by_name.items()
+    }
+    if source.embedding == "tfidf":
+        means = orders.embed_by_words(texts)
+    elif source.embedding == "model":
+        means = orders.embed_by_vectors(texts, model_encoder(plan, corpora))
+    elif source.embedding == "static":
+        means = orders.embed_by_vectors(texts, orders.static_encoder())
+    else:
+        means = orders.embed_by_vectors(texts, orders.sentence_encoder(str(source.embedding_model)))
+    general = means.pop(GENERAL)
+    similarity = orders.Similarity.of(means, general=general)
+    (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
+
+
+def sample_documents(corpus: Corpus, name: str, *, form: str, most: int) -> Iterator[list[str]]:
+    """A deterministic sample of the training documents of a corpus, in batches; of examples the questions."""
+    from cpt.data.corpus import in_batches  # loads datasets
+
+    documents = corpus.documents("train")
+    drawn = shuffle(np.arange(min(most, len(documents))), len(documents), stream=key("embedding", name))
+    for texts in in_batches(documents.select(np.sort(drawn))):
+        read = [read_example(text).question if form == EXAMPLES else text for text in texts]
+        yield [text[:CHARACTERS_READ] for text in read]
+
+
+def model_encoder(plan: Plan, corpora: Corpora) -> Callable[[list[str]], np.ndarray]:
+    """A document is the mean of the base model's last hidden states (of an encoder-decoder's encoder) over
+    its first tokens, at most model.length."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from cpt.data.packing import padding_id
+    from cpt.models.forward import hidden_states, mean_over
+    from cpt.trainer.pretraining import make_base
+    from cpt.trainer.readiness import find_device
+
+    base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    device = find_device(plan.trainer)
+    model, pad = base.model().eval().to(device), padding_id(base.tokenizer)
+
+    @torch.inference_mode()
+    def encode(documents: list[str]) -> np.ndarray:
+        encoded = base.tokenizer(documents, truncation=True, max_length=base.length, verbose=False)
+        rows, means = [torch.tensor(row or [pad]) for row in encoded["input_ids"]], []
+        for at in range(0, len(rows), MODEL_BATCH):
+            batch = rows[at : at + MODEL_BATCH]
+            ids = pad_sequence(batch, batch_first=True, padding_value=pad).to(device)
+            present = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True).to(device)
+            hidden = hidden_states(model, {"input_ids": ids, "attention_mask": present})
+            means.append(mean_over(hidden, present).float().cpu().numpy())
+        return np.concatenate(means)
+
+    return encode

@@ -1,0 +1,361 @@
+"""`plan=true`: what a run will cost, from a few real steps of its first stages, multiplied out.
+
+Texts are read and tokenized as in the run, whose cache then has them, and the method is built. Its first
+stages are trained for a few steps and evaluated on a few batches, in a module that is thrown away. Documents,
+tokens and steps are counted. A later stage takes the seconds of the last profiled one, and its bytes plus,
+for each further domain, the difference between the last two."""
+
+import contextlib
+import operator
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from cpt.adapters.bank import in_memory, rest_parts
+from cpt.core.memory import forget_peak, peak
+from cpt.core.tensors import load_tensors
+from cpt.data.budget import Budget
+from cpt.data.datamodule import Domain, DomainSequence
+from cpt.evaluation.scores import Scores
+from cpt.methods.base import ContinualModule
+from cpt.models.quick_dropout import draw_quickly
+from cpt.optim.guard import Guard
+from cpt.reporting.formatting import megabytes
+from cpt.trainer.assembly import make_method, make_sequence, read_corpora, tell_resting
+from cpt.trainer.costs import Compute, stored_beside, trained_parameters
+from cpt.trainer.growth import find_begun, find_source
+from cpt.trainer.options import minutes_of
+from cpt.trainer.plan import Plan
+from cpt.trainer.pretraining import Untrained, find_base
+from cpt.trainer.raising import cut_rows, steps_before
+from cpt.trainer.readiness import prepare
+from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.stages import save_stage
+from cpt.trainer.trainer import drop_optimizer, make_trainer
+
+STAGES = 3  # profiled: in the third a method adds what it adds for each further domain
+WARMUP, TIMED = 2, 3  # steps of a stage
+
+
+@dataclass
+class Profile:
+    """Seconds and bytes of a stage; stage 0, the base, is only evaluated."""
+
+    step_s: float = 0.0
+    around_s: float = 0.0  # the method's work before the first step and after the last
+    save_s: float = 0.0  # of the stage file
+    token_s: float = 0.0  # of a token that is evaluated
+    memory: dict[str, int] = field(default_factory=dict)  # bytes between two steps, by use
+    peak: int = 0  # of training and evaluation; on a CPU of the process
+    trained: int = 0  # parameters
+    stored: int = 0  # bytes in the stage file in addition to the model's own weights
+    file: int = 0
+
+
+class Profiler(Callback):
+    """Fills the profile of a stage. `probe_times` is how many times more importance samples the run takes."""
+
+    def __init__(self, profile: Profile, probe_times: float) -> None:
+        self.profile, self.probe_times = profile, probe_times
+        self.began, self.ends = 0.0, list[float]()
+
+    def clock(self, trainer: Trainer) -> float:
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def start_clock(self, trainer: Trainer, *args: Any) -> None:
+        self.began = self.clock(trainer)
+
+    on_train_start = on_fit_end = on_validation_batch_start = start_clock
+
+    def add_around(self, trainer: Trainer, phase: str) -> None:
+        sampled = any(each.flops[phase] for each in trainer.callbacks if isinstance(each, Compute))
+        self.profile.around_s += (self.clock(trainer) - self.began) * (self.probe_times if sampled else 1)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, at: int) -> None:
+        if at == 0:
+            self.add_around(trainer, "before")
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step > len(self.ends):  # not within an accumulated batch
+            self.ends.append(self.clock(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        timed = self.ends[WARMUP - 1 :]
+        self.profile.step_s = (timed[-1] - timed[0]) / (len(timed) - 1)
+        self.profile.memory = bytes_by_use(pl_module, trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.add_around(trainer, "after")
+
+    def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.profile.token_s += self.clock(trainer) - self.began
+
+
+def bytes_by_use(module: LightningModule, trainer: Trainer) -> dict[str, int]:
+    """Bytes of the tensors on the device of a stage, each counted once, and of those that trainer.offload
+    keeps on the host."""
+    states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
+    uses: dict[str, Iterable[Any]] = {
+        "weights": in_memory(module.model),
+        "method state": in_memory(module),
+        "gradients": [each.grad for each in module.parameters() if each.grad is not None],
+        "optimizer state": [value for value in states if isinstance(value, Tensor)],
+    }
+    seen, found = set[int](), dict.fromkeys([*uses, "offloaded"], 0)
+    for use, tensors in uses.items():
+        for storage in [tensor.untyped_storage() for tensor in tensors]:
+            if storage.nbytes() and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                is_here = storage.device.type == trainer.strategy.root_device.type
+                found[use if is_here else "offloaded"] += storage.nbytes()
+    return found
+
+
+def estimate(plan: Plan, place: RunFolder) -> dict[str, Any]:
+    """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
+    ready = prepare(plan, place)
+    plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
+    corpora = read_corpora(plan)
+    start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    module = make_method(plan, start)
+    tell_resting(plan, module, ready.device)
+    data = make_sequence(plan, corpora, start, module)
+    folder = find_begun(plan, place)
+    scores = folder.scores()
+    if scores is not None and steps_before(plan, folder) is not None:
+        scores = cut_rows(scores)
+    state = "new" if scores is None else scores.state
+    if scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
+        state = f"new ({why})"
+    texts, stages = count(plan, data, folder, scores)
+    about = {
+        "run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed},
+        "state": f"continues {folder.path} ({state})" if scores and folder is not place else state,
+        **{"device": str(ready.device), "processes": world, "texts": texts, "stages": stages},
+    }
+    if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
+        return about | {"left": "nothing"}
+    # What one process does of a batch, with the same few steps for every domain.
+    probe = min(plan.trainer.probe_samples, plan.trainer.eval_batch_size)
+    alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None, "workers": 0}
+    steps = WARMUP + max(TIMED, 2 * module.period)
+    few = replace(
+        plan,
+        order=plan.order[:STAGES],
+        budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
+        trainer=replace(plan.trainer, **alone, probe_samples=probe),
+    )
+    part = make_sequence(few, corpora, start, module)
+    part.replay = part.replay.on_text() if part.replay.generates else part.replay
+    part.eval_tokens = plan.trainer.eval_batch_size * plan.model.length
+    with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
+        sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
+        times = max(1, min(plan.trainer.probe_samples, sum(sizes) / len(sizes)) / probe / world)
+        profiles = profile(few, module, part, ready.device, Path(scratch), times)
+    measured = {"end tasks": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
+    left_out = [name for name, options in measured.items() if options is not None]
+    left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
+    left_out += ["training of the base model"] * isinstance(start, Untrained)
+    return about | multiply(plan, profiles, stages, world) | {
+        "lower_bound": type(module).shape is not ContinualModule.shape and len(stages) > len(profiles),
+        "not_included": left_out,
+    }  # fmt: skip
+
+
+def count(plan: Plan, data: DomainSequence, place: RunFolder, scores: Scores | None) -> tuple[list, list]:
+    """The texts in documents and tokens, the stages in steps and tokens, and what a run folder lacks."""
+    texts, objective = {}, data.objective.scoring  # type: ignore[attr-defined]
+    parts = [each.parts for each in data]
+    for name in dict.fromkeys([*sum(parts, ()), *data.held_out]):
+        train, held_out, chosen = data.train.get(name), data.held_out[name], data.scored_sizes(name)
+        texts[name] = {
+            "text": name,
+            "train_documents": None if train is None else train.documents,
+            "train_tokens": None if train is None else int(train.row_lengths.sum()),
+            "held_out_documents": held_out.documents,
+            "held_out_tokens": int(held_out.row_lengths.sum()),
+            "read_tokens": int(chosen.all.sum()),  # to score it once
+            "scored_tokens": int(objective.scored(chosen).sum()),
+        }
+    stages, done = [], len(scores.rows) if scores else 0
+    for number, stage in enumerate([Domain("base", -1, ()), *data]):
+        columns = plan.evaluation.choose_columns(number, stages=parts, texts=list(data.held_out))
+        steps, left, tokens = data.steps(stage) if number else 0, columns, 0.0
+        left_steps = steps if number >= done else 0
+        if scores and number < done:
+            there = number in (0, done - 1) or place.stage(number).exists()
+            left = [text for text in columns if there and text not in scores.measured(number)]
+        elif (path := place.checkpoint(number, stage.name)).exists():
+            with contextlib.suppress(Exception):  # the run reports a damaged one
+                left_steps -= int(load_tensors(path)["global_step"])
+        if number:
+            lengths = [data.train[text].tokens_per_row for text in (*stage.parts, *data.past(stage))]
+            own, before = (
+                sum(map(operator.mul, data.steps_by_part(stage), lengths)),
+                lengths[len(stage.parts) :],
+            )
+            replayed = data.replay.adds * (data.replay.past * bool(before) + data.replay.general)
+            recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
+            tokens = data.budget.batch_size * (own * (1 + replayed) + recovered)
+        stages.append(
+            {
+                **{"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)},
+                "scored_texts": len(columns),
+                "scored_tokens": sum(texts[text]["scored_tokens"] for text in columns),
+                "left_scored_tokens": sum(texts[text]["scored_tokens"] for text in left),
+                "left_read_tokens": sum(texts[text]["read_tokens"] for text in left),
+                "documents_bytes": sum(16 * texts[text]["held_out_documents"] + 248 for text in columns),
+            }
+        )
+    return list(texts.values()), stages
+
+
+def profile(
+    plan: Plan,
+    module: ContinualModule,
+    data: DomainSequence,
+    device: torch.device,
+    scratch: Path,
+    probe_times: float,
+) -> list[Profile]:
+    """What the base and the first stages took. The module cannot be used after it."""
+    found = []
+    data.asked = list(dict.fromkeys([[*data.held_out][0], [*data.held_out][-1]]))  # a domain, general text
+    data.by_length = not module.in_sequence
+    tokens = sum(int(data.scored_sizes(name).all.sum()) for name in data.asked)
+    for number, stage in enumerate([None, *data]):
+        found.append(now := Profile())
+        profiler = Profiler(now, probe_times)
+        forget_peak(device)
+        if stage:
+            data.enter(stage)
+            module.enter(stage)
+            module.train()
+            callbacks = [Compute(), Guard(policy=plan.run.on_nonfinite), profiler]
+            how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
+            trainer = make_trainer(plan.trainer.lightning, **how)
+            with draw_quickly(plan.trainer.quick_dropout):
+                trainer.fit(module, datamodule=data)
+            drop_optimizer(trainer)
+            path, began = scratch / f"{number:03d}.pt", time.perf_counter()
+            now.stored = stored_beside(module, save_stage(module, path))
+            now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
+            now.trained = trained_parameters(module)
+            if plan.parts.keep == "disk":
+                rest_parts(module, path)
+        trainer = make_trainer(plan.trainer.lightning, label="profiling evaluation", callbacks=[profiler])
+        trainer.validate(module, datamodule=data, verbose=False)
+        now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)
+        now.memory = now.memory or bytes_by_use(module, trainer)
+    return found
+
+
+def multiply(
+    plan: Plan, profiles: Sequence[Profile], stages: Sequence[Mapping[str, Any]], world: int
+) -> dict[str, Any]:
+    """Memory, disk and seconds of all stages."""
+    trained, last = profiles[1:], len(stages) - 1
+
+    def at(number: int, values: Sequence[int]) -> int:
+        """The value of stage 1, 2, …; later ones than were profiled add the same for each."""
+        if number <= len(values) or len(values) < 2:
+            return values[max(0, min(number, len(values)) - 1)] if values else 0
+        return values[-1] + (number - len(values)) * max(0, values[-1] - values[-2])
+
+    def memory(number: int) -> dict[str, int]:
+        own, is_fsdp = profiles[min(number, len(trained))], plan.trainer.strategy == "fsdp"
+        uses = {name: at(number, [each.memory[name] for each in trained or profiles]) for name in own.memory}
+        uses = {name: size // (world if is_fsdp else 1) for name, size in uses.items()}
+        offloaded, gradients = uses.pop("offloaded"), uses["gradients"]
+        uses["activations and rest"] = own.peak - sum(own.memory.values()) + own.memory["offloaded"]
+        uses["weights to go back to"] = gradients * plan.keeps
+        uses["gradient buckets"] = gradients * (world > 1 and not is_fsdp)
+        return uses | {"peak": sum(uses.values()), "offloaded": offloaded}
+
+    kinds = ("training", "before and after domains", "checkpoints", "evaluation")
+    seconds, every = dict.fromkeys(kinds, 0.0), plan.trainer.checkpoint_every
+    for number, row in enumerate(stages):
+        own, left = profiles[min(number, len(trained))], row["left_steps"]
+        seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
+        if not left:
+            continue
+        minutes, training_s = minutes_of(every), left * own.step_s
+        saves = 1 + (training_s / (60 * minutes) if minutes else left // int(every))
+        seconds["training"] += training_s
+        seconds["before and after domains"] += own.around_s
+        seconds["checkpoints"] += own.save_s * (1 + saves * (1 + own.memory["optimizer state"] / own.file))
+    files = [at(number, [each.file for each in trained]) for number in range(1, last + 1)]
+    stored = [0, *(at(number, [each.stored for each in trained]) for number in range(1, last + 1))]
+    checkpoints = [each.file + each.memory["optimizer state"] for each in trained]
+    weights = [each.memory["weights"] for each in trained or profiles]
+    sums = [sum(each.memory.values()) for each in trained[-2:]] or [0]
+    return {
+        "stages": [row | {"stored": size} for row, size in zip(stages, stored, strict=True)],
+        "trained_parameters": max((each.trained for each in trained), default=0),
+        "memory": {"first": memory(min(1, last)), "last": memory(last)},
+        "grows_by_domain": {"memory": sums[-1] - sums[0], "stored": stored[-1] - stored[max(0, last - 1)]},
+        "disk": {
+            "stage file": sum(files[-1:]),
+            "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
+            "all stage files (keep_stages=true)": sum(files),
+            "checkpoint while training": at(last, checkpoints) + memory(last)["weights to go back to"],
+            "losses by document": sum(row["documents_bytes"] for row in stages),
+            "exported model": at(last, weights),
+        },
+        "seconds": seconds | {"total": sum(seconds.values())},
+        "step_seconds": trained[-1].step_s if trained else None,
+    }
+
+
+def format_table(data: Mapping[str, Any]) -> str:
+    """What plan=true prints; of many texts and stages the first and last, and the sums of all."""
+
+    def table(rows: Sequence[Mapping[str, Any]], leave_out: Sequence[str]) -> str:
+        names = [name for name in rows[0] if name not in leave_out]
+        sums = {name: sum(row[name] or 0 for row in rows) for name in names[1:]}
+        few = rows if len(rows) <= 8 else [*rows[:4], dict.fromkeys(names, "…"), *rows[-4:]]
+        shown = [[row[name] for name in names] for row in [*few, {names[0]: "all"} | sums]]
+        cells = [[f"{cell:,}" if isinstance(cell, int) else cell or "–" for cell in row] for row in shown]
+        return pd.DataFrame(cells, columns=names).to_string(index=False)
+
+    def duration(value: float) -> str:
+        size, unit = (1, "s") if value < 120 else (60, "min") if value < 7200 else (3600, "h")
+        return f"{value / size:,.1f} {unit}"
+
+    run, cost = data["run"], "seconds" in data
+    found = [
+        f"Plan of {run['folder']}: method={run['method']} mask={run['mask']} replay={run['replay']} "
+        f"model={run['model']} seed={run['seed']}, {data['processes']} x {data['device']}\n"
+        f"State: {data['state']}" + "; nothing is left to train or to evaluate" * (not cost),
+        table(data["texts"], ["read_tokens"]),
+        table(data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
+    ]
+    if cost:
+        memory = pd.DataFrame(data["memory"])
+        disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
+        times = {f"time left: {name}": duration(size) for name, size in data["seconds"].items() if size}
+        added = [megabytes(size) for size in data["grows_by_domain"].values()]
+        found += [
+            memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
+            f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added[0]} in "
+            f"memory and {added[1]} to the stage file.",
+            pd.Series(disk | times).to_string(),
+            f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
+        ]
+        if data["lower_bound"]:
+            found.append("The model grows with each domain: memory, disk and time are lower bounds.")
+        if data["not_included"]:
+            found.append(f"Time not included: {', '.join(data['not_included'])}.")
+    return "\n\n".join(found)

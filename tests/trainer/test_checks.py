@@ -1,0 +1,226 @@
+"""What a config may say: every wrong value, key and combination in one line, before any text is read."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from cpt.core.config import identity, plain_config
+from cpt.core.errors import reason
+from cpt.core.options import Options, options_of
+from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
+from cpt.core.sections import GIVEN
+from cpt.trainer import lightning_options
+from cpt.trainer import options as run_options
+from cpt.trainer.assembly import tell_unused_base
+from cpt.trainer.checks import read_sections
+from cpt.trainer.plan import make_plan
+from tests.conftest import ROOT
+from tests.support.processes import ran
+from tests.support.wrong_options import AT_ONCE
+
+CHOICES = sorted((path.parent.name, path.stem) for path in ROOT.glob("conf/*/*.yaml"))
+
+
+def told(cfg, look) -> str:
+    with pytest.raises((ValueError, HydraException)) as raised:
+        look(cfg)
+    return reason(raised.value)
+
+
+def overrides(given: str) -> list[str]:
+    """Of what stands between quotes on a command line."""
+    return [
+        f"{key}='{value}'" if value == "(" else f"{key}{sign}{value}" for key, sign, value in split(given)
+    ]
+
+
+def split(given: str) -> list[tuple[str, str, str]]:
+    return [each.partition("=") for each in given.split()]
+
+
+@pytest.mark.parametrize("given", AT_ONCE)
+def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
+    assert told(composed(*overrides(given)), make_plan).startswith(AT_ONCE[given])
+
+
+def test_a_newline_within_an_argument_makes_no_second_line(composed):
+    with pytest.raises(HydraException) as raised:
+        composed("a\nb={}")
+    assert reason(raised.value).startswith("a b={} cannot be read: ") and "\n" not in reason(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "~monitor.every",
+            "~monitor.every: there is no monitor.every, or it is null; allowed: monitor.every=nu",
+        ),
+        ("method='${no.such}'", "${no.such} is not known where a choice is made of it; allowed: "),
+    ],
+)
+def test_what_cannot_be_composed_is_told_with_what_is_allowed(given, said, composed):
+    assert told((given,), lambda given: composed(*given)).startswith(said)
+
+
+def test_a_misspelt_name_of_lightnings_trainer_is_told_with_what_was_meant(composed):
+    expected = "trainer.detect_anamoly is not known; did you mean trainer.detect_anomaly? allowed: what conf/"
+    assert told(composed("+trainer.detect_anamoly=true"), read_sections).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "seed=3 name=sizes/small tags=[a,b] order=[pandas,sympy] trainer.steps=1e3 optim.lr=0",
+        "+trainer.detect_anomaly=true +trainer.benchmark=true trainer.gradient_clip_val=0",
+        "trainer.devices=auto trainer.precision=bf16-mixed trainer.log_every_n_steps=1",
+        "trainer.steps=null trainer.tokens=1e6 objective=[LC.nats,FG.nats] freeze.layers=1",
+        "method=das method.general=null method=das method.units=[tokens] domains.held_out.most=3",
+        "endtask=submodules +endtask.tasks.pandas=null endtask.seeds=[4]",
+        "+method.rate=2 +model.config.attention_dropout=0.1 +domains.packages.torch=[torch]",
+        "model.resize=true schedule.warmup=1",
+        "callbacks=[lr_monitor,device_stats] logger=[csv,wandb] logger.mode=online",
+        "+dim=48 model.config.hidden_size=${dim}",
+    ],
+)
+def test_what_may_be_said(given, composed):
+    assert make_plan(composed(*overrides(given))).order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_of_the_config_is_right(group, choice, composed):
+    chosen = {"routing": ["method=adapter", f"routing@method.routing={choice}"]}.get(
+        group, [f"{group}={choice}"]
+    )
+    hub = ["+domains.catalogue.news={path: ag_news}"] * (choice == "hub" and group == "domains")
+    cfg = composed(*chosen, *hub, "model.checkpoint=somewhere")
+    assert read_sections(cfg).run
+    for missing in OmegaConf.missing_keys(cfg):
+        OmegaConf.update(cfg, missing, "given")
+    assert identity(plain_config(cfg))
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
+def test_every_option_of_every_method_is_typed_with_a_help_and_a_rule(choice, composed):
+    method = composed(f"method={choice}").method
+    kind = options_of(method._target_, place="method") or Options
+    assert set(method) - set(GIVEN) == {each.name for each in fields(kind)}
+    for each in fields(kind):
+        assert each.metadata["help"] and each.type
+        assert each.metadata["rule"] or "_target_" in method[each.name]
+
+
+@pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "method"])
+def test_the_options_that_are_had_at_once_are_those_of_the_file(choice, composed):
+    target = composed(f"method={choice}").method._target_
+    at_once, whole = options_of(target, place="method"), importlib.import_module(target.rpartition(".")[0])
+    theirs = getattr(whole, f"{target.rpartition('.')[2]}Options", None)
+    assert (at_once is None) == (theirs is None)
+    if theirs:
+        assert [(f.name, f.metadata["help"]) for f in fields(at_once)] == [
+            (f.name, f.metadata["help"]) for f in fields(theirs)
+        ]
+
+
+def test_every_option_of_lightnings_trainer_is_decided_on():
+    from lightning import Trainer
+
+    own = {each.name for each in fields(run_options.TrainerOptions)}
+    decided = {*own, *lightning_options.REFUSED, *lightning_options.PASSED}
+    assert set(inspect.signature(Trainer).parameters) <= decided
+    assert not own & set(lightning_options.REFUSED)
+
+
+def test_the_precisions_are_lightnings():
+    from typing import get_args
+
+    from lightning.fabric.connector import (
+        _PRECISION_INPUT_INT,
+        _PRECISION_INPUT_STR,
+        _PRECISION_INPUT_STR_ALIAS,
+    )
+
+    theirs = [*get_args(_PRECISION_INPUT_INT), *get_args(_PRECISION_INPUT_STR)]
+    assert set(run_options.PRECISIONS) == {"auto", *theirs, *get_args(_PRECISION_INPUT_STR_ALIAS)}
+
+
+def test_what_a_sweep_gives_later_is_not_missed(composed):
+    found = read_sections(composed("domains=texts", "model=checkpoint"))
+    assert (found.source, found.model) == (None, None) and found.trainer is not None
+
+
+def test_rules_without_rows_say_what_they_allow():
+    for rule, good, bad in (
+        (one_of("a", 1), ["a", 1], ["b", True, "1", None]),
+        (or_null(one_of("a")), [None, "a"], ["null"]),
+        (some_of("a", "b"), [["a"], ["b", "a"]], [[], ["a", "a"], "a", ["c"]]),
+        (some_of("a", none=True), [[]], [None]),
+        (MAPPING, [{}], [[], None]),
+    ):
+        assert all(rule.allows(value) for value in good), rule
+        assert not any(rule.allows(value) for value in bad), rule
+    with pytest.raises(ValueError, match="^k=false; allowed: x$"):
+        Rule(lambda value: False, "x").check("k", False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "name=../../x",
+        "+unknown=1",
+        "-m seed=0,1 schedule.warmup=2",
+        "-m name=../x seed=0,1",
+    ],
+)
+def test_a_wrong_start_leaves_nothing(arguments, tmp_path):
+    place = tmp_path / "a" / "b"
+    place.mkdir(parents=True)
+    ended = ran(ROOT / "run.py", *arguments.split(), cwd=place)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("cpt: ") and len(ended.stderr.splitlines()) == 1
+    assert [path for path in tmp_path.rglob("*") if path not in (place, place.parent)] == []
+
+
+def test_the_checks_need_no_torch():
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "import cpt.core.config\nfrom cpt.trainer.checks import read_sections\n"
+        f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
+        "    for given in (['method=das', 'replay=past', '+trainer.detect_anomaly=true'], ['optim=sgd']):\n"
+        "        read_sections(compose('config', overrides=given))\n"
+        "print({'torch', 'lightning', 'datasets', 'transformers'} & set(sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "set()\n", ended.stderr
+
+
+def test_a_key_that_others_are_made_of_has_an_effect(composed):
+    read_sections(composed("+width=48", "model.config.hidden_size=${width}"))
+    assert told(composed("+width=48"), read_sections).startswith("width is not known")
+
+
+def test_defaults_are_read_once_from_the_config():
+    from cpt.trainer.checks import top_level
+
+    text = OmegaConf.load(ROOT / "conf" / "config.yaml")
+    assert {key for key in text if key not in ("defaults", "hydra")} <= set(top_level())
+
+
+def test_a_checkpoint_leaves_the_pre_training_of_an_experiment_out(composed, caplog):
+    caplog.set_level("INFO", logger="cpt")
+    given = composed("model=checkpoint", "model.checkpoint=x", "model.base={steps: 300}", "logger=none")
+    assert read_sections(given).model.base is None
+    tell_unused_base(make_plan(given))
+    assert caplog.messages == ["Ignoring model.base: model.checkpoint=x is loaded, not pre-trained here"]
+    tell_unused_base(make_plan(composed("model=checkpoint", "model.checkpoint=x")))
+    tell_unused_base(make_plan(composed()))
+    assert len(caplog.messages) == 1

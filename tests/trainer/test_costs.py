@@ -1,0 +1,208 @@
+"""What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import LightningModule
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from cpt.optim.guard import Guard
+from cpt.trainer.checkpointing import Checkpoint
+from cpt.trainer.costs import Compute, own_names, stored_beside, stored_bytes, trained_parameters
+from cpt.trainer.trainer import make_trainer
+from tests.support import making
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def made():
+    return RobertaForMaskedLM(RobertaConfig(vocab_size=50, max_position_embeddings=20, **SIZES))
+
+
+class Method(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+def test_the_models_own_weights_are_not_counted():
+    method = Method(made())
+    assert stored_bytes(method.state_dict(), own_names(method.model)) == 0
+    assert stored_bytes(method.half().state_dict(), own_names(method.model)) == 0
+    assert [*dict(method.model.named_buffers())] and stored_beside(method, method.state_dict()) == 0
+
+
+def test_what_is_attached_and_what_is_kept_counts_once():
+    method = Method(made())
+    own = own_names(method.model)
+    method.model.roberta.add_module("adapter", nn.Linear(16, 4))
+    method.register_buffer("copy", torch.zeros(10))
+    method.register_buffer("again", method.copy)
+    method.register_buffer("passing", torch.zeros(99), persistent=False)
+    assert own_names(method.model) == own
+    assert stored_bytes(method.state_dict(), own) == 4 * (16 * 4 + 4 + 10)
+    assert stored_beside(method, method.state_dict()) == 4 * (16 * 4 + 4 + 10 + 99)
+
+
+def test_a_copy_of_the_base_counts_saved_or_not(small):
+    """As in CONTRIBUTING's example: Snapshot(self.model, persistent=False)."""
+    work = making.made(small("method=l2", "method.towards=base"))
+    weights = sum(each.nbytes for each in work.module.model.parameters())
+    assert stored_beside(work.module, work.module.state_dict()) == weights
+
+
+def test_a_weight_that_peft_has_moved_is_the_models():
+    import peft
+
+    method = Method(made())
+    own = own_names(method.model)
+    adapted = peft.LoraConfig(r=2, target_modules=["query"])
+    peft.inject_adapter_in_model(adapted, method.model)
+    assert stored_bytes(method.state_dict(), own) == 4 * (2 * 16 + 16 * 2)
+    assert trained_parameters(method) == 2 * 16 + 16 * 2
+
+
+def test_a_skeleton_takes_no_memory_and_no_randomness():
+    model = made()
+    state = torch.get_rng_state()
+    assert "roberta.embeddings.word_embeddings.weight" in own_names(model)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Two(nn.Module):
+    """Products of known sizes: [B, 6] x [6, 4], attention over [B, 1, 4, 2]."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        heads = self.linear(x).view(-1, 1, 2, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads).sum()
+
+
+class Counted(LightningModule):
+    def __init__(self, passes):
+        super().__init__()
+        self.net, self.passes = Two(), passes
+
+    def train_dataloader(self):
+        mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+        batch = {"input_ids": torch.ones(2, 6), "attention_mask": mask}
+        return DataLoader([batch, {"input_ids": torch.ones(2, 6)}] * 4, batch_size=None)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def on_train_start(self):
+        for _ in range(self.passes["before"] if self.trainer.global_step == 0 else 0):
+            self.net(torch.ones(2, 6))
+
+    def training_step(self, batch):
+        return sum(self.net(batch["input_ids"]) for _ in range(self.passes["step"]))
+
+    def on_fit_end(self):
+        for _ in range(self.passes["after"]):
+            self.net(torch.ones(2, 6)).backward()
+
+
+FORWARD = 2 * 2 * 6 * 4 + 2 * 2 * (2 * 2 * 2 * 2)  # the linear map; two products of attention, batch 2
+# The map's weight has a gradient, its input has none; attention: five products, and its scores once more.
+BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
+
+
+def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
+    compute, module = Compute(), Counted({"before": before, "step": step, "after": after})
+    options = {"accumulate_grad_batches": accumulate}
+    callbacks = [
+        compute,
+        Checkpoint(tmp_path / "state.ckpt", every=1, guard=Guard()),
+        *([stop] if stop else []),
+    ]
+    tmp_path.mkdir(exist_ok=True)
+    work = make_trainer({"accelerator": "cpu", **options}, label="", steps=steps, callbacks=callbacks)
+    try:
+        work.fit(module, ckpt_path=checkpoint, weights_only=True)
+    except KeyError:
+        assert compute.counter is None
+    return compute.costs(work)
+
+
+def test_operations_are_counted_forward_backward_and_in_what_a_method_does_besides(tmp_path):
+    one = FORWARD + BACKWARD
+    assert fitted(tmp_path)["flops"] == 3 * one
+    assert fitted(tmp_path, step=2)["flops"] == 3 * 2 * one
+    assert fitted(tmp_path, before=2)["flops"] == 3 * one + 2 * FORWARD
+    assert fitted(tmp_path, after=3)["flops"] == 3 * one + 3 * one
+    assert fitted(tmp_path, accumulate=2)["flops"] == 3 * 2 * one
+
+
+def test_of_steps_that_differ_the_mean_of_a_period_is_counted(tmp_path, monkeypatch):
+    def alternating(self, batch):
+        passes = 3 if self.trainer.global_step % 2 == 0 else 1
+        return sum(self.net(batch["input_ids"]) for _ in range(passes))
+
+    monkeypatch.setattr(Counted, "training_step", alternating)
+    one = FORWARD + BACKWARD
+    assert fitted(tmp_path / "alike", steps=4)["flops"] == 4 * 3 * one
+    monkeypatch.setattr(Counted, "period", 2, raising=False)
+    assert fitted(tmp_path / "mean", steps=4)["flops"] == 4 * 2 * one
+    assert fitted(tmp_path / "short", steps=1)["flops"] == 3 * one
+
+
+@pytest.mark.parametrize("method", ["das", "dga"])
+def test_a_contrast_in_some_steps_is_such_a_method(method, small):
+    for given, period in (([], 1), (["every=3"], 3), (["every=3", "strength=0"], 1)):
+        named = [f"method.contrast_{each}".replace("contrast_strength", "contrast") for each in given]
+        assert making.made(small(f"method={method}", *named)).module.period == period
+
+
+def test_tokens_that_are_padding_are_not_counted(tmp_path):
+    assert fitted(tmp_path)["seen"] == 10 + 12 + 10
+    assert fitted(tmp_path, accumulate=2)["seen"] == 3 * (10 + 12)
+
+
+class Stop(Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 2:
+            raise KeyError("killed")
+
+
+def test_a_resumed_stage_has_the_costs_of_an_unbroken_one(tmp_path):
+    options = {"before": 2, "after": 1, "step": 2}
+    whole = fitted(tmp_path / "whole", **options)
+    fitted(tmp_path / "broken", **options, stop=Stop())
+    state = tmp_path / "broken" / "state.ckpt"
+    resumed = fitted(tmp_path / "broken", **options, checkpoint=str(state))
+    assert resumed["flops"] == whole["flops"]
+    assert resumed["seen"] == whole["seen"] == 32
+
+
+def test_of_a_model_with_a_decoder_source_and_target_are_read(small_t5, start, tmp_path):
+    start(small_t5("order=[law]", "trainer.steps=3"), tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    # Of 16 tokens 2 are hidden in a hole: 14 + 1 + 1 tokens of source, 2 + 1 + 1 of target.
+    assert scores["seen"] == [0, 3 * 8 * (16 + 4)]
+    assert scores["flops"][1] > 6 * scores["seen"][1] * 1000
+
+
+def test_the_pace_is_that_of_the_tokens_since_the_point_before(monkeypatch):
+    noted: list[tuple[str, float]] = []
+    module = SimpleNamespace(
+        domain=SimpleNamespace(name="law"), log=lambda key, value, **_: noted.append((key, value))
+    )
+    clock = iter([4.0, 6.0])
+    monkeypatch.setattr("cpt.trainer.costs.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    compute = Compute()
+    compute.paced = 0, 0, 2.0
+    for step, compute.tokens in ((2, 100), (4, 260)):
+        now = SimpleNamespace(global_step=step, log_every_n_steps=2)
+        compute.note_pace(now, module)
+    tokens, pace = "train/tokens/law", "train/tokens_per_s/law"
+    assert noted == [(tokens, 100.0), (pace, 50.0), (tokens, 260.0), (pace, 80.0)]

@@ -1,0 +1,104 @@
+"""What moves inside what is protected: by hand, in a run, and of released forms beside ours."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from cpt.gradient_masks.base import GradientMask
+from cpt.models.sensitivity import within_most
+from cpt.trainer.leaks import measure_leak
+from tests.support.killing import KilledError, Killer
+from tests.support.making import ORDER
+
+FEW = [ORDER, "trainer.steps=6", "trainer.probe_samples=8", "optim.weight_decay=0.1"]
+
+
+class Half(GradientMask):
+    """Protects the first of two rows."""
+
+    lasting = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(acts_on="update")
+        self.weight = [model.weight]
+
+    def factors(self):
+        return iter([(self.weight[0], torch.tensor([[0.0], [1.0]]))])
+
+
+class Method:
+    """Something with a model of a single map, and a mask."""
+
+    def __init__(self):
+        self.model = nn.Linear(3, 2, bias=False)
+        self.masks = [Half(self.model)]
+
+    def protects(self):
+        return self.masks[0].protects()
+
+
+def test_it_is_the_share_of_the_squared_way():
+    method = Method()
+    began = {"weight": method.model.weight.detach().clone()}
+    with torch.no_grad():
+        method.model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
+    leak, random = measure_leak(method, began, seed=0)
+    assert leak == pytest.approx(1 / 9)
+    assert 0.1 < random < 0.9
+    assert measure_leak(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
+
+
+def test_of_importances_the_largest_twentieth_is_protected():
+    importance = torch.arange(100.0)
+    assert within_most(importance, torch.ones(100)).nonzero().flatten().tolist() == [95, 96, 97, 98, 99]
+    assert not within_most(torch.zeros(100), torch.ones(100)).any()
+
+
+def leaks(start, small, folder, *options):
+    start(small(*FEW, *options), folder)
+    return json.loads((folder / "scores.json").read_text())["leak"]
+
+
+SOFT = [
+    "method=das",
+    "method.units=[heads,neurons,outputs,tokens]",
+    "method.contrast=0",
+    "method.normalise=rank",
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "released"),
+    [(SOFT, "method.acts_on=gradient"), (["method=osf"], "method.acts_on=gradient")],
+    ids=["das", "osf"],
+)
+def test_what_acts_on_the_step_leaks_nothing_and_released_forms_do(method, released, start, small, tmp_path):
+    ours = leaks(start, small, tmp_path / "ours", *method)
+    theirs = leaks(start, small, tmp_path / "theirs", *method, released)
+    for (leak, random), (more, alike) in zip(ours[1:], theirs[1:], strict=True):
+        assert leak < 1e-3 and more > max(100 * leak, 1e-2)
+        assert random == pytest.approx(alike, rel=0.5) and random > 0.02
+
+
+def test_what_protects_nothing_for_a_whole_domain_has_none(start, small, tmp_path):
+    assert leaks(start, small, tmp_path / "ncl") == [[], [], []]
+    assert leaks(start, small, tmp_path / "migu", "mask=migu") == [[], [], []]
+
+
+def test_ewc_has_one_once_it_knows_what_matters(start, small, tmp_path):
+    base, first, second = leaks(start, small, tmp_path, "method=ewc")
+    assert base == first == []
+    assert 0 < second[0] < 1 and second[1] == pytest.approx(0.05, abs=0.02)
+
+
+def test_a_killed_stage_has_the_leak_of_an_unbroken_one(start, small, tmp_path, killing):
+    whole = leaks(start, small, tmp_path / "whole", "method=osf")
+    cfg = small(*FEW, "method=osf")
+    killing(Killer(step=4, domain="food"))
+    with pytest.raises(KilledError):
+        start(cfg, tmp_path / "killed")
+    killing(None)
+    start(cfg, tmp_path / "killed")
+    assert json.loads((tmp_path / "killed" / "scores.json").read_text())["leak"] == whole

@@ -1,0 +1,220 @@
+"""Runs that are held to a budget of drift."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cpt.evaluation import budget
+from cpt.evaluation.budget import BudgetOptions
+from cpt.trainer.steering import Steering
+from tests.support.killing import KilledError, Killer
+from tests.support.making import DROPOUT
+
+THREE = ["order=[law,food,space]", "trainer.steps=12", "monitor.every=2", "monitor.tokens=400"]
+STEEP = ["optim.lr=0.03", "schedule=constant", "schedule.warmup=0"]
+HELD = ["budget.general=1.2", "budget.past=0.3"]
+RATE = "budget.steer=rate"
+
+
+def scores_of(folder):
+    return json.loads((folder / "scores.json").read_text())
+
+
+def weights(folder):
+    return torch.load(sorted((folder / "stages").glob("*.pt"))[-1], weights_only=True)
+
+
+def rises(scores):
+    """Of the last row: of the general text since the base, of past domains in the mean since their own."""
+    nll, columns, rows = np.array(scores["nll"]), scores["domains"], scores["rows"]
+    past = [nll[-1, columns.index(name)] - nll[rows.index(name), columns.index(name)] for name in rows[1:-1]]
+    general = columns.index("general")
+    return nll[-1, general] - nll[0, general], np.mean(past)
+
+
+@pytest.mark.parametrize("steer", ["line", "rate"])
+def test_it_is_held_where_it_would_not_have_been(steer, small, start, tmp_path, caplog):
+    caplog.set_level("INFO")
+    every = [*THREE, *STEEP, "monitor.tokens=1000000", "domains.score_on=valid"]
+    start(small("method=ncl", *every), tmp_path / "free")
+    start(small("method=ncl", *every, *HELD, f"budget.steer={steer}"), tmp_path / "held")
+    free, held = (scores_of(tmp_path / name) for name in ("free", "held"))
+    column = free["domains"].index("general")
+    assert free["nll"][1][column] - free["nll"][0][column] > 0.4 and rises(free)[1] > 0.3
+    assert rises(held)[0] <= 1.2 and rises(held)[1] <= 0.3
+    assert "budget" not in free["monitor"]["law"]
+    reports = {name: (tmp_path / name / "report.md").read_text() for name in ("free", "held")}
+    assert "Budget of drift" in reports["held"] and "Budget of drift" not in reports["free"]
+    for number, (stage, seen) in enumerate(held["monitor"].items(), start=1):
+        budget = seen["budget"]
+        assert budget["allowed"]["general"] == pytest.approx(0.4 * number)
+        kept = seen["steps"].index(budget["kept"])
+        assert budget["drift"]["general"][kept][1] <= 0.4 * number
+        row = held["rows"].index(stage)
+        drift = held["nll"][row][column] - held["nll"][0][column]
+        assert drift == pytest.approx(budget["drift"]["general"][kept][0], abs=1e-4)  # weights went back
+        assert all(f"budget of {stage}, {act}" in caplog.text for act in budget["acts"])
+        left = f"{budget['ways'][-1]:.3g}" if steer == "line" else f"x {min(budget['pace']):.3g}"
+        assert f"| {left} |" in reports["held"]
+    assert "past" not in held["monitor"]["law"]["budget"]["drift"]
+    last = held["monitor"]["space"]["budget"]
+    kept = held["monitor"]["space"]["steps"].index(last["kept"])
+    assert rises(held)[1] == pytest.approx(last["drift"]["past"][kept][0], abs=1e-4)
+    assert any("back to" in act for act in last["acts"])
+    slower = held["rates"][1][-1] < held["rates"][1][0]
+    assert slower == (steer == "rate") and ("way kept" in reports["held"]) == (steer == "line")
+
+
+def test_by_line_it_is_left_between_where_the_stage_began_and_where_it_got(small, start, tmp_path):
+    """With one look, at the end, it is on the line between the base and what is learned without a budget."""
+    given = ["order=[law]", "trainer.steps=6", "monitor.every=6", "monitor.tokens=1000000", *STEEP]
+    start(small("method=ncl", *given), tmp_path / "free")
+    left = {}  # of the way between them, by the share that is kept
+    for bound in (0.2, 0.1):
+        start(small("method=ncl", *given, f"budget.general={bound}"), tmp_path / f"{bound}")
+        seen = scores_of(tmp_path / f"{bound}")["monitor"]["law"]
+        way, (rise, upper) = seen["budget"]["ways"][-1], seen["budget"]["drift"]["general"][-1]
+        assert 0 < way < 0.9 and 0.95 * bound <= upper <= bound
+        # what is told of a look is of the weights that are kept
+        assert seen["nll"]["general"][-1] - seen["nll"]["general"][0] == pytest.approx(rise, abs=1e-6)
+        left[way] = weights(tmp_path / f"{bound}")
+    (one, first), (other, second) = left.items()
+    for name, free in weights(tmp_path / "free").items():
+        moved = (free - first[name]) / (1 - one)
+        assert torch.allclose(moved, (free - second[name]) / (1 - other), atol=1e-5)
+    assert one > other and moved.abs().max() > 1e-3
+
+
+def test_the_rate_is_that_share_of_the_schedules(small, start, tmp_path):
+    given = [
+        "order=[law]",
+        *THREE[1:],
+        *STEEP,
+        *("budget.general=0.2", RATE),
+        "logger=csv",
+        "trainer.log_every_n_steps=1",
+    ]
+    start(small("method=ncl", *given), tmp_path)
+    seen = scores_of(tmp_path)["monitor"]["law"]
+    text = (tmp_path / "metrics.csv").read_text()
+    assert "budget/pace/law" in text and "budget/general/law" in text
+    rows = [line.split(",") for line in text.splitlines()]
+    name, step, value = (rows[0].index(each) for each in ("name", "step", "value"))
+    rates = {int(row[step]): float(row[value]) for row in rows if row[name] == "train/lr/law"}
+    for at, pace in zip(seen["steps"][:-1], seen["budget"]["pace"][:-1], strict=True):
+        assert rates[at] == pytest.approx(0.03 * pace) or at not in rates
+    assert len(rates) > 5 and min(rates.values()) < 0.03
+
+
+class OneWeight(torch.nn.Linear):
+    """Its one weight is by how much the general text has risen."""
+
+    def __init__(self):
+        super().__init__(1, 1, bias=False)
+        self.move(0.0)
+
+    def move(self, value):
+        self.weight.data.fill_(value)
+
+    def set_pace(self, pace):
+        assert pace == 1
+
+    def losses(self):
+        return {"general": torch.stack([self.weight.detach().view(1) * 10.0, torch.full((1,), 10.0)])}
+
+
+def test_the_way_is_counted_from_where_the_stage_began(monkeypatch):
+    """Whatever looks within the budget come between; and what was tried last is not what is kept."""
+    place = SimpleNamespace(load_looks=lambda number: {"general": np.array([[-2.0], [10.0]])})
+    steering = Steering(
+        BudgetOptions(general=1.0, past=None, steer="line"), place, number=1, stages=1, own=()
+    )
+    model, trainer = OneWeight(), SimpleNamespace(global_step=0, datamodule=SimpleNamespace(domain=place))
+    place.name = "law"
+    for step, weight in enumerate([0.0, 0.5, 2.0]):
+        trainer.global_step = step
+        model.move(weight)
+        losses = steering.see(trainer, model, model.losses(), model.losses)
+    share = (1 - 0.02 * 0.8 - 0.2) / 2  # a fifth was spent before the stage
+    assert model.weight.item() == pytest.approx(2 * share)
+    assert steering.steered.ways == pytest.approx([1, 1, share])
+    assert losses["general"][0].item() == pytest.approx(20 * share)
+    model.move(0.9)
+    monkeypatch.setattr(budget, "TRIALS", 2)
+    monkeypatch.setattr(
+        model, "losses", lambda: {"general": torch.tensor([[40.0 * (model.weight.item() > 0.25)], [10.0]])}
+    )
+    steering.see(trainer, model, model.losses(), model.losses)
+    assert model.weight.item() == pytest.approx(0.9 * share / 2)  # the second is over
+
+
+@pytest.mark.parametrize(("steer", "every"), [("line", 8), ("end", 2)])
+def test_looked_at_a_few_times_where_nothing_else_is_said(steer, every, small, start, tmp_path, caplog):
+    caplog.set_level("INFO")
+    given = ["order=[law]", "trainer.steps=30", "monitor.past=0", "budget.general=9", f"budget.steer={steer}"]
+    start(small("method=ncl", *given), tmp_path)
+    assert scores_of(tmp_path)["monitor"]["law"]["steps"] == sorted({*range(0, 31, every), 30})
+    assert f"law is looked at every {every} steps, for its budget (monitor.every=null)" in caplog.text
+
+
+def test_a_budget_that_is_never_touched_changes_no_bit(small, start, tmp_path):
+    every = ["order=[law,food]", *THREE[1:], *DROPOUT, "monitor.past=0"]
+    start(small("method=ewc", *every), tmp_path / "free")
+    start(small("method=ewc", *every, "budget.general=9"), tmp_path / "held")
+    one, other = weights(tmp_path / "free"), weights(tmp_path / "held")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_spent_before_a_stage_it_learns_nothing(small, start, tmp_path, monkeypatch):
+    """One step is made, at no rate; the stages after it are learned."""
+    monkeypatch.setattr(
+        BudgetOptions, "allow", lambda self, number, stages: {"general": (9.0, 1e-6, 9.0)[number - 1]}
+    )
+    start(small("method=ncl", *THREE, *STEEP, "budget.general=0.5"), tmp_path)
+    found = scores_of(tmp_path)
+    assert "before its first step" in found["monitor"]["food"]["ended"]
+    assert found["nll"][1] == pytest.approx(found["nll"][2], abs=1e-6) != found["nll"][3]
+    assert found["seen"][2] < found["seen"][1] / 2
+
+
+@pytest.mark.parametrize(("method", "steer"), [("ewc", "line"), ("ncl", "rate"), ("lora", "end")])
+def test_killed_it_ends_with_the_same_bits(method, steer, small, start, killing, tmp_path):
+    given = [f"method={method}", *THREE, *STEEP, *DROPOUT, "budget.general=0.05", "budget.past=0.2"]
+    given += [f"budget.steer={steer}", "trainer.checkpoint_every=3", "order=[law,food]"]
+    start(small(*given), tmp_path / "whole")
+    whole = scores_of(tmp_path / "whole")
+    last = whole["monitor"]["food"]["steps"][-1]
+    for step in sorted({1, min(5, last), last}):
+        killing(Killer(step=step, domain="food"))
+        with pytest.raises(KilledError):
+            start(small(*given), tmp_path / "killed")
+    killing(None)
+    start(small(*given), tmp_path / "killed")
+    killed = scores_of(tmp_path / "killed")
+    assert all(whole[name] == killed[name] for name in ("nll", "monitor", "seen", "rates", "metrics"))
+    one, other = weights(tmp_path / "whole"), weights(tmp_path / "killed")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert any(whole["monitor"][stage]["budget"]["acts"] for stage in ("law", "food"))
+
+
+def test_what_drift_is_counted_from_may_not_be_damaged(small, start, killing, tmp_path):
+    given = ["order=[law,food]", *THREE[1:], "budget.past=9"]
+    killing(Killer(step=1, domain="food"))
+    with pytest.raises(KilledError):
+        start(small("method=ncl", *given), tmp_path)
+    killing(None)
+    path = tmp_path / "looks" / "001.npz"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="001.npz is truncated or damaged"):
+        start(small("method=ncl", *given), tmp_path)
+
+
+def test_it_is_part_of_what_a_run_is(small, start, tmp_path):
+    given = ["order=[law,food]", *THREE[1:], "budget.general=9"]
+    start(small("method=ncl", *given), tmp_path)
+    for other in ("budget.general=8", "monitor.tokens=300"):
+        with pytest.raises(ValueError, match=other.partition("=")[0]):
+            start(small("method=ncl", *given, other), tmp_path)
