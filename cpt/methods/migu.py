@@ -1,4 +1,4 @@
-"""MIGU on its own: sequential training under the mask of cpt.gradient_masks.migu (Du et al., EMNLP Findings 2024)."""
+"""MIGU as a method: sequential training under cpt.gradient_masks.migu (Du et al., EMNLP Findings 2024)."""
 
 from dataclasses import dataclass, replace
 
