@@ -34,7 +34,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from cpt.data.batch import inputs_of, labels_of
+from cpt.data.collate import inputs_of, labels_of
 from cpt.data.corpora import Corpora
 from cpt.evaluation.answers.asking import Question, write_answers
 from cpt.models.forward import in_mode

@@ -134,7 +134,7 @@ def bare(course: Course, beat: Beat) -> None:
 def dense(course: Course, beat: Beat) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
-    from cpt.data.batch import inputs_of, labels_of
+    from cpt.data.collate import inputs_of, labels_of
 
     loop(
         course,
@@ -210,7 +210,7 @@ def batches(place: Ground) -> tuple[Any, Any]:
     import torch
     from transformers import default_data_collator
 
-    from cpt.data.batch import labels_of
+    from cpt.data.collate import labels_of
 
     stream = place.stream()
     whole = [stream[number] for number in range(len(stream))]

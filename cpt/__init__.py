@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 # The names that your own methods, masks and sources are written with (`from cpt import Options`), and the
 # modules that they are read from when they are asked for: importing cpt imports no torch.
 PUBLIC = {
-    "Batch": "cpt.data.batch",
+    "Batch": "cpt.data.collate",
     "Constraint": "cpt.gradient_masks.base",
     "ContinualModule": "cpt.methods.base",
     "Domain": "cpt.data.datamodule",

@@ -85,7 +85,6 @@ def fit(plan: Plan, run: RunDir) -> Scores:
         from cpt.trainer.callbacks import CustomCallbacks
         from cpt.trainer.costs import time_phase
         from cpt.trainer.examinations import make_examinations
-        from cpt.trainer.generators import make_generation
         from cpt.trainer.loop import ContinualTrainer
 
     ready = preflight.prepare(plan, run)  # before hours of reading
@@ -103,6 +102,8 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     with time_phase(took, "tokenise"):
         data = build.build_data(plan, corpora, base, method)
         pieces = {"module": method, "data": data}
+        generated, given = run.path / "generated", {"corpora": corpora, "base": base, "seed": plan.run.seed}
+        data.replay_source = method.replay.open_source(generated, **pieces, **given)
         evaluators = make_examinations(plan, run, ready, corpora, base, **pieces)
     build.log_eval_cap(plan, data)
     build.log_ineffective(plan, method, ready.device)
@@ -121,7 +122,6 @@ def fit(plan: Plan, run: RunDir) -> Scores:
             run,
             **pieces,
             evaluators=evaluators,
-            generation=make_generation(plan, run, corpora, base, **pieces),
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),

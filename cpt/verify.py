@@ -12,10 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cpt.core.files import find_damage, read_checksums
+from cpt.core.files import find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
-from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
@@ -51,7 +50,7 @@ def damage_in_run(folder: Path) -> Iterator[str]:
     checks = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
-        "generated/kept/*.json": partial(load_kept, instead=run.restore_hint),
+        "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
         "endtasks/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
         "answers/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.bank import BASE, Bank
 from cpt.adapters.options import Routing
 from cpt.core.collectives import sum_on_cpu
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.objectives import Objective
 from cpt.models.swapping import swap_weights
 

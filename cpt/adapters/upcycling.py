@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from cpt.adapters.bank import BASE, Scope
 from cpt.adapters.experts import Mixture, Texts
 from cpt.adapters.routing import Scorer
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import sum_in_place
-from cpt.data.batch import Batch, inputs_of, output_ids
+from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.models.forward import at, divergence
 from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective

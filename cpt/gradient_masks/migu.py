@@ -36,7 +36,7 @@ from cpt.core.options import Options, option
 from cpt.core.randomness import key
 from cpt.core.rules import PATTERN, YES_NO, number, one_of, or_null, show, whole
 from cpt.core.sharding import whole as all_rows
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import ACTS_ON
 from cpt.gradient_masks.ranking import by_width, choose_by_mass, choose_rows, magnitudes, row_norms

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.importance import SampleLosses, general_losses, importance
 from cpt.gradient_masks.options import SoftMaskOptions

@@ -25,7 +25,7 @@ from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 STARTS = ("base", "previous")

@@ -20,9 +20,9 @@ from cpt.adapters.options import Routing
 from cpt.adapters.routing import Router, Scorer
 from cpt.core.options import Options
 from cpt.core.randomness import key
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import Mixture
+from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import Before, GradientMask, Held, Protection
 from cpt.methods.staged import Staged
@@ -43,7 +43,7 @@ class Shared:
     objective: Objective
     length: int  # tokens of a sample
     masks: Sequence[GradientMask]  # of the config; a method's own come after them
-    replay: Mixture
+    replay: ReplayConfig
     freeze: Freeze
     optimizer: Callable[..., Optimizer]  # of parameter groups
     schedule: Callable[[Progress], float]

@@ -28,7 +28,7 @@ from cpt.adapters.options import GateOptions, Routing
 from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, between, number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import Units, blocks

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cpt.core.options import option
 from cpt.core.rules import YES_NO
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.importance import domain_losses
 from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.gradient_masks.soft import Proxy, SoftMask

@@ -26,7 +26,7 @@ from cpt.adapters.bottleneck import attach_bottlenecks
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.candidates import measure_perplexities
 from cpt.models.swapping import swap_weights

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.gradient_masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule, Shared

@@ -33,7 +33,7 @@ from cpt.adapters.prompt import attach_prompt, draw_prompt
 from cpt.adapters.routing import Scorer
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, between, is_list, number, show, whole
-from cpt.data.batch import Batch, label_batch
+from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.prompt import check_rows, check_tokens

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cpt.core.options import option
 from cpt.core.rules import number
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.consolidation import join

@@ -30,7 +30,7 @@ from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, ow
 from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, some_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.options import ACTS_ON
 from cpt.gradient_masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.options import StoredPairOptions
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 

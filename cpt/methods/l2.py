@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.snapshots import Snapshot, pull
 

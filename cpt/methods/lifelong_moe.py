@@ -44,7 +44,7 @@ from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, whole
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.candidates import measure_perplexities

@@ -16,7 +16,7 @@ from cpt.adapters.bank import Bank
 from cpt.adapters.options import PairOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 STARTS = ("base", "previous")

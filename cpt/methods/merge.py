@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.merging import Merging, put
 from cpt.methods.common.options import MergingOptions

@@ -18,7 +18,7 @@ from cpt.core.rules import or_null, whole
 from cpt.core.sharding import local, rows_of, with_rows
 from cpt.core.sharding import whole as all_rows
 from cpt.core.tensors import PreciseTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.merging import Merging, put
 from cpt.methods.common.options import MergingOptions

@@ -23,7 +23,7 @@ from cpt.adapters import lora
 from cpt.adapters.options import StoredPairOptions
 from cpt.core.options import option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]

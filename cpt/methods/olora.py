@@ -21,7 +21,7 @@ from cpt.adapters.bank import Bank
 from cpt.adapters.options import StoredPairOptions
 from cpt.core.options import option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 PENALTIES = ("l1", "squared")

@@ -32,7 +32,7 @@ from torch import Tensor, ones
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, or_null
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.gradient_masks.subspaces import Subspaces
 from cpt.methods.base import ContinualModule, Shared

@@ -14,7 +14,7 @@ from cpt.adapters.options import TARGETS, Routing
 from cpt.adapters.tuners import attach_tuner, without_tuner
 from cpt.core.options import Options, option
 from cpt.core.rules import MAPPING, YES_NO, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 TUNERS = (

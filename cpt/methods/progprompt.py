@@ -24,7 +24,7 @@ from cpt.adapters.options import Routing
 from cpt.adapters.prompt import PromptChain, attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import one_of, or_null, whole
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.prompt import check_rows, check_tokens

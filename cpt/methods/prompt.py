@@ -24,7 +24,7 @@ from cpt.adapters.options import Routing
 from cpt.adapters.prompt import attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, one_of, whole
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.loading import positions_of
 from cpt.models.swapping import swap_weights

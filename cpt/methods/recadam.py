@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, number, one_of
 from cpt.core.sharding import local
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.sharding import named_weights

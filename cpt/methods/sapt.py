@@ -33,7 +33,7 @@ from cpt.core.collectives import sum_in_place
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, whole
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.objectives import Objective
 

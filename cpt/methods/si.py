@@ -19,7 +19,7 @@ from cpt.core.options import Options, option
 from cpt.core.rules import number
 from cpt.core.sharding import local
 from cpt.core.tensors import NamedTensors, PreciseTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.sensitivity import keep_important

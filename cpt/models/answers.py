@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
-from cpt.data.layout import Sharing
+from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
 from cpt.models.objectives import Objective
 from cpt.models.span import Span
 

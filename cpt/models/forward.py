@@ -11,7 +11,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.sharding import call_within
 
 

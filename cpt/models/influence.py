@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import sum_in_place
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.objectives import Objective
 from cpt.models.units import blocks
 

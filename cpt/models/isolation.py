@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from cpt.data.batch import Batch, inputs_of
-from cpt.data.layout import Sharing
+from cpt.data.collate import Batch, Sharing, inputs_of
 from cpt.models.blocks import KERNELS, block_masks, first_position, positions_within
 from cpt.models.forward import at, hidden_states, in_mode
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
 )
 
-from cpt.data.layout import Sharing
+from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
 from cpt.models.growth import untie_head

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.core.randomness import draws
-from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
-from cpt.data.layout import Sharing
+from cpt.data.collate import UNSCORED, Batch, Rows, Sharing, Sizes, label_batch
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 from cpt.models.isolation import by_sample, inputs_for
 

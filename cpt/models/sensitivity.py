@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.collectives import agree, sum_in_place
 from cpt.core.tensors import precise
-from cpt.data.batch import Batch, idle_batch, single
+from cpt.data.collate import Batch, idle_batch, single
 from cpt.models.objectives import Objective
 from cpt.models.sharding import named_weights, raised_gradients
 from cpt.models.swapping import swap_weights

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cpt.core.randomness import draws
-from cpt.data.batch import UNSCORED, Batch, Rows, Sizes, label_batch
+from cpt.data.collate import UNSCORED, Batch, Rows, Sizes, label_batch
 from cpt.models.objectives import Objective
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from cpt.data.corpora import Corpora
-    from cpt.data.prompts import Prompt
+    from cpt.data.tokenized_tasks import Prompt
     from cpt.trainer.base_model import Base
     from cpt.trainer.plan import Plan
 

@@ -14,11 +14,11 @@ from cpt.core.config import digest
 from cpt.core.options import Options
 from cpt.core.preemption import defer_signals
 from cpt.core.tensors import check_state
-from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import NOTHING
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
@@ -187,7 +187,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         objective=new.objective,
         length=options.length,
         masks=(),
-        replay=NOTHING,
+        replay=NO_REPLAY,
         freeze=NOT_FROZEN,
         optimizer=instantiate(how.optim, _convert_="all"),
         schedule=Linear(warmup=how.warmup),
@@ -201,7 +201,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         held_out={},
         objective=new.objective,
         budget=Budget(steps=how.steps, epochs=None, tokens=None, batch_size=how.batch_size),
-        replay=NOTHING,
+        replay=NO_REPLAY,
         seed=how.seed,
         accumulate=1,
         eval_batch_size=how.batch_size,

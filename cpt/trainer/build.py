@@ -19,7 +19,6 @@ from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.packing import Packed
-from cpt.data.replay import Generated
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.policy import AUTO
 from cpt.evaluation.scores import Scores
@@ -137,10 +136,6 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualModul
     train = {name: packed(name, "train") for name in learned}
     if source.balanced is not False and train:
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
-    forms: dict[str, Packed] = {}  # the examples as text, where a model learns to write them for replay
-    if isinstance(replay, Generated) and corpora.encoding is not None and replay.past and replay.forms:
-        encoder = corpora.encoder(start.tokenizer, start.length, seq2seq=start.seq2seq)
-        forms = {name: corpora.forms(name, encoder, sign=replay.sign(name)) for name in learned}
     return DomainSequence(
         domains,
         train=train | ({GENERAL: packed(GENERAL, "train")} if replay.general else {}),
@@ -154,7 +149,6 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualModul
         probe_samples=options.probe_samples,
         workers=options.workers,
         eval_tokens=plan.cap,
-        forms=forms,
         validation={name: packed(name, "valid") for name in (*plan.order, GENERAL)} if plan.watches else {},
     )
 

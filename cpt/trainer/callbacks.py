@@ -25,7 +25,7 @@ from cpt.core.randomness import key
 from cpt.core.sharding import is_sharded
 from cpt.core.signatures import check_arguments, target
 from cpt.core.tensors import load_tensors, save_state
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule
 from cpt.trainer.monitor import Monitor
 

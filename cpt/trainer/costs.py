@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.memory import forget_peak, give_back, peak
 from cpt.core.sharding import is_sharded, local
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.loading import skeleton
 
 ATEN = torch.ops.aten

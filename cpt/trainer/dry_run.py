@@ -23,9 +23,9 @@ from torch import Tensor
 from cpt.adapters.bank import in_memory, rest_parts
 from cpt.core.memory import forget_peak, peak
 from cpt.core.tensors import load_tensors
-from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.options import Budget
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.quick_dropout import draw_quickly
@@ -160,7 +160,6 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
         trainer=replace(plan.trainer, **alone, probe_samples=probe),
     )
     part = build_data(few, corpora, start, module)
-    part.replay = part.replay.on_text() if part.replay.generates else part.replay
     part.eval_tokens = plan.trainer.eval_batch_size * plan.model.length
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
         sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]

@@ -37,7 +37,6 @@ from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
 from cpt.trainer.examinations import Measured
 from cpt.trainer.extend import why_end_is_final
-from cpt.trainer.generation import Generation
 from cpt.trainer.keeping import Keeper
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.monitor import make_monitor
@@ -59,7 +58,6 @@ class ContinualTrainer:
         module: ContinualModule,
         data: DomainSequence,
         evaluators: Sequence[Measured],
-        generation: Generation | None,
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
@@ -67,14 +65,14 @@ class ContinualTrainer:
     ) -> None:
         self.plan, self.run, self.module, self.data = plan, run, module, data
         self.evaluators, self.scores, self.loggers = evaluators, scores, loggers
-        self.callbacks, self.device, self.generation = callbacks, device, generation
+        self.callbacks, self.device = callbacks, device
         self.scorer = Scorer(
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=run
         )
         self.journal = Keeper(scores, run.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
-        self.eta = RunETA(data, self.scorer, scores, evaluators, generation is not None)
+        self.eta = RunETA(data, self.scorer, scores, evaluators)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def fit(self) -> None:
@@ -112,9 +110,9 @@ class ContinualTrainer:
                 checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
             )
             log.info("going on within %s", domain.name)
-        if self.generation is not None:
+        if self.data.replay_source is not None:
             with self.eta.timed("generate", number):
-                self.generation.prepare(number, domain, self.device)
+                self.data.replay_source.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()

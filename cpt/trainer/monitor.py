@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpt.adapters.routing import Router
 from cpt.core.randomness import key
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.packing import Packed
 from cpt.data.sources.base import GENERAL

@@ -19,9 +19,8 @@ from cpt.core.places import CONF
 from cpt.core.rules import TEXT, is_text, number, or_null, show
 from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data import orders
-from cpt.data.budget import Budget, share_batch
-from cpt.data.options import DataOptions
-from cpt.data.replay import NOTHING, Generated, Mixture
+from cpt.data.options import Budget, DataOptions, share_batch
+from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import GENERAL, Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import PAST, BudgetOptions
@@ -82,7 +81,7 @@ class Sections:
     parts: PartsOptions
     method: Choice
     masks: tuple[Choice, ...]
-    replay: Mixture
+    replay: ReplayConfig
     source: Source
     optim: Choice
     schedule: Schedule
@@ -128,10 +127,10 @@ class Plan(Sections):
         return self.drift.copies or int(self.monitor.keep == "best")
 
     @property
-    def mixture(self) -> Mixture:
+    def mixture(self) -> ReplayConfig:
         """The replay of the run, or of a method that has its own."""
         own = getattr(self.method.options, "mixture", None)
-        return own if isinstance(own, Mixture) else self.replay
+        return own if isinstance(own, ReplayConfig) else self.replay
 
     @property
     def digests(self) -> dict[str, str]:
@@ -183,9 +182,9 @@ def read_sections(cfg: DictConfig) -> Sections:
         model=model.read(ModelOptions),
         method=None if method is None else replace(method, below="cpt.methods.base.ContinualModule"),
         masks=tuple(read(f"mask.{name}").choose() for name in check_entries(read("mask").values, "mask")),
-        replay=NOTHING
+        replay=NO_REPLAY
         if replay.values.get("_target_", "") is None
-        else of_kind(Mixture, "replay", replay.choose(needed=True)),
+        else of_kind(ReplayConfig, "replay", replay.choose(needed=True)),
         source=of_kind(Source, "domains", instantiate_now(read("domains").choose(needed=True))),
         optim=read_optimizer(read("optim")),
         schedule=schedule,
@@ -299,11 +298,6 @@ def make_plan(cfg: DictConfig) -> Plan:
         plan.answers.check_tasks(source.domains)
     if plan.by_texts:
         source.check_embedding()
-    if isinstance(plan.mixture, Generated):
-        if source.encoding is None:
-            plan.mixture.check_length(plan.model.length)
-        else:
-            plan.mixture.check_examples(batch_size=trainer.batch_size)
     for conflict in (*conflicts(plan), *drift_conflicts(plan), *sharding_conflicts(plan)):
         raise ValueError(conflict)
     return plan
@@ -332,8 +326,13 @@ def conflicts(plan: Plan) -> Iterator[str]:
             "monitor.stop, patience and keep do not go with a schedule whose decay is a branch (wsd, "
             "infinite): the next domain starts before it; allowed: stop=null, patience=null, keep=last"
         )
-    if isinstance(plan.mixture, Generated) and source.chats:
-        yield "replay=generated does not go with chats, which no model learns to write; allowed: replay=past"
+    yield from plan.mixture.conflicts(
+        examples=source.encoding is not None,
+        chats=source.chats,
+        length=plan.model.length,
+        batch_size=plan.budget.batch_size,
+        sharded=plan.trainer.strategy == "fsdp",
+    )
 
 
 def drift_conflicts(plan: Plan) -> Iterator[str]:
@@ -373,11 +372,6 @@ def sharding_conflicts(plan: Plan) -> Iterator[str]:
                 f"{group} needs the whole model, of which strategy=fsdp leaves each process a shard; "
                 f"allowed: {group}=none, and {group}=… with strategy=single once the run is finished"
             )
-    if isinstance(plan.mixture, Generated):
-        yield (
-            "replay=generated needs the whole model, of which strategy=fsdp leaves each process a shard; "
-            "allowed: strategy=single, ddp"
-        )
     if plan.trainer.precision == "bf16-true" and plan.method.load().needs_32_bits:
         yield (
             f"trainer.precision=bf16-true does not go with method={plan.names['method']} and strategy=fsdp; "

@@ -28,7 +28,7 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.core.signatures import check_arguments, target
-from cpt.data.chats import check_template
+from cpt.data.chat import check_template
 from cpt.models import loading, tokenizers
 from cpt.models.answers import CausalAnswers
 from cpt.models.freezing import frozen_parameters
@@ -224,12 +224,7 @@ def check_objective(plan: Plan, objective: str) -> None:
             f"probe=lm_eval asks a model to continue a text, and {name} fills masks; "
             "allowed: probe=none, or a causal model like model=tiny_gpt2"
         )
-    if objective != "causal" and plan.mixture.generates and source.encoding is None:
-        fills = "masks" if objective == "masked" else "spans"
-        raise ValueError(
-            f"replay=generated asks a model to write text, and {name} fills {fills}; allowed: "
-            "replay=past, or a causal model like model=tiny_gpt2"
-        )
+    plan.mixture.check_objective(objective, model=name, examples=source.encoding is not None)
 
 
 def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:

@@ -37,7 +37,6 @@ class RunDir:
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.manifest = path / "config.yaml", path / "identity.json"
         self.reports = [path / "report.html", path / "report.md"]
-        self.kept_of_texts = path / "generated" / "kept"  # prompts of the texts that the model writes
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -164,10 +163,6 @@ class RunDir:
     def answers(self, row: int, name: str) -> Path:
         """Answers of the model of a stage."""
         return self.path / "answers" / f"{row:03d}-{name}"
-
-    def generated(self, number: int, name: str) -> Path:
-        """What the model has written for replay before a stage."""
-        return self.path / "generated" / f"{number:03d}-{name}"
 
     def documents(self, row: int) -> Path:
         """Losses by document of one row of the matrix."""

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, RobertaConfig
 
 from cpt.adapters.prompt import attach_prompt, draw_prompt, special_ids
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
 from tests.support.running import batch_of, encoded, outputs_at, token_nll

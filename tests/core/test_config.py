@@ -171,7 +171,7 @@ def test_the_reason_of_a_failed_instantiation_is_the_cause():
     try:
         instantiate(
             {
-                "_target_": "cpt.data.budget.Budget",
+                "_target_": "cpt.data.options.Budget",
                 "steps": 0,
                 "epochs": None,
                 "tokens": None,

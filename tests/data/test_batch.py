@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.data.batch import label_batch, labels_of, single
+from cpt.data.collate import label_batch, labels_of, single
 from cpt.models.objectives import Objective
 from tests.support.making import DROPOUT, ORDER, made
 

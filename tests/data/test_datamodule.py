@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.batch import labels_of
-from cpt.data.budget import Budget
+from cpt.data.collate import labels_of
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import NOTHING, Replay
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY, Replay
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
@@ -42,7 +42,7 @@ def sequence(texts, *, domains=DOMAINS, enter=0, trainer=None, **changes):
         "held_out": texts,
         "objective": MASKED,
         "budget": budget(steps=6),
-        "replay": NOTHING,
+        "replay": NO_REPLAY,
         "seed": 0,
         "accumulate": 1,
         "eval_batch_size": 4,
@@ -294,8 +294,8 @@ def test_a_step_looks_at_its_own_domain_and_not_at_all(texts, monkeypatch):
 
 def test_without_replay_no_earlier_text_is_looked_at(texts):
     data = sequence(texts, enter=len(DOMAINS) - 1)
-    assert [pool for pool in data.earlier(data.domain) if pool.texts] == []
+    assert [pool for pool in data.replay_pools(data.domain) if pool.texts] == []
     mixed = sequence(
         texts, enter=len(DOMAINS) - 1, replay=Replay(past=0.25, general=0.0, adds=False, memory=None)
     )
-    assert [list(pool.texts) for pool in mixed.earlier(mixed.domain)] == [mixed.past(mixed.domain)]
+    assert [list(pool.texts) for pool in mixed.replay_pools(mixed.domain)] == [mixed.past(mixed.domain)]

@@ -18,7 +18,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.gradient_masks import importance as measured
 from cpt.gradient_masks import soft as module
 from cpt.gradient_masks.importance import gate_gradients, importance, sample_means

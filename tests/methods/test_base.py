@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
-from cpt.data.sampling import Stream
+from cpt.data.sampler import TrainStream
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
@@ -236,7 +236,12 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
     data = build.build_data(plan, texts, start, module)
     rows = len(data.train["law"])
     stream = partial(
-        Stream, {"law": data.train["law"]}, objective=data.objective, seed=0, batch_size=8, steps=[2 * rows]
+        TrainStream,
+        {"law": data.train["law"]},
+        objective=data.objective,
+        seed=0,
+        batch_size=8,
+        steps=[2 * rows],
     )
     number = rows // 8  # the step that holds the short last row
     whole = gradient(module, [stream(accumulate=1, rank=0, world=1)[number]])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpt.data.sampling import Stream
+from cpt.data.sampler import TrainStream
 from cpt.gradient_masks import importance
 from cpt.models.dropout import rates
 from cpt.models.forward import in_mode
@@ -159,7 +159,7 @@ def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
 def other_batches(texts, objective) -> list:
     """Training text, in an order that it is not learned in."""
     options = {"seed": 9, "accumulate": 1, "batch_size": 32, "steps": [4], "rank": 0, "world": 1}
-    stream = Stream({"street": texts["street"]}, objective=objective, **options)
+    stream = TrainStream({"street": texts["street"]}, objective=objective, **options)
     return [stream[number] for number in range(4)]
 
 

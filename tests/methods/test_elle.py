@@ -153,7 +153,7 @@ def test_recovery_draws_from_the_memory_of_replay(small):
     work.learn(1)
     work.learn(2, seen)
     recovered = torch.cat(seen.ids[:12])
-    kept = work.data.earlier(work.data.domains[2])[0]
+    kept = work.data.replay_pools(work.data.domains[2])[0]
     parts, rows, _ = kept.locate(np.arange(100))
     texts = list(kept.texts.values())
     known = {

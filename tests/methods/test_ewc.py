@@ -10,7 +10,7 @@ from torch import distributed
 from torch.nn import functional
 
 from cpt.core import collectives
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
 from cpt.methods.common.consolidation import merge_importances

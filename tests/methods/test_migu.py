@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cpt.data.batch import label_batch
+from cpt.data.collate import label_batch
 from cpt.gradient_masks.base import recording
 from cpt.gradient_masks.ranking import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
 from cpt.models.objectives import Causal

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.data.batch import inputs_of
+from cpt.data.collate import inputs_of
 from cpt.gradient_masks.ranking import count_kept
 from cpt.models.units import projections
 from tests.support.making import ORDER, made

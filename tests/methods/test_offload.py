@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from cpt.adapters.bank import BASE, banks_of
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.snapshots import Snapshot, pull
 from cpt.optim.carry import CarriedState
 from cpt.trainer.build import log_ineffective

@@ -11,8 +11,8 @@ from torch import distributed
 from cpt.adapters.bank import BASE
 from cpt.adapters.routing import Router, Routing, keep_largest
 from cpt.core import collectives
-from cpt.data.batch import labels_of
-from cpt.data.sampling import Subset
+from cpt.data.collate import labels_of
+from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
 from cpt.trainer import loop
 from tests.support.making import made
@@ -94,7 +94,7 @@ def batches(run, name: str, *, rows: int, size: int) -> list[dict[str, torch.Ten
     """The first rows of a held-out text, as an evaluation has them."""
     text = {name: run.data.held_out[name]}
     share = {name: np.arange(rows)}
-    made_of = Subset(text, share, objective=run.data.objective, batch_size=size, purpose="score")
+    made_of = EvalSubset(text, share, objective=run.data.objective, batch_size=size, purpose="score")
     return [made_of[number] for number in range(len(made_of))]
 
 

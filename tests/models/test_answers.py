@@ -9,13 +9,12 @@ from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.answered import encode_corpus
-from cpt.data.batch import Rows, Sizes, labels_of
+from cpt.data.collate import Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
-from cpt.data.examples import write_example
-from cpt.data.prompts import prompts_of
-from cpt.data.sampling import Stream, Subset, gather_rows
+from cpt.data.example import write_example
+from cpt.data.sampler import EvalSubset, TrainStream, read_rows
 from cpt.data.sources.base import EXAMPLES
+from cpt.data.tokenized_tasks import encode_corpus, read_examples
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
 from cpt.models.span import Span
@@ -70,7 +69,7 @@ def rows_of(*texts, count=3):
     """The first rows of each text together."""
     parts = np.repeat(np.arange(len(texts)), count)
     rows = np.tile(np.arange(count), len(texts))
-    return gather_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
+    return read_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
 
 
 def by_hand(model, rows, row):
@@ -102,14 +101,14 @@ def test_what_is_scored_is_known_ahead(answered):
 def test_a_batch_is_as_wide_as_its_longest_row(answered):
     text = answered()
     short = np.argsort(text.row_lengths)[:3]
-    rows = gather_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
+    rows = read_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
     assert rows.ids.shape[1] == text.row_lengths[short].max() < text.length
 
 
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
     parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
-    mixed = gather_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
+    mixed = read_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
     alone = rows_of(text, count=4)
     assert alone.answers is None
     batch, places = OBJECTIVE.batch(mixed)
@@ -139,7 +138,7 @@ def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, worl
         total = 0
         for rank in range(world):
             given = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": OBJECTIVE}
-            stream = Stream(texts, accumulate=accumulate, rank=rank, world=world, **given)
+            stream = TrainStream(texts, accumulate=accumulate, rank=rank, world=world, **given)
             for part in range(accumulate):
                 batch = stream[part]
                 loss = (OBJECTIVE.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)
@@ -204,7 +203,7 @@ def test_two_stacks_read_the_question_and_write_the_answer(answered):
 
 def test_losses_are_those_of_the_examples(model, answered):
     text = answered("test")
-    subset = Subset(
+    subset = EvalSubset(
         {"a": text}, {"a": np.arange(len(text))}, objective=OBJECTIVE, batch_size=4, purpose="score"
     )
     found = np.zeros(len(text))
@@ -212,7 +211,7 @@ def test_losses_are_those_of_the_examples(model, answered):
         batch = subset[number]
         nll = OBJECTIVE.nll(model, batch).detach().double().numpy()
         np.add.at(found, batch["documents"].numpy(), nll)
-    rows = gather_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
+    rows = read_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
     wanted = [float(torch.stack(by_hand(model, rows, row)).detach().sum()) for row in range(len(text))]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
@@ -222,7 +221,8 @@ def test_losses_are_those_of_the_examples(model, answered):
 def test_prompts_are_what_stands_before_the_answer_of_each_row(corpus, answered, tokenizer, seq2seq, length):
     text = answered("test", seq2seq=seq2seq, length=length)
     rows = rows_of(text, count=len(text))
-    prompts = list(prompts_of(corpus, "test", encoder(tokenizer, seq2seq=seq2seq, length=length)))
+    asking = encoder(tokenizer, seq2seq=seq2seq, length=length)
+    prompts = list(map(asking.prompt, read_examples(corpus, "test")))
     assert len(prompts) == len(text)
     for row, prompt in enumerate(prompts):
         asked = rows.present[row] & ~rows.answers[row]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.blocks import block_masks, first_position, positions_within
 from cpt.models.isolation import check_isolation, inputs_for, text_of, try_documents
 from cpt.models.objectives import Causal, Masked

@@ -6,8 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import Rows, inputs_of
-from cpt.data.layout import Sharing, share_rows
+from cpt.data.collate import Rows, Sharing, inputs_of, share_rows
 from cpt.models.answers import CausalAnswers
 from cpt.models.forward import mean_over
 from cpt.models.isolation import check_isolation, shared_inputs, text_of, try_isolation

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import UNSCORED, Rows, Sizes, labels_of
+from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import framed
 

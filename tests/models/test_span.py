@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import Rows, Sizes, inputs_of, label_batch, labels_of, output_ids, single
-from cpt.data.sampling import Stream, Subset
+from cpt.data.collate import Rows, Sizes, inputs_of, label_batch, labels_of, output_ids, single
+from cpt.data.sampler import EvalSubset, TrainStream
 from cpt.models.span import Span, compose
 from tests.support.data_fixtures import rows_by_hand
 
@@ -202,8 +202,8 @@ def test_a_row_is_hidden_alike_in_any_batch():
 def test_a_batch_is_the_same_on_any_number_of_processes():
     texts = {"a": rows_by_hand(20, length=24, last=5)}
     how = {"objective": span(), "seed": 0, "batch_size": 8, "steps": [3]}
-    whole = [Stream(texts, **how, accumulate=1, rank=0, world=1)[number] for number in range(3)]
-    parts = [Stream(texts, **how, accumulate=2, rank=rank, world=2) for rank in range(2)]
+    whole = [TrainStream(texts, **how, accumulate=1, rank=0, world=1)[number] for number in range(3)]
+    parts = [TrainStream(texts, **how, accumulate=2, rank=rank, world=2) for rank in range(2)]
     for step, batch in enumerate(whole):
         found = [side for part in (0, 1) for rank in (0, 1) for side in sides(parts[rank][2 * step + part])]
         assert found == sides(batch)
@@ -215,7 +215,9 @@ def test_a_batch_is_the_same_on_any_number_of_processes():
 def test_what_documents_lose_sums_to_the_batchs_loss():
     text, model = rows_by_hand(12, length=24, last=7), t5()
     for objective in (span(), span().scoring):
-        made = Subset({"a": text}, {"a": np.arange(12)}, objective=objective, batch_size=5, purpose="score")
+        made = EvalSubset(
+            {"a": text}, {"a": np.arange(12)}, objective=objective, batch_size=5, purpose="score"
+        )
         for number in range(len(made)):
             batch, chosen = made[number], made.blocks[number][1]
             nll, owners = objective.nll(model, batch), text.document_of(chosen)

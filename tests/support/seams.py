@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import divergence, nll_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.data.batch import Batch, Rows
+from cpt.data.collate import Batch, Rows
 from cpt.models.generation import generating, is_written_whole
 from cpt.models.objectives import Objective
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import gather_rows
-from cpt.data.batch import Batch, inputs_of
+from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
 from cpt.models.dropout import check_dropout, dropout

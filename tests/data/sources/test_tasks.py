@@ -11,7 +11,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from cpt.core.errors import reason
 from cpt.data.corpus import make_corpus
-from cpt.data.examples import read_example
+from cpt.data.example import read_example
 from cpt.data.sources.docstrings import TASK_PACKAGES
 from cpt.trainer.plan import make_plan
 from tests.conftest import SHARED
@@ -322,6 +322,8 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, wro
     path = tmp_path / "root" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    if path.name == "labels.json":
+        write(path.with_name("train.json"), [])
     made = source(f"domains.format={layout}")
     with pytest.raises(ValueError) as error:
         list(made.read(made.names[0]))

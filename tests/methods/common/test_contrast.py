@@ -8,7 +8,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import Rows, labels_of
+from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common.contrast import Contrast, contrastive
 from cpt.models.dropout import dropout, rates

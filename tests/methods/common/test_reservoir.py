@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import UNSCORED, Rows, labels_of, single
+from cpt.data.collate import UNSCORED, Rows, labels_of, single
 from cpt.methods.common import reservoir as module
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.models.span import Span
