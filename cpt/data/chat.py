@@ -78,8 +78,8 @@ def render_chat(example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[l
 def derive_marks(
     turns: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, *, example: str
 ) -> tuple[list[int], list[bool]]:
-    """Ids and marks of a template without `{% generation %}`: an answer is what the chat up to and with it adds
-    to the chat up to where the assistant begins."""
+    """Ids and marks of a template without `{% generation %}`: an answer is what the chat with it adds to the
+    chat up to where the assistant begins."""
 
     def render(count: int, *, asked: bool = False) -> str:
         return str(tokenizer.apply_chat_template(turns[:count], tokenize=False, add_generation_prompt=asked))
@@ -89,9 +89,9 @@ def derive_marks(
         before, after = render(number, asked=True), render(number + 1)
         if not (after.startswith(before) and text.startswith(after.rstrip())):
             raise ValueError(
-                f"the chat template of {tokenizer.name_or_path} changes earlier turns when a turn follows (turn "
-                f"{number + 1} of example {example}), so its answers cannot be told from what is asked; allowed: a "
-                "template whose text goes on, or one with {% generation %} marks"
+                f"the chat template of {tokenizer.name_or_path} changes earlier turns when a turn follows "
+                f"(turn {number + 1} of example {example}), so its answers cannot be found; "
+                "allowed: a template whose text goes on, or one with {% generation %} marks"
             )
         spans.append((len(before), len(after.rstrip())))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)

@@ -1,7 +1,7 @@
 """Batches: rows of tokens, the places whose loss counts, and samples that share rows.
 
-A batch keeps a row for each sample. Where samples share rows, its `layout` says which of its places, flattened
-row after row, is at each place of the fewer, fuller rows that the model is run on."""
+A batch keeps a row for each sample. Where samples share rows, its `layout` says which of its places,
+flattened row after row, is at each place of the fewer, fuller rows that the model is run on."""
 
 from dataclasses import dataclass, fields
 from typing import Protocol, TypedDict, cast
@@ -95,8 +95,8 @@ def label_batch(
     decoder_input_ids: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Batch:
-    """The batch of rows [B, T] whose outputs predict `labels` ([B, T], or [B, L] of `decoder_input_ids`) where
-    these are not UNSCORED; `present` [B, T] is false at padding."""
+    """The batch of rows [B, T] whose outputs predict `labels` ([B, T], or [B, L] of `decoder_input_ids`)
+    where these are not UNSCORED; `present` [B, T] is false at padding."""
     positions = (labels.flatten() != UNSCORED).nonzero().flatten()
     targets, rows = labels.flatten()[positions], positions // labels.shape[1]
     batch: Batch = {"input_ids": input_ids, "positions": positions, "targets": targets, "rows": rows}

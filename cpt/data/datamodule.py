@@ -56,9 +56,9 @@ class Domain:
 class DomainSequence(LightningDataModule):
     """The stages in their order; `enter` chooses the one that the loaders are of.
 
-    `train`, `held_out` and `validation` (evaluated during training) are packed texts by name: the domains in the
-    order of the matrix's columns, then `general`, where there is one. `replay_source` provides the replayed
-    texts; None: they are the training texts. Raises ValueError for sizes below 1 and invalid replay."""
+    `train`, `held_out` and `validation` (evaluated during training) are packed texts by name: the domains in
+    the order of the matrix's columns, then `general`. `replay_source` provides the replayed
+    texts; None: they are the training texts. Raises ValueError for invalid replay."""
 
     trainer: Trainer  # Lightning's, while it fits or validates
     domain: Domain = Domain("", -1, ())  # before the first is entered
@@ -84,10 +84,6 @@ class DomainSequence(LightningDataModule):
         validation: Mapping[str, Packed] | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"accumulate_grad_batches": accumulate, "eval_batch_size": eval_batch_size}
-        for name, value in (sizes | {"probe_samples": probe_samples}).items():
-            if value < 1:
-                raise ValueError(f"trainer.{name}={value}; allowed: 1 or more")
         self.domains, self.train, self.held_out = tuple(domains), train, held_out
         self.objective, self.budget, self.seed, self.accumulate = objective, budget, seed, accumulate
         self.eval_batch_size, self.probe_samples, self.workers = eval_batch_size, probe_samples, workers
@@ -105,7 +101,6 @@ class DomainSequence(LightningDataModule):
         return len(self.domains)
 
     def enter(self, domain: Domain) -> None:
-        """Makes a domain the current one."""
         self.domain = domain
 
     def steps(self, domain: Domain) -> int:
@@ -114,9 +109,8 @@ class DomainSequence(LightningDataModule):
 
     def recovery_steps(self, domain: Domain) -> int:
         """The first of them, on the texts of the stages before."""
-        if not domain.recovery or not self.past(domain):
-            return 0
-        return math.ceil(exact(domain.recovery) * sum(self.steps_by_part(domain)))
+        own = sum(self.steps_by_part(domain)) if domain.recovery and self.past(domain) else 0
+        return math.ceil(exact(domain.recovery) * own)
 
     def steps_by_part(self, domain: Domain) -> list[int]:
         texts = [self.train[part] for part in domain.parts]
@@ -164,9 +158,8 @@ class DomainSequence(LightningDataModule):
         """The steps that a stage begins with, on earlier text alone."""
         if not (steps := self.recovery_steps(domain)):
             return None
-        place, texts = (domain.name, "recovery"), self.replay_texts(self.past(domain))
-        memory, share = self.replay.memory, exact(1)
-        pool = ReplayPool(texts, share=share, adds=False, memory=memory, seed=self.seed, place=place)
+        texts, how = self.replay_texts(self.past(domain)), {"memory": self.replay.memory, "seed": self.seed}
+        pool = ReplayPool(texts, share=exact(1), adds=False, place=(domain.name, "recovery"), **how)
         return Recovery(pool, steps)
 
     def train_dataloader(self) -> DataLoader:
@@ -219,14 +212,11 @@ class DomainSequence(LightningDataModule):
         return self.held_out[name].sizes(self.scored_rows(name))
 
     def probe(self) -> ProbeLoader:
-        """A fixed random sample of the current stage's training text with fixed masks, as importance is estimated
-        on; the process's share of it."""
-        texts = {part: self.train[part] for part in self.domain.parts}
-        share = math.ceil(self.probe_samples / len(texts))
-        rows = {
-            name: shuffle(np.arange(min(share, len(text))), len(text), stream=key("probe", name))
-            for name, text in texts.items()
-        }
+        """A fixed sample of the current stage's training text with fixed masks; the process's share of it."""
+        texts, rows = {part: self.train[part] for part in self.domain.parts}, {}
+        for name, text in texts.items():
+            places = np.arange(min(math.ceil(self.probe_samples / len(texts)), len(text)))
+            rows[name] = shuffle(places, len(text), stream=key("probe", name))
         loader = self.shared_out(texts, rows, purpose="probe")
         common = cast(ShardSampler, loader.sampler).common
         return ProbeLoader(loader, self.trainer.strategy.root_device, self.domain.name, common)

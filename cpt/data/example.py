@@ -52,7 +52,7 @@ def read_example(document: str) -> Example:
 
 @dataclass(frozen=True)
 class Record:
-    """A row of a data set before a template asks it: the template's fields and the answer, or a chat's turns."""
+    """A row of a data set, before a template asks it: the template's fields and the answer, or a chat."""
 
     fields: Mapping[str, str]
     target: str

@@ -35,9 +35,9 @@ class Budget:
         if len(given) != 1 or min(given.values()) <= 0 or not whole_steps or self.batch_size < 1:
             shown = " ".join(f"trainer.{name}={value}" for name, value in given.items()) or "none"
             raise ValueError(
-                f"the budget of a domain is {shown}, trainer.batch_size={self.batch_size}; allowed: exactly one "
-                "of trainer.steps (whole), trainer.epochs, trainer.tokens above 0 (the others null), and batches "
-                "of 1 or more"
+                f"the budget of a domain is {shown}, trainer.batch_size={self.batch_size}; allowed: exactly "
+                "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0 (the others null), and "
+                "batches of 1 or more"
             )
 
     def steps_for(self, text: Sized, *, length: float) -> int:

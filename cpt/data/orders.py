@@ -1,7 +1,7 @@
 """Orders of the domains: named ones, words, lists, and orders by the similarity of the domains' texts.
 
-Yildiz et al. 2024 (arXiv 2402.17400) order coarse domains by the similarity of their mean embeddings, and fine
-ones within them. Where a chain starts, how it continues and what breaks a tie is our choice."""
+Yildiz et al. 2024 (arXiv 2402.17400) order coarse domains by the similarity of their mean embeddings, and
+fine ones within them. Where a chain starts, how it continues and what breaks a tie is our choice."""
 
 import math
 import random
@@ -33,9 +33,9 @@ def resolve_order(
     orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
     seed: int,
 ) -> list[str]:
-    """The domains to train on: a named order by its number, a word about the first one, one domain, or the list
-    as it is. Orders by similarity (`by_texts`) are the first one until `arrange_domains`. Raises ValueError for
-    an order or a domain that does not exist."""
+    """The domains to train on: a named order by its number, a word about the first one, one domain, or the
+    list as it is. Orders by similarity are the first one until `arrange_domains`. Raises ValueError for an
+    order or a domain that does not exist."""
     given = orders or [sorted(names)]
     numbered = given.items() if isinstance(given, Mapping) else enumerate(given)
     named = {int(number): list(each) for number, each in numbered}
@@ -44,8 +44,9 @@ def resolve_order(
         first, (stem, is_swapped) = next(iter(named.values())), split_word(order)
         if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
             raise ValueError(
-                f"order=similar_tree: the {len(first)} domains are within {len(groups)} coarse ones, by their names; "
-                "allowed: order=similar, or several coarse ones like those of cs.AI, cs.LG and math.AG"
+                f"order=similar_tree: the {len(first)} domains are within {len(groups)} coarse ones, by "
+                "their names; allowed: order=similar, or several coarse ones like those of cs.AI, cs.LG and "
+                "math.AG"
             )
         words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
         if stem in BY_TEXTS:
@@ -92,8 +93,8 @@ def by_texts(order: int | str | Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosines between the mean embeddings of domains, [N, N], and with that of the general text, [N], after the
-    mean over domains is subtracted, without which all would be close to 1. `names` are sorted."""
+    """Cosines between the mean embeddings of domains, [N, N], and with that of the general text, [N], minus
+    the mean over domains, without which all would be close to 1. `names` are sorted."""
 
     names: list[str]
     matrix: np.ndarray
@@ -128,9 +129,9 @@ def round_cosines(values: np.ndarray) -> np.ndarray:
 
 
 def arrange_domains(word: str, given: Similarity) -> list[str]:
-    """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the nearest
-    next (similar) or the farthest (dissimilar). similar_tree: coarse domains, by the mean similarity of their
-    members; within each its members, from the one nearest to the last trained on."""
+    """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the
+    nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains, by the mean similarity
+    of their members; within each its members, from the one nearest to the last trained on."""
 
     def chain(matrix: np.ndarray, start: np.ndarray) -> list[int]:
         """The greatest of `start` first, then the remaining one that is greatest in the row of the last."""
@@ -163,8 +164,8 @@ def group_coarse(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.ndarray]:
-    """Mean TF-IDF vector of each text, [BUCKETS]: a document is the logarithms of its hashed words' counts, of
-    length 1; words are weighted by inverse document frequency."""
+    """Mean TF-IDF vector of each text, [BUCKETS]: a document is the logarithms of its hashed words' counts,
+    of length 1; words are weighted by inverse document frequency."""
     sums, counts = {name: np.zeros(BUCKETS) for name in texts}, dict.fromkeys(texts, 0)
     having = np.zeros(BUCKETS)
     for name, batches in texts.items():

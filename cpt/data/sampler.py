@@ -32,8 +32,8 @@ class TrainStream(Dataset):
     Position p of a text's stream is row `p mod rows` of the shuffle of epoch `p div rows`. A stage of several
     texts shuffles the positions of all of them, so it has exactly the samples that they would have one after
     another. A step takes the next `batch_size` positions, less those that replay displaces, and shares its
-    samples out among the processes and their micro-batches. The steps of a `recovery` come first. `places` are
-    the indices of texts in the order of domains."""
+    samples out among the processes and their micro-batches. The steps of a `recovery` come first. `places`
+    are the indices of texts in the order of domains."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class TrainStream(Dataset):
         return (self.ahead + self.steps) * self.accumulate
 
     def __getitem__(self, number: int) -> Batch:
-        """Batch `number` of this process. `weight` makes the mean over processes and micro-batches the mean over
-        the scored tokens of the whole step."""
+        """Batch `number` of this process. `weight` makes the mean over processes and micro-batches the mean
+        over the scored tokens of the whole step."""
         step, micro = divmod(number, self.accumulate)
         if self.recovery and step < self.ahead:
             pool = self.recovery.pool
@@ -90,8 +90,8 @@ class TrainStream(Dataset):
         return samples - sum(pool.count(samples) for pool in self.earlier if not pool.adds)
 
     def samples(self, step: int) -> Located:
-        """The samples of a step; texts of the replay pools are numbered after its own. Replayed samples are at
-        random places, so that each process has its share of them."""
+        """The samples of a step; texts of the replay pools are numbered after its own. Replayed samples are
+        at random places, so that each process has its share of them."""
         first = step - step % LOCATED_AT_ONCE
         if self.located is None or self.located[0] != first:
             last = min(first + LOCATED_AT_ONCE, self.steps)
@@ -173,8 +173,8 @@ class EvalSubset(Dataset):
 
 
 def read_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> Rows:
-    """Rows `rows` [B] of texts `parts` [B]. They are as wide as the longest if an example is among them, or all
-    texts have one document a row; else as wide as the model's length."""
+    """Rows `rows` [B] of texts `parts` [B], as wide as the longest if an example is among them, or all texts
+    have one document a row; else as wide as the model's length."""
     used = {part: parts == part for part in np.unique(parts)}
     lengths = np.empty(len(rows), np.int64)
     for part, here in used.items():

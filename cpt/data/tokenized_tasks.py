@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.files import replace
 from cpt.data.chat import encode_chat
 from cpt.data.collate import Sizes
 from cpt.data.corpus import Corpus, in_batches
@@ -27,7 +26,7 @@ from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
 from cpt.data.sources.base import Encoding
 
 log = logging.getLogger(__name__)
-CACHE_VERSION = 1
+CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
 ROW_FEATURES = {
     **{name: ListOf(Value("int32")) for name in ("ids", "answers")},
     **{name: Value("int32") for name in ("text_tokens", "answer_tokens", "lengths", "bytes")},
@@ -56,8 +55,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes examples for a model of `length` tokens: of a causal one these hold question and answer, of an
-    encoder-decoder (`seq2seq`) either of the two. Raises ValueError, with the example's id, where what may
+    """Tokenizes examples for a model of `length` tokens: of a causal one these hold question and answer, of
+    an encoder-decoder (`seq2seq`) either of the two. Raises ValueError, with the example's id, where what may
     not be cut does not fit."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -217,16 +216,17 @@ class TokenizedTask(Packed):
 
 def write_examples(
     path: Path, pairs: Iterable[tuple[EncodedExample, Example]], *, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    """Writes encoded examples as an Arrow file; returns how many."""
-    special, count = set(tokenizer.all_special_ids), 0
+) -> tuple[int, int]:
+    """Writes encoded examples as an Arrow file; returns how many, and of how many the question was cut."""
+    special, count, cut = set(tokenizer.all_special_ids), 0, 0
     with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
-        for count, (row, example) in enumerate(pairs, start=1):  # noqa: B007
+        for row, example in pairs:
             answers, text = [int(each) for each in row.answer], sum(each not in special for each in row.ids)
             values = (row.ids, answers, text, sum(answers), len(row.ids), len(example.target.encode()))
             writer.write(dict(zip(ROW_FEATURES, values, strict=True)))
+            count, cut = count + 1, cut + (row.cut > 0)
         writer.finalize()
-    return count
+    return count, cut
 
 
 def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
@@ -244,30 +244,19 @@ def encode_corpus(
     made_of = ["examples", CACHE_VERSION, corpus.facts["digest"], split, tokenizer_digest, options]
 
     def make(folder: Path) -> None:
-        cut, documents = 0, corpus.documents(split)
-        how = {"desc": f"tokenising {name}", "unit": " examples", "disable": None, "leave": False}
-
-        def rows() -> Iterator[tuple[EncodedExample, Example]]:
-            nonlocal cut
-            with tqdm(total=len(documents), **how) as progress:
-                for texts in in_batches(documents):
-                    examples = [read_example(text) for text in texts]
-                    for row, example in zip(encoder.encode_all(examples), examples, strict=True):
-                        cut += row.cut > 0
-                        yield row, example
-                    progress.update(len(texts))
-
-        write_examples(folder / "rows.arrow", rows(), tokenizer=encoder.tokenizer)
-        replace(folder / "cut", str(cut))
+        documents = corpus.documents(split)
+        batches = ([read_example(text) for text in texts] for texts in in_batches(documents))
+        pairs = (pair for batch in batches for pair in zip(encoder.encode_all(batch), batch, strict=True))
+        bar = tqdm(pairs, f"tokenising {name}", len(documents), leave=False, unit=" examples", disable=None)
+        count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
+        if cut:
+            log.info(
+                "%s, %s: %d of %d examples are cut to model.length=%d (domains.truncate=%s)",
+                *(name, split, cut, count, encoder.length, encoder.encoding.truncate),
+            )
 
     folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=make)
-    text = open_examples(folder / "rows.arrow", encoder.tokenizer)
-    if cut := int((folder / "cut").read_text()):
-        log.info(
-            "%s, %s: %d of %d examples are cut to model.length=%d (domains.truncate=%s)",
-            *(name, split, cut, len(text), encoder.length, encoder.encoding.truncate),
-        )
-    return text
+    return open_examples(folder / ROWS_FILE, encoder.tokenizer)
 
 
 def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:

@@ -34,8 +34,8 @@ Encode = Callable[[list[str]], np.ndarray]  # the vectors of documents, [B, D]
 
 
 def arrange(plan: Plan) -> Plan:
-    """The plan with its domains in order. Texts that decide it are read and embedded, unless the cache has their
-    similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
+    """The plan with its domains in order. Texts that decide it are read and embedded, unless the cache has
+    their similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
     name = plan.source.embedding
     if not plan.by_texts:
         if name != "tfidf":
@@ -92,13 +92,12 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     }
     if source.embedding == "tfidf":
         means = orders.embed_by_words(texts)
+    elif source.embedding == "model":
+        means = orders.embed_by_vectors(texts, model_encoder(plan, corpora))
+    elif source.embedding == "sentence":
+        means = orders.embed_by_vectors(texts, sentence_encoder(str(source.embedding_model)))
     else:
-        encoders: dict[str, Callable[[], Encode]] = {
-            "static": static_encoder,
-            "sentence": lambda: sentence_encoder(str(source.embedding_model)),
-            "model": lambda: model_encoder(plan, corpora),
-        }
-        means = orders.embed_by_vectors(texts, encoders[source.embedding]())
+        means = orders.embed_by_vectors(texts, static_encoder())
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
     (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
 
@@ -121,13 +120,9 @@ def static_encoder() -> Encode:
     from tokenizers import Tokenizer
 
     spec = find_spec("wordllama")
-    places = [Path(place) for place in (spec and spec.submodule_search_locations) or ()]
-    tables = [path for place in places for path in sorted(place.glob("weights/*_256.safetensors"))]
-    tokenizers = [path for place in places for path in sorted(place.glob("tokenizers/*.json"))]
-    if not tables or not tokenizers:
-        raise ValueError(f"the package wordllama in {places} has no table or no tokenizer with it")
-    (table,) = load_file(tables[0]).values()
-    tokenizer = Tokenizer.from_file(str(tokenizers[0]))
+    (place,) = map(Path, (spec and spec.submodule_search_locations) or ())
+    (table,) = load_file(min(place.glob("weights/*_256.safetensors"))).values()
+    tokenizer = Tokenizer.from_file(str(min(place.glob("tokenizers/*.json"))))
 
     def encode(documents: list[str]) -> np.ndarray:
         encoded = tokenizer.encode_batch(documents, add_special_tokens=False)

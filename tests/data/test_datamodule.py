@@ -273,14 +273,6 @@ def test_what_is_no_budget(given, shown):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["accumulate_grad_batches", "eval_batch_size", "probe_samples"])
-def test_what_must_be_positive(texts, name):
-    argument = name.removesuffix("_grad_batches")
-    with pytest.raises(ValueError, match=f"trainer.{name}=0; allowed: 1 or more"):
-        sequence(texts, **{argument: 0})
-    assert sequence(texts, **{argument: 1})
-
-
 def test_a_step_looks_at_its_own_domain_and_not_at_all(texts, monkeypatch):
     """The steps of all domains are counted once, whatever asks where the run is."""
     counted, own = [], Budget.steps_for

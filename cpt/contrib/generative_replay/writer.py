@@ -5,8 +5,8 @@
 `NUMBER-STAGE/TEXT.arrow`  what is replayed of it, as rows
 `NUMBER-STAGE/facts.json`  counts, by text
 
-Processes write at the same time; the first appends blocks of texts to files, and makes the rows. Text number i
-is a function of the weights, the seed, the stage and i: who wrote it, and when, does not matter."""
+Processes write at the same time; the first appends blocks of texts to files, and makes the rows. Text number
+i is a function of the weights, the seed, the stage and i: who wrote it, and when, does not matter."""
 
 import json
 import logging
@@ -293,8 +293,8 @@ class TextWriter(ReplaySource):
 
 class ExampleWriter(TextWriter):
     """Writes examples of past tasks (LFPT5: Qin and Joty, ICLR 2022, arXiv 2110.07298): after a sign of their
-    domain the question and, after a mark, its answer. Each domain's own are learned in that form, too. What is
-    kept of a task are its choices, of which an answer has to be one."""
+    domain the question and, after a mark, its answer. Each domain's own are learned in that form, too. What
+    is kept of a task are its choices, of which an answer has to be one."""
 
     def __init__(
         self, options: GeneratedReplay, folder: Path, *, corpora: Corpora, base: Any, **run: Any
@@ -334,10 +334,11 @@ class ExampleWriter(TextWriter):
         def make(folder: Path) -> None:
             forms = (self.to_form(each, name) for each in tokenized_tasks.read_examples(corpus, "train"))
             rows = ((row, form) for form in forms if (row := self.encode_whole(form)))
-            if not tokenized_tasks.write_examples(folder / "rows.arrow", rows, tokenizer=self.tokenizer):
+            path = folder / "rows.arrow"
+            if not tokenized_tasks.write_examples(path, rows, tokenizer=self.tokenizer)[0]:
                 raise ValueError(
-                    f"no example of {name} fits into model.length={self.length} in the form in which it would "
-                    "be written (replay=generated); allowed: a larger model.length, replay=past"
+                    f"no example of {name} fits into model.length={self.length} in the form in which it "
+                    "would be written (replay=generated); allowed: a larger model.length, replay=past"
                 )
 
         folder = make_once(self.corpora.cache / "packed" / f"{name}-forms-{digest(made_of)}", make=make)
@@ -422,7 +423,7 @@ def choose_texts(
     cut: bool = False,
 ) -> np.ndarray:
     """How many tokens are replayed of each sample, [n], `tokens` in all at most: of the first that come to
-    `wanted` tokens the valid ones, those of the lowest nll where some are to be left out (0); -1 of the rest, so
+    `wanted` tokens the valid ones, of the lowest nll where some are to be left out (0); -1 of the rest, so
     that a larger block changes nothing. With `cut` the last one is cut to the budget."""
     asked = np.cumsum(sizes) - sizes < wanted
     order = np.flatnonzero(asked & valid)

@@ -1,7 +1,7 @@
 """Supervised tasks as domains: the layouts they are published in, prompt templates, and their source.
 
-Files of a development split are not read: released ones are often the test set itself (O-LoRA, MIGU, SAPT), so
-the split for tuning is held out from train."""
+Files of a development split are not read: released ones are often the test set itself (O-LoRA, MIGU, SAPT),
+so the split for tuning is held out from train."""
 
 import json
 import logging
@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from string import Formatter
 from typing import Any
 
 import numpy as np
 
 from cpt.core.options import Options, option, read_options
 from cpt.core.randomness import key, shuffle
-from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, Rule, is_list, is_text, is_whole, one_of, or_null
+from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is_whole, one_of, or_null
 from cpt.data.example import ASSISTANT, Example, Record, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
@@ -26,10 +25,12 @@ from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)
 LAYOUTS = ("cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv")
-INSTRUCTED, TABLES = ("superni", "alpaca"), ("jsonl", "csv")  # with an instruction; with columns of one's own
+TABLES = ("jsonl", "csv")  # whose columns the config names
 FIXED = {  # columns
     "cl_benchmark": {"text": "sentence", "target": "label"},
     "trace": {"text": "prompt", "target": "answer"},
+    "superni": {"text": "input"},
+    "alpaca": {"instruction": "instruction", "target": "output"},
 }
 SPLIT_NAMES = {"dev": "dev|development|valid|validation|val|eval", "test": "test", "train": "train"}
 # In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
@@ -62,15 +63,11 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
         for split in ("train", "dev", "test"):
             for path in sorted(root.glob(f"*/*/{split}.json")):
                 yield path.parent.name.lower(), split, path
-    elif (
-        layout == "superni"
-    ):  # task/{train,dev,test}.json at any depth, or task.json: Wang et al., EMNLP 2022
+    elif layout == "superni":  # …/task/{train,dev,test}.json or …/task.json: Wang et al., EMNLP 2022
         for path in sorted(root.rglob("*.json")):
             split = path.stem.lower()
             yield (path.parent.name, split, path) if split in SPLIT_NAMES else (path.stem, "train", path)
-    elif (
-        layout == "alpaca"
-    ):  # {train,dev,test}/task.json; twins in _T5 hold the same rows: Feng et al., ACL 2025
+    elif layout == "alpaca":  # {train,dev,test}/task.json, with twins in _T5: Feng et al., ACL 2025
         for path in sorted(root.glob("*/*.json")):
             if (split := named_split(path.parent.name)) and not path.stem.endswith("_T5"):
                 yield path.stem, split, path
@@ -92,48 +89,50 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
     """The rows of a file. Raises ValueError, with the line, for one that lacks what is needed."""
     if layout == "fewshot_tsv":
         for number, line in enumerate(readers.lines(path), start=1):
+            if line.isspace():
+                continue
             text, tab, label = line.rstrip("\n").rpartition("\t")
-            if not tab and not line.isspace():
+            if not tab:
                 raise ValueError(f"{path}, line {number} has no tab; allowed: text, tab, label")
-            if not line.isspace():
-                yield Record({"text": text}, SPELLING.get(label.strip(), label.strip()))
+            yield Record({"text": text}, SPELLING.get(label.strip(), label.strip()))
         return
+    rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
     if layout == "superni":
         whole = read_json(path)
         if not isinstance(whole, Mapping) or "Instances" not in whole:
             raise ValueError(f"{path} has no Instances; allowed: an object with Definition and Instances")
-        for number, row in enumerate(whole["Instances"], start=1):
-            text, first = text_in(row, "input", f"{path}, instance {number}"), []
-            for value in (whole.get("Definition", ""), row.get("output", "")):
-                first.append(str(value[0] if isinstance(value, list) and value else value or ""))
-            yield Record({"text": text, "instruction": first[0]}, first[1], str(row.get("id", "")))
-        return
-    table, number = FIXED.get(layout, columns), columns.get("id") if layout in TABLES else "id"
-    for where, row in (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path):
+        definition = first_of(whole.get("Definition"))
+        rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
+    number = columns.get("id") if layout in TABLES else "id"
+    table = FIXED.get(layout, {name: column for name, column in columns.items() if column and name != "id"})
+    for where, row in rows:
         turns: tuple[tuple[str, str], ...] = ()
         if layout == "messages":
-            given = row.get("messages") if isinstance(row, Mapping) else None
-            if not given or not all(
-                isinstance(turn, Mapping) and {"role", "content"} <= set(turn) for turn in given
-            ):
-                raise ValueError(f"{where} has no messages; allowed: {{messages: [{{role, content}}, …]}}")
-            pairs = [(str(turn["role"]), text_in(turn, "content", where)) for turn in given]
-            while pairs and pairs[-1][0] != ASSISTANT:
-                pairs.pop()
-            if not pairs:
+            try:
+                turns = tuple(
+                    (str(turn["role"]), text_in(turn, "content", where)) for turn in row["messages"]
+                )
+            except (KeyError, TypeError):
+                allowed = "{messages: [{role, content}, …]}"
+                raise ValueError(f"{where} has no messages; allowed: {allowed}") from None
+            while turns and turns[-1][0] != ASSISTANT:
+                turns = turns[:-1]
+            if not turns:
                 raise ValueError(f"{where} has no turn of the {ASSISTANT}; needed: one to learn")
-            turns, fields = tuple(pairs), {"text": "", "target": pairs[-1][1]}
-        elif layout == "alpaca":
-            fields = {
-                "instruction": text_in(row, "instruction", where),
-                "target": text_in(row, "output", where),
-            }
-            fields |= {"text": str(row.get("input") or "")}
+            fields = {"text": "", "target": turns[-1][1]}
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
-            given = {name: column for name, column in table.items() if column is not None and name != "id"}
-            fields = {name: text_in(row, own, where, place.format(name)) for name, own in given.items()}
+            fields = {name: text_in(row, column, where, place.format(name)) for name, column in table.items()}
+        if layout == "superni":
+            fields |= {"instruction": definition, "target": first_of(row.get("output"))}
+        elif layout == "alpaca":
+            fields["text"] = first_of(row.get("input"))
         yield Record(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
+
+
+def first_of(value: Any) -> str:
+    """A text, or the first of several; empty for null."""
+    return str(value[0] if isinstance(value, list) and value else value or "")
 
 
 def read_json(path: Path) -> Any:
@@ -160,51 +159,36 @@ class Template(Options):
 
     name: str = option("what the template is called", Rule(is_text, "a text"))
     source: str = option("the whole question", Rule(ANY_TEXT.allows, "a text with {fields}"))
-    without_text: str | None = option(
-        "the question where the text is empty; null: the same", or_null(ANY_TEXT)
-    )
+    without_text: str | None = option("the same where the text is empty; null: `source`", or_null(ANY_TEXT))
     question: str = option("what is asked: {instruction}, {options}", ANY_TEXT)
     names: str = option("what of the names the prefix has", one_of("none", "task", "dataset"))
     prefixes: Mapping[str, str] = option("the prefix for each of `names`", MAPPED_TEXTS)
     options: str = option("their order: as listed, or random for each example", one_of("file", "shuffled"))
     separator: str = option("between options", ANY_TEXT)
     instructions: Mapping[str, str] = option("what is asked, by task", MAPPED_TEXTS)
-    tasks: Mapping[str, str] = option(
-        "the task of each data set, where its place does not say it", MAPPED_TEXTS
-    )
-    unasked: Sequence[str] = option(
-        "tasks whose text asks already", Rule(lambda value: is_list(value, is_text), "a list of tasks")
-    )
+    tasks: Mapping[str, str] = option("the task of data sets whose place does not say it", MAPPED_TEXTS)
+    unasked: Sequence[str] = option("tasks whose text asks already", TEXTS)
 
     def check_fields(self, own: Sequence[str]) -> None:
-        """Raises ValueError for braces that do not match, and for a field that no row has."""
-        known = dict.fromkeys((*FIELDS, *own))
-        texts = {place: getattr(self, place) for place in ("source", "without_text", "question")}
+        """Raises ValueError for a template with unmatched braces, or a field that no row has."""
+        known = dict.fromkeys((*FIELDS, *own), "")
+        places = {name: getattr(self, name) or "" for name in ("source", "without_text", "question")}
         for place, text in (
-            texts | {f"prefixes.{name}": each for name, each in self.prefixes.items()}
+            places | {f"prefixes.{name}": each for name, each in self.prefixes.items()}
         ).items():
-            wrong, parsed = "", list[tuple]()
             try:
-                parsed = [each[1:] for each in Formatter().parse(text or "") if each[1] is not None]
-            except ValueError as error:
-                wrong = f"template {text!r} cannot be read: {error}; allowed: {{names}} in braces"
-            for name, style, conversion in parsed:
-                if style or conversion:
-                    wrong = f"template {text!r} says how {{{name}}} is written; allowed: {{names}} in braces, no more"
-                elif name not in known:
-                    listed = ", ".join(f"{{{each}}}" for each in known)
-                    wrong = (
-                        f"template.{place} has the field {{{name}}}, which does not exist; allowed: {listed}"
-                    )
-            if wrong:
-                raise ValueError(wrong)
+                text.format_map(known)
+            except (ValueError, LookupError, AttributeError) as error:
+                listed = ", ".join(f"{{{name}}}" for name in known)
+                wrong = f"template.{place}={text!r} is not a text with {{fields}} ({error!r})"
+                raise ValueError(f"{wrong}; allowed: {listed}") from error
         if self.source.count("{text}") > 1:
             raise ValueError(f"template.source={self.source!r} has {{text}} more than once; allowed: once")
 
     def ask(
         self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
     ) -> tuple[str, tuple[int, int]]:
-        """The question, and the span of the text in it. Shuffled options depend on the seed and the text alone."""
+        """The question, and the span of the text in it. Shuffled options depend on seed and text alone."""
         values = {"instruction": self.instructions.get(task, ""), **fields, "task": task, "dataset": dataset}
         text, order = values["text"], np.arange(len(choices))
         if self.options == "shuffled" and choices:
@@ -225,17 +209,13 @@ class Tasks(Source):
     """Supervised tasks in a folder, in a published layout; without a folder those of
     `cpt.data.sources.docstrings.package_task`."""
 
-    root: str | None = option(
-        "the folder of all tasks; null: a few made of installed packages", or_null(Rule(is_text, "a folder"))
-    )
+    root: str | None = option("the folder of all tasks; null: some of installed packages", or_null(TEXT))
     format: str = option("how the folder is laid out", one_of(*LAYOUTS))
     columns: Mapping[str, str | None] = option(
-        "of jsonl and csv: the column of each field: text, target, id, and what a template may name", MAPPING
+        "of jsonl and csv: the columns of text, target, id, …", MAPPING
     )
     template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template", MAPPING)
-    choices: str = option(
-        "the labels that a file lists, else train's few answers; or open", one_of("auto", "none")
-    )
+    choices: str = option("a file's labels, else train's few answers; none: open", one_of("auto", "none"))
     unknown: str = option("examples whose answer is none of the choices", one_of("error", "drop"))
     per_class: Any = option(
         "training examples of each answer, at most; all: no bound",
@@ -249,12 +229,10 @@ class Tasks(Source):
         super().check_together()
         if self.root is not None and not Path(self.root).is_dir():
             raise ValueError(f"root={self.root}: there is no such folder")
-        has_columns = self.root is not None and self.format in TABLES
-        if has_columns and not (self.columns.get("text") and self.columns.get("target")):
-            raise ValueError(f"columns={dict(self.columns)}; needed: the columns of text and target")
-        self.prompt.check_fields(
-            [each for each in self.columns if each not in ("target", "id")] * has_columns
-        )
+        columns = self.columns if self.root is not None and self.format in TABLES else None
+        if columns is not None and not (columns.get("text") and columns.get("target")):
+            raise ValueError(f"columns={dict(columns)}; needed: the columns of text and target")
+        self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
             raise ValueError(f"root={self.root} has no task but {self.general}")
         self.encoding  # noqa: B018  (raises for an invalid value)
@@ -302,14 +280,14 @@ class Tasks(Source):
         return self.datasets[name].task or self.prompt.tasks.get(name.lower(), name)
 
     def check(self, order: Sequence[str]) -> None:
-        if self.root is None:
-            made_of = ", ".join(self.names)
-            log.info("domains.root=null: the tasks are made of installed packages (%s)", made_of)
-            return
-        asks = "{instruction}" in self.prompt.question and not self.chats and self.format not in INSTRUCTED
-        known, folder = {*self.prompt.unasked, *self.prompt.instructions}, self.general_folder
-        for name in order:
-            if asks and (task := self.task_of(name)) not in known:
+        asks = "{instruction}" in self.prompt.question and self.format not in (
+            "messages",
+            "superni",
+            "alpaca",
+        )
+        known = {*self.prompt.unasked, *self.prompt.instructions}
+        for name in order if asks and self.root is not None else ():
+            if (task := self.task_of(name)) not in known:
                 raise ValueError(
                     f"template {self.prompt.name} has no instruction for the task {task} of {name}; allowed: "
                     f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
@@ -318,9 +296,10 @@ class Tasks(Source):
         if unread := [path for name in order for path in self.datasets[name].unread]:
             instead = "what is tuned on is held out from train (domains.held_out.valid)"
             log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
-        log.info(
-            "General text: %s", folder or f"the documentation of Python ({self.root} has no folder of it)"
-        )
+        if self.general_folder is None:
+            log.info(
+                "General text: the documentation of Python (domains.root=%s has no folder of it)", self.root
+            )
 
     @property
     def general_folder(self) -> Path | None:
@@ -333,7 +312,7 @@ class Tasks(Source):
             yield from self.read_general()
             return
         choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
-        seed = int(self.held_out["seed"])
+        how = {"task": task, "dataset": name, "choices": choices, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
             given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
             if choices and record.target not in choices:
@@ -347,12 +326,9 @@ class Tasks(Source):
             if not record.turns:
                 if not record.target.strip():
                     raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
-                how = {"task": task, "dataset": name, "choices": choices, "seed": seed}
                 source, span = self.prompt.ask(record.fields, **how)
-            yield (
-                split,
-                write_example(Example(given, source, record.target, task, choices, span, record.turns)),
-            )
+            example = Example(given, source, record.target, task, choices, span, record.turns)
+            yield split, write_example(example)
         if dropped:
             log.info("%s: %d examples whose answer is none of the choices are left out", name, dropped)
 
@@ -404,8 +380,7 @@ class Tasks(Source):
             folder = self.general_folder
             return docstrings.stamp_general() if folder is None else readers.stamps(readers.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
-        if self.root is None:
-            return [how, self.class_limit, docstrings.stamp_package_task(name)]
         one = self.datasets[name]
-        labels = [] if one.labels is None else [one.labels]
-        return [how, self.class_limit, readers.stamps([*(path for _, path in one.files), *labels])]
+        paths = [*(path for _, path in one.files), *([one.labels] if one.labels else [])]
+        stamp = docstrings.stamp_package_task(name) if self.root is None else readers.stamps(paths)
+        return [how, self.class_limit, stamp]
