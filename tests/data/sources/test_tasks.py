@@ -237,7 +237,7 @@ def test_an_instruction_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
 
 WRONG = {
     "domains.format=xml": "format=xml; allowed: cl_benchmark, superni",
-    "domains.template.source='{text} {title}'": "template.source='{text} {title}' is not a text with {fields}",
+    "domains.template.source='{text} {title}'": "{title}' is not a text with {fields}",
     "domains.template.source='{text} {text}'": "has {text} more than once",
     "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}, {task",
     "domains.template.prefixes.task='{nam}'": "template.prefixes.task='{nam}' is not a text with {fields}",
