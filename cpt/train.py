@@ -55,8 +55,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
 
 @contextmanager
 def open_run(plan: Plan, run: RunDir) -> Iterator[Plan]:
-    """The plan with what its directory, or a sibling that it continues, was begun with. The first process holds
-    the lock, writes the config, removes incomplete files, and reports that the run is alive."""
+    """The plan as its directory, or a sibling that it continues, was begun. The first process holds the lock,
+    writes the config, removes incomplete files, and reports that the run is alive."""
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
         yield resolve_eval_cap(plan, find_begun(plan, run))
@@ -74,7 +74,7 @@ def open_run(plan: Plan, run: RunDir) -> Iterator[Plan]:
 
 
 def fit(plan: Plan, run: RunDir) -> Scores:
-    """Reads the texts, builds the base and the method, and trains every stage that the run directory lacks."""
+    """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
     with defer_signals():  # libraries cannot be interrupted while they are imported
         from cpt.core.threads import keep_threads
         from cpt.data.corpora import Corpora
@@ -110,7 +110,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
     if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
         scores = new if scores is None else new.take_over(scores)
-    run.check_documents([scores.measured(row) for row in range(len(scores.rows))])
+    run.check_documents(len(scores.rows))
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     name, options = run_name(scores.run, plan.settings["order"]), plan.run

@@ -31,17 +31,22 @@ def main(arguments: Sequence[str]) -> int:
     default = [
         Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and Path(each).is_dir()
     ]
-    given, runs, caches, lines = parser.parse_args(arguments).folders or default, 0, 0, list[str]()
+    given, found = parser.parse_args(arguments).folders or default, dict[Path, bool]()
     if absent := [str(path) for path in given if not path.is_dir()]:
         print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
         return 1
     for at, folders, files in (each for path in given for each in os.walk(path.resolve())):
         is_run = "config.yaml" in files or "scores.json" in files
         if is_run or CACHED.fullmatch("/".join(Path(at).parts[-2:])):
-            lines += damage_in_run(Path(at)) if is_run else error_of(check_folder, Path(at))
-            runs, caches = runs + is_run, caches + (not is_run)
+            found[Path(at)] = is_run
             folders.clear()
-    print(*lines, f"{caches} folders of caches, {runs} runs: {len(lines)} damaged", sep="\n")
+    lines = [
+        line
+        for path, is_run in sorted(found.items())
+        for line in (damage_in_run(path) if is_run else error_of(check_folder, path))
+    ]
+    runs = sum(found.values())
+    print(*lines, f"{len(found) - runs} folders of caches, {runs} runs: {len(lines)} damaged", sep="\n")
     return 1 if lines else 0
 
 
@@ -82,7 +87,7 @@ def check_folder(folder: Path) -> None:
 def check_scores(run: RunDir) -> None:
     """Raises ValueError for damaged scores, documents and, of a finished run, model, report and stages."""
     scores = run.scores()
-    run.check_documents([scores.measured(row) for row in range(len(scores.rows))])
+    run.check_documents(len(scores.rows))
     if scores.run["finished"]:
         if lost := run.lost(full=True):
             raise ValueError(f"{run.path}: {'; '.join(lost)}")

@@ -1,4 +1,4 @@
-"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, cached for all runs."""
+"""The base model: a checkpoint, or a new model pre-trained on the general text and cached for all runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -141,8 +141,7 @@ def run_base(options: ModelOptions, new: Base, corpora: Corpora) -> Base:
 def assemble_base(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
 ) -> Base:
-    """A base with its objective on `corpora`, whose answers alone are scored if they are examples; without, on
-    packed text, as in pre-training."""
+    """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
     name = loading.objective_name(options.objective, config)
     objective = loading.objective(
         name,

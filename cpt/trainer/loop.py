@@ -239,7 +239,6 @@ class ContinualTrainer:
             self.journal.keep_rows()
         check_signals("before the model was exported")
         set_phase("exporting the model")
-        run.move_aside()
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class Monitor(Callback):
-    """The monitoring evaluations of one stage, on validation text of its domain and of others; a resumed stage
-    has them from its checkpoint. They change no bit of what is trained, unless they end it or hold a budget."""
+    """The monitoring evaluations of one stage, on validation text of its domain and of others; a resumed
+    stage has them from its checkpoint. They change no bit of training, but where they end it or hold a budget.
+    """
 
     def __init__(
         self,
@@ -62,9 +63,6 @@ class Monitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
         if not self.began:
-            if trainer.global_step:
-                name = trainer.datamodule.domain.name
-                log.info("%s is looked at from step %d on", name, trainer.global_step)
             self.look(trainer, module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -169,8 +167,6 @@ def make_monitor(
 ) -> Monitor:
     """The monitor of a stage, which a budget needs too."""
     every = options.interval(data.steps(domain), looks=drift.looks)
-    if options.every is None:
-        log.info("%s is looked at every %d steps, for its budget (monitor.every=null)", domain.name, every)
     names = options.choose(domain.parts, data.past(domain), stage=domain.name)
     texts = {name: data.validation[name] for name in add_last(drift, names, data, domain)}
     steering = steer(drift, run, data, domain)

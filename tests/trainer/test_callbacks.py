@@ -139,7 +139,7 @@ def test_a_callback_without_state_leaves_no_files(small, start, tmp_path):
     [
         (
             f"+callbacks.x._target_={HERE}.Stopping",
-            "the stage was ended at step 1 of 6 by one of the callbacks x; allowed: callbacks that",
+            "the stage was ended at step 1 of 6 by one of the callbacks x; allowed: trainer.steps",
         ),
         (
             f"+callbacks.x._target_={HERE}.Opaque",

@@ -52,8 +52,3 @@ def test_the_last_step_of_a_stage_that_ends_early_is_kept(saved):
 @pytest.mark.parametrize(("given", "minutes"), [("10min", 10), ("0.5min", 0.5), ("0min", None), (5, None)])
 def test_minutes_are_written_with_their_unit(given, minutes):
     assert minutes_of(given) == minutes
-
-
-def test_what_is_neither_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="allowed: 1 or more steps, or like 10min"):
-        StepCheckpoint(tmp_path, every="soon", guard=Guard())

@@ -201,8 +201,8 @@ def test_the_pace_is_that_of_the_tokens_since_the_point_before(monkeypatch):
     monkeypatch.setattr("cpt.trainer.costs.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     compute = CostMonitor()
     compute.paced = 0, 0, 2.0
-    for step, compute.tokens in ((2, 100), (4, 260)):
+    for step, tokens in ((2, 100), (4, 160)):
         now = SimpleNamespace(global_step=step, log_every_n_steps=2)
-        compute.note_pace(now, module)
+        compute.on_train_batch_end(now, module, None, {"input_ids": torch.ones(tokens)}, 0)
     tokens, pace = "train/tokens/law", "train/tokens_per_s/law"
     assert noted == [(tokens, 100.0), (pace, 50.0), (tokens, 260.0), (pace, 80.0)]

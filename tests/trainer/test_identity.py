@@ -174,18 +174,6 @@ def test_a_sweep_does_not_take_a_run_of_other_text_for_finished(run, config, tex
     assert not is_done(config("order=0"), folder)
 
 
-def test_a_folder_without_a_manifest_is_compared_with_its_scores(run, killed, texts, tmp_path, caplog):
-    killed("order=[law,food]")
-    (tmp_path / "run" / "identity.json").unlink()
-    caplog.set_level(logging.INFO)
-    assert run("order=[law,food]")["run"]["finished"]
-    assert "has no identity.json: its texts are compared" in caplog.text
-    (tmp_path / "run" / "identity.json").unlink()
-    edit(texts / "law" / "all.txt")
-    with pytest.raises(ValueError, match="the text of law changed"):
-        run("order=[law,food]")
-
-
 def test_a_checkpoint_that_changed_is_told_by_its_file(run, killed, tmp_path, small, start, texts):
     start(small("order=[law]"), tmp_path / "first")
     base = tmp_path / "first" / "model"
@@ -230,7 +218,7 @@ def test_a_base_that_is_made_again_with_other_bits_is_told(run, killed, tmp_path
     with pytest.raises(ValueError, match=r"\(the tokenizer of the base model changed\)"):
         run("order=[law,food]", private)
     remembered.write_text("{")
-    with pytest.raises(ValueError, match=r"identity.json is damaged .*; delete it"):
+    with pytest.raises(ValueError, match=r"identity.json is damaged .*; bring it back"):
         run("order=[law,food]", private)
     remembered.write_text(json.dumps(told))
     assert run("order=[law,food]", private)["run"]["finished"]

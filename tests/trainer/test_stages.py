@@ -115,7 +115,7 @@ def test_nothing_is_brought_together_to_be_written(mesh, tmp_path, monkeypatch):
     assert is_same(read_stage(tmp_path / "001.pt"), Method(1).state_dict())
 
 
-@pytest.mark.parametrize("function", ["write_shards", "sum_up", "save_state"])
+@pytest.mark.parametrize("function", ["write_shards", "hash_files", "save_state"])
 def test_a_stage_that_is_half_written_is_none(function, mesh, tmp_path, monkeypatch):
     place = RunDir(tmp_path / "run")
     path, module = place.stage(1), Method(1).share_out(mesh)
