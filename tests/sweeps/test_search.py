@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweeper)
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import PreemptedJob
-from cpt.sweeps.optuna_sweeper import OptunaSweeper
+from cpt.sweeps.optuna import OptunaSweeper
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
