@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from cpt.data.batch import labels_of
-from cpt.gradient_masks import importance as measured
 from cpt.gradient_masks import soft as module
 from cpt.gradient_masks.soft import (
     NORMALISATIONS,
@@ -43,7 +42,7 @@ GOLDEN = SHARED / "golden"
 KINDS = {"head": "heads", "intermediate": "neurons", "output": "outputs"}
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 
-domain_losses = partial(measured.domain_losses, objective=Causal())
+domain_losses = partial(module.domain_losses, objective=Causal())
 
 
 def roberta(*, rate: float = 0.0, **sizes: int) -> RobertaForMaskedLM:
