@@ -60,7 +60,7 @@ class Scores(Layout):
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
     leak: list[list[float]] = field(default_factory=list)  # [row], see cpt.trainer.leaks
-    spikes: list[list[float]] = field(default_factory=list)  # [row], see cpt.optim.spikes
+    spikes: list[list[float]] = field(default_factory=list)  # [row], see cpt.optim.nan_guard
     grown: list[int] = field(default_factory=list)  # stages that had been learned when domains were added
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite
     answers: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.answers.results

@@ -26,7 +26,7 @@ from cpt.methods.base import ContinualModule, Shared
 from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
-from cpt.optim.carry import CarriedState
+from cpt.optim.state import CarriedState
 from cpt.trainer.capping import tell_cap
 from cpt.trainer.identity import checkpoint_files
 from cpt.trainer.plan import Plan

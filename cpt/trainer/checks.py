@@ -147,7 +147,7 @@ def check_called(schedule: Any) -> Any:
     """The schedule; raises ValueError for what can not be asked for a factor."""
     if schedule is not None and not callable(schedule):
         name = f"{type(schedule).__module__}.{type(schedule).__name__}"
-        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedules.Linear")
+        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
     return schedule
 
 

@@ -28,7 +28,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.formatting import megabytes
 from cpt.trainer.assembly import make_method, make_sequence, read_corpora, tell_resting
 from cpt.trainer.costs import Compute, stored_beside, trained_parameters
@@ -243,7 +243,7 @@ def profile(
             data.enter(stage)
             module.enter(stage)
             module.train()
-            callbacks = [Compute(), Guard(policy=plan.run.on_nonfinite), profiler]
+            callbacks = [Compute(), NanGuard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
             trainer = make_trainer(plan.trainer.lightning, **how)
             with draw_quickly(plan.trainer.quick_dropout):

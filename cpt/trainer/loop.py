@@ -27,7 +27,7 @@ from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
 from cpt.models.movement import measure_movement
 from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard, RollbackError, check_finite
+from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.assembly import make_method, tell_resting
@@ -155,7 +155,7 @@ class Learner:
         self.module.enter(domain)
         self.module.train()
         compute, rates, leak = Compute(), Rates(), Leak()
-        guard = Guard(policy=self.plan.run.on_nonfinite)
+        guard = NanGuard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Last, so that a checkpoint has what the others did at its step.

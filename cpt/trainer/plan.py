@@ -26,7 +26,7 @@ from cpt.evaluation.probes.options import LMEval, plan_probe
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried
-from cpt.optim.schedules import Schedule
+from cpt.optim.schedulers import Schedule
 from cpt.trainer.checks import read_sections
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import Held
-from cpt.gradient_masks.subspaces import Subspaces
+from cpt.gradient_masks.subspace import Subspaces
 from cpt.models.influence import measure_similarity, watch_blocks
 from cpt.models.units import Projection, blocks
 from tests.support.making import ORDER, made

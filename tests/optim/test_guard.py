@@ -9,7 +9,7 @@ import torch
 
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.optim.guard import MOST, all_finite, check_finite
+from cpt.optim.nan_guard import MOST, all_finite, check_finite
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 
@@ -174,7 +174,7 @@ def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, mon
 
 def test_what_one_process_has_stops_all(monkeypatch):
     check_finite({"weight": torch.ones(2)}, "law")
-    monkeypatch.setattr("cpt.optim.guard.agree", lambda own: True)  # another has said so
+    monkeypatch.setattr("cpt.optim.nan_guard.agree", lambda own: True)  # another has said so
     with pytest.raises(ValueError, match="what another process has is not finite after law"):
         check_finite({"weight": torch.ones(2)}, "law")
 

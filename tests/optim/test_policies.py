@@ -5,8 +5,18 @@ import math
 import pytest
 
 from cpt.evaluation.scores import Scores
-from cpt.optim.policies import WSD, Autoregressive, Decayed, Infinite, Once, ReciprocalRoot, Rewarm
-from cpt.optim.schedules import Cosine, Progress, Schedule
+from cpt.optim.schedulers import (
+    WSD,
+    Autoregressive,
+    Cosine,
+    Decayed,
+    Infinite,
+    Once,
+    Progress,
+    ReciprocalRoot,
+    Rewarm,
+    Schedule,
+)
 from tests.support.making import ORDER, Watch, made, same
 
 STEPS = (10, 10, 20)

@@ -16,7 +16,7 @@ from cpt.models.forward import mean_over
 from cpt.models.objectives import Causal
 from cpt.models.span import Span
 from tests.conftest import SHARED
-from tests.gradient_masks.test_importance import batch_of, needs_golden, roberta
+from tests.gradient_masks.test_soft import batch_of, needs_golden, roberta
 
 
 def by_loops(anchors, positives, negatives, temperature):
