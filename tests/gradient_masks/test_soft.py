@@ -196,6 +196,17 @@ def test_importance_is_a_mean_of_absolute_values():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_importances_are_those_of_the_samples_of_all_processes(monkeypatch):
+    """A batch that only keeps other processes company counts nowhere."""
+    model = roberta().eval()
+    groups, batch = find_units(model, ["heads"]), batch_of(4)
+    alone = importance(model, groups, [batch], domain_losses)
+    idle = batch_of(3, seed=1) | {"idle": torch.ones(1)}
+    torch.testing.assert_close(importance(model, groups, [batch, idle], domain_losses), alone)
+    monkeypatch.setattr(module, "sum_in_place", lambda *tensors: [each.mul_(2) for each in tensors])
+    torch.testing.assert_close(importance(model, groups, [batch, batch], domain_losses), alone)
+
+
 def test_a_sample_without_scored_positions_counts_as_zero():
     batch = batch_of(3)
     labels = labels_of(batch)

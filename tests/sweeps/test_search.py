@@ -264,6 +264,18 @@ def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(search, f
     assert search(fails, "steps=range(0,5)", n_trials=None, sampler="grid").jobs == []
 
 
+def test_what_has_failed_twice_is_tried_once_more(search, capsys):
+    given = {"n_trials": None, "sampler": "grid"}
+
+    def fails(values):
+        return HydraException("boom") if values["steps"] == "1" else 1.0
+
+    search(fails, "steps=range(0,3)", **given)
+    assert search(fails, "steps=range(0,3)", **given).jobs == [["steps=1"]]
+    assert search(lambda values: 0.5, "steps=range(0,3)", **given).jobs == [["steps=1"]]
+    assert search(fails, "steps=range(0,3)", **given).jobs == []
+
+
 def test_if_all_fail_that_is_an_error(search, capsys):
     with pytest.raises(SystemExit):
         search(lambda values: None, LR, n_trials=2)
