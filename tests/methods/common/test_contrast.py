@@ -83,7 +83,7 @@ def test_the_samples_of_other_processes_are_candidates(monkeypatch):
     three, others = vectors(3), vectors(3, seed=1)
     joined = [torch.cat([first, own]) for first, own in zip(others, three, strict=True)]
     monkeypatch.setattr(
-        contrast, "gather_rows", lambda rows: (torch.stack([joined[1], joined[2]], dim=1), len(others[0]))
+        contrasting, "gather_rows", lambda rows: (torch.stack([joined[1], joined[2]], dim=1), len(others[0]))
     )
     of_both, terms = [*joined[1], *joined[2]], []
     for n, anchor in enumerate(three[0]):
