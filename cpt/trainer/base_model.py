@@ -27,8 +27,8 @@ from cpt.models.growth import entries, fit_rows
 from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.optim.guard import Guard
-from cpt.optim.schedules import Linear
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Linear
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 
@@ -217,7 +217,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         "log_every_n_steps": 10,
         "gradient_clip_val": how.gradient_clip_val,
     }
-    guard = Guard(advice=ADVICE)
+    guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None

@@ -25,7 +25,7 @@ from cpt.methods.base import ContinualModule, Shared
 from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
 from cpt.models.snapshots import Snapshot
-from cpt.optim.carry import CarriedState
+from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
 from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.manifest import checkpoint_files

@@ -25,7 +25,7 @@ from cpt.core.preemption import leave_all
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.sharding import is_sharded
 from cpt.core.tensors import load_tensors, save_state
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.options import minutes_of
 from cpt.trainer.sharding import layout_of
 from cpt.trainer.shards import SHARDS, fill_in, new_folder, read_shards, remove_others, write_shards
@@ -48,7 +48,7 @@ class StepCheckpoint(Callback):
     """Saves the trainer's state every `every` optimizer steps or minutes (`10min`, by the clock of any of the
     processes), after the last step, and when a signal asks the run to leave, which it then does."""
 
-    def __init__(self, path: Path, *, every: int | str, guard: Guard) -> None:
+    def __init__(self, path: Path, *, every: int | str, guard: NanGuard) -> None:
         self.minutes = minutes_of(every)
         self.path, self.every, self.guard, self.step = path, every, guard, 0
         self.saved = monotonic()

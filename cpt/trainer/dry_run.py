@@ -29,7 +29,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.formatting import megabytes
 from cpt.trainer.base_model import Untrained, find_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
@@ -245,7 +245,7 @@ def profile(
             data.enter(stage)
             module.enter(stage)
             module.train()
-            callbacks = [CostMonitor(), Guard(policy=plan.run.on_nonfinite), profiler]
+            callbacks = [CostMonitor(), NanGuard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
             trainer = make_trainer(plan.trainer.lightning, **how)
             with draw_quickly(plan.trainer.quick_dropout):

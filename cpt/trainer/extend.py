@@ -15,7 +15,7 @@ from cpt.core.cache import discard
 from cpt.core.processes import is_one_of_several
 from cpt.core.rules import is_steps
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.domain_order import arrange
 from cpt.trainer.manifest import (
     SHOWN,

@@ -26,7 +26,7 @@ from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
 from cpt.models.movement import measure_movement
 from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard, RollbackError, check_finite
+from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.base_model import Base
@@ -122,7 +122,7 @@ class ContinualTrainer:
         if self.plan.watches:
             monitor, drift = self.plan.monitor, self.plan.drift
             monitors = [make_monitor(monitor, drift, self.run, self.data, domain, costs)]
-        guard = Guard(policy=self.plan.run.on_nonfinite)
+        guard = NanGuard(policy=self.plan.run.on_nonfinite)
         saving = StepCheckpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         to_disk = [PartsToDisk(self.run.stage(number - 1))] * self.to_disk

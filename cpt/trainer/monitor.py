@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 class Monitor(Callback):
     """The monitoring evaluations of one stage, on validation text of its domain and of others; a resumed
-    stage has them from its checkpoint. They change no bit of training, but where they end it or hold a budget.
-    """
+    stage has them from its checkpoint. They change training only where they end it or hold a budget."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from cpt.evaluation.probes.options import LMEval, plan_probe
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
-from cpt.optim.schedules import Schedule
+from cpt.optim.schedulers import Schedule
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
 Made = TypeVar("Made")
@@ -170,7 +170,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     schedule = instantiate_now(read("schedule").choose(needed=True))
     if schedule is not None and not callable(schedule):
         name = f"{type(schedule).__module__}.{type(schedule).__name__}"
-        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedules.Linear")
+        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
     logger = read("logger")
     flags, loggers = logger.split(LoggerOptions)
     flags["others"] = check_entries(loggers, "logger")

@@ -15,7 +15,7 @@ from cpt.adapters.bank import BASE, banks_of
 from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
-from cpt.optim.carry import CarriedState
+from cpt.optim.state import CarriedState
 from cpt.trainer.build import log_ineffective
 from cpt.trainer.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpt.optim import guard as guards
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import checkpoint
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.options import minutes_of
@@ -17,7 +17,7 @@ def saved(monkeypatch, tmp_path):
     """The steps after which a state is kept, of ten that take so many seconds each."""
 
     def make(every, *, seconds=0, ends=None):
-        clock, guard, steps = [0.0], Guard(), []
+        clock, guard, steps = [0.0], NanGuard(), []
         monkeypatch.setattr(checkpoint, "monotonic", lambda: clock[0])
         saving = StepCheckpoint(tmp_path / "state", every=every, guard=guard)
         trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)

@@ -22,9 +22,8 @@ from cpt.contrib.advise.budget import Costs, Round
 from cpt.core.heartbeat import list_sweep_runs
 from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
-from cpt.sweeps.jobs import Job, compose_jobs
+from cpt.sweeps.jobs import Job, compose_jobs, divide_machine
 from cpt.sweeps.launcher import run_all
-from cpt.sweeps.resources import share_out_machine
 from cpt.trainer.plan import Plan, make_plan
 
 PILOT = 30  # steps per domain of the run whose steps are timed
@@ -51,7 +50,7 @@ class Sweep:
         return make_plan(cfg)
 
     def at_once(self, count: int) -> int:
-        return len(share_out_machine([self.config] * count, jobs=self.jobs, threads=None))
+        return len(divide_machine([self.config] * count, jobs=self.jobs, threads=None))
 
     def compose(self, arms: Sequence[str], given: Round, setting: Setting) -> list[Job]:
         """A job of each arm."""
@@ -78,7 +77,7 @@ class Sweep:
             return 0.0
         list_sweep_runs(self.folder, [job.folder for job in jobs])
         configs = [job.config for job in jobs]
-        places = share_out_machine(configs, jobs=self.jobs, threads=None, waiting=len(waiting))
+        places = divide_machine(configs, jobs=self.jobs, threads=None, waiting=len(waiting))
         run_all(waiting, command=COMMAND, places=places, grace=60)
         return time.monotonic() - began
 
