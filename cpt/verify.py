@@ -26,34 +26,30 @@ CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.verify", description=__doc__)
-    what = "run folders, caches, or folders that hold them (default: outputs and $CPT_CACHE)"
+    allowed = "run folders, caches, or folders that hold them"
+    what = f"{allowed} (default: outputs and $CPT_CACHE)"
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
     default = [
-        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and Path(each).is_dir()
+        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and os.path.isdir(each)
     ]
-    given, found = parser.parse_args(arguments).folders or default, dict[Path, bool]()
+    given, found = parser.parse_args(arguments).folders or default, dict[Path, list[str]]()
     if absent := [str(path) for path in given if not path.is_dir()]:
-        print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
+        print(f"cpt: no folder {', '.join(absent)}; allowed: {allowed}")
         return 1
     for at, folders, files in (each for path in given for each in os.walk(path.resolve())):
-        is_run = "config.yaml" in files or "scores.json" in files
-        if is_run or CACHED.fullmatch("/".join(Path(at).parts[-2:])):
-            found[Path(at)] = is_run
+        path, runs = Path(at), ("config.yaml" in files or "scores.json" in files)
+        if runs or CACHED.fullmatch("/".join(path.parts[-2:])):
+            found[path] = list(damage_in_run(path) if runs else error_of(check_folder, path))
             folders.clear()
-    lines = [
-        line
-        for path, is_run in sorted(found.items())
-        for line in (damage_in_run(path) if is_run else error_of(check_folder, path))
-    ]
-    runs = sum(found.values())
-    print(*lines, f"{len(found) - runs} folders of caches, {runs} runs: {len(lines)} damaged", sep="\n")
+    lines = [line for path in sorted(found) for line in found[path]]
+    print(*lines, f"{len(found)} folders: {len(lines)} damaged", sep="\n")
     return 1 if lines else 0
 
 
 def damage_in_run(folder: Path) -> Iterator[str]:
     """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
     run = RunDir(folder)
-    checks = {
+    checks: dict[str, Callable[[Path], object]] = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
         "generated/kept/*.json": partial(load_kept, instead=run.restore_hint),

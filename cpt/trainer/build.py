@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedModel
 
 import cpt
-from cpt.adapters.bank import banks_of
 from cpt.core.randomness import key
 from cpt.core.rules import show
 from cpt.core.tensors import NamedTensors, offload
@@ -81,14 +80,12 @@ def log_ineffective(plan: Plan, module: ContinualModule, device: torch.device) -
     options, name, model, rate = plan.trainer, plan.names["method"], plan.settings["model"], plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
-    final, disk = why_end_is_final(plan) if plan.run.keep_end else "", plan.parts.keep == "disk"
+    final = why_end_is_final(plan) if plan.run.keep_end else ""
     reasons = {
         f"model.base: model.checkpoint={model['checkpoint']} is not pre-trained": (
             model["checkpoint"] and model["base"]
         ),
         f"method.rate={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate not in (None, 1),
-        f"parts.keep=disk: {name} stores no modules of earlier domains": disk and not banks_of(module),
-        "parts.keep=disk: sharded modules stay in memory": disk and options.strategy == "fsdp",
         f"trainer.offload=true: {name} keeps no weights to offload": options.offload and not offloads,
         "trainer.offload=true: on a CPU all is in the host's memory": (
             options.offload and offloads and device.type == "cpu"

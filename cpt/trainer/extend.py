@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cpt.core.cache import discard
@@ -68,8 +69,9 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
         return None, ""
     near: list[tuple[int, int, Path, list[str], list[str]]] = []
     for path in sorted(run.path.parent.glob("*/identity.json")):
-        sibling = RunDir(path.parent)
-        order = Manifest.load(sibling).order
+        sibling, order = RunDir(path.parent), []
+        with suppress(ValueError):  # damaged
+            order = Manifest.load(sibling).order
         may_follow = is_beginning(order, plan.order)
         if plan.by_texts:  # their order is not known yet
             may_follow = set() < set(order) < set(plan.order)

@@ -186,7 +186,7 @@ class ContinualTrainer:
         if is_first_process():
             self.run.save_documents(number, cells.documents)
             if diagnostics:
-                self.run.save_arrays(self.run.diagnostics(number), diagnostics)
+                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
             end = options.keep_end and not why_end_is_final(self.plan)
             self.run.cleanup(number, keep=options.keep_stages, end=end)

@@ -72,10 +72,7 @@ class Manifest:
         full, given, cache = plan.run.check == "full", plan.model.checkpoint, Path(plan.run.cache_dir)
         reads_all = full and is_first_process()
         for name in list(self.texts) if reads_all else self.touched_texts(plan):
-            from cpt.data.corpus import (  # pyarrow and datasets: seconds, rarely needed
-                facts_anew,
-                make_corpus,
-            )
+            from cpt.data.corpus import facts_anew, make_corpus  # seconds of imports, rarely needed
 
             log.info("comparing the text of %s with the one that the run was begun with", name)
             stamp, source = stamp_of(plan.source, name), plan.source

@@ -34,7 +34,7 @@ from cpt.models.growth import check_head, check_rows
 from cpt.models.isolation import check_isolation
 from cpt.models.objectives import Causal, Masked, Objective
 from cpt.models.options import BYTES
-from cpt.models.quick_dropout import dropout_rates, drops_attention
+from cpt.models.quick_dropout import drops_attention
 from cpt.models.span import Span
 from cpt.trainer.build import build_shared
 from cpt.trainer.callbacks import make_callbacks, make_loggers
@@ -95,17 +95,11 @@ def resolve_auto(
     `trainer.precision=auto` is what a resumed run has `stored` in its scores.json; else bf16-mixed on a GPU
     with bf16, and 32-true elsewhere. `trainer.attention=auto` is eager on a CPU where that is faster."""
     on_cpu = device.type == "cpu"
-    if device.type == "cuda" and not options.deterministic:
-        log.info("Bitwise reproducible on a GPU, and slower: trainer.deterministic=true")
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
         why = "as in scores.json" if stored else f"the default on this device ({device.type})"
         log.info("trainer.precision=auto: %s, %s", options.precision, why)
-    has_dropout = any(rate > 0 for rate in dropout_rates(config).values())
-    if options.quick_dropout and not (on_cpu and has_dropout):
-        why = "a GPU draws dropout quickly anyway" if has_dropout else "the model has no dropout"
-        log.info("No effect of trainer.quick_dropout=true: %s", why)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
     if options.attention == "auto" and on_cpu and (drops or is_short):

@@ -27,7 +27,12 @@ BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRE
 
 class RunDir:
     """The directory of one run. `scores.json`, or a line beside it, is written last in each stage; files of
-    stages that it does not count are made again."""
+    stages that it does not count are made again.
+
+    stages/NUMBER.pt            the method's state after a stage
+    checkpoints/NUMBER-NAME     the trainer's state within one
+    documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/, looks/ (of a budget)
+    endtasks/, answers/, probes/, generated/NUMBER-NAME     results after a stage, text written before one"""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,43 +138,31 @@ class RunDir:
         return Scores.load(self.scores_file) if self.scores_file.exists() else None
 
     def stage(self, number: int | str) -> Path:
-        """The method's state after a stage."""
         return self.path / "stages" / f"{number:0>3}.pt"
 
     def checkpoint(self, number: int, name: str) -> Path:
-        """The trainer's state within a stage."""
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
 
     def last_checkpoint(self) -> Path | None:
-        """The trainer's state within the first stage or at its end, if there is one."""
+        """The checkpoint within the first stage or at its end, if there is one."""
         return next(iter(sorted(self.path.glob("checkpoints/001-*.ckpt"))), None)
 
     def endtasks(self, row: int, name: str) -> Path:
-        """Predictions of the models fine-tuned after a stage."""
         return self.path / "endtasks" / f"{row:03d}-{name}"
 
     def probes(self, row: int, name: str) -> Path:
-        """Results of the lm-evaluation-harness after a stage."""
         return self.path / "probes" / f"{row:03d}-{name}"
 
     def answers(self, row: int, name: str) -> Path:
-        """Answers of the model of a stage."""
         return self.path / "answers" / f"{row:03d}-{name}"
 
     def generated(self, number: int, name: str) -> Path:
-        """What the model has written for replay before a stage."""
         return self.path / "generated" / f"{number:03d}-{name}"
 
     def documents(self, row: int) -> Path:
-        """Losses by document of one row of the matrix."""
         return documents_file(self.path, row)
 
-    def diagnostics(self, row: int) -> Path:
-        """A method's diagnostics after a stage."""
-        return self.path / "diagnostics" / f"{row:03d}.npz"
-
     def looks(self, number: int) -> Path:
-        """Losses by document that a budget counts from, as they were before a stage."""
         return self.path / "looks" / f"{number:03d}.npz"
 
     def load_looks(self, number: int) -> dict[str, np.ndarray]:

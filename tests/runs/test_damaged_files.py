@@ -203,14 +203,14 @@ def test_verify_names_what_is_damaged_and_touches_nothing_else(again, tmp_path, 
     (tmp_path / "data" / "corpora" / "law").mkdir(parents=True)  # texts are no cache
     (tmp_path / "data" / "endtasks" / "law").mkdir(parents=True)
     assert verify.main([str(tmp_path)]) == 0
-    assert "1 runs: 0 damaged" in capsys.readouterr().out
+    assert "folders: 0 damaged" in capsys.readouterr().out
     harmed = [*(tmp_path / "cache").glob("base/*/model.safetensors"), again / "stages" / "002.pt"]
     harmed += [*(tmp_path / "cache").glob("corpora/food-*/documents.arrow")]
     for path in harmed:
         flip(path, path.stat().st_size // 2)
     assert verify.main([str(tmp_path), str(again)]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
-    assert last.endswith("1 runs: 3 damaged")
+    assert last.endswith(": 3 damaged")
     assert [any(path.name in line for line in lines) for path in harmed] == [True] * 3
     assert len(lines) == 3 and all("again" in line for line in lines)
     assert verify.main([str(tmp_path / "nowhere")]) == 1

@@ -3,7 +3,6 @@
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -13,7 +12,6 @@ from cpt.reporting.comparison.runs import Run, measure_runs
 from cpt.trainer.manifest import resolve_eval_cap
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
-from tests.support.making import made
 
 ONE, TWO = "order=[law]", "order=[law,food]"
 ALL, PART = "eval.tokens=null", "eval.tokens=64"
@@ -42,14 +40,6 @@ def early(start, small, tmp_path):
     assert config.eval.pop("tokens") is None
     OmegaConf.save(config, tmp_path / "early" / "config.yaml")
     return tmp_path / "early"
-
-
-def test_texts_below_the_default_are_scored_whole_and_nothing_is_said(small, caplog):
-    with caplog.at_level(logging.INFO):
-        usual, whole = made(small(TWO)), made(small(TWO, ALL))
-    assert usual.plan.cap == 200_000 == usual.plan.settings["eval"]["tokens"] and not usual.data.cut
-    for name in whole.data.held_out:
-        assert np.array_equal(usual.data.scored_rows(name), whole.data.scored_rows(name))
 
 
 def test_the_default_is_the_bound_that_it_says_and_is_told(low, start, small, tmp_path, caplog):

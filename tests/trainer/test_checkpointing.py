@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpt.optim import guard as guards
+from cpt.optim import nan_guard as guards
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import checkpoint
 from cpt.trainer.checkpoint import StepCheckpoint

@@ -1,7 +1,6 @@
 """What a method keeps beside the model is counted once, whatever it is called; what it computes, too."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,19 +189,3 @@ def test_of_a_model_with_a_decoder_source_and_target_are_read(small_t5, start, t
     # Of 16 tokens 2 are hidden in a hole: 14 + 1 + 1 tokens of source, 2 + 1 + 1 of target.
     assert scores["seen"] == [0, 3 * 8 * (16 + 4)]
     assert scores["flops"][1] > 6 * scores["seen"][1] * 1000
-
-
-def test_the_pace_is_that_of_the_tokens_since_the_point_before(monkeypatch):
-    noted: list[tuple[str, float]] = []
-    module = SimpleNamespace(
-        domain=SimpleNamespace(name="law"), log=lambda key, value, **_: noted.append((key, value))
-    )
-    clock = iter([4.0, 6.0])
-    monkeypatch.setattr("cpt.trainer.costs.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    compute = CostMonitor()
-    compute.paced = 0, 0, 2.0
-    for step, tokens in ((2, 100), (4, 160)):
-        now = SimpleNamespace(global_step=step, log_every_n_steps=2)
-        compute.on_train_batch_end(now, module, None, {"input_ids": torch.ones(tokens)}, 0)
-    tokens, pace = "train/tokens/law", "train/tokens_per_s/law"
-    assert noted == [(tokens, 100.0), (pace, 50.0), (tokens, 260.0), (pace, 80.0)]

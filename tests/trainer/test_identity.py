@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from cpt import train as story
-from cpt.core.naming import name_run
 from cpt.train import is_done
 from cpt.trainer import loop
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -108,16 +107,6 @@ def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(story, "fit", None)
     start(config("order=[law,food]", f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "scores.json").read_text()) == scores
-
-
-def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypatch):
-    scores = run("order=[law,food]")
-    (texts / "law" / "README.rst").write_text("no text")
-    with pytest.raises(ValueError, match="law/README.rst is not a file of text"):
-        run("order=[law,food]")
-    monkeypatch.setattr(story, "fit", None)
-    assert run("order=[law,food]", "domains.ignore=[README*]") == scores
-    assert name_run(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
 
 
 def test_new_and_vanished_domains_are_told_by_name(run, killed, texts, corpora, tmp_path):

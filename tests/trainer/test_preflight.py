@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.errors import reason
@@ -144,19 +143,6 @@ def test_a_model_whose_head_gets_no_rows_for_sentinels_is_told(bart, small, unre
         unread(small(f"model.checkpoint={bart}", "model.mean_span=3"))
 
 
-@pytest.mark.parametrize(("logger", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])
-def test_a_logger_whose_package_is_missing_is_told(logger, package, small, unread, monkeypatch):
-    kind = {"tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}[logger]
-
-    def lacking(self, *args, **kwargs):
-        raise ModuleNotFoundError(f"Requirement '{package}' not met.\n HINT: Try running pip install")
-
-    monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}.__init__", lacking)
-    with pytest.raises(ValueError, match=f"^logger.{logger}: Requirement '{package}' not met") as raised:
-        unread(small(f"logger={logger}"))
-    assert "\n" not in str(raised.value)
-
-
 def test_what_is_right_is_built(small, tmp_path):
     cfg = small("callbacks=lr_monitor", "logger=csv", "method=lora", "mask=migu")
     ready = prepare(make_plan(cfg), RunDir(tmp_path))
@@ -224,15 +210,3 @@ def test_an_exported_model_in_parts_says_which_is_used(attach, told, checkpoint,
     (checkpoint / "parts.json").write_text(json.dumps(index))
     prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
     assert f"{checkpoint} has modules for law, food; {told}" in caplog.text
-
-
-def test_a_whole_checkpoint_says_nothing(checkpoint, small, tmp_path, caplog):
-    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
-    assert not [record for record in caplog.records if record.name.startswith("cpt")]
-
-
-def test_an_older_model_file_without_the_new_key_is_taken(small, tmp_path):
-    cfg = small()
-    OmegaConf.set_struct(cfg, False)
-    del cfg.model.resize
-    assert prepare(make_plan(cfg), RunDir(tmp_path)).callbacks == {}
