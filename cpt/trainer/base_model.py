@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Base:
     objective: Objective
     length: int
     resize: bool = False
+    untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
 
     @property
     def seq2seq(self) -> bool:
@@ -71,19 +72,11 @@ class Base:
         return made
 
     def load(self) -> PreTrainedModel:
+        if self.untrained is not None:
+            return loading.build(self.untrained, self.tokenizer, self.objective_name, seed=0)
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         return loaded
-
-
-@dataclass(frozen=True)
-class Untrained(Base):
-    """A base that is not pre-trained yet, with random weights."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def load(self) -> PreTrainedModel:
-        return loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
 
 
 def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
@@ -100,11 +93,11 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
 
 
 def find_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config if it is in the cache, else an Untrained one."""
+    """The base of a model config if it is in the cache, else an untrained one."""
     new = describe_base(options, corpora)
     if options.checkpoint is not None or base_folder(options, new, corpora).exists():
         return make_base(options, corpora, accelerator=accelerator)
-    return Untrained(**vars(run_base(options, new, corpora)), config=options.config)
+    return replace(run_base(options, new, corpora), untrained=options.config)
 
 
 def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:

@@ -130,7 +130,7 @@ def check_stage(path: Path, *, instead: str) -> None:
             raise ValueError(f"{folder}: {damage}; {instead}")
 
 
-def read_stage(path: Path, like: Like = lambda name, shape: None) -> dict[str, Tensor]:
+def load_stage(path: Path, like: Like = lambda name, shape: None) -> dict[str, Tensor]:
     """The state after a stage, tensors whole or sharded as another, `like` its name and shape; then every
     process has to call it."""
     stored, shards = open_stage(path)
@@ -152,8 +152,8 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
     if rests and not shards:
         load_resting(module, stored)
     elif any(map(is_sharded, module.parameters())):
-        module.load_state_dict(read_stage(path, like))
+        module.load_state_dict(load_stage(path, like))
     else:
-        module.load_state_dict(read_stage(path))
+        module.load_state_dict(load_stage(path))
     if rests:
         rest_parts(module, path)

@@ -54,7 +54,7 @@ def resume_from_sibling(run: RunDir, plan: Plan) -> None:
         log.info(line)
 
 
-def find_begun(plan: Plan, run: RunDir) -> RunDir:
+def find_started(plan: Plan, run: RunDir) -> RunDir:
     """The directory whose rows a run continues from: its own, or a sibling."""
     return run if run.config.exists() else find_source(run, plan)[0] or run
 

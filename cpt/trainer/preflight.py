@@ -53,7 +53,7 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreflightResult:
     """What a run has before its texts: the plan with `auto` resolved, loggers and callbacks, the number of
     `processes` on this machine, the device of this one, and the tasks of lm-evaluation-harness."""
 
@@ -65,7 +65,7 @@ class Ready:
     harness: Harness | None
 
 
-def prepare(plan: Plan, run: RunDir) -> Ready:
+def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     """Prepares the process, and what needs no text. Raises ValueError for a plan that cannot be run."""
     quiet()
     keep_free()
@@ -79,7 +79,7 @@ def prepare(plan: Plan, run: RunDir) -> Ready:
     options = resolve_auto(plan.trainer, config, device, length=plan.model.length, stored=stored)
     tried = try_trainer(options.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     plan = replace(plan, trainer=options)
-    return Ready(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
+    return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
 
 
 def resolve_auto(
@@ -144,7 +144,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
         with naming_cause("model.config"):
             config = loading.AutoConfig.for_model(**options.config)
     else:
-        config, tokenizer = loading.configuration(given), load_tokenizer(given)
+        config, tokenizer = loading.configuration(given), check_tokenizer(given)
         check_rows(config.get_text_config().vocab_size, tokenizer, checkpoint=given, resize=options.resize)
         loading.find_adapter(given)
         if is_first_process():
@@ -177,7 +177,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     return config
 
 
-def load_tokenizer(checkpoint: str) -> Any:
+def check_tokenizer(checkpoint: str) -> Any:
     """The tokenizer of a checkpoint. Raises ValueError for one that is missing or damaged, and for truncated
     weights of a local folder."""
     folder = Path(checkpoint)

@@ -123,7 +123,7 @@ def test_a_second_start_is_told_who_is_at_work(small, start, tmp_path):
 def test_a_start_that_is_refused_leaves_the_folder_of_a_younger_one(held, tmp_path):
     """Both begin in a new folder; the other has its config and its lock when this one ends."""
     place, other = RunDir(tmp_path / "run"), contextlib.ExitStack()
-    with pytest.raises(ValueError, match="refused"), place.unless_refused():
+    with pytest.raises(ValueError, match="refused"), place.removed_if_rejected():
         place.write_config({"name": "x"})
         if held:
             other.enter_context(FileLock(place.path / ".lock"))

@@ -12,7 +12,7 @@ from cpt.adapters.bank import Bank
 from cpt.core.sharding import whole
 from cpt.core.tensors import NamedTensors
 from cpt.trainer import checkpoint as stages
-from cpt.trainer.checkpoint import check_stage, read_stage, restore_stage, save_stage
+from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
 from cpt.trainer.costs import stored_bytes
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.sharding import share_out_state
@@ -70,7 +70,7 @@ def test_shards_are_read_as_what_was_shared_out(mesh, tmp_path):
         *("model.map.bias", "model.head.bias", "anchor.map/bias", "anchor.head/bias", "bank.0:map/bias"),
         "count",
     }
-    assert is_same(read_stage(path), expected)
+    assert is_same(load_stage(path), expected)
     own = {"table.weight", "map.weight", "map.bias", "head.weight", "head.bias"}
     assert stored_bytes(given, own) == stored_bytes(expected, own) > 0
     check_stage(path, instead=INSTEAD)
@@ -112,7 +112,7 @@ def test_nothing_is_brought_together_to_be_written(mesh, tmp_path, monkeypatch):
         patch.setattr(DTensor, "full_tensor", refused)
         patch.setattr(DTensor, "redistribute", refused)
         save_stage(module, tmp_path / "001.pt")
-    assert is_same(read_stage(tmp_path / "001.pt"), Method(1).state_dict())
+    assert is_same(load_stage(tmp_path / "001.pt"), Method(1).state_dict())
 
 
 @pytest.mark.parametrize("function", ["write_shards", "hash_files", "save_state"])
@@ -124,7 +124,7 @@ def test_a_stage_that_is_half_written_is_none(function, mesh, tmp_path, monkeypa
         save_stage(module, path)
     assert not path.exists()
     save_stage(module, path)  # the same process again
-    assert is_same(read_stage(path), Method(1).state_dict())
+    assert is_same(load_stage(path), Method(1).state_dict())
     assert len([*path.parent.glob("*.shards")]) == 1
     path.unlink()
     place.clean()
@@ -137,9 +137,9 @@ def test_a_stage_is_replaced_as_a_whole(mesh, tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(stages, "save_state", killed)
         save_stage(Method(2).share_out(mesh), path)
-    assert is_same(read_stage(path), Method(1).state_dict())
+    assert is_same(load_stage(path), Method(1).state_dict())
     save_stage(Method(2).share_out(mesh), path)
-    assert is_same(read_stage(path), Method(2).state_dict())
+    assert is_same(load_stage(path), Method(2).state_dict())
     assert len([*tmp_path.glob("*.shards")]) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_stage_that_one_process_writes_anew_has_no_shards(mesh, tmp_path):
     save_stage(Method(1).share_out(mesh), path)
     save_stage(Method(2), path)
     assert [each.name for each in tmp_path.glob("001*")] == ["001.pt"]
-    assert is_same(read_stage(path), Method(2).state_dict())
+    assert is_same(load_stage(path), Method(2).state_dict())
 
 
 DAMAGE = {
