@@ -46,15 +46,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 class StepCheckpoint(Callback):
     """Saves the trainer's state every `every` optimizer steps or minutes (`10min`, by the clock of any of the
-    processes), after the last step, and when a signal asks the run to leave, which it then does."""
+    processes), after the last step, and when a signal asks the run to leave, which it then does. The modules
+    of earlier domains, which a checkpoint has restored, are mapped from the stage file `parts` again."""
 
-    def __init__(self, path: Path, *, every: int | str, guard: NanGuard) -> None:
+    def __init__(self, path: Path, *, every: int | str, guard: NanGuard, parts: Path | None = None) -> None:
         self.minutes = minutes_of(every)
-        self.path, self.every, self.guard, self.step = path, every, guard, 0
+        self.path, self.every, self.guard, self.parts, self.step = path, every, guard, parts, 0
         self.saved = monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
+        if self.parts is not None:
+            rest_parts(pl_module, self.parts)
         if self.guard.policy == "rollback" and self.step == 0:
             self.save(trainer, pl_module)
 
@@ -78,16 +81,6 @@ class StepCheckpoint(Callback):
         self.guard.check_weights(trainer, pl_module.parameters())
         trainer.save_checkpoint(self.path)
         self.saved, self.guard.asks, self.guard.asked = monotonic(), False, False
-
-
-class PartsToDisk(Callback):
-    """Maps the modules of earlier domains, which a checkpoint has loaded, from the stage file again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rest_parts(pl_module, self.path)
 
 
 def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:

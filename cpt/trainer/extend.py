@@ -68,6 +68,7 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     if plan.run.grow == "never":
         return None, ""
     near: list[tuple[int, int, Path, list[str], list[str]]] = []
+    shorter: dict[int, RunDir] = {}
     for path in sorted(run.path.parent.glob("*/identity.json")):
         sibling, order = RunDir(path.parent), []
         with suppress(ValueError):  # damaged
@@ -75,17 +76,25 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
         may_follow = is_beginning(order, plan.order)
         if plan.by_texts:  # their order is not known yet
             may_follow = set() < set(order) < set(plan.order)
-        if not may_follow or not sibling.config.exists() or (scores := sibling.scores()) is None:
+        own = resolve_eval_cap(plan, sibling)
+        before = steps_before(own, sibling) if sibling.last_checkpoint() is not None else None
+        if not (may_follow or before) or not sibling.config.exists():
             continue
-        if scores.run["finished"] and scores.run["method"] == plan.names["method"]:
-            settings = resolve_eval_cap(plan, sibling).settings
-            differences = sibling.changes(settings) or list_changed_contents(sibling, plan)
+        scores = sibling.scores()
+        if scores is None or not scores.run["finished"] or scores.run["method"] != plan.names["method"]:
+            continue
+        if not may_follow:
+            if not list_changed_contents(sibling, plan) and not why_not_resumable(own, sibling, before):
+                shorter[before] = sibling
+        else:
+            differences = sibling.changes(own.settings) or list_changed_contents(sibling, plan)
             near.append((-len(order), len(differences), sibling.path, order, differences))
     found = min((each for each in near if not each[-1]), default=None)
     if found is not None and not (why := why_not_growable(plan)):
         return RunDir(found[2]), f"Continuing from a copy of {found[2]} ({join_names(found[3])})"
-    if found is None and (shorter := find_shorter(plan, run)) is not None:
-        return shorter, f"Continuing from a copy of {shorter.path}, which has made fewer steps"
+    if found is None and shorter:
+        source = shorter[max(shorter)]
+        return source, f"Continuing from a copy of {source.path}, which has made fewer steps"
     line = ""
     if near:
         _, _, folder, order, differences = found[:4] + ([why],) if found else min(near)
@@ -101,20 +110,6 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
         why = line or f"{which} has learned the beginning of the order {join_names(plan.order)}"
         raise ValueError(f"grow=require is invalid: {why}. Allowed: auto, never, or such a run")
     return None, line
-
-
-def find_shorter(plan: Plan, run: RunDir) -> RunDir | None:
-    """The finished sibling with the most steps of those that a plan adds steps to."""
-    found: dict[int, RunDir] = {}
-    for path in sorted(run.path.parent.glob("*/checkpoints/001-*.ckpt")):
-        sibling = RunDir(path.parents[1])
-        own = resolve_eval_cap(plan, sibling)
-        before, scores = steps_before(own, sibling), sibling.scores()
-        if before is None or scores is None or not scores.run["finished"]:
-            continue
-        if not list_changed_contents(sibling, plan) and not why_not_resumable(own, sibling, before):
-            found[before] = sibling
-    return found[max(found)] if found else None
 
 
 def copy_run(folder: Path, into: Path, *, linked: Sequence[str]) -> None:

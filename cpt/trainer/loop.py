@@ -32,7 +32,7 @@ from cpt.reporting.model_card import write_model_card
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_method
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
-from cpt.trainer.checkpoint import PartsToDisk, StepCheckpoint, check_stage, restore_stage, save_stage
+from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
 from cpt.trainer.examinations import Measured
@@ -40,7 +40,7 @@ from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.generation import Generation
 from cpt.trainer.keeping import Keeper
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.monitor import make_monitor
+from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.scoring import Scorer, tell_row
@@ -120,15 +120,17 @@ class ContinualTrainer:
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:
-            monitor, drift = self.plan.monitor, self.plan.drift
-            monitors = [make_monitor(monitor, drift, self.run, self.data, domain, costs)]
+            options = self.plan.monitor, self.plan.drift
+            monitors = [Monitor(*options, self.run, self.data, domain, costs)]
         guard = NanGuard(policy=self.plan.run.on_nonfinite)
-        saving = StepCheckpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
+        every, parts = (
+            self.plan.trainer.checkpoint_every,
+            self.run.stage(number - 1) if self.to_disk else None,
+        )
+        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
-        to_disk = [PartsToDisk(self.run.stage(number - 1))] * self.to_disk
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
-        ours = [*to_disk, costs, *monitors, movement, guard]
-        callbacks = [*ours, *self.callbacks.entering(number), saving]
+        callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         with self.eta.timed("learn", number):
             fitting = self.run_trainer(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
