@@ -123,11 +123,8 @@ class ContinualTrainer:
             options = self.plan.monitor, self.plan.drift
             monitors = [Monitor(*options, self.run, self.data, domain, costs)]
         guard = NanGuard(policy=self.plan.run.on_nonfinite)
-        every, parts = (
-            self.plan.trainer.checkpoint_every,
-            self.run.stage(number - 1) if self.to_disk else None,
-        )
-        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts)
+        parts, every = self.run.stage(number - 1), self.plan.trainer.checkpoint_every
+        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts if self.to_disk else None)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]

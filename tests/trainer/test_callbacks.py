@@ -174,16 +174,3 @@ def test_a_logger_of_lightning_is_made_from_its_class_and_has_the_curves(small, 
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert ours["train/tokens/law"][-1] == scores["seen"][1]
     assert all(pace > 0 for pace in ours["train/tokens_per_s/food"])
-
-
-def test_curves_hold_the_step_that_they_are_written_for(small, start, tmp_path):
-    curves = []
-    for every in (1, 3):
-        folder = tmp_path / str(every)
-        start(small("order=[law]", f"trainer.log_every_n_steps={every}", "logger=csv"), folder)
-        with (folder / "metrics.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if row["name"] == "train/lm/law"]
-        curves.append({int(row["step"]): float(row["value"]) for row in rows})
-    each, third = curves
-    assert sorted(third) == [2, 5]
-    assert third == {step: each[step] for step in third}

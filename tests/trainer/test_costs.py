@@ -67,13 +67,6 @@ def test_a_weight_that_peft_has_moved_is_the_models():
     assert trained_parameters(method) == 2 * 16 + 16 * 2
 
 
-def test_a_skeleton_takes_no_memory_and_no_randomness():
-    model = made()
-    state = torch.get_rng_state()
-    assert "roberta.embeddings.word_embeddings.weight" in own_names(model)
-    assert torch.equal(state, torch.get_rng_state())
-
-
 class Two(nn.Module):
     """Products of known sizes: [B, 6] x [6, 4], attention over [B, 1, 4, 2]."""
 
