@@ -19,7 +19,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualModule
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan

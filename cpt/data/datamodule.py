@@ -20,7 +20,7 @@ from cpt.data.packing import Packed
 from cpt.data.replay import ReplayConfig, ReplayPool, ReplaySource, exact
 from cpt.data.sampler import EvalSubset, Recovery, ResumeSampler, ShardSampler, TrainStream
 from cpt.data.sources.base import GENERAL
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,9 @@ from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.snapshots import Snapshot
-from cpt.optim.carry import CarriedState
-from cpt.optim.guard import Guard
-from cpt.optim.schedules import Progress
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Progress
+from cpt.optim.state import CarriedState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class ContinualModule(Staged):
         self.trunk: Snapshot | None = None  # where a domain's decay is a branch
         self.bank: Bank | None = None
         self.router: Scorer | None = None
-        self.guard = Guard()
+        self.guard = NanGuard()
         self.pending: list[Before] = []
         self.held: list[Held] = []
         self.shaped: list[Domain] = []  # the stages whose shape the model has

@@ -29,7 +29,7 @@ from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, between, number, one_of
 from cpt.data.collate import Batch
-from cpt.gradient_masks.taken import Taken
+from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import Units, blocks
 
@@ -96,12 +96,12 @@ class CPTPlugin(ContinualModule):
         trained = replace(scope, names=scope.names + gates.names + own)
         super().__init__(options, shared, scope=trained)
         self.plugins, self.norms, self.gates = scope.names, own, gates
-        self.masks.append(Taken(gates.groups, acts_on="update"))
+        self.masks.append(ClaimedUnits(gates.groups, acts_on="update"))
         base = {name: model.get_parameter(name) for name in own} | closed_gates(gates)
         self.keep_parts(Bank(model, gates.names + own, base=base), options.routing)
 
     @property
-    def taken(self) -> Taken:
+    def taken(self) -> ClaimedUnits:
         """What the domains so far have opened, and the protection of it."""
         return self.masks[-1]
 
@@ -124,7 +124,7 @@ class CPTPlugin(ContinualModule):
         self.gates.clamp(self.options.limit)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.taken.raise_to(hard(self.gates.e().detach()))
+        self.taken.update_max(hard(self.gates.e().detach()))
         super().after_domain(probe)
 
     def backbone(self, domain: int) -> PreTrainedModel:

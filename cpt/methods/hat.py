@@ -31,8 +31,8 @@ from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, some_of
 from cpt.data.collate import Batch
+from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.gradient_masks.options import ACTS_ON
-from cpt.gradient_masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import find_units as find_units
 
@@ -90,7 +90,7 @@ class HAT(ContinualModule):
             scope, gates = None, attach_gates(shared.model, groups, s_max=options.s_max)
         super().__init__(options, shared, scope=scope)
         self.gates = gates
-        self.masks.append(Taken(gates.groups, acts_on=options.acts_on))
+        self.masks.append(ClaimedUnits(gates.groups, acts_on=options.acts_on))
         self.remember(options.routing)
 
     def remember(self, routing: Routing) -> None:
@@ -101,7 +101,7 @@ class HAT(ContinualModule):
             self.keep_parts(Bank(self.model, self.gates.names, base=base), routing)
 
     @property
-    def taken(self) -> Taken:
+    def taken(self) -> ClaimedUnits:
         return self.masks[-1]
 
     def activate(self, domain: int) -> None:
@@ -133,7 +133,7 @@ class HAT(ContinualModule):
     def after_domain(self, probe: Iterable[Batch]) -> None:
         super().after_domain(probe)
         if self.bank is not None:
-            self.taken.raise_to(self.opened(self.domain.index))
+            self.taken.update_max(self.opened(self.domain.index))
 
     def opened(self, domain: int) -> Tensor:
         """The gates of a domain, 0 or 1, [units]."""

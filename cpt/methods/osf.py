@@ -34,7 +34,7 @@ from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, or_null
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.gradient_masks.subspaces import Subspaces
+from cpt.gradient_masks.subspace import Subspaces
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.influence import measure_similarity
 from cpt.models.units import blocks, matrices, projections

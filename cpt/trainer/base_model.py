@@ -1,8 +1,8 @@
-"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, cached for all runs."""
+"""The base model: a checkpoint, or a new model pre-trained on the general text and cached for all runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from cpt.models.growth import entries, fit_rows
 from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.optim.guard import Guard
-from cpt.optim.schedules import Linear
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Linear
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 
@@ -53,6 +53,7 @@ class Base:
     objective: Objective
     length: int
     resize: bool = False
+    untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
 
     @property
     def seq2seq(self) -> bool:
@@ -71,19 +72,11 @@ class Base:
         return made
 
     def load(self) -> PreTrainedModel:
+        if self.untrained is not None:
+            return loading.build(self.untrained, self.tokenizer, self.objective_name, seed=0)
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
         return loaded
-
-
-@dataclass(frozen=True)
-class Untrained(Base):
-    """A base that is not pre-trained yet, with random weights."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def load(self) -> PreTrainedModel:
-        return loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
 
 
 def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
@@ -100,11 +93,11 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
 
 
 def find_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config if it is in the cache, else an Untrained one."""
+    """The base of a model config if it is in the cache, else an untrained one."""
     new = describe_base(options, corpora)
     if options.checkpoint is not None or base_folder(options, new, corpora).exists():
         return make_base(options, corpora, accelerator=accelerator)
-    return Untrained(**vars(run_base(options, new, corpora)), config=options.config)
+    return replace(run_base(options, new, corpora), untrained=options.config)
 
 
 def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:
@@ -141,8 +134,7 @@ def run_base(options: ModelOptions, new: Base, corpora: Corpora) -> Base:
 def assemble_base(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
 ) -> Base:
-    """A base with its objective on `corpora`, whose answers alone are scored if they are examples; without, on
-    packed text, as in pre-training."""
+    """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
     name = loading.objective_name(options.objective, config)
     objective = loading.objective(
         name,
@@ -218,7 +210,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         "log_every_n_steps": 10,
         "gradient_clip_val": how.gradient_clip_val,
     }
-    guard = Guard(advice=ADVICE)
+    guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None

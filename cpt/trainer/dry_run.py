@@ -29,13 +29,13 @@ from cpt.data.options import Budget
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.formatting import megabytes
-from cpt.trainer.base_model import Untrained, find_base
+from cpt.trainer.base_model import find_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.extend import find_begun, find_source, keep_base_row, steps_before
+from cpt.trainer.extend import find_source, find_started, keep_base_row, steps_before
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.options import minutes_of
 from cpt.trainer.plan import Plan
@@ -134,7 +134,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     data = build_data(plan, corpora, start, module)
     log_eval_cap(plan, data)
     log_ineffective(plan, module, ready.device)
-    folder = find_begun(plan, place)
+    folder = find_started(plan, place)
     scores = folder.scores()
     if scores is not None and steps_before(plan, folder) is not None:
         scores = keep_base_row(scores)
@@ -168,7 +168,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
     left_out = [name for name, options in measured.items() if options is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
-    left_out += ["training of the base model"] * isinstance(start, Untrained)
+    left_out += ["training of the base model"] * (start.untrained is not None)
     return about | multiply(plan, profiles, stages, world) | {
         "lower_bound": type(module).shape is not ContinualModule.shape and len(stages) > len(profiles),
         "not_included": left_out,
@@ -244,7 +244,7 @@ def profile(
             data.enter(stage)
             module.enter(stage)
             module.train()
-            callbacks = [CostMonitor(), Guard(policy=plan.run.on_nonfinite), profiler]
+            callbacks = [CostMonitor(), NanGuard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
             trainer = make_trainer(plan.trainer.lightning, **how)
             with draw_quickly(plan.trainer.quick_dropout):

@@ -7,7 +7,7 @@ from cpt.trainer.answers import Asking, make_asking
 from cpt.trainer.base_model import Base
 from cpt.trainer.endtasks import Examination, make_examination
 from cpt.trainer.plan import Plan
-from cpt.trainer.preflight import Ready
+from cpt.trainer.preflight import PreflightResult
 from cpt.trainer.probes import Probing, make_probing
 from cpt.trainer.run_dir import RunDir
 
@@ -17,7 +17,7 @@ Measured = Examination | Asking | Probing
 def make_examinations(
     plan: Plan,
     place: RunDir,
-    ready: Ready,
+    ready: PreflightResult,
     corpora: Corpora,
     start: Base,
     *,

@@ -26,20 +26,20 @@ from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
 from cpt.models.movement import measure_movement
 from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard, RollbackError, check_finite
+from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_method
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
-from cpt.trainer.checkpoint import PartsToDisk, StepCheckpoint, check_stage, restore_stage, save_stage
+from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
 from cpt.trainer.examinations import Measured
 from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.keeping import Keeper
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.monitor import make_monitor
+from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 from cpt.trainer.scoring import Scorer, tell_row
@@ -118,15 +118,14 @@ class ContinualTrainer:
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:
-            monitor, drift = self.plan.monitor, self.plan.drift
-            monitors = [make_monitor(monitor, drift, self.run, self.data, domain, costs)]
-        guard = Guard(policy=self.plan.run.on_nonfinite)
-        saving = StepCheckpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
+            options = self.plan.monitor, self.plan.drift
+            monitors = [Monitor(*options, self.run, self.data, domain, costs)]
+        guard = NanGuard(policy=self.plan.run.on_nonfinite)
+        parts, every = self.run.stage(number - 1), self.plan.trainer.checkpoint_every
+        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts if self.to_disk else None)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
-        to_disk = [PartsToDisk(self.run.stage(number - 1))] * self.to_disk
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
-        ours = [*to_disk, costs, *monitors, movement, guard]
-        callbacks = [*ours, *self.callbacks.entering(number), saving]
+        callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         with self.eta.timed("learn", number):
             fitting = self.run_trainer(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
@@ -184,7 +183,7 @@ class ContinualTrainer:
         if is_first_process():
             self.run.save_documents(number, cells.documents)
             if diagnostics:
-                self.run.save_arrays(self.run.diagnostics(number), diagnostics)
+                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
             end = options.keep_end and not why_end_is_final(self.plan)
             self.run.cleanup(number, keep=options.keep_stages, end=end)
@@ -237,7 +236,6 @@ class ContinualTrainer:
             self.journal.keep_rows()
         check_signals("before the model was exported")
         set_phase("exporting the model")
-        run.move_aside()
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)

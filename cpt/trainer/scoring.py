@@ -13,7 +13,7 @@ from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.optim.guard import check_losses
+from cpt.optim.nan_guard import check_losses
 from cpt.trainer.lightning import make_trainer
 from cpt.trainer.options import TrainerOptions
 from cpt.trainer.run_dir import RunDir

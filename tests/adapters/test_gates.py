@@ -18,7 +18,7 @@ from cpt.adapters.gates import (
     regulariser,
     soft,
 )
-from cpt.gradient_masks.taken import Taken
+from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.models.gating import gate_units
 from cpt.models.units import Part, Units, find_units, shared_members
 
@@ -208,9 +208,9 @@ def test_clamping():
 
 def test_factors_between_two_groups_are_one_minus_the_minimum():
     down, up = nn.Linear(3, 2), nn.Linear(2, 3)
-    taken = Taken(bottleneck_units("a", down, up), acts_on="update")
+    taken = ClaimedUnits(bottleneck_units("a", down, up), acts_on="update")
     assert list(taken.factors()) == []
-    taken.raise_to(torch.tensor([1.0, 0.25, 0.5, 0.0, 1.0]))
+    taken.update_max(torch.tensor([1.0, 0.25, 0.5, 0.0, 1.0]))
     found = {id(p): factor.expand(p.shape) for p, factor in taken.factors()}
     assert len(found) == 4
     assert found[id(down.weight)].tolist() == [[0, 0, 0], [0.75, 0.75, 0.75]]
@@ -221,11 +221,11 @@ def test_factors_between_two_groups_are_one_minus_the_minimum():
 
 def test_taken_only_grows_and_is_kept():
     groups = bottleneck_units("a", nn.Linear(3, 2), nn.Linear(2, 3))
-    taken = Taken(groups, acts_on="update")
-    taken.raise_to(torch.tensor([1.0, 0, 0, 0, 1]))
-    taken.raise_to(torch.tensor([0.0, 0, 1, 0, 0]))
+    taken = ClaimedUnits(groups, acts_on="update")
+    taken.update_max(torch.tensor([1.0, 0, 0, 0, 1]))
+    taken.update_max(torch.tensor([0.0, 0, 1, 0, 0]))
     assert taken.taken.tolist() == [1, 0, 1, 0, 1]
-    other = Taken(groups, acts_on="update")
+    other = ClaimedUnits(groups, acts_on="update")
     other.load_state_dict(taken.state_dict())
     assert torch.equal(other.taken, taken.taken)
     found = taken.diagnostics()
@@ -235,24 +235,24 @@ def test_taken_only_grows_and_is_kept():
 
 
 def test_factors_are_made_once_per_domain():
-    taken = Taken(bottleneck_units("a", nn.Linear(3, 2), nn.Linear(2, 3)), acts_on="update")
-    taken.raise_to(torch.ones(5))
+    taken = ClaimedUnits(bottleneck_units("a", nn.Linear(3, 2), nn.Linear(2, 3)), acts_on="update")
+    taken.update_max(torch.ones(5))
     first = [factor for _, factor in taken.factors()]
     assert all(a is b for a, (_, b) in zip(first, taken.factors(), strict=True))
     taken.taken.zero_()
     taken.activate(1)
     assert list(taken.factors()) == []
-    taken.raise_to(torch.ones(5))
+    taken.update_max(torch.ones(5))
     assert len(list(taken.factors())) == 4
 
 
 def test_shared_keys_are_kept_if_one_of_their_heads_is_taken():
     model = model_of("llama")
     groups = find_units(model, ("heads",))
-    taken = Taken(groups, acts_on="update")
+    taken = ClaimedUnits(groups, acts_on="update")
     gates = torch.zeros(8)
     gates[0] = 1  # of the first layer's 4 heads, two share keys and values
-    taken.raise_to(gates)
+    taken.update_max(gates)
     found, attention = {id(p): f for p, f in taken.factors()}, model.model.layers[0].self_attn
     assert found[id(attention.q_proj.weight)].flatten().tolist() == [0] * 4 + [1] * 12
     for shared in (attention.k_proj, attention.v_proj):

@@ -19,6 +19,7 @@ from cpt.models.snapshots import Snapshot
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
+from tests.support import making
 
 
 class Half(GradientMask):
@@ -105,6 +106,14 @@ def test_gradients_are_masked_before_they_are_clipped(fitted):
     assert sum(value.square().sum() for value in moved.values()).sqrt().item() == pytest.approx(
         1e-3, rel=1e-3
     )
+
+
+def test_every_step_draws_by_a_seed_of_its_own(small):
+    work, watch = making.made(small("order=[law,food]")), making.Watch(lambda module: torch.initial_seed())
+    for number in (0, 1):
+        work.learn(number, watch)
+    seeds = [seed for _, seed in watch.seen]
+    assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_decay_reaches_matrices_only(fitted):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cpt.data.sampler import TrainStream
-from cpt.gradient_masks import importance
+from cpt.gradient_masks import soft as soft_masks
 from cpt.models.dropout import rates
 from cpt.models.forward import in_mode
 from cpt.trainer import loop
@@ -78,7 +78,7 @@ def test_when_importances_are_measured(made, monkeypatch):
     """General knowledge once, before anything is learned, in train mode, on uncorrupted text; each domain
     after it, in eval mode, on corrupted text; both over the probe; and importances only rise."""
     module, data, options = made(*ROBERTA, "method=das", "trainer.probe_samples=20")
-    calls, gradients, corrupted = [], importance.gate_gradients, []
+    calls, gradients, corrupted = [], soft_masks.gate_gradients, []
     mask_token = data.objective.mask
     module.model.register_forward_pre_hook(
         lambda model, args, inputs: corrupted.append((inputs["input_ids"] == mask_token).any().item()),
@@ -92,7 +92,7 @@ def test_when_importances_are_measured(made, monkeypatch):
         calls.append((kind, model.training, len(batch["input_ids"]), *corrupted))
         return found
 
-    monkeypatch.setattr(importance, "gate_gradients", noted)
+    monkeypatch.setattr(soft_masks, "gate_gradients", noted)
     levels = [module.soft.importance.clone()]
     for place in (0, 1):
         fit(module, data, options, place=place)

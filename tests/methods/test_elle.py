@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cpt.adapters.export
 from cpt.core.randomness import key
-from cpt.gradient_masks.ranking import magnitudes
+from cpt.gradient_masks.migu import magnitudes
 from cpt.models.units import blocks, sublayers
 from tests.methods.test_contract import bits
 from tests.support.killing import KilledError

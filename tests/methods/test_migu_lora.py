@@ -5,7 +5,7 @@ import torch
 
 from cpt.adapters import lora
 from cpt.data.collate import inputs_of
-from cpt.gradient_masks.ranking import count_kept
+from cpt.gradient_masks.migu import count_kept
 from cpt.models.units import projections
 from tests.support.making import ORDER, made
 

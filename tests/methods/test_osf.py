@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import Held
-from cpt.gradient_masks.subspaces import Subspaces
+from cpt.gradient_masks.subspace import Subspaces
 from cpt.models.influence import measure_similarity, watch_blocks
 from cpt.models.units import Projection, blocks
 from tests.support.making import ORDER, made
@@ -92,6 +92,7 @@ def test_directions_are_those_of_the_model_before_each_domain(small):
             rank = int(share * min(start.shape) + 1e-9)
             left, right = projectors(start, rank)
             now = work.module.subspaces.maps[name].detach()
+            assert work.module.subspaces.bases.named()[f"{name}.left"].shape[1] == rank
             assert shares(now.double() - start, left, right)[0] < 1e-8, name
         before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}
 

@@ -284,7 +284,7 @@ def test_the_decoder_takes_the_target_moved_by_one():
 
 
 def test_two_passes_run_on_the_text_as_it_is():
-    from cpt.gradient_masks.importance import double_batch, general_losses
+    from cpt.gradient_masks.soft import double_batch, general_losses
 
     model = t5()
     batch, _ = span().batch(rows([40, 12, 6]))

@@ -1,7 +1,6 @@
 """Parts that rest on disk: the same bits as in memory, and not in memory."""
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -125,15 +124,6 @@ def test_a_run_that_is_begun_again_holds_nothing_that_rests(
     learned(tmp_path, "demix", "disk")
     assert len(held) == 2 - step and all(each and all(each) for each in held)
     assert bool(rooms) == (step > 0)  # a checkpoint holds all parts; a stage is not read
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", run_few(WITHOUT, ["ewc"]))
-def test_a_method_without_such_parts_says_so(learned, tmp_path, caplog, method):
-    caplog.set_level(logging.INFO)
-    learned(tmp_path, method, "disk")
-    lines = [each.getMessage() for each in caplog.records if "parts.keep" in each.getMessage()]
-    assert lines == [f"parts.keep=disk without effect: {method} keeps no parts that rest"]
 
 
 def test_every_method_is_told_of():

@@ -181,7 +181,7 @@ RESTING = {
     "test_reservoir.py": {
         "test_every_sample_of_a_stream_is_as_likely_to_be_kept": "2",
     },
-    "test_rows.py": {
+    "test_row_gradients.py": {
         "test_a_run_ends_with_the_same_weights": "(gradient|update)-fisher|.*-output",
         "test_a_run_of_low_rank_pairs_ends_with_the_same_weights": ALL,
     },

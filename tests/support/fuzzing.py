@@ -276,7 +276,7 @@ def read_place(run: Path) -> None:
     place.check_config(SETTINGS)
     OmegaConf.load(place.config)
     place.lost(full=True)
-    place.check_documents([["law"], ["law"]])
+    place.check_documents(2)
 
 
 AREAS = {

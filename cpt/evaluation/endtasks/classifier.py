@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from cpt.core.randomness import key
 from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
 from cpt.models.forward import in_mode, mean_over, reader, uncached
-from cpt.optim.schedules import Linear, Progress
+from cpt.optim.schedulers import Linear, Progress
 
 STD = 0.02  # of a new head where the model's configuration does not say it
 CHECK_EVERY = 20  # steps between two looks at the loss, each of which waits for the device

@@ -10,13 +10,14 @@ from transformers import T5Config, T5ForConditionalGeneration
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
+from cpt.methods.common import contrast as contrasting
 from cpt.methods.common.contrast import Contrast, contrastive
 from cpt.models.dropout import dropout, rates
 from cpt.models.forward import mean_over
 from cpt.models.objectives import Causal
 from cpt.models.span import Span
 from tests.conftest import SHARED
-from tests.gradient_masks.test_importance import batch_of, needs_golden, roberta
+from tests.gradient_masks.test_soft import batch_of, needs_golden, roberta
 
 
 def by_loops(anchors, positives, negatives, temperature):
@@ -75,6 +76,20 @@ def test_a_samples_positive_is_its_own_second_pass():
     right = contrastive(anchors, anchors, negatives, temperature=0.05)
     neighbours = anchors.view(3, 2, 6).flip(1).reshape(6, 6)
     assert right < 0.05 < 2 < contrastive(anchors, neighbours, negatives, temperature=0.05)
+
+
+def test_the_samples_of_other_processes_are_candidates(monkeypatch):
+    """Of two processes the second one: its positives come after those of the first."""
+    three, others = vectors(3), vectors(3, seed=1)
+    joined = [torch.cat([first, own]) for first, own in zip(others, three, strict=True)]
+    monkeypatch.setattr(
+        contrasting, "gather_rows", lambda rows: (torch.stack([joined[1], joined[2]], dim=1), len(others[0]))
+    )
+    of_both, terms = [*joined[1], *joined[2]], []
+    for n, anchor in enumerate(three[0]):
+        cosines = torch.stack([torch.cosine_similarity(anchor, other, dim=0) for other in of_both]) / 0.1
+        terms.append(cosines.logsumexp(0) - cosines[len(others[0]) + n])
+    torch.testing.assert_close(contrastive(*three, temperature=0.1), torch.stack(terms).mean())
 
 
 def test_negatives_push():

@@ -153,6 +153,15 @@ def test_a_draw_is_uniform_without_repetition_and_reproducible():
     assert chi_square(counts, 0.4, 500) < 10 + 4 * 20**0.5
 
 
+def test_draws_and_shares_follow_the_seed_and_the_number_of_processes(as_process):
+    one, other = (fed(reservoir(samples=40, seed=seed), range(40), size=4) for seed in (0, 1))
+    assert held(one) == held(other)
+    assert one.draw(8, purpose="match").tolist() != other.draw(8, purpose="match").tolist()
+    odd = fed(reservoir(samples=8), range(7), size=1)
+    as_process(0, 2)
+    assert odd.count() == 4 and odd.seen[:2].tolist() == [4, 3]
+
+
 def test_two_draws_are_independent():
     """Where one chooses a slot, the other does as often as by chance."""
     kept = fed(reservoir(samples=10), range(100), size=10)

@@ -1,10 +1,12 @@
-"""No step on numbers that are none: every loss and gradient is looked at before the optimizer sees it.
+"""NaN guard: checks loss and gradients before each optimizer step, and counts loss spikes.
 
-The gradient's norm is needed for clipping anyway, so that one number tells of all; with several processes it
-goes round together with what signals they have had, once per step."""
+The gradient's norm is needed for clipping anyway, so that one number covers all gradients; with several
+processes it is reduced together with the signals that they received, once per step."""
 
 import logging
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,13 +14,11 @@ import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
-from torch.amp import GradScaler
 
 from cpt.core.collectives import agree, maximise_in_place, sum_in_place
 from cpt.core.preemption import notice, release_children
 from cpt.core.processes import in_company
 from cpt.core.sharding import total_norm
-from cpt.optim.spikes import Spikes
 
 log = logging.getLogger(__name__)
 POLICIES = ("stop", "skip", "rollback")
@@ -28,19 +28,23 @@ ADVICE = (
 )
 GRADIENT = "norm of the gradient"
 MOST = 10  # steps in a row that are left out, rollbacks of one domain
+WINDOW = 100  # steps whose losses are remembered
+ENOUGH = 20  # of them, before one is judged
+TIMES = 1.5  # the median, which a spike exceeds at least so far
+DEVIATIONS = 10.0  # median absolute deviations above the median, likewise
 
 
 class RollbackError(Exception):
-    """A step is not to be made: the domain goes on from its last checkpoint."""
+    """The step is not made: the domain restarts from its last checkpoint."""
 
 
-class Guard(Callback):
+class NanGuard(Callback):
     """Decides for every optimizer step of one domain whether it is made.
 
     Where the loss or the gradient is not finite, `stop` raises a ValueError; `skip` leaves the step out;
     `rollback` goes back to the last checkpoint and leaves out all steps from there to this one (Chowdhery et
-    al., JMLR 2023, section 5.1). `advice` says what the user may change. In float16 the scaler leaves out
-    steps whose scaled gradient overflows, as it is meant to; there only the loss is looked at."""
+    al., JMLR 2023, section 5.1). `advice` ends the error. In float16 the scaler skips steps whose scaled
+    gradient overflows, as designed; there only the loss is checked."""
 
     def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
         if policy not in POLICIES:
@@ -70,68 +74,53 @@ class Guard(Callback):
 
     def allows(self, trainer: Trainer, norm: Tensor) -> bool:
         """Whether the step is made, alike in all processes; `norm` is its gradient's, a scalar. Raises
-        ValueError or RollbackError where it must not go on."""
+        ValueError or RollbackError where the run must not continue."""
         terms, self.terms = self.terms, {}
         value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
         fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
-        if trainer.global_step in self.left_out:
+        step, name = trainer.global_step, trainer.datamodule.domain.name
+        if step in self.left_out:
             return False
         if not fine:
-            return self.refuse(trainer, terms | {GRADIENT: norm})
+            problem = f"{name_nonfinite(terms | {GRADIENT: norm})} at step {step} of {name}"
+            if self.policy == "stop":
+                self.end(problem)
+            self.in_a_row += 1
+            if max(self.in_a_row, self.rollbacks + 1) > MOST:
+                self.end(f"{problem}, and so was {MOST} times before")
+            if self.policy == "rollback":
+                self.roll_back(trainer, step, problem)
+            warn_once(trainer, f"{problem}: the step is left out")
+            self.left_out.add(step)
+            return False
         self.in_a_row = 0
-        self.watch(trainer, value)
-        return scaler is None or self.fits(trainer, norm, scaler)
-
-    def watch(self, trainer: Trainer, value: Tensor) -> None:
-        """Tells of the first loss of a stage that is far above those before it."""
-        if isinstance(value, Tensor) and (told := self.spikes.see(trainer.global_step, value.item())):
-            name = trainer.datamodule.domain.name
-            warn_once(trainer, f"{told}, in {name}; more of this stage are counted in the report")
-
-    def fits(self, trainer: Trainer, norm: Tensor, scaler: GradScaler) -> bool:
-        """Whether a gradient has room in float16. Raises ValueError where it has none at any scale: it is no
-        number itself."""
-        if scaler.get_scale() < 1:
-            name = trainer.datamodule.domain.name
-            self.end(
-                f"the {GRADIENT} is {norm.item()} at step {trainer.global_step} of {name}, at every scale"
-            )
+        if isinstance(value, Tensor) and (spike := self.spikes.see(step, value.item())):
+            warn_once(trainer, f"{spike}, in {name}; more of this stage are counted in the report")
+        if scaler is None:
+            return True
+        if scaler.get_scale() < 1:  # no scale gives the gradient room: it is not finite itself
+            self.end(f"the {GRADIENT} is {norm.item()} at step {step} of {name}, at every scale")
         return math.isfinite(norm.item())
 
-    def refuse(self, trainer: Trainer, terms: Mapping[str, Tensor]) -> bool:
-        step, name = trainer.global_step, trainer.datamodule.domain.name
-        told = f"{name_nonfinite(terms)} at step {step} of {name}"
-        if self.policy == "stop":
-            self.end(told)
-        self.in_a_row += 1
-        if max(self.in_a_row, self.rollbacks + 1) > MOST:
-            self.end(f"{told}, and so was {MOST} times before")
-        if self.policy == "rollback":
-            self.roll_back(trainer, step, told)
-        warn_once(trainer, f"{told}: the step is left out")
-        self.left_out.add(step)
-        return False
-
-    def roll_back(self, trainer: Trainer, step: int, told: str) -> None:
-        """Raises RollbackError, if there have not been too many."""
-        warn_once(trainer, f"{told}: going back to the last checkpoint")
+    def roll_back(self, trainer: Trainer, step: int, problem: str) -> None:
+        warn_once(trainer, f"{problem}: going back to the last checkpoint")
         self.failed, self.rollbacks = step, self.rollbacks + 1
-        raise RollbackError(told)
+        raise RollbackError(problem)
 
     def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
-        """Raises ValueError or RollbackError where the last step has left weights that are not finite, in all
-        processes where it has in one."""
+        """Raises ValueError or RollbackError, in all processes, where the last step has left weights that are
+        not finite in one."""
         if agree(int(not all_finite(weights))):
             step, name = trainer.global_step, trainer.datamodule.domain.name
-            told = f"the weights are not finite after step {step} of {name}"
+            problem = f"the weights are not finite after step {step} of {name}"
             if self.policy == "rollback" and self.rollbacks < MOST:
-                self.roll_back(trainer, step - 1, told)
-            self.end(told)
+                self.roll_back(trainer, step - 1, problem)
+            self.end(problem)
 
-    def end(self, told: str) -> None:
+    def end(self, problem: str) -> None:
         """Raises ValueError, in all processes alike."""
         release_children()
-        raise ValueError(f"{told}; {self.advice}")
+        raise ValueError(f"{problem}; {self.advice}")
 
     def leaving(self) -> int:
         """The signal on which all processes leave now, 0 if there is none."""
@@ -196,3 +185,34 @@ def check_losses(means: Mapping[str, float], row: str) -> None:
         raise ValueError(
             f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
         )
+
+
+class Spikes:
+    """Counts the losses of one stage that are far above those of the steps before; changes nothing.
+
+    `noted` is empty, or: how many, the step of the first, its loss and the running median then, all of the
+    minimised loss of this process."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.noted: list[float] = []
+
+    def see(self, step: int, loss: float) -> str:
+        """Takes a finite loss; gives a message for the first spike, else an empty string."""
+        median = statistics.median(self.recent) if len(self.recent) >= ENOUGH else None
+        spread = statistics.median(abs(each - median) for each in self.recent) if median is not None else 0.0
+        self.recent.append(loss)
+        if median is None or loss <= max(TIMES * median, median + DEVIATIONS * spread):
+            return ""
+        if self.noted:
+            self.noted[0] += 1
+            return ""
+        self.noted = [1, step, loss, median]
+        return f"the loss is {loss:.4g} at step {step}, far above its running median of {median:.4g}"
+
+    def state(self) -> dict[str, Any]:
+        return {"recent": [*self.recent], "noted": self.noted}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.recent = deque(state["recent"], maxlen=WINDOW)
+        self.noted = list(state["noted"])

@@ -1,4 +1,5 @@
-"""What is asked: the texts, the model or its small sibling, and what the real run is called with."""
+"""What is asked and what is tried: texts, the model or its small sibling, and the arms of the sweep, ways of
+training that trade what is learned against what is forgotten."""
 
 from __future__ import annotations
 
@@ -8,8 +9,87 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModel
+
 from cpt.core.errors import reason
 from cpt.core.places import CONF
+from cpt.models.loading import configuration, objective_name
+
+REFERENCE = "ncl"
+NAMES = (  # the first ones stay where a budget is small
+    *(REFERENCE, "replay-5", "lr-1/4", "replay-25", "lora", "ewc", "kd", "lr-1/2", "freeze"),
+    *("ewc-strong", "replay-1"),
+)
+MEANINGS = {
+    REFERENCE: "nothing beside learning on",
+    "replay-1": "1 % of each batch is past and general text",
+    "replay-5": "5 % of each batch is past and general text",
+    "replay-25": "25 % of each batch is past and general text",
+    "lr-1/4": "a quarter of the learning rate",
+    "lr-1/2": "half of the learning rate",
+    "freeze": "the lower half of the blocks stays",
+    "lora": "low-rank pairs beside a frozen model",
+    "kd": "the model before the domain teaches",
+    "ewc": "weights are pulled back by their Fisher",
+    "ewc-strong": "the same, a hundred times as strong",
+}
+WORK = {"kd": 1.4, "ewc": 1.2, "ewc-strong": 1.2}  # about: a step's time, of that of the reference
+STRENGTH = 5000  # ContinualLM's, and what the runs behind docs/advise.md had
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What arms are made of: a model's own rate and blocks, and how many domains are learned."""
+
+    rate: float
+    blocks: int
+    domains: int
+
+
+def overrides(arm: str, setting: Setting) -> list[str]:
+    """What an arm sets beyond the defaults. Raises ValueError for an arm that there is not."""
+    kind, _, value = arm.partition("-")
+    match kind:
+        case "ncl":
+            return []
+        case "replay" if value in ("1", "5", "25"):
+            return mix(int(value) / 100, domains=setting.domains)
+        case "lr" if value in ("1/4", "1/2"):
+            return [f"model.lr={setting.rate / int(value[-1]):g}"]
+        case "freeze":
+            return [f"freeze.layers={max(1, setting.blocks // 2)}"]
+        case "lora" | "kd":
+            return [f"method={arm}"]
+        case "ewc" if value in ("", "strong"):
+            return ["method=ewc", f"method.strength={100 * STRENGTH if value else STRENGTH}"]
+    raise ValueError(f"--arms {arm}; allowed: {', '.join(NAMES)}")
+
+
+def mix(share: float, *, domains: int) -> list[str]:
+    """Half of the replayed share is past domains' text, half general; of a single domain all is general."""
+    past = share / 2 if domains > 1 else 0.0
+    return ["replay=past", f"replay.past={past:g}", f"replay.general={share - past:g}"]
+
+
+def choose_arms(asked_for: str | None) -> list[str]:
+    """The arms by name, the reference first. Raises ValueError for one that there is not, or for fewer than
+    two."""
+    if asked_for is None:
+        return list(NAMES)
+    names = asked_for.split(",")
+    for name in names:
+        overrides(name, Setting(rate=1, blocks=2, domains=2))
+    chosen = list(dict.fromkeys([REFERENCE, *names]))
+    if len(chosen) < 2:
+        raise ValueError(f"--arms {asked_for}; allowed: one or more beside {REFERENCE}, with commas")
+    return chosen
+
+
+def work(arms: Sequence[str]) -> float:
+    """The time of a step of all arms together, of that of the reference."""
+    return sum(WORK.get(arm, 1.0) for arm in arms)
+
 
 SMALL = 30_000_000  # parameters up to which a checkpoint is tried itself
 MOST_DOMAINS = 6
@@ -82,8 +162,6 @@ def find_model(given: str) -> Model:
     chosen = "tiny_modernbert" if given == "tiny" else given
     if chosen in names:
         return Model((f"model={chosen}",), (f"model={chosen}",))
-    from cpt.models.loading import configuration, objective_name
-
     try:
         config = configuration(given)
     except ValueError as error:
@@ -100,24 +178,18 @@ def find_model(given: str) -> Model:
 
 
 def count_parameters(config: Any) -> int:
-    import torch
-    from transformers import AutoModel
-
     with torch.device("meta"):
         return sum(each.numel() for each in AutoModel.from_config(config).parameters())
 
 
 def make_sibling(config: Any, objective: str) -> list[str]:
     """The overrides of a small model of a configuration's family."""
-    if (known := OF_TYPE.get(config.model_type)) is not None or objective == "span":
-        return [f"model={known or TINY[objective]}"]
-    sizes = {config.attribute_map.get(name, name): size for name, size in SIZES.items() if has(config, name)}
+    if config.model_type in OF_TYPE or objective == "span":
+        return [f"model={OF_TYPE.get(config.model_type, TINY[objective])}"]
+    known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
+    sizes = {config.attribute_map.get(name, name): size for name, size in known.items()}
     shown = ", ".join(f"{name}: {size}" for name, size in {"model_type": config.model_type, **sizes}.items())
     return [f"model={TINY[objective]}", "~model.config", f"+model.config={{{shown}}}"]
-
-
-def has(config: Any, name: str) -> bool:
-    return getattr(config, name, None) is not None
 
 
 def choose_domains(order: Sequence[str]) -> list[str]:

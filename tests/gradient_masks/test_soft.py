@@ -19,10 +19,16 @@ from transformers import (
 )
 
 from cpt.data.collate import labels_of
-from cpt.gradient_masks import importance as measured
 from cpt.gradient_masks import soft as module
-from cpt.gradient_masks.importance import gate_gradients, importance, sample_means
-from cpt.gradient_masks.soft import NORMALISATIONS, Proxy, SoftMask, normalise
+from cpt.gradient_masks.soft import (
+    NORMALISATIONS,
+    Proxy,
+    SoftMask,
+    gate_gradients,
+    importance,
+    normalise,
+    sample_means,
+)
 from cpt.models.dropout import check_dropout, dropout, rates
 from cpt.models.forward import divergence
 from cpt.models.gating import gate_units
@@ -36,7 +42,7 @@ GOLDEN = SHARED / "golden"
 KINDS = {"head": "heads", "intermediate": "neurons", "output": "outputs"}
 needs_golden = pytest.mark.skipif(not GOLDEN.exists(), reason="the authors' numbers are not here")
 
-domain_losses = partial(measured.domain_losses, objective=Causal())
+domain_losses = partial(module.domain_losses, objective=Causal())
 
 
 def roberta(*, rate: float = 0.0, **sizes: int) -> RobertaForMaskedLM:
@@ -127,7 +133,7 @@ def test_normalisation_and_accumulation_are_those_of_the_authors_code(kind):
     soft = SoftMask(golden_model(), kinds=[KINDS[kind]], acts_on="update", normalise="tanh_abs")
     for number in range(3):
         layers = torch.from_numpy(stages[f"in{number}_{kind}"])
-        soft.raise_to(torch.cat([normalise(layer, "tanh_abs") for layer in layers]))
+        soft.update_max(torch.cat([normalise(layer, "tanh_abs") for layer in layers]))
     theirs = torch.from_numpy(stages[f"acc_{kind}"]).flatten()
     torch.testing.assert_close(soft.importance, theirs, rtol=1e-4, atol=1e-6)
 
@@ -188,6 +194,17 @@ def test_importance_is_a_mean_of_absolute_values():
     by_batch = [gate_gradients(model, groups, each, domain_losses, passes=1).abs().sum(0) for each in batches]
     torch.testing.assert_close(sum(by_batch) / 7, scores)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_importances_are_those_of_the_samples_of_all_processes(monkeypatch):
+    """A batch that only keeps other processes company counts nowhere."""
+    model = roberta().eval()
+    groups, batch = find_units(model, ["heads"]), batch_of(4)
+    alone = importance(model, groups, [batch], domain_losses)
+    idle = batch_of(3, seed=1) | {"idle": torch.ones(1)}
+    torch.testing.assert_close(importance(model, groups, [batch, idle], domain_losses), alone)
+    monkeypatch.setattr(module, "sum_in_place", lambda *tensors: [each.mul_(2) for each in tensors])
+    torch.testing.assert_close(importance(model, groups, [batch, batch], domain_losses), alone)
 
 
 def test_a_sample_without_scored_positions_counts_as_zero():
@@ -327,13 +344,13 @@ def test_a_soft_mask_only_rises():
     soft = SoftMask(roberta(), kinds=["heads"], acts_on="update", normalise="rank")
     assert soft.importance.shape == (8,) and not soft.importance.any()
     one, other = torch.rand(8), torch.rand(8)
-    soft.raise_to(one)
-    soft.raise_to(other)
+    soft.update_max(one)
+    soft.update_max(other)
     both = soft.importance.clone()
     assert (both >= one).all() and (both >= other).all()
     soft.set(torch.zeros(8))
-    soft.raise_to(other)
-    soft.raise_to(one)
+    soft.update_max(other)
+    soft.update_max(one)
     assert torch.equal(soft.importance, both)
 
 
@@ -389,7 +406,7 @@ def test_what_was_measured_last_is_told_beside_the_maximum():
     first, second = torch.zeros_like(soft.importance), torch.zeros_like(soft.importance)
     first[0], second[-1] = 0.7, 0.4
     soft.set(first)
-    soft.raise_to(second)
+    soft.update_max(second)
     told = soft.diagnostics()
     measured = torch.cat([told[f"measured/{group.name}"] for group in soft.groups])
     assert torch.equal(measured, second)
