@@ -17,9 +17,8 @@ from transformers import PreTrainedModel
 from cpt.core.collectives import sum_in_place
 from cpt.data.batch import Batch, inputs_of, output_ids
 from cpt.models.forward import at, divergence
-from cpt.models.gating import gate_units
 from cpt.models.objectives import Objective
-from cpt.models.units import Units
+from cpt.models.units import Units, gate_units
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 

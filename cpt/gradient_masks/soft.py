@@ -13,7 +13,7 @@ from cpt.data.batch import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.importance import SampleLosses, general_losses, importance
 from cpt.gradient_masks.options import SoftMaskOptions
-from cpt.models.dropout import check_dropout, dropout
+from cpt.models.forward import check_dropout, dropout
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection, Units, factors, find_units
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.options import Routing
-from cpt.adapters.prompt import PromptChain, attach_prompt, draw_prompt
+from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import one_of, or_null, whole
 from cpt.data.batch import Batch
@@ -29,7 +29,7 @@ from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.prompt import check_rows, check_tokens
 from cpt.models.loading import positions_of
-from cpt.models.swapping import swap_weights
+from cpt.models.weights import swap_weights
 
 STARTS = ("vocabulary", "previous")
 STD = 0.02  # of W_down

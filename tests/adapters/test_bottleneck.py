@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
-from cpt.adapters.plugin import Plugin, attach_plugins
+from cpt.adapters.bottleneck import Bottleneck, Plugin, attach_bottlenecks, attach_plugins
 from cpt.models.units import sublayers
 from tests.models.test_units import FAMILIES, build, hooks, inputs_of, logits
 

@@ -5,9 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from cpt.adapters.upcycling import newest_maps
 from torch import nn
 
-from cpt.adapters.upcycling import attach_mixtures, mixtures_of, newest_maps, working
+from cpt.adapters.experts import attach_mixtures, mixtures_of, working
 from cpt.models.units import blocks
 from tests.models.test_units import FAMILIES, build, inputs_of
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import cpt.adapters.export
-from cpt.adapters.bank import Scope
+from cpt.adapters.domain_store import Scope
 from cpt.adapters.export import export_parts, load
 
 pytestmark = pytest.mark.slow

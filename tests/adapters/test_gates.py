@@ -19,8 +19,7 @@ from cpt.adapters.gates import (
     soft,
 )
 from cpt.gradient_masks.taken import Taken
-from cpt.models.gating import gate_units
-from cpt.models.units import Part, Units, find_units, shared_members
+from cpt.models.units import Part, Units, find_units, gate_units, shared_members
 
 KINDS = ("heads", "neurons", "outputs")
 SIZES = {

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from cpt.adapters.prompt import special_ids
 from torch.func import functional_call
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, RobertaConfig
 
-from cpt.adapters.prompt import attach_prompt, draw_prompt, special_ids
+from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.data.batch import labels_of
 from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of

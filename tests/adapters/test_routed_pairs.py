@@ -4,10 +4,11 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cpt.adapters.routed_pairs import running_mean
 from torch.nn import functional
 
 from cpt.adapters import lora
-from cpt.adapters.routed_pairs import attach_routed, begin_routed, routed_part, router_of, running_mean
+from cpt.adapters.routed_lora import attach_routed, begin_routed, routed_part, router_of
 from cpt.models.forward import reader
 from tests.models.test_units import build, inputs_of
 
@@ -31,9 +32,9 @@ def routed(name: str, form: dict[str, str] = SAPT, *, pairs: int = PAIRS):
         if number:
             begin_routed(model, torch.Generator().manual_seed(number))
         torch.manual_seed(number)
-        for layer in lora.layers(model).values():
+        for layer in lora.lora_layers(model).values():
             with torch.no_grad():
-                lora.pair_of(layer)[1].normal_(std=0.05)
+                lora.factors_of(layer)[1].normal_(std=0.05)
     return model.eval()
 
 
@@ -42,7 +43,7 @@ def summaries(model, inputs, form) -> torch.Tensor:
     if form["query"] == "embeddings":
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
-        alone = lora.without_pairs(model, merged=False)
+        alone = lora.without_tuners(model, merged=False)
         read = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
         states = reader(alone)(**read).last_hidden_state
     if not router_of(model).causal:
@@ -67,7 +68,7 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
 def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
     model, noted = routed(name, form), {}
     inputs = inputs_of(model)
-    for layer in lora.layers(model).values():
+    for layer in lora.lora_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: noted.update({module: (args[0], output)}))
     model(**inputs)
     a = weights_by_hand(model, inputs, form)
@@ -77,7 +78,9 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
         pairs_a, pairs_b = (
             torch.cat(both, dim)
             for both, dim in zip(
-                zip(lora.pair_of(layer, "earlier"), lora.pair_of(layer), strict=True), (0, 1), strict=True
+                zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True),
+                (0, 1),
+                strict=True,
             )
         )
         expected = layer.get_base_layer()(x)
@@ -119,10 +122,10 @@ def test_keys_stand_in_the_order_of_their_pairs():
     model, keys = attached("roberta", SAPT), []
     for number in range(3):
         keys.append(router_of(model).key.detach().clone())
-        first = lora.pair_of(next(iter(lora.layers(model).values())))[0].detach().clone()
+        first = lora.factors_of(next(iter(lora.lora_layers(model).values())))[0].detach().clone()
         begin_routed(model, torch.Generator().manual_seed(number))
     assert torch.equal(router_of(model).earlier, torch.cat(keys))
-    earlier = lora.pair_of(next(iter(lora.layers(model).values())), "earlier")[0]
+    earlier = lora.factors_of(next(iter(lora.lora_layers(model).values())), "earlier")[0]
     assert torch.equal(earlier[-R:], first) and len(earlier) == 3 * R
 
 
@@ -145,8 +148,8 @@ def test_gradients_go_through_the_frozen_pairs(name):
     """The released code runs them under no_grad: what it gives here is another number."""
     model = routed(name)
     inputs = inputs_of(model)
-    first = next(iter(lora.layers(model).values()))
-    weight, step = lora.pair_of(first)[1], 1e-6
+    first = next(iter(lora.lora_layers(model).values()))
+    weight, step = lora.factors_of(first)[1], 1e-6
 
     def loss():
         return model(**inputs).logits.square().sum()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt.models import economy
-from cpt.models.economy import checkpoint_activations, keep_activations
+from cpt.models.memory import checkpoint_activations, keep_activations
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
 from tests.support.making import DROPOUT, ORDER, made

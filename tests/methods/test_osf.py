@@ -4,11 +4,12 @@ from fractions import Fraction
 
 import pytest
 import torch
+from cpt.models.influence import watch_blocks
 from torch import nn
 
 from cpt.gradient_masks.base import Held
 from cpt.gradient_masks.subspaces import Subspaces
-from cpt.models.influence import measure_similarity, watch_blocks
+from cpt.models.fisher import measure_similarity
 from cpt.models.units import Projection, blocks
 from tests.support.making import ORDER, made
 

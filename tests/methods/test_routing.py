@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from cpt.adapters.bank import BASE
-from cpt.adapters.routing import Router, Routing, keep_largest
+from cpt.adapters.domain_store import BASE, Router, keep_largest
+from cpt.adapters.options import Routing
 from cpt.core import collectives
 from cpt.data.batch import labels_of
 from cpt.data.sampling import Subset

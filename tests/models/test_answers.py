@@ -16,9 +16,7 @@ from cpt.data.examples import write_example
 from cpt.data.prompts import prompts_of
 from cpt.data.sampling import Stream, Subset, gather_rows
 from cpt.data.sources.base import EXAMPLES
-from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
-from cpt.models.objectives import Causal
-from cpt.models.span import Span
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers, Span
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
 from tests.support.task_fixtures import encoder, some_examples
 

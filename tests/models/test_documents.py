@@ -6,11 +6,12 @@ import logging
 import numpy as np
 import pytest
 import torch
+from cpt.models.blocks import first_position, positions_within
+from cpt.models.isolation import try_documents
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.data.batch import Batch
-from cpt.models.blocks import block_masks, first_position, positions_within
-from cpt.models.isolation import check_isolation, inputs_for, text_of, try_documents
+from cpt.models.block_attention import block_masks, check_isolation, inputs_for, present_in
 from cpt.models.objectives import Causal, Masked
 
 SIZES = {
@@ -130,7 +131,7 @@ def test_positions_begin_anew_behind_that_of_padding():
     batch: Batch = {"input_ids": torch.full((1, 8), 7), "segments": segments}
     inputs, places = inputs_for(model_of("roberta"), batch, causal=False)
     assert places is None and inputs["position_ids"].tolist() == [[2, 3, 4, 2, 2, 3, 2, 3]]
-    assert text_of(inputs).tolist() == [[True] * 6 + [False] * 2]
+    assert present_in(inputs).tolist() == [[True] * 6 + [False] * 2]
     assert "attention_mask" not in inputs_for(model_of("gpt2"), batch, causal=True)[0]
 
 

@@ -4,11 +4,12 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cpt.models.economy import in_16_bits
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.models import economy
-from cpt.models.economy import EvenHead, even_head, in_16_bits
+from cpt.models.memory import EvenHead, even_head
 from tests.support.making import ORDER, made
 
 SIZES = {

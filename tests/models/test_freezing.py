@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.models.freezing import frozen_parameters
 from cpt.models.options import Freeze
+from cpt.models.weights import frozen_parameters
 
 ORDER = "order=[law,food]"
 

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cpt.core.randomness import draws, key, sample_keys
-from cpt.models.generation import Sampling, sample_texts
+from cpt.models.generate import Sampling, sample_texts
 
 END, ENTRIES, VOCABULARY = 3, 90, 96
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from cpt.models import growth
-from cpt.models.economy import checkpoint_activations
 from cpt.models.loading import skeleton
+from cpt.models.memory import checkpoint_activations
 from cpt.models.units import blocks, sublayers
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
 

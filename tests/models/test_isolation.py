@@ -8,10 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cpt.core.randomness import sample_keys
 from cpt.data.batch import Rows, inputs_of
 from cpt.data.layout import Sharing, share_rows
-from cpt.models.answers import CausalAnswers
+from cpt.models.block_attention import check_isolation, present_in, shared_inputs, try_isolation
 from cpt.models.forward import mean_over
-from cpt.models.isolation import check_isolation, shared_inputs, text_of, try_isolation
-from cpt.models.objectives import Causal
+from cpt.models.objectives import Causal, CausalAnswers
 
 PADDED = CausalAnswers(Causal(), pad=1)
 SHARED = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1))
@@ -86,7 +85,7 @@ def test_samples_stand_in_the_rows_whole_and_positions_begin_anew(objective, row
     assert (inputs["position_ids"].flatten()[begins] == 0).all()
     steps = inputs["position_ids"].diff(dim=1)
     assert set(steps[steps != 1].tolist()) <= {*(-LENGTHS + 1).tolist(), 0}
-    present = text_of(inputs)
+    present = present_in(inputs)
     assert int(present.sum()) == LENGTHS.sum()
     assert (inputs["input_ids"][~present] == 1).all()
 
@@ -255,4 +254,4 @@ def test_a_batch_without_padding_is_run_as_it_is():
     batch = batch_of(SHARED, lengths=np.array([6, 6, 6]))
     inputs, places = shared_inputs(batch)
     assert places is None and inputs.keys() == inputs_of(batch).keys() == {"input_ids"}
-    assert text_of(inputs) is None
+    assert present_in(inputs) is None

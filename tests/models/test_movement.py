@@ -4,9 +4,10 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cpt.models.movement import ALL, ATTENDING, EMBEDDINGS, MAPS, REST, VECTORS
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cpt.models.movement import ALL, ATTENDING, EMBEDDINGS, MAPS, REST, VECTORS, measure_movement
+from cpt.models.weights import measure_movement
 from tests.models.test_units import FAMILIES, build
 
 

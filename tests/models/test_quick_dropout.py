@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig
 
-from cpt.models.quick_dropout import LEVELS, draw_quickly, dropout_rates, drops_attention
+from cpt.models.memory import LEVELS_16, draw_quickly, dropout_rates, drops_attention
 
 MANY = 400_003  # entries, no multiple of 4
 
@@ -21,7 +21,7 @@ def dropped_of(given, p, **how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_many_are_dropped_as_said_and_the_others_are_scaled(p, dtype):
     found = dropped_of(torch.ones(MANY, dtype=dtype), p)
-    nearest = round(p * LEVELS) / LEVELS
+    nearest = round(p * LEVELS_16) / LEVELS_16
     kept = torch.tensor(1 / (1 - nearest), dtype=dtype)
     assert set(found.unique().tolist()) == {0.0, kept.item()}
     for lane in [slice(None), *(slice(first, None, 4) for first in range(4))]:

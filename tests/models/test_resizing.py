@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from cpt.models.growth import entries, fit_rows, is_tied
-from cpt.models.loading import build, load_model, skeleton
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import build_model, load_model, skeleton, train_tokenizer
 
 ADDED = ["contract", "pasta", "section"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -38,7 +37,7 @@ def more(words):
 
 def model(kind: str, tokenizer):
     objective, sizes = CONFIGS[kind]
-    return build({"model_type": kind, **sizes}, tokenizer, objective, seed=0).eval()
+    return build_model({"model_type": kind, **sizes}, tokenizer, objective, seed=0).eval()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -81,7 +80,7 @@ def with_sentinels():
 @pytest.mark.parametrize("config", [T5, UNTIED], ids=["tied", "untied"])
 def test_a_head_stays_tied_or_untied(config, with_sentinels, tmp_path):
     """transformers 5 says of every T5 that it is tied, and ties what it resizes."""
-    start = build(config, with_sentinels, "span", seed=0).eval()
+    start = build_model(config, with_sentinels, "span", seed=0).eval()
     tied, rows = config is T5, len(with_sentinels)
     assert is_tied(start) == tied and start.config.scale_decoder_outputs == tied
     more = copy.deepcopy(with_sentinels)
@@ -102,7 +101,7 @@ def test_a_head_stays_tied_or_untied(config, with_sentinels, tmp_path):
 
 
 def test_a_head_that_is_asked_to_be_untied_is_drawn_once(with_sentinels):
-    one, same, other = (build(UNTIED, with_sentinels, "span", seed=seed) for seed in (1, 1, 2))
+    one, same, other = (build_model(UNTIED, with_sentinels, "span", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.lm_head.weight, same.lm_head.weight)
     assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     assert one.lm_head.weight.std().item() == pytest.approx(32**-0.5, rel=0.05)
@@ -138,7 +137,7 @@ def test_rows_are_never_taken_away_and_that_is_said(words, more, caplog):
 
 def test_a_head_that_would_not_be_resized_is_refused(words, more):
     config = {"model_type": "deberta-v2", "legacy": False, **SIZES}
-    start = build(config, words, "masked", seed=0)
+    start = build_model(config, words, "masked", seed=0)
     with pytest.raises(
         ValueError, match="transformers finds no head of DebertaV2ForMaskedLM with a row for each"
     ):

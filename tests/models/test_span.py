@@ -13,7 +13,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from cpt.core.randomness import sample_keys
 from cpt.data.batch import Rows, Sizes, inputs_of, label_batch, labels_of, output_ids, single
 from cpt.data.sampling import Stream, Subset
-from cpt.models.span import Span, compose
+from cpt.models.objectives import Span, draw_composition
 from tests.support.data_fixtures import rows_by_hand
 
 V, END, PAD = 200, 1, 0
@@ -111,7 +111,7 @@ def test_source_and_target_joined_at_the_sentinels_are_the_row(rate, mean):
 def test_every_composition_is_equally_likely(total, parts):
     draws = 200 * math.comb(total - 1, parts - 1)
     keys = sample_keys(3, np.arange(draws))
-    found = compose(keys, np.full(draws, total), np.full(draws, parts), stream=0)
+    found = draw_composition(keys, np.full(draws, total), np.full(draws, parts), stream=0)
     assert (found.sum(1) == total).all() and (found > 0).all() and found.shape == (draws, parts)
     counts = Counter(map(tuple, found.tolist()))
     expected = math.comb(total - 1, parts - 1)

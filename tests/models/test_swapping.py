@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from cpt.models.swapping import swap_weights
+from cpt.models.weights import swap_weights
 
 
 class Tied(nn.Module):

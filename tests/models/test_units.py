@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from cpt.models.gating import gate_units
-from cpt.models.units import KINDS, Units, blocks, factors, find_units, projections
+from cpt.models.units import UNIT_KINDS, Units, blocks, factors, find_units, gate_units, projections
 
 pytestmark = pytest.mark.slow
 
@@ -187,7 +186,7 @@ def name(request) -> str:
 @pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
 def test_open_gates_change_no_bit(name, shape):
     model = shared_model(name)
-    groups, inputs = find_units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
     gates = {group.name: torch.ones(shape(group.count)) for group in groups}
     with torch.no_grad():
         before = logits(model, inputs)
@@ -199,7 +198,7 @@ def test_open_gates_change_no_bit(name, shape):
 @pytest.mark.parametrize("shape", [lambda n: (n,), lambda n: (B, n)], ids=["shared", "per_sample"])
 def test_gradient_of_gates_is_the_finite_difference(name, shape):
     model = shared_model(name)
-    groups, inputs = find_units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
     gates = {key: gate.requires_grad_() for key, gate in drawn(groups, shape).items()}
     with gate_units(groups, gates):
         found = torch.autograd.grad(loss(model, inputs), list(gates.values()))
@@ -227,7 +226,7 @@ def central(value: Callable[[], Tensor], flat: Tensor, place: int, step: float) 
     return (above - below) / (2 * step)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNIT_KINDS)
 def test_what_shut_units_own_has_no_gradient_and_all_else_has(name, kind):
     model = shared_model(name)
     groups, inputs = find_units(model, [kind]), inputs_of(model)
@@ -299,7 +298,7 @@ def per_sample(model: nn.Module, groups: list[Units], inputs: dict[str, Tensor],
 
 def test_gates_of_samples_are_apart(name):
     model = shared_model(name)
-    groups, inputs = find_units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
     gates = drawn(groups, lambda n: (B, n))
     together = per_sample(model, groups, inputs, gates)
     one = {key: x[1:2] for key, x in inputs.items()}
@@ -319,7 +318,7 @@ def test_names_kinds_and_counts(name):
     places = [f"{stack}.{layer}" for stack in family.stacks for layer in range(2)]
     assert [place for place, _ in blocks(model)] == places
     assert all(model.get_submodule(place) is block for place, block in blocks(model))
-    found = find_units(model, KINDS)
+    found = find_units(model, UNIT_KINDS)
     neurons = 128 if name == "bloom" else 48
     expected = []
     for place in places:
@@ -348,7 +347,7 @@ def test_gates_stand_where_the_family_has_them(name):
     family, model = FAMILIES[name], shared_model(name)
     names = {id(module): key for key, module in model.named_modules()}
     ends = {"heads": family.out, "neurons": family.down, "outputs": family.down, "tokens": family.table}
-    for group in find_units(model, KINDS):
+    for group in find_units(model, UNIT_KINDS):
         end = ends[group.kind].rpartition(".")[2] if "encoder_attn" in group.name else ends[group.kind]
         assert names[id(group.gate)].endswith(end)
         assert group.side == ("in" if group.kind in ("heads", "neurons") else "out")
@@ -565,7 +564,7 @@ def test_gates_of_another_shape():
 
 def test_hooks_are_gone_after_the_context_and_after_an_error():
     model = shared_model("gpt2")
-    groups = find_units(model, KINDS)
+    groups = find_units(model, UNIT_KINDS)
     gates = {group.name: torch.ones(group.count) for group in groups}
     with gate_units(groups, gates):
         assert hooks(model) == len(groups)
@@ -583,7 +582,7 @@ def test_hooks_are_gone_after_the_context_and_after_an_error():
 
 def test_others_hooks_stay_and_groups_without_gates_have_none():
     model = build("llama")
-    groups, calls = find_units(model, KINDS), []
+    groups, calls = find_units(model, UNIT_KINDS), []
     groups[0].gate.register_forward_pre_hook(lambda m, args: calls.append(1))
     with gate_units(groups, {groups[1].name: torch.ones(48)}):
         assert hooks(model) == 2
@@ -593,7 +592,7 @@ def test_others_hooks_stay_and_groups_without_gates_have_none():
 
 def test_gates_are_cast_to_the_activations():
     model = build("roberta").float()
-    groups, inputs = find_units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
     gates = {group.name: torch.ones(B, group.count, requires_grad=True) for group in groups}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = logits(model, inputs)
@@ -608,7 +607,7 @@ def test_gates_are_cast_to_the_activations():
 @pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "llama"])
 def test_a_bfloat16_model_takes_float32_gates(name):
     model = build(name).bfloat16()
-    groups, inputs = find_units(model, KINDS), inputs_of(model)
+    groups, inputs = find_units(model, UNIT_KINDS), inputs_of(model)
     for shape in (lambda n: (n,), lambda n: (B, n)):
         gates = {group.name: torch.ones(shape(group.count)) for group in groups}
         with torch.no_grad(), gate_units(groups, gates):
@@ -620,7 +619,7 @@ def test_a_bfloat16_model_takes_float32_gates(name):
 def test_blocks_within_blocks_are_no_blocks():
     model = MASKED.from_config(configured("albert", SIZES | {"embedding_size": 16}))
     assert [name for name, _ in blocks(model)] == ["albert.encoder.albert_layer_groups.0"]
-    assert [group.count for group in find_units(model, KINDS)] == [4, 48, 32, V]
+    assert [group.count for group in find_units(model, UNIT_KINDS)] == [4, 48, 32, V]
 
 
 @pytest.mark.parametrize("sizes", [(32, 24), (24, 32)])

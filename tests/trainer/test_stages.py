@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from cpt.adapters.bank import Bank
+from cpt.adapters.domain_store import DomainParams
 from cpt.core.sharding import whole
 from cpt.core.tensors import NamedTensors
 from cpt.trainer import stages
@@ -42,7 +42,7 @@ class Method(nn.Module):
         )
         self.model["head"].weight = self.model["table"].weight
         self.anchor = NamedTensors({name: each + 1 for name, each in self.model.named_parameters()})
-        self.bank = Bank(self.model, ["map.bias"])
+        self.bank = DomainParams(self.model, ["map.bias"])
         self.bank.keep(self.model, 0)
         self.register_buffer("count", torch.tensor(seed))
 

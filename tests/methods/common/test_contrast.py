@@ -11,10 +11,8 @@ from cpt.core.randomness import sample_keys
 from cpt.data.batch import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common.contrast import Contrast, contrastive
-from cpt.models.dropout import dropout, rates
-from cpt.models.forward import mean_over
-from cpt.models.objectives import Causal
-from cpt.models.span import Span
+from cpt.models.forward import dropout, dropout_of, mean_over
+from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED
 from tests.gradient_masks.test_importance import batch_of, needs_golden, roberta
 
@@ -199,7 +197,7 @@ def test_a_positive_is_not_its_anchor(own):
     """A model without dropout would only be pushed away."""
     model, batch, pairs = roberta(rate=own), batch_of(3), []
     term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
-    before = [(m, name, rate, m.training) for m, name, rate in rates(model)]
+    before = [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]
     vectors = Contrast.represented
 
     def noted(self, batch):
@@ -211,7 +209,7 @@ def test_a_positive_is_not_its_anchor(own):
         term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
     anchor, positive, _ = pairs
     assert not torch.allclose(anchor, positive, rtol=1e-3)
-    assert [(m, name, rate, m.training) for m, name, rate in rates(model)] == before
+    assert [(m, name, rate, m.training) for m, name, rate in dropout_of(model)] == before
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
