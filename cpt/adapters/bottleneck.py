@@ -93,27 +93,19 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
     return scope_of(added)
 
 
-class Plugin(nn.Module):
-    """Parallel to a sub-layer: up(relu(down(x))) of its input, [..., width] through `size`, or relu of
-    that."""
+class Plugin(Bottleneck):
+    """Parallel to a sub-layer: up(relu(down(x))) of its input [..., width] through `size`, or relu of it."""
 
     def __init__(self, width: int, size: int, *, output_relu: bool, like: Tensor) -> None:
-        super().__init__()
-        self.down = nn.Linear(width, size, device=like.device, dtype=like.dtype)
-        self.activation = nn.ReLU()
-        self.up = nn.Linear(size, width, device=like.device, dtype=like.dtype)
+        super().__init__(width, size, activation="relu", like=like)
         self.last = nn.ReLU() if output_relu else nn.Identity()
         self.input: Tensor | None = None  # of the sub-layer, while it runs
-        with torch.no_grad():
-            for linear in (self.down, self.up):
-                linear.weight.copy_(INIT_STD * torch.randn(linear.weight.shape))
-                linear.bias.zero_()
-            if not output_relu:
-                self.up.weight.zero_()
+        drawn = INIT_STD * torch.randn(self.up.weight.shape)
+        if output_relu:
+            self.up.weight.data.copy_(drawn)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What is added, [..., width], for an input [..., width]."""
-        return self.last(self.up(self.activation(self.down(hidden))))
+        return self.last(super().forward(hidden))
 
     def take(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """The pre-hook of a layer that reads the sub-layer's input."""

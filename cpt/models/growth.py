@@ -1,23 +1,14 @@
 """A model that becomes larger and stays the same function (Net2Net; Chen et al., ICLR 2016; ELLE; Qin et al.,
 Findings of ACL 2022, section 3.1), and its embedding that gets rows for new tokens.
 
-Neurons and heads: of y = W_out f(W_in x) with n units, m(j) = j for j <= n and a drawn unit for j > n, C_i
-units that are drawn from i or are it, and noise d, without which copies would always have equal gradients,
+Of y = W_out f(W_in x) with n units, unit j > n is a copy of a drawn m(j); C_i counts unit i and its copies:
 
     W_in'[j] = W_in[m(j)],    W_out'[:, j] = W_out[:, m(j)] / C_m(j) + d_j,    sum of d_j over copies of i = 0
 
-which is exact for any f of a unit alone. Query heads of a shared key/value head are copied with it.
-
-Hidden features: all come k times, as only then a norm's mean and variance stay. With m(j) = j mod n, of
-layers that read hidden features and of layers that write them
-
-    W_in'[:, j] = W_in[:, m(j)] / k + d_j,    W_out'[j] = W_out[m(j)],    sum of d_j over copies of i = 0
-
-Before a head that is tied to the embedding the last norm is divided by k. Heads without a size of their own
-become k times as many.
-
-Blocks: each stack gets copies of its last ones, whose layers to the residual sum are zero; not exact where a
-norm follows the sum (BERT, RoBERTa).
+exact for any f of a unit alone; noise d gives copies different gradients. Hidden features all come k times,
+as only then a norm's mean and variance stay: layers that read them are divided by k and get d, and so is the
+last norm before a tied head. New blocks are copies of a stack's last ones whose layers to the residual sum
+are zero; not exact where a norm follows the sum (BERT, RoBERTa).
 
 The configuration changes with the model; what it cannot express raises ValueError, after which the model is
 not usable. On the meta device this is a test without cost."""
@@ -67,16 +58,12 @@ def adjusted(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrai
             raise ValueError(f"{what}: {reason(error)}") from error
 
     yield skeleton_of
-    wanted = skeleton_of()
-    own = {name: value.shape for name, value in model.state_dict().items()}
+    wanted, own = skeleton_of(), model.state_dict()
     for name, value in wanted.state_dict().items():
-        if own.get(name) != value.shape:
-            raise ValueError(
-                f"{what}: its configuration makes {name} {list(value.shape)}, not {list(own.get(name, ()))}"
-            )
-    modules = dict(model.named_modules())
+        if (shape := own[name].shape if name in own else ()) != value.shape:
+            raise ValueError(f"{what}: its configuration makes {name} {list(value.shape)}, not {list(shape)}")
     for name, other in wanted.named_modules():  # modules store sizes, and stacks configurations of their own
-        module = modules[name]
+        module = model.get_submodule(name)
         for key, value in vars(other).items():
             if type(value) in (int, float, tuple) and vars(module).get(key) != value:
                 setattr(module, key, value)
@@ -304,13 +291,12 @@ def entries(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
-def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str, resize: bool) -> None:
-    """Raises ValueError where a tokenizer has more entries than an embedding that may not be resized."""
-    if not resize and entries(tokenizer) > rows:
+def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
+    """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
+    if (needed := entries(tokenizer)) > rows:
         raise ValueError(
-            f"the tokenizer of {checkpoint} has {entries(tokenizer)} entries, its embedding {rows} rows; "
-            "allowed: model.resize=true (adds rows for the others), or the tokenizer that the model was "
-            "trained with"
+            f"the tokenizer of {checkpoint} has {needed} entries, its embedding {rows} rows; allowed: "
+            "model.resize=true (adds rows for the others), or the tokenizer that the model was trained with"
         )
 
 
@@ -326,15 +312,10 @@ def check_head(model: PreTrainedModel) -> None:
         )
 
 
-def fit_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str, resize: bool
-) -> None:
+def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
     """Adds rows to the embedding and the head for all entries of the tokenizer, as transformers draws them:
-    around the mean row, always the same ones. Raises ValueError as `check_entries` and `check_head`."""
+    around the mean row, always the same ones. Raises ValueError as `check_head`."""
     rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
-    check_entries(rows, tokenizer, checkpoint=checkpoint, resize=resize)
-    if not resize:
-        return
     if needed <= rows:
         log.info("model.resize=true changes nothing: %d rows, %d entries of the tokenizer", rows, needed)
         return

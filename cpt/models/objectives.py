@@ -1,11 +1,10 @@
-"""Language modelling objectives: from rows of token ids to batches, and from batches to logits.
-
-Masked, causal and T5's span corruption, and answers only of supervised tasks. This is the one place where a
-model is run on a batch, so that an objective may have a model of another kind."""
+"""Language modelling objectives, from rows of token ids to batches and logits: masked, causal, T5's span
+corruption, and answers of supervised tasks. Models are run on batches here and nowhere else."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,11 +19,24 @@ from cpt.models.block_attention import by_sample, inputs_for
 from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 
+@dataclass(frozen=True)
+class Tables:
+    """A batch as tables: what the model reads, labels of its L outputs, UNSCORED where there is none, and the
+    column of the row of tokens that each label stands for; with a decoder, also the decoder's input."""
+
+    ids: np.ndarray  # [B, W]
+    present: np.ndarray  # [B, W], False at padding
+    labels: np.ndarray  # [B, L]
+    columns: np.ndarray  # [B, L]
+    decoder_ids: np.ndarray | None = None  # [B, L]
+
+
 class Objective(ABC):
     """Makes batches and runs a model on them. `scored` predicts what `batch` will score, from each row's size
     alone."""
 
     scores: str  # in words: the tokens of the performance matrix
+    longest: int | None = None  # row, in tokens; None: any
     causal = False  # whether a place sees only what precedes it
     sharing: Sharing | None = None  # of rows, by the samples of a training batch
     isolated = False  # whether documents share the rows of a text without attention between them
@@ -33,11 +45,6 @@ class Objective(ABC):
     def scoring(self) -> "Objective":
         """The objective of held-out text, where it scores less than is trained on."""
         return self
-
-    @property
-    def longest(self) -> int | None:
-        """The longest row, in tokens; None: any."""
-        return None
 
     def most(self, length: int) -> int:
         """The largest number of scored places in a row of `length` tokens."""
@@ -48,25 +55,30 @@ class Objective(ABC):
         return length, None
 
     @abstractmethod
+    def tables(self, rows: Rows) -> Tables:
+        """What is predicted of rows."""
+
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
         """The batch of rows, and for each scored place [K] the token of the rows that it stands for, as a
         place in their flattened ids."""
+        made, (count, length) = self.tables(rows), rows.ids.shape
+        named = {"decoder_input_ids": made.decoder_ids, "segments": rows.segments}
+        named = {name: torch.from_numpy(table) for name, table in named.items() if table is not None}
+        batch = label_batch(*map(torch.from_numpy, (made.ids, made.labels, made.present)), **named)
+        places = np.arange(count)[:, None] * length + made.columns
+        return batch, torch.from_numpy(places[made.labels != UNSCORED])
 
     @abstractmethod
     def scored(self, sizes: Sizes) -> np.ndarray:
         """Scored places per row, [B], of rows of such sizes."""
 
-    @abstractmethod
     def scorable(self, sizes: Sizes) -> np.ndarray:
         """Tokens per row, [B], that may be scored: bits per byte are counted over them."""
+        return sizes.all
 
     @abstractmethod
-    def uncorrupted(self, batch: Batch) -> Tensor:
-        """The original ids [B, T] of a batch."""
-
     def restored(self, batch: Batch) -> Batch:
-        """The batch with uncorrupted ids as its input."""
-        return {**batch, "input_ids": self.uncorrupted(batch)}
+        """The batch with the original ids [B, T] as its input."""
 
     def lay_out(self, batch: Batch) -> Batch:
         """The batch with a layout where its samples share rows; only the model's input changes."""
@@ -99,9 +111,7 @@ class Masked(Objective):
 
     scores = "masked tokens"
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float | None) -> None:
-        if rate is None or not 0 < rate < 1:
-            raise ValueError(f"model.mask_rate={rate}; allowed: above 0 and below 1")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, rate: float) -> None:
         if tokenizer.mask_token_id is None:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path} has no mask token; allowed: model.objective=causal"
@@ -111,30 +121,26 @@ class Masked(Objective):
         self.plain = np.setdiff1d(np.arange(len(tokenizer)), self.special)
 
     def scored(self, sizes: Sizes) -> np.ndarray:
-        return self.predicted(sizes.text)
-
-    def predicted(self, text_tokens: np.ndarray) -> np.ndarray:
-        """Predictions per row, [B], of rows with so many tokens of text."""
-        return np.minimum(text_tokens, np.maximum(1, np.rint(self.rate * text_tokens))).astype(np.int64)
+        return np.minimum(sizes.text, np.maximum(1, np.rint(self.rate * sizes.text))).astype(np.int64)
 
     def scorable(self, sizes: Sizes) -> np.ndarray:
         return sizes.text
 
-    def uncorrupted(self, batch: Batch) -> Tensor:
+    def restored(self, batch: Batch) -> Batch:
         ids = batch["input_ids"]
-        return ids.flatten().index_copy(0, batch["positions"], batch["targets"]).view_as(ids)
+        whole = ids.flatten().index_copy(0, batch["positions"], batch["targets"])
+        return {**batch, "input_ids": whole.view_as(ids)}
 
-    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+    def tables(self, rows: Rows) -> Tables:
         ids, keys, length = rows.ids, rows.keys, rows.ids.shape[1]
         text = rows.present & ~np.isin(ids, self.special)
         lottery = np.where(text, draws(keys, length, stream=0), 2.0)
-        chosen = lowest(lottery, self.predicted(text.sum(1)))
+        chosen = lowest(lottery, self.scored(Sizes(text.sum(1), rows.lengths)))
         fate = draws(keys, length, stream=1)
         token = self.plain[(draws(keys, length, stream=2) * len(self.plain)).astype(np.int64)]
         inputs = np.where(chosen & (fate < 0.8), self.mask, ids)
         inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), token, inputs)
-        batch = to_batch(inputs, np.where(chosen, ids, UNSCORED), rows.present, segments=rows.segments)
-        return batch, batch["positions"]
+        return Tables(inputs, rows.present, np.where(chosen, ids, UNSCORED), columns_of(rows))
 
 
 class Causal(Objective):
@@ -147,67 +153,40 @@ class Causal(Objective):
     def scored(self, sizes: Sizes) -> np.ndarray:
         return sizes.all - (1 if sizes.documents is None else sizes.documents)
 
-    def scorable(self, sizes: Sizes) -> np.ndarray:
-        return sizes.all
+    def restored(self, batch: Batch) -> Batch:
+        return batch
 
-    def uncorrupted(self, batch: Batch) -> Tensor:
-        return batch["input_ids"]
-
-    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
-        given = rows.present[:, 1:]
+    def tables(self, rows: Rows) -> Tables:
+        given = rows.present
         if rows.segments is not None:
-            given = given & (rows.segments[:, 1:] == rows.segments[:, :-1])
-        following = np.full_like(rows.ids, UNSCORED)
-        following[:, :-1] = np.where(given, rows.ids[:, 1:], UNSCORED)
-        batch = to_batch(rows.ids, following, rows.present, segments=rows.segments)
-        return batch, batch["positions"] + 1
+            given[:, 1:] &= rows.segments[:, 1:] == rows.segments[:, :-1]
+        return next_tokens(rows, given)
 
 
 class Span(Objective):
     """Span corruption, the pre-training of T5 (Raffel et al., JMLR 2020, section 3.1.4; as its code has it).
 
-    Of a row of n tokens, round(rate * n) are hidden in spans of `mean` tokens on average; text and holes
-    alternate, text first. With x the text, s_k the k-th sentinel:
-
-        source    x_0 s_0 x_1 s_1 … </s>          each hole is one sentinel
-        target    s_0 hole_0 s_1 hole_1 … </s>    each text is one sentinel, and no sentinel closes
-
-    Lengths of holes and of texts are random compositions, all equally likely; their number depends on n
-    alone. Trained on is the whole target; scored are hidden tokens only, as sentinels are nearly free and no
-    text. `sentinels` are the ids of <extra_id_0>, …; `start` is a decoder's first input."""
+    Of a row of n tokens, round(rate * n) are hidden in spans of `mean` tokens on average; texts x_k and holes
+    alternate. The source is x_0 s_0 x_1 s_1 … </s> with sentinels s_k for holes, the target
+    s_0 hole_0 s_1 hole_1 … </s>. Lengths of holes and of texts are random compositions, all equally likely.
+    Trained on is the whole target, scored are hidden tokens only. `start` is a decoder's first input."""
 
     scores = "hidden tokens, neither sentinels nor the end"
 
     def __init__(
-        self,
-        *,
-        rate: float | None,
-        mean: float | None,
-        sentinels: Sequence[int],
-        end: int,
-        pad: int,
-        start: int,
+        self, *, rate: float, mean: float, sentinels: Sequence[int], end: int, pad: int, start: int
     ) -> None:
-        if rate is None or not 0 < rate < 1:
-            raise ValueError(f"model.mask_rate={rate}; allowed: above 0 and below 1")
-        if mean is None or mean < 1:
-            raise ValueError(
-                f"model.mean_span={mean}; allowed: 1 or more, as the model learns by span corruption"
-            )
         self.rate, self.mean, self.whole = rate, mean, True
         self.sentinels = np.asarray(sentinels, np.int64)
         self.end, self.pad, self.start = end, pad, start
+        lengths = np.arange(2, int((len(self.sentinels) + 1) * mean / rate) + 2)
+        self.longest = int(lengths[self.holes(lengths)[1] <= len(self.sentinels)].max(initial=1))
 
     @property
     def scoring(self) -> "Span":
         scoring = copy(self)
         scoring.whole = False
         return scoring
-
-    @property
-    def longest(self) -> int:
-        lengths = np.arange(2, int((len(self.sentinels) + 1) * self.mean / self.rate) + 2)
-        return int(lengths[self.holes(lengths)[1] <= len(self.sentinels)].max(initial=1))
 
     def sides(self, length: int) -> tuple[int, int]:
         tokens, holes = (int(each[0]) for each in self.holes(np.array([length])))
@@ -228,9 +207,6 @@ class Span(Objective):
         hidden = np.where(sizes.all > 1, tokens, 0)
         return hidden + holes + 1 if self.whole else hidden
 
-    def scorable(self, sizes: Sizes) -> np.ndarray:
-        return sizes.all
-
     def hidden(self, rows: Rows) -> np.ndarray:
         """Which tokens of rows are hidden, [B, T]; raises ValueError for more holes than sentinels."""
         tokens, holes = self.holes(rows.lengths)
@@ -247,7 +223,7 @@ class Span(Objective):
         np.add.at(turns, (np.arange(len(text))[:, None], np.minimum(ends, width + 1)), 1)
         return (turns.cumsum(1)[:, :width] % 2 == 1) & rows.present
 
-    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+    def tables(self, rows: Rows) -> Tables:
         def append(table: np.ndarray, value: int) -> np.ndarray:
             return np.concatenate([table, np.full((len(table), 1), value, table.dtype)], axis=1)
 
@@ -269,20 +245,16 @@ class Span(Objective):
         given = np.concatenate([np.full((count, 1), self.start), target[:, :-1]], axis=1)
         given[:, 1:][~left_align(answers, answers, filler=False)[:, 1:]] = self.pad
         text = np.arange(source.shape[1]) < read.sum(1)[:, None]
-        batch = to_batch(source, np.where(learned, target, UNSCORED), text, decoder_input_ids=given)
         # A hidden token stands for itself, a sentinel for the first of the next hole, the end for the last.
         own = np.where(hidden, np.arange(width + 1), width + 1)
         own = np.minimum.accumulate(own[:, ::-1], axis=1)[:, ::-1]
-        own = np.minimum(own, rows.lengths[:, None] - 1) + np.arange(count)[:, None] * width
-        return batch, torch.from_numpy(left_align(own, answers, filler=0)[learned])
+        columns = left_align(np.minimum(own, rows.lengths[:, None] - 1), answers, filler=0)
+        return Tables(source, text, np.where(learned, target, UNSCORED), columns, given)
 
     def corrupted(self, batch: Batch) -> Tensor:
         """Which rows of a batch have holes, [B]; others are of another objective."""
         sentinels = torch.from_numpy(self.sentinels).to(batch["decoder_input_ids"].device)
         return torch.isin(batch["decoder_input_ids"], sentinels).any(1)
-
-    def uncorrupted(self, batch: Batch) -> Tensor:
-        return self.restored(batch)["input_ids"]
 
     def restored(self, batch: Batch) -> Batch:
         """The text joined from source and target at their sentinels; the decoder's input stays."""
@@ -312,9 +284,7 @@ class Answers(Objective):
     def __init__(self, raw: Objective, *, pad: int) -> None:
         self.raw, self.pad = raw, pad
 
-    @property
-    def scores(self) -> str:  # type: ignore[override]
-        return f"answers and their ends; of raw text {self.raw.scores}"
+        self.scores, self.longest = f"answers and their ends; of raw text {raw.scores}", raw.longest
 
     @property
     def scoring(self) -> "Answers":
@@ -322,18 +292,11 @@ class Answers(Objective):
         scoring.raw = self.raw.scoring
         return scoring
 
-    @property
-    def longest(self) -> int | None:
-        return self.raw.longest
-
     def most(self, length: int) -> int:
         return max(self.raw.most(length), length)
 
     def restored(self, batch: Batch) -> Batch:
         return self.raw.restored(batch)
-
-    def uncorrupted(self, batch: Batch) -> Tensor:
-        return self.raw.uncorrupted(batch)
 
     def scored(self, sizes: Sizes) -> np.ndarray:
         raw = self.raw.scored(sizes)
@@ -343,61 +306,36 @@ class Answers(Objective):
         raw = self.raw.scorable(sizes)
         return raw if sizes.answers is None else np.where(sizes.answers > 0, sizes.answers, raw)
 
-    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+    def tables(self, rows: Rows) -> Tables:
         if rows.answers is None:
-            return self.raw.batch(rows)
+            return self.raw.tables(rows)
         answered = rows.answers.any(1)
-        asked, text = np.flatnonzero(answered), np.flatnonzero(~answered)
-        parts = [(asked, *self.answer_batch(rows.some(asked)))] if len(asked) else []
-        if len(text):
-            alone = rows.some(text)
-            parts.append((text, *self.raw.batch(Rows(alone.ids, alone.lengths, alone.keys))))
+        parts = [(answered, self.answer_tables(rows.some(answered)))] if answered.any() else []
+        if not answered.all():
+            alone = rows.some(~answered)
+            parts.append((~answered, self.raw.tables(Rows(alone.ids, alone.lengths, alone.keys))))
         if len(parts) == 1:
-            return parts[0][1], parts[0][2]
-        return self.join(parts, *rows.ids.shape)
-
-    def join(
-        self, parts: list[tuple[np.ndarray, Batch, Tensor]], count: int, length: int
-    ) -> tuple[Batch, Tensor]:
-        """One batch of several, each with its rows among the `count` of `length` tokens, and the places of
-        what it scores."""
-
-        def stack(tables: list[Tensor], filler: int) -> Tensor:
-            whole = torch.full((count, max(t.shape[1] for t in tables)), filler, dtype=tables[0].dtype)
-            for (own, *_), table in zip(parts, tables, strict=True):
-                whole[torch.from_numpy(own), : table.shape[1]] = table
-            return whole
-
-        grid = "decoder_input_ids" if "decoder_input_ids" in parts[0][1] else "input_ids"
-        joined: Batch = {}
-        for name in dict.fromkeys(("input_ids", grid)):
-            joined[name] = stack([batch[name] for _, batch, _ in parts], self.pad)  # type: ignore[literal-required]
-        mask = stack(
-            [b.get("attention_mask", torch.ones_like(b["input_ids"])) for _, b, _ in parts], filler=0
-        )
-        if not mask.all():
-            joined["attention_mask"] = mask
-        width = joined[grid].shape[1]  # type: ignore[literal-required]
-        owners = torch.cat([torch.from_numpy(own)[batch["rows"]] for own, batch, _ in parts])
-        columns = torch.cat([batch["positions"] % batch[grid].shape[1] for _, batch, _ in parts])  # type: ignore[literal-required]
-        places = torch.cat(
-            [torch.from_numpy(own)[at // length] * length + at % length for own, _, at in parts]
-        )
-        positions = owners * width + columns
-        order = positions.argsort()
-        joined["positions"], joined["rows"] = positions[order], owners[order]
-        joined["targets"] = torch.cat([batch["targets"] for _, batch, _ in parts])[order]
-        return joined, places[order]
+            return parts[0][1]
+        fillers = {
+            "ids": self.pad,
+            "present": False,
+            "labels": UNSCORED,
+            "columns": 0,
+            "decoder_ids": self.pad,
+        }
+        joined = {}
+        for name, filler in fillers.items():
+            tables = [getattr(table, name) for _, table in parts]
+            if tables[0] is not None:
+                width = max(table.shape[1] for table in tables)
+                joined[name] = np.full((len(answered), width), filler, tables[0].dtype)
+                for (own, _), table in zip(parts, tables, strict=True):
+                    joined[name][own, : table.shape[1]] = table
+        return Tables(**joined)
 
     @abstractmethod
-    def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
-        """The batch of rows that all have an answer, and the places of what is scored."""
-
-    def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.raw.outputs(model, batch)
-
-    def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
-        return self.raw.encode(model, batch)
+    def answer_tables(self, rows: Rows) -> Tables:
+        """What is predicted of rows that all have an answer."""
 
 
 class CausalAnswers(Answers):
@@ -410,12 +348,8 @@ class CausalAnswers(Answers):
         super().__init__(raw, pad=pad)
         self.sharing = sharing
 
-    def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
-        assert rows.answers is not None
-        following = np.full_like(rows.ids, UNSCORED)
-        following[:, :-1] = np.where(rows.answers[:, 1:], rows.ids[:, 1:], UNSCORED)
-        batch = to_batch(rows.ids, following, rows.present)
-        return batch, batch["positions"] + 1
+    def answer_tables(self, rows: Rows) -> Tables:
+        return next_tokens(rows, rows.answers)
 
 
 class Seq2SeqAnswers(Answers):
@@ -430,9 +364,6 @@ class Seq2SeqAnswers(Answers):
 
     def sides(self, length: int) -> tuple[int, int | None]:
         return length, length
-
-    def uncorrupted(self, batch: Batch) -> Tensor:
-        return self.restored(batch)["input_ids"]
 
     def restored(self, batch: Batch) -> Batch:
         """Questions stay; in raw text what the model's own objective has hidden is restored."""
@@ -452,7 +383,7 @@ class Seq2SeqAnswers(Answers):
         rest = {name: value for name, value in batch.items() if name != "attention_mask"}
         return {**rest, "input_ids": ids, **({} if mask.all() else {"attention_mask": mask})}
 
-    def answer_batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+    def answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
         asked = rows.present & ~rows.answers
         source, present = left_align(rows.ids, asked, filler=self.pad), left_align(asked, asked, filler=False)
@@ -460,23 +391,19 @@ class Seq2SeqAnswers(Answers):
         wanted = left_align(rows.answers, rows.answers, filler=False)
         given = np.concatenate([np.full((len(target), 1), self.start), target[:, :-1]], axis=1)
         given[:, 1:][~wanted[:, 1:]] = self.pad  # what follows the last label is padding
-        labels = np.where(wanted, target, UNSCORED)
-        batch = to_batch(source, labels, present, decoder_input_ids=given)
-        return batch, torch.from_numpy(np.flatnonzero(rows.answers))
+        columns = left_align(columns_of(rows), rows.answers, filler=0)
+        return Tables(source, present, np.where(wanted, target, UNSCORED), columns, given)
 
 
-def to_batch(
-    ids: np.ndarray,
-    labels: np.ndarray,
-    present: np.ndarray,
-    *,
-    segments: np.ndarray | None = None,
-    decoder_input_ids: np.ndarray | None = None,
-) -> Batch:
-    """`label_batch` of numpy tables."""
-    tables = {"segments": segments, "decoder_input_ids": decoder_input_ids}
-    named = {name: torch.from_numpy(table) for name, table in tables.items() if table is not None}
-    return label_batch(*map(torch.from_numpy, (ids, labels, present)), **named)
+def next_tokens(rows: Rows, predicted: np.ndarray) -> Tables:
+    """Each token where `predicted` [B, T] as the label of the place before it."""
+    labels = np.full_like(rows.ids, UNSCORED)
+    labels[:, :-1] = np.where(predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
+    return Tables(rows.ids, rows.present, labels, columns_of(rows) + 1)
+
+
+def columns_of(rows: Rows) -> np.ndarray:
+    return np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
 
 
 def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -177,7 +177,8 @@ def configure_given(options: ModelOptions) -> PretrainedConfig:
     with naming_cause(f"the tokenizer of model.checkpoint={place}"):
         tokenizer = loading.load_tokenizer(place)
     rows = config.get_text_config().vocab_size
-    check_entries(rows, tokenizer, checkpoint=place, resize=options.resize)
+    if not options.resize:
+        check_entries(rows, tokenizer, checkpoint=place)
     loading.find_adapter(place)
     if is_first_process():
         tell_parts(Path(place))

@@ -63,7 +63,8 @@ class Base:
     def model(self) -> PreTrainedModel:
         """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
         loaded = loading.load_model(self.checkpoint, self.objective_name)
-        fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
+        if self.resize:
+            fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint)
         loading.check_length(self.length, loaded, self.objective)
         try_sharing(loaded, self.objective)
         return loaded

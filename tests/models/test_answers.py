@@ -279,6 +279,6 @@ def test_what_is_hidden_is_put_back_and_a_question_stays():
         found = whole["input_ids"][row][mask[row].bool()].tolist()
         kept = rows.present[row] & ~rows.answers[row]
         assert found == rows.ids[row][kept].tolist()
-    assert torch.equal(both.uncorrupted(batch), whole["input_ids"])
+    assert torch.equal(both.restored(batch)["input_ids"], whole["input_ids"])
     asked, _ = both.batch(rows.some(np.array([0, 2, 4])))
     assert both.restored(asked) is asked

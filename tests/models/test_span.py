@@ -100,7 +100,7 @@ def test_source_and_target_joined_at_the_sentinels_are_the_row(rate, mean):
     restored = objective.restored(batch)
     assert torch.equal(restored["input_ids"], torch.from_numpy(given.ids))
     assert torch.equal(restored["attention_mask"], torch.from_numpy(given.present).long())
-    assert torch.equal(objective.uncorrupted(batch), torch.from_numpy(given.ids))
+    assert torch.equal(objective.restored(batch)["input_ids"], torch.from_numpy(given.ids))
     full = objective.restored(objective.batch(cut(given, 0, 3))[0])
     assert "attention_mask" not in full and torch.equal(
         full["input_ids"], torch.from_numpy(given.ids[[0, 3]])
