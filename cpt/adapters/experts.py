@@ -297,21 +297,7 @@ def attach_mixtures(
         model.get_submodule(name).add_module(MIXTURE, mixture)
         for count in groups:
             mixture.grow(count)
-    names = [name for name, _ in model.named_parameters() if f".{MIXTURE}." in name]
-    return Scope(tuple(names), tuple(newest_maps(model)))
-
-
-def newest_maps(model: nn.Module) -> Iterator[Projection]:
-    """The linear layers of the newest experts; of mixtures without any, those of expert 0."""
-    for name, mixture in mixtures_of(model).items():
-        if not mixture.groups:
-            yield from mixture.own
-            continue
-        last = len(mixture.groups) - 1
-        for number, expert in enumerate(mixture.groups[last].experts):
-            for place, own in enumerate(mixture.own):
-                path = f"{name}.groups.{last}.experts.{number}.maps.{place}"
-                yield replace(own, name=path, module=expert.maps[place], measured=expert.seen[place])
+    return with_newest(model, Scope((), ()))
 
 
 def scope_beside(model: PreTrainedModel, chosen: Sequence[str]) -> Scope:
@@ -324,7 +310,14 @@ def scope_beside(model: PreTrainedModel, chosen: Sequence[str]) -> Scope:
 
 def with_newest(model: nn.Module, scope: Scope) -> Scope:
     """A scope extended by the newest experts and their router rows; of mixtures without any, by expert 0."""
-    maps = [*newest_maps(model)]
+    maps: list[Projection] = []
+    for name, mixture in mixtures_of(model).items():
+        maps += mixture.own if not mixture.groups else ()
+        last = len(mixture.groups) - 1
+        for number, expert in enumerate(mixture.groups[last].experts if mixture.groups else ()):
+            for place, own in enumerate(mixture.own):
+                path = f"{name}.groups.{last}.experts.{number}.maps.{place}"
+                maps.append(replace(own, name=path, module=expert.maps[place], measured=expert.seen[place]))
     inside = {id(parameter) for each in maps for parameter in each.module.parameters()}
     inside |= {id(each.groups[-1].router) for each in mixtures_of(model).values() if each.groups}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]

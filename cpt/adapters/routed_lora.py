@@ -42,19 +42,10 @@ class TokenRouter(nn.Linear):
         return weigh_ranks(output, gates)
 
 
-def attach_experts(
-    model: PreTrainedModel,
-    *,
-    experts: int,
-    r: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str],
-) -> Scope:
+def attach_experts(model: PreTrainedModel, *, experts: int, r: int, alpha: float, **pair: Any) -> Scope:
     """Adds `experts` LoRA adapters of rank r to each linear layer of the targets (`cpt.adapters.lora`), with
     a router; with one expert it is plain LoRA."""
-    how = {"r": experts * r, "alpha": experts * alpha, "dropout": dropout, "targets": targets}
-    scope = lora.attach_lora(model, **how, embeddings=False)
+    scope = lora.attach_lora(model, r=experts * r, alpha=experts * alpha, **pair, embeddings=False)
     routers = []
     for name, layer in lora.lora_layers(model).items():
         a, _ = lora.factors_of(layer)
@@ -197,42 +188,25 @@ class SampleRouter(nn.Module):
 
 
 def attach_routed(
-    model: PreTrainedModel,
-    *,
-    r: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str],
-    key: str,
-    query: str,
-    bottleneck: int,
-    scale: float,
-    causal: bool,
+    model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Any, causal: bool, **router: Any
 ) -> Scope:
     """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
     weights it and those of earlier domains (`begin_routed`) for each sample. Layers of a head see the scored
-    places of all samples in one row, so they get none.
-
-    Raises ValueError for targets without a layer in the body."""
+    places of all samples in one row. Raises ValueError for targets without a layer in the body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
         raise ValueError(f"method.targets={show(targets)}; allowed: what finds maps outside the head")
-    how = {"r": r, "alpha": alpha, "dropout": dropout, "targets": maps}
-    scope = lora.attach_lora(model, **how, embeddings=False)
+    scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
     both, inner = model.config.is_encoder_decoder, reader(model)
     table = (inner if both else model).get_input_embeddings()
-    router = SampleRouter(
-        table.weight.shape[1] if query == "embeddings" else model.config.hidden_size,
-        **{"key": key, "query": query, "bottleneck": bottleneck, "scale": scale},
-        causal=causal and not both,
-        like=table.weight,
-    )
-    router.names = tuple(inspect.signature(inner.forward).parameters)
-    inner.add_module(SAMPLE_ROUTER, router)
-    inner.register_forward_pre_hook(router.open, with_kwargs=True)
-    table.register_forward_hook(router.embed)
+    width = table.weight.shape[1] if router["query"] == "embeddings" else model.config.hidden_size
+    made = SampleRouter(width, **router, causal=causal and not both, like=table.weight)
+    made.names = tuple(inspect.signature(inner.forward).parameters)
+    inner.add_module(SAMPLE_ROUTER, made)
+    inner.register_forward_pre_hook(made.open, with_kwargs=True)
+    table.register_forward_hook(made.embed)
     for layer in lora.lora_layers(model).values():
-        layer.lora_A[lora.NEWEST].register_forward_hook(router.weigh_newest)
+        layer.lora_A[lora.NEWEST].register_forward_hook(made.weigh_newest)
     lora.resize_on_load(model)
     model.register_load_state_dict_pre_hook(route_earlier)
     names = [name for name, each in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]

@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -191,28 +193,29 @@ def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator
             if gate.ndim not in (1, 2) or gate.shape[-1] != group.count:
                 raise ValueError(f"{group.name} has {group.count} units; given gates of {list(gate.shape)}")
             if group.kind == "tokens":
-                handles = [
-                    part.module.register_forward_hook(
-                        lambda m, args, y, gate=gate: _scale_tokens(y, args[0], gate)
-                    )
-                    for part in group.parts
-                ]
+                hook = partial(_scale_tokens, gate)
+                handles = [part.module.register_forward_hook(hook) for part in group.parts]
             elif group.side == "in":
-                handles = [
-                    group.gate.register_forward_pre_hook(
-                        lambda m, args, gate=gate: (_scale_features(args[0], gate), *args[1:])
-                    )
-                ]
+                hook = partial(_scale_inputs, gate)
+                handles = [group.gate.register_forward_pre_hook(hook)]
             else:
-                handles = [
-                    group.gate.register_forward_hook(lambda m, args, y, gate=gate: _scale_features(y, gate))
-                ]
+                hook = partial(_scale_features, gate)
+                handles = [group.gate.register_forward_hook(hook)]
             for handle in handles:
                 hooks.callback(handle.remove)
         yield
 
 
-def _scale_features(x: Tensor, gate: Tensor) -> Tensor:
+def _scale_tokens(gate: Tensor, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    found = gate[args[0]] if gate.ndim == 1 else gate.gather(1, args[0])  # of ids [B, T]
+    return output * found.unsqueeze(-1).to(output)
+
+
+def _scale_inputs(gate: Tensor, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return _scale_features(gate, module, args, args[0]), *args[1:]
+
+
+def _scale_features(gate: Tensor, module: nn.Module, args: Any, x: Tensor) -> Tensor:
     """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
     wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
     if gate.ndim == 1:
@@ -220,12 +223,6 @@ def _scale_features(x: Tensor, gate: Tensor) -> Tensor:
     if len(x) % len(gate) or (x.ndim > 2 and len(x) != len(gate)):
         raise ValueError(f"gates of {len(gate)} samples; given activations of {list(x.shape)}")
     return (x.view(len(gate), -1, x.shape[-1]) * wide.unsqueeze(1)).view(x.shape)
-
-
-def _scale_tokens(embeddings: Tensor, ids: Tensor, gate: Tensor) -> Tensor:
-    """Embeddings [B, T, D] of ids [B, T] times their tokens' gates, of [count] or [B, count]."""
-    found = gate[ids] if gate.ndim == 1 else gate.gather(1, ids)
-    return embeddings * found.unsqueeze(-1).to(embeddings)
 
 
 def linear_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
