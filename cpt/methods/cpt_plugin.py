@@ -75,7 +75,7 @@ class CPTPluginOptions(GateOptions):
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """What cpt.adapters.plugin.attach_plugins is told."""
+        """What cpt.adapters.bottleneck.attach_plugins is told."""
         return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 

@@ -1,7 +1,7 @@
 """SAPT (Zhao et al., ACL 2024) and, as another key and query of it, MoCL (Wang et al., NAACL 2024): a new
 LoRA pair per domain, and all pairs weighed by attention of the text to a key of each.
 
-    h = W x + alpha / r sum_k a_k B_k A_k x,    a of the text (`cpt.adapters.routed_pairs`)
+    h = W x + alpha / r sum_k a_k B_k A_k x,    a of the text (`cpt.adapters.routed_lora`)
 
     attention   L = L_lm + lambda 1/B sum over rows of domains i < t of KL(mean a of domain i || a(row))
     cosine      L = L_lm + lambda 1/B sum over rows of domain t of (1 - cos(e(row), k_t))

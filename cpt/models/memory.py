@@ -1,7 +1,7 @@
 """The same model with less memory or time: activation checkpointing, compiled blocks, a head padded for GPU
 kernels, and dropout masks drawn quickly on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,25 +75,33 @@ def even_head(model: PreTrainedModel) -> None:
         head.__class__ = EvenHead
 
 
+def quick_dropout(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    plain: Callable[..., Tensor],
+) -> Tensor:
+    """torch.nn.functional.dropout on a CPU with 16 random bits for each entry, which is dropped with the
+    probability nearest to p in 1 / 65,536; `plain` elsewhere, and where nothing or everything is dropped."""
+    if not training or not 0 < p < 1 or input.device.type != "cpu":
+        return plain(input, p, training, inplace)
+    dropped = min(round(p * LEVELS_16), LEVELS_16 - 1)
+    bits = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    drawn = bits.view(torch.int16)[: input.numel()].view(input.shape)
+    noise = (drawn >= dropped - LEVELS_16 // 2).to(input.dtype).mul_(LEVELS_16 / (LEVELS_16 - dropped))
+    return input.mul_(noise) if inplace else input * noise
+
+
 @contextmanager
 def draw_quickly(wanted: bool) -> Iterator[None]:
-    """Dropout of modules and of transformers' eager attention takes quick masks on a CPU inside the context,
-    if wanted: 64 random bits serve four entries, dropped with the probability nearest to p in 1 / 65,536,
-    by which the others are scaled."""
+    """Dropout of modules and of transformers' eager attention is quick_dropout inside the context, if
+    wanted."""
     plain = functional.dropout
-
-    def quick_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or not 0 < p < 1 or input.device.type != "cpu":
-            return plain(input, p, training, inplace)
-        dropped = min(round(p * LEVELS_16), LEVELS_16 - 1)
-        bits = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-        drawn = bits.view(torch.int16)[: input.numel()].view(input.shape)
-        noise = (drawn >= dropped - LEVELS_16 // 2).to(input.dtype).mul_(LEVELS_16 / (LEVELS_16 - dropped))
-        return input.mul_(noise) if inplace else input * noise
-
     try:
         if wanted:
-            functional.dropout = quick_dropout
+            functional.dropout = lambda *args, **how: quick_dropout(*args, **how, plain=plain)
         yield
     finally:
         functional.dropout = plain

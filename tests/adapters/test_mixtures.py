@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from cpt.adapters import lora
 from cpt.adapters.routed_lora import attach_experts, weigh_ranks
@@ -55,12 +54,6 @@ def test_experts_are_summed_by_the_gates_of_each_token(mixed):
         assert (gates.sum(-1) - 1).abs().max() < 1e-6 and gates.std() > 0.01
 
 
-def test_the_gradient_reaches_every_router(mixed):
-    model, inputs = mixed
-    model(**inputs).logits.square().sum().backward()
-    assert all(layer.router.weight.grad.any() for layer in lora.lora_layers(model).values())
-
-
 def test_gates_are_made_in_32_bits():
     model = build("roberta").bfloat16()
     attach_experts(model, experts=E, r=R, alpha=ALPHA, dropout=0.0, targets="all-linear")
@@ -68,3 +61,9 @@ def test_gates_are_made_in_32_bits():
     assert layer.router.weight.dtype == torch.bfloat16 and isinstance(layer.router, nn.Linear)
     gates = layer.router.gates(torch.randn(5, layer.in_features, dtype=torch.bfloat16))
     assert gates.dtype == torch.float32 and (gates.sum(-1) - 1).abs().max() < 1e-6
+
+
+def test_the_gradient_reaches_every_router(mixed):
+    model, inputs = mixed
+    model(**inputs).logits.square().sum().backward()
+    assert all(layer.router.weight.grad.any() for layer in lora.lora_layers(model).values())

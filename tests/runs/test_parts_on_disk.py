@@ -191,4 +191,4 @@ def test_a_part_that_is_kept_anew_does_not_change_the_file(bank):
     assert torch.equal(module.bank.weights(0)["weight"], own.weight)
     assert path.read_bytes() == before
     module.load_state_dict(torch.load(path, weights_only=True))
-    assert not module.bank.resting and not torch.equal(module.bank.weights(0)["weight"], own.weight)
+    assert not module.bank.mapped and not torch.equal(module.bank.weights(0)["weight"], own.weight)

@@ -103,7 +103,7 @@ def test_a_model_that_takes_no_chats_is_told_before_any_text_is_read(chats, smal
 
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory):
-    """A tiny BART with its tokenizer, which has no sentinel_ids."""
+    """A tiny BART with its tokenizer, which has no sentinels."""
     folder = tmp_path_factory.mktemp("bart")
     words = train_tokenizer(
         iter(["the court finds that a party must pay damages"] * 5), vocabulary=300, objective="masked"
@@ -124,7 +124,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, sm
     options = [f"model.checkpoint={bart}", "model.mean_span=3", "order=[law]", "trainer.steps=2"]
     with caplog.at_level("INFO"):
         start(small(*options), tmp_path)
-    assert f"the tokenizer of {bart} has no sentinel_ids: it gets 100" in caplog.text
+    assert f"the tokenizer of {bart} has no sentinels: it gets 100" in caplog.text
     words = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
     ids = sentinel_ids(words)

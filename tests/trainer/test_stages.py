@@ -96,7 +96,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     restore_stage(other, path, rests=rests)
     state = {name: whole(each) if shared else each for name, each in other.state_dict().items()}
     assert is_same(state, Method(1).state_dict())
-    assert other.bank.resting == ({"0:map/bias"} if rests else set())
+    assert other.bank.mapped == ({"0:map/bias"} if rests else set())
 
 
 def killed(*args, **how):

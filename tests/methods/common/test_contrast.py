@@ -98,8 +98,9 @@ def masked(batch):
 class Uncorrupting(Causal):
     """As masked text does: the labels are the text."""
 
-    def uncorrupted(self, batch):
-        return torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
+    def restored(self, batch):
+        labels = labels_of(batch)
+        return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
 
 
 def contrast(
@@ -272,7 +273,6 @@ def test_gradients_reach_all_three_passes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rate": 1.0}, "contrast_dropout=1.0; allowed: above 0 and below 1, or null"),
         (
             {"rate": None},
             "null would not differ: all its dropout rates are 0.*or contrast=0",
