@@ -34,7 +34,7 @@ from transformers import (
 from cpt.evaluation.endtasks import classifier, suite
 from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
 from cpt.evaluation.endtasks.tasks import Settings
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import train_tokenizer
 
 Run = Callable[[], object]  # gives the Trainer's result, where it has one
 CPU, SEED, CLASSES = torch.device("cpu"), 7, 6

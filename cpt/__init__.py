@@ -17,7 +17,7 @@ PUBLIC = {
     "Rule": "cpt.core.rules",
     "Scores": "cpt.evaluation.scores",
     "Shared": "cpt.methods.base",
-    "Snapshot": "cpt.models.snapshots",
+    "Snapshot": "cpt.models.weights",
     "Source": "cpt.data.sources.base",
     "TEXT": "cpt.core.rules",
     "TaskSource": "cpt.evaluation.endtasks.tasks",

@@ -70,7 +70,7 @@ class Scores(Layout):
     numerics: dict[str, str] = field(default_factory=dict)  # the precision, and how attention was computed
     # name; origin: built, folder or hub; of a hub its revision
     base: dict[str, str] = field(default_factory=dict)
-    moved: dict[str, list[float]] = field(default_factory=dict)  # see cpt.models.movement
+    moved: dict[str, list[float]] = field(default_factory=dict)  # see cpt.models.weights
     similarity: dict[str, Any] = field(default_factory=dict)  # SIMILARITY, where it decided the order
     needs_domain: bool = False  # whether a text's domain must be known at test time
     alone: bool = False  # whether each domain was learned from the base, so that no model has met them all

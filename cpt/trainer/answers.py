@@ -18,7 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core.collectives import gather_objects, wait_for_others
 from cpt.core.config import digest
 from cpt.core.places import CONF

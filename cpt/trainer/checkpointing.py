@@ -8,7 +8,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.domain_store import map_stored
 from cpt.core.preemption import leave_all
 from cpt.core.tensors import save_state
 from cpt.optim.nan_guard import NanGuard
@@ -77,4 +77,4 @@ class Resting(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rest_parts(pl_module, self.path)
+        map_stored(pl_module, self.path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core.collectives import wait_for_others
 from cpt.core.preemption import Preempted, leave_together
 from cpt.core.processes import rank_and_world

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.domain_store import map_stored
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import writing
 from cpt.core.heartbeat import set_phase
@@ -25,8 +25,8 @@ from cpt.evaluation.objective import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
-from cpt.models.movement import measure_movement
-from cpt.models.quick_dropout import draw_quickly
+from cpt.models.memory import draw_quickly
+from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
@@ -113,7 +113,7 @@ class Learner:
         """Has what a method keeps of learned domains lie in the file of a stage, where that is asked for."""
         if self.rests:
             wait_for_others()  # until the first process has written it
-            rest_parts(self.module, self.place.stage(number))
+            map_stored(self.module, self.place.stage(number))
 
     def examine(self, number: int) -> None:
         """The end tasks, the answers and the probe that are due after a stage and not measured yet."""

@@ -10,7 +10,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.routing import Router
+from cpt.adapters.domain_store import Router
 from cpt.core.randomness import key
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain, DomainSequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core.preemption import Herald, Preempted, leave_together
 from cpt.core.progress import progress_bar
 from cpt.data.datamodule import DomainSequence

@@ -7,7 +7,7 @@ from heapq import nlargest
 
 import numpy as np
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core.processes import is_first_process
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.policy import EvalOptions

@@ -17,8 +17,7 @@ from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_
 from cpt.evaluation.answers.asking import rank_choices
 from cpt.evaluation.probes.harness import Harness, silence
 from cpt.evaluation.probes.options import LMEval
-from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
-from cpt.models.objectives import Causal
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from cpt.trainer.answers import question_of
 from cpt.trainer.plan import make_plan
 from tests.evaluation.probes.test_probe_options import PLAIN

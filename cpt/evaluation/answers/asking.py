@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.data.batch import Batch, Rows
-from cpt.models.generation import generating, is_written_whole
+from cpt.models.generate import generating, is_written_whole
 from cpt.models.objectives import Objective
 
 

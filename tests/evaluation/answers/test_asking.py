@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.adapters.prompt import attach_prompt
+from cpt.adapters.soft_prompt import attach_prompt
 from cpt.evaluation.answers.asking import (
     Question,
     pad_prompts,
@@ -12,8 +12,7 @@ from cpt.evaluation.answers.asking import (
     score_choices,
     write_answers,
 )
-from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
-from cpt.models.objectives import Causal
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.support.data_fixtures import framed
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import get_linear_schedule_with_warmup
 
-from cpt.adapters import prompt
+from cpt.adapters import soft_prompt as prompt
 from cpt.adapters.gates import Gate
 from cpt.evaluation.endtasks import classifier as subject
 from cpt.evaluation.endtasks.classifier import Classifier, fine_tune, is_masked, predict, scores_of

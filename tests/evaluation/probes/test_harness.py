@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 from cpt.core.errors import reason
 from cpt.evaluation.probes.harness import Harness
 from cpt.evaluation.probes.options import LMEval
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES
 from tests.evaluation.probes.test_probe_options import PLAIN
 from tests.support import endtask_fixtures

@@ -1,12 +1,11 @@
-"""A model whose weights are shared out among processes by FSDP2 (torch.distributed.fsdp.fully_shard; Zhao et
-al., VLDB 2023): block by block, a block's weights are whole only while it computes.
+"""A model sharded by FSDP2 (torch.distributed.fsdp.fully_shard; Zhao et al., VLDB 2023), block by block.
 
-Every pass of such a model is a collective: all processes have to make it, with the same weights."""
+Each forward pass of a sharded model is a collective: all processes must make it, with the same weights."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -16,13 +15,10 @@ from transformers import PreTrainedModel
 
 from cpt.models.units import blocks
 
-T = TypeVar("T")
-scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)  # of torch 2.13
-
 
 class Reduction:
-    """How the gradients g_r of the processes come together: as FSDP2 asks for it, or while there is a
-    `weight` c_r as sum_r c_r |g_r|^p, by entry."""
+    """The reduce-scatter of the gradients g_r: FSDP2's own, or while there is a `weight` c_r the sum of
+    c_r |g_r|^p over processes r, by entry."""
 
     weight: float | None = None
     power = 2
@@ -34,15 +30,16 @@ class Reduction:
         if self.weight is not None:
             (input_tensor.square_() if self.power == 2 else input_tensor.abs_()).mul_(self.weight)
             op = distributed.ReduceOp.SUM
-        return scatter(output_tensor, input_tensor, op=op, group=group, **how)
+        # torch 2.13 has another name for it
+        reduce = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+        return reduce(output_tensor, input_tensor, op=op, group=group, **how)
 
 
 def shard_model(
     model: PreTrainedModel, mesh: DeviceMesh, *, ignored: set[nn.Parameter], reshard: bool
 ) -> None:
-    """Shares out the weights of a model in place, but for those ignored: of each block, and of what is in
-    none. With `reshard` a block is whole again only when its gradients are computed. Raises ValueError for a
-    model without transformer blocks."""
+    """Shards the weights of a model in place, except those ignored: each block, and what is in none. With
+    `reshard`, blocks are resharded after forward. Raises ValueError for a model without blocks."""
     reduction = Reduction()
     for part in (*(block for _, block in blocks(model)), model):
         # The root too: its weights are read, and exchanged, between passes.
@@ -53,31 +50,30 @@ def shard_model(
     register_fsdp_forward_method(model, "run_part")
 
 
-def call_within(model: nn.Module, function: Callable[..., T], *args: Any, **named: Any) -> T:
-    """What a function gives that runs parts of a model, which a sharded model has to be told of."""
+def call_within(model: nn.Module, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The result of a function that runs parts of a model, whose weights FSDP gathers for it."""
     if not isinstance(model, FSDPModule):
         return function(*args, **named)
     return model.run_part(function, *args, **named)
 
 
-def rest(model: nn.Module) -> None:
-    """Leaves each process with its own rows of a sharded model: what is read and written are these."""
-    if isinstance(model, FSDPModule):
-        for part in model.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered weights of a sharded model: parameters are the rows of this process."""
+    for part in model.modules() if isinstance(model, FSDPModule) else ():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model by name, of a sharded one the rows of this process."""
-    rest(model)
+    """The parameters of a model by name; of a sharded one the rows of this process."""
+    reshard(model)
     return dict(model.named_parameters())
 
 
 @contextmanager
 def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
-    """While it lasts, each backward pass of a sharded model adds sum_r c_r |g_r|^p to its gradients, with the
-    gradient g_r and the weight c_r of each process; p is 1 or 2."""
+    """Each backward pass of a sharded model inside the context adds sum_r c_r |g_r|^p to its gradients, with
+    the gradient g_r and the weight c_r of each process; p is 1 or 2."""
     model.reduction.power, model.reduction.weight = power, weight
     try:
         yield

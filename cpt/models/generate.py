@@ -1,4 +1,4 @@
-"""What a model writes: one call of transformers' `generate`, which is told all there is to say."""
+"""Text generation by transformers' `generate` with a generation configuration of our own."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 @contextmanager
 def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
-    """A model that generates so and in no other way: what a call leaves open, like a penalty for repeating,
-    would be as its checkpoint says."""
+    """A model whose generation configuration is `how` alone inside the context: a call would fill in the
+    checkpoint's, like a repetition penalty."""
     before = model.generation_config
     model.generation_config = how
     try:
@@ -22,26 +22,25 @@ def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
 
 
 def is_written_whole(model: PreTrainedModel) -> bool:
-    """Whether a decoder has a part that takes rows of its own, so that nothing can be cached, and only rows
-    of one length go together."""
+    """Whether a decoder has a prompt that takes positions of each row: no key-value cache is possible, and
+    rows of a batch have one length."""
     own = any(getattr(part, "written_whole", False) for part in model.modules())
     return own and not model.config.is_encoder_decoder
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled: from softmax(logits / `temperature`), cut to the likeliest tokens whose
-    probability comes to `top_p` (Holtzman et al., ICLR 2020). Of ids from `entries` on, which no tokenizer
-    gives, none is."""
+    """Sampling from softmax(logits / `temperature`), cut to the likeliest tokens of total probability `top_p`
+    (Holtzman et al., ICLR 2020), with ids below `entries`, up to the token `end`."""
 
     temperature: float
     top_p: float
     entries: int
-    end: int  # the token that ends a text
+    end: int
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Tokens [B] of logits [B, V], by numbers [B] in [0, 1): the inverse of the distribution function
-        over tokens from the likeliest on, of equal ones in the order of their ids."""
+        """Tokens [B] of logits [B, V] by numbers [B] in [0, 1): the inverse of the distribution function over
+        tokens from the likeliest on, equal ones in the order of their ids."""
         probabilities = (logits.double() / self.temperature).softmax(-1)
         ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
         sums = ordered.cumsum(-1)
@@ -52,9 +51,9 @@ class Sampling:
         return tokens.gather(-1, places[:, None])[:, 0]
 
 
-class Keyed(LogitsProcessor):
-    """Leaves one token for the greedy search to find: that which the numbers [B, most] choose, number t for
-    token t. `nll` [B, most] are the nats of the tokens chosen, to the model as it is."""
+class KeyedSampling(LogitsProcessor):
+    """Leaves one token to greedy search, chosen by the numbers [B, most], number t for token t. `nll`
+    [B, most] are the nats of the chosen tokens under the unmodified model."""
 
     def __init__(self, sampling: Sampling, uniforms: Tensor) -> None:
         self.sampling, self.uniforms, self.step = sampling, uniforms, 0
@@ -73,9 +72,9 @@ class Keyed(LogitsProcessor):
 def sample_texts(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], uniforms: Tensor, *, sampling: Sampling
 ) -> list[tuple[list[int], float]]:
-    """What a model writes behind contexts of one length, which its encoder reads if it has one: of each the
-    ids, with the end if one was written, and their mean nll (nats). Of text b token t is a function of
-    uniforms[b, t] and what stands before it; at most uniforms.shape[1] tokens are written."""
+    """Continuations of contexts of one length, which an encoder reads if there is one: the ids, with the end
+    if it was written, and their mean nll (nats). Token t of text b is a function of uniforms[b, t] and what
+    precedes it; at most uniforms.shape[1] tokens are written."""
     given = torch.tensor(contexts, device=model.device)
     how = GenerationConfig(
         max_new_tokens=uniforms.shape[1],
@@ -86,13 +85,10 @@ def sample_texts(
         pad_token_id=sampling.end,
         decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
     )
-    keyed = Keyed(sampling, uniforms.to(model.device))
+    keyed = KeyedSampling(sampling, uniforms.to(model.device))
+    inputs = {"input_ids": given, "attention_mask": torch.ones_like(given)}
     with generating(model, how):
-        found = model.generate(
-            input_ids=given,
-            attention_mask=torch.ones_like(given),
-            logits_processor=LogitsProcessorList([keyed]),
-        )
+        found = model.generate(**inputs, logits_processor=LogitsProcessorList([keyed]))
     texts, first = [], 1 if model.config.is_encoder_decoder else given.shape[1]
     for row, nll in zip(found[:, first:].tolist(), keyed.nll, strict=True):
         size = row.index(sampling.end) + 1 if sampling.end in row else len(row)
