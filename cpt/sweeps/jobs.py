@@ -136,7 +136,7 @@ class Job:
 
     def objective(self) -> float | list[float | None] | None:
         """Of this sweep: the run may be of an earlier one that asked for another."""
-        from cpt.evaluation.objective import objective_value  # numpy: run.py --help need not wait for it
+        from cpt.evaluation.metrics import objective_value  # numpy: run.py --help need not wait for it
 
         scores, asked = read_scores(self.folder), self.config.get("objective")
         return objective_value(scores["metrics"], asked) if "metrics" in scores else scores.get("objective")

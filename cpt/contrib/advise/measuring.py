@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from cpt.contrib.advise.choice import Point, weigh_lengths, worth
-from cpt.evaluation.documents import gather_documents, load_documents
 from cpt.evaluation.metrics import bootstrap, terms
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, gather_documents, load_documents
 
 Array = np.ndarray
 Key = tuple[str, int, int]  # arm, steps, seed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from cpt.evaluation.answers.by_example import answers_in
+from cpt.evaluation.predictions import answers_in
 from cpt.report import main
 from cpt.reporting.comparison.answered import Reader, on_answers
 from cpt.reporting.comparison.notes import notes

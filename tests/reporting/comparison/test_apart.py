@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from cpt.evaluation.conditions import conditions
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions
 from cpt.report import main
 from cpt.reporting.comparison.across import BITS, build_heading
 from cpt.reporting.comparison.differences import contrasts, rank_groups
