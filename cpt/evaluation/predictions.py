@@ -33,10 +33,9 @@ from cpt.evaluation.task_metrics import (
 
 log = logging.getLogger(__name__)
 KEY = b"cpt"
-ABOUT = {"digest": str, "seconds": float}
 ENDTASK_COLUMNS = ("id", "label", "prediction")
 ANSWER_COLUMNS = ("id", "reference", "written", "ranked", "ranked_mean")
-RESULTS = ABOUT | {"harness": str, "version": str, "examples": int, "metrics": dict[str, dict[str, Any]]}
+RESULTS = {"digest": str, "seconds": float, "metrics": dict[str, dict[str, Any]]}
 SOURCE = "source"  # the texts that were asked about, where a measure is of them
 AGAIN = "delete it and give the run again"
 BASE_ROW = "base"
@@ -72,7 +71,6 @@ def load_predictions(
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             wanted = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
             about = json.loads((file.schema_arrow.metadata or {}).get(KEY, b"{}"))
-            check_types(about, ABOUT)
             return file.read(columns=wanted).select(wanted), about
     except FileNotFoundError:
         raise FileNotFoundError(str(path)) from None
@@ -91,7 +89,7 @@ def find_predictions(
     except ValueError as error:
         log.info("Measuring again: %s", error)
         return None
-    return (table, about) if about["digest"] == digest else None
+    return (table, about) if about.get("digest") == digest else None
 
 
 def answers_of(table: pa.Table, about: Mapping[str, Any]) -> TaskAnswers:
@@ -137,8 +135,6 @@ def mark_answers(path: Path, measure: str) -> Marked:
     """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, where there is none;
     ValueError where it is damaged, or lacks what the measure is of."""
     table, about = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
-    if "choices" not in about:
-        raise ValueError(f"{path}: damaged predictions (no choices); {AGAIN}")
     answered = answers_of(table, about)
     if missing := [name for name in MEASURES[measure].needs if getattr(answered, name) is None]:
         raise ValueError(f"{path} has no column of the {missing[0]}, which {measure} is of; {AGAIN}")

@@ -10,16 +10,15 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
-from tests.evaluation.probes.test_export import prompts
-
 from cpt.contrib.lm_eval_export.__main__ import export
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
 from cpt.evaluation.lm_eval import Harness, silence
 from cpt.evaluation.options import LMEvalOptions
-from cpt.evaluation.task_answers import Question, rank_choices
+from cpt.evaluation.task_answers import Question, rank_choices, score_choices
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
 from cpt.models.objectives import Causal
 from cpt.trainer.plan import make_plan
+from tests.contrib.test_export import prompts
 from tests.evaluation.test_lm_eval_options import PLAIN
 from tests.support.task_fixtures import STYLES, encoder, some_examples, write_tasks
 
@@ -65,7 +64,8 @@ def made(build, style, *, length=200):
 def ranked(model, objective, given):
     """The choices of ours, by example."""
     questions = [Question.of_prompt(prompt) for prompt in given]
-    return rank_choices(model, objective, questions, batch_size=7, step=lambda count: None)[0]
+    sums = score_choices(model, objective, questions, batch_size=7, step=lambda count: None)
+    return rank_choices(questions, sums)[0]
 
 
 def harness_samples(folder, model, encoding, *, task):

@@ -80,9 +80,9 @@ def test_what_became_of_the_examples_is_a_table(tmp_path):
     answers_file(tmp_path / "answers" / "001-law", "law").unlink()
     answers_file(tmp_path / "answers" / "000-base", "law").write_text("damaged")
     lines = build_answer_moves(scores, tmp_path).lines
-    assert len(lines) == 1 and "000-base/law.parquet: damaged answers" in lines[0]
+    assert len(lines) == 1 and "000-base/law.parquet: damaged predictions" in lines[0]
     write_report(tmp_path, scores)
-    assert "damaged answers" in (tmp_path / "report.md").read_text()
+    assert "damaged predictions" in (tmp_path / "report.md").read_text()
 
 
 def test_every_measure_has_a_name():
