@@ -93,8 +93,8 @@ class Course:
         return FinetuneJob("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
 
     def start(self, model: PreTrainedModel) -> classifier.Classifier:
-        classifier.seed_generators(CPU, SEED)
-        return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
+        with classifier.forked_generators(CPU, SEED):
+            return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
 
 
 def ours(made: classifier.Classifier, job: FinetuneJob) -> Run:

@@ -53,11 +53,6 @@ class EncodedExamples:
             batch["token_type_ids"] = nn.utils.rnn.pad_sequence(types, batch_first=True)
         return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
-    def by_length(self, size: int) -> list[list[int]]:
-        """Batches of all rows in which rows of near length stand together, the longest first."""
-        order = sorted(range(len(self)), key=lambda row: -len(self.ids[row]))
-        return [order[first : first + size] for first in range(0, len(order), size)]
-
 
 def encode_examples(
     examples: Sequence[LabelledExample],
@@ -203,24 +198,21 @@ class Classifier(nn.Module):
 
 
 @contextmanager
-def unchanged_generators(device: torch.device) -> Iterator[None]:
-    """Afterwards torch's generators of the CPU and of the device are as they were before."""
-    if device.type == "cpu":
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        forked = torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
-    with forked:
+def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]:
+    """Afterwards torch's generators of the CPU and of the device are as they were before. What is drawn
+    meanwhile is a function of a key, where its parts are given."""
+    cpu = device.type == "cpu"
+    with torch.random.fork_rng(
+        [] if cpu else [device.index or 0], device_type="cuda" if cpu else device.type
+    ):
+        number = key(*parts) % 2**63
+        if parts:
+            torch.random.default_generator.manual_seed(number)
+        if parts and device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(number)
+        elif parts and not cpu:
+            getattr(torch, device.type).manual_seed(number)
         yield
-
-
-def seed_generators(device: torch.device, *parts: str | int) -> None:
-    """Makes what is drawn from now on, on the CPU and on the device, a function of a key."""
-    number = key(*parts) % 2**63
-    torch.random.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(number)
-    elif device.type != "cpu":
-        getattr(torch, device.type).manual_seed(number)
 
 
 def fine_tune(
@@ -232,8 +224,7 @@ def fine_tune(
     The result is a function of model, task and seed; model and torch's generators stay as they are. Raises
     ValueError where the loss is not finite."""
     settings = job.settings
-    with unchanged_generators(device):
-        seed_generators(device, "end task", job.name, seed)
+    with forked_generators(device, "end task", job.name, seed):
         classifier = Classifier(
             model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
         ).to(device)
@@ -281,11 +272,12 @@ def train_epoch(
     """An epoch of training; ValueError where loss or gradient are not finite, on which no step is made."""
     device = classifier.out.weight.device
     failed = torch.full((), math.inf, device=device)  # the first step that was not made
+    mixed = job.settings.precision == "bf16-mixed"
     classifier.train()
     batches = job.batches(seed, epoch)
     for number, rows in enumerate(batches, start=1):
         batch = job.train.batch(rows, pad=job.pad, device=device)
-        with mixed_precision(device, job.settings.precision):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
             logits = classifier(batch)
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
@@ -304,18 +296,16 @@ def train_epoch(
         step()
 
 
-def mixed_precision(device: torch.device, precision: str) -> torch.autocast:
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed")
-
-
 @torch.no_grad()
 def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples) -> Tensor:
     """The most probable class of each example, [N] int64 on the CPU."""
-    device = classifier.out.weight.device
+    device, mixed = classifier.out.weight.device, job.settings.precision == "bf16-mixed"
     classifier.eval()
     found = torch.empty(len(examples), dtype=torch.long, device=device)
-    for rows in examples.by_length(job.eval_batch_size):
-        with mixed_precision(device, job.settings.precision):
+    order = sorted(range(len(examples)), key=lambda row: -len(examples.ids[row]))  # near lengths together
+    for first in range(0, len(order), job.eval_batch_size):
+        rows = order[first : first + job.eval_batch_size]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
             logits = classifier(examples.batch(rows, pad=job.pad, device=device))
         found[torch.tensor(rows, device=device)] = logits.float().argmax(-1)
     return found.cpu()

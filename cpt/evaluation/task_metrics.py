@@ -14,7 +14,8 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import eq
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -160,8 +161,9 @@ class TaskAnswers:
     ranked_mean: Sequence[str] | None  # the same by the mean over the choice's tokens
     sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
 
-    def pairs(self, name: str = "written") -> zip:
-        return zip(getattr(self, name), self.references, strict=True)
+    def score(self, rule: Callable[..., float], *names: str) -> Array:
+        """A rule applied to these fields of each example, [examples]."""
+        return np.array([*map(rule, *(getattr(self, name) for name in names))], float)
 
 
 def normalise_text(text: str) -> str:
@@ -169,64 +171,26 @@ def normalise_text(text: str) -> str:
     return " ".join(text.lower().translate(NO_PUNCTUATION).split())
 
 
-def exact_match(answered: TaskAnswers) -> Array:
-    """1 where what was written is the reference, [examples]."""
-    return np.array([normalise_text(one) == normalise_text(other) for one, other in answered.pairs()], float)
+def is_match(one: str, other: str) -> bool:
+    return normalise_text(one) == normalise_text(other)
 
 
-def invalid(answered: TaskAnswers) -> Array:
-    """1 where what was written is none of the choices, [examples]."""
-    pairs = zip(answered.written, answered.choices, strict=True)
-    return np.array(
-        [normalise_text(one) not in set(map(normalise_text, choices)) for one, choices in pairs], float
-    )
+def is_no_choice(written: str, choices: Sequence[str]) -> bool:
+    return normalise_text(written) not in {*map(normalise_text, choices)}
 
 
-def accuracy_valid(answered: TaskAnswers) -> Array:
-    """Exact match where what was written is one of the choices, [examples]; nan elsewhere."""
-    return np.where(invalid(answered) == 0, exact_match(answered), np.nan)
-
-
-def accuracy_ranked(answered: TaskAnswers) -> Array:
-    """1 where the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference,
-    [examples]."""
-    return np.array([one == other for one, other in answered.pairs("ranked")], float)
-
-
-def accuracy_ranked_mean(answered: TaskAnswers) -> Array:
-    """1 where the choice of the largest mean over its tokens is the reference, [examples]."""
-    return np.array([one == other for one, other in answered.pairs("ranked_mean")], float)
-
-
-def rouge_l(answered: TaskAnswers) -> Array:
-    """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics, [examples]."""
+def rouge_l(written: str, reference: str) -> float:
+    """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics."""
     from torchmetrics.functional.text.rouge import rouge_score  # which imports torch
 
-    found = [
-        rouge_score([one], [other], rouge_keys="rougeL")["rougeL_fmeasure"] for one, other in answered.pairs()
-    ]
-    return np.array(found, float)
+    return float(rouge_score([written], [reference], rouge_keys="rougeL")["rougeL_fmeasure"])
 
 
-def edit_similarity(answered: TaskAnswers) -> Array:
-    """1 - edits / characters of the longer text (Levenshtein 1966), by torchmetrics, [examples]."""
+def edit_similarity(written: str, reference: str) -> float:
+    """1 - edits / characters of the longer text (Levenshtein 1966), by torchmetrics."""
     from torchmetrics.functional.text import edit_distance
 
-    longer = [max(len(one), len(other), 1) for one, other in answered.pairs()]
-    edits = edit_distance(list(answered.written), list(answered.references), reduction="none").numpy()
-    return 1 - edits / np.array(longer)
-
-
-def first_character(answered: TaskAnswers) -> Array:
-    """1 where what was written begins as the reference does, [examples]: the rule of TRACE (Wang et al. 2023)
-    for answers that give a letter and then reasons."""
-    return np.array([one.lstrip()[:1] == other.lstrip()[:1] for one, other in answered.pairs()], float)
-
-
-def simplification(answered: TaskAnswers) -> Array:
-    """SARI of what was written, with the reference as the only one, [examples]."""
-    triples = zip(answered.sources, answered.written, answered.references, strict=True)
-    return np.array([sari(source, one, [other]) for source, one, other in triples], float)
+    return 1 - float(edit_distance(written, reference)) / max(len(written), len(reference), 1)
 
 
 def sari(source: str, written: str, references: Sequence[str]) -> float:
@@ -262,8 +226,7 @@ def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter
         precision, recall = ratio(right, done), ratio(right, wanted)
         return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
-    told = sum(references, Counter())
-    times = len(references)
+    told, times = sum(references, Counter()), len(references)
     source, written = (Counter({g: n * times for g, n in each.items()}) for each in (source, written))
     added, wanted = set(written) - set(source), set(told) - set(source)
     kept, keepable, deleted = source & written, source & told, source - written
@@ -274,25 +237,42 @@ def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter
     )
 
 
-@dataclass(frozen=True)
-class AnswerMeasure:
-    """A number per example, and what there has to be for it."""
+class AnswerMeasure(NamedTuple):
+    """A number per example, [examples], and what there has to be for it."""
 
     compute: Callable[[TaskAnswers], Array]
     needs: tuple[str, ...]  # fields of TaskAnswers
     higher: bool = True
 
 
+WRITTEN = ("written", "references")
 MEASURES: Mapping[str, AnswerMeasure] = {
-    "accuracy_ranked": AnswerMeasure(accuracy_ranked, ("ranked",)),
-    "exact_match": AnswerMeasure(exact_match, ("written",)),
-    "invalid": AnswerMeasure(invalid, ("written", "ranked"), higher=False),
-    "accuracy_valid": AnswerMeasure(accuracy_valid, ("written", "ranked")),
-    "accuracy_ranked_mean": AnswerMeasure(accuracy_ranked_mean, ("ranked_mean",)),
-    "rouge_l": AnswerMeasure(rouge_l, ("written",)),
-    "edit_similarity": AnswerMeasure(edit_similarity, ("written",)),
-    "sari": AnswerMeasure(simplification, ("written", "sources")),
-    "first_character": AnswerMeasure(first_character, ("written",)),
+    # the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference
+    "accuracy_ranked": AnswerMeasure(lambda a: a.score(eq, "ranked", "references"), ("ranked",)),
+    "exact_match": AnswerMeasure(lambda a: a.score(is_match, *WRITTEN), ("written",)),
+    "invalid": AnswerMeasure(
+        lambda a: a.score(is_no_choice, "written", "choices"), ("written", "ranked"), higher=False
+    ),
+    # exact match where what was written is one of the choices, else nan
+    "accuracy_valid": AnswerMeasure(
+        lambda a: np.where(
+            a.score(is_no_choice, "written", "choices") == 0, a.score(is_match, *WRITTEN), np.nan
+        ),
+        ("written", "ranked"),
+    ),
+    "accuracy_ranked_mean": AnswerMeasure(
+        lambda a: a.score(eq, "ranked_mean", "references"), ("ranked_mean",)
+    ),
+    "rouge_l": AnswerMeasure(lambda a: a.score(rouge_l, *WRITTEN), ("written",)),
+    "edit_similarity": AnswerMeasure(lambda a: a.score(edit_similarity, *WRITTEN), ("written",)),
+    "sari": AnswerMeasure(
+        lambda a: a.score(lambda source, one, other: sari(source, one, [other]), "sources", *WRITTEN),
+        ("written", "sources"),
+    ),
+    # the rule of TRACE (Wang et al. 2023) for answers that give a letter and then reasons
+    "first_character": AnswerMeasure(
+        lambda a: a.score(lambda one, other: one.lstrip()[:1] == other.lstrip()[:1], *WRITTEN), ("written",)
+    ),
 }
 CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
 RANKED = ("accuracy_ranked", "accuracy_ranked_mean")

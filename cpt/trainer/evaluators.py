@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.adapters.bank import BASE
@@ -28,33 +29,12 @@ from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.evaluation.finetune import FinetuneJob, fine_tune, longest, make_job, scores_of, unchanged_generators
+from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan, hash_json
 from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions
-from cpt.evaluation.predictions import (
-    ANSWER_COLUMNS,
-    ENDTASK_COLUMNS,
-    SOURCE,
-    answers_file,
-    answers_of,
-    endtask_file,
-    find_predictions,
-    load_results,
-    results_file,
-    save_predictions,
-)
+from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
-from cpt.evaluation.task_metrics import (
-    ENDTASK_METRICS,
-    MEASURES,
-    RANKED,
-    AnswerSummary,
-    collect_task,
-    compute_intervals,
-    compute_metrics,
-    matrix_of,
-    summarise_answers,
-)
+from cpt.evaluation.task_metrics import AnswerSummary
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
 from cpt.trainer.plan import Plan
@@ -129,6 +109,20 @@ class Evaluator(ABC):
 
 
 @contextmanager
+def counted(label: str, *, total: int, hidden: bool, unit: str) -> Iterator[tuple[tqdm, Callable[..., None]]]:
+    """A progress bar, and what is called after each unit of work; it leaves if a signal has come to any
+    process."""
+    herald = Herald()
+    with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
+
+        def step(count: int = 1) -> None:
+            progress.update(count)
+            herald.check()
+
+        yield progress, step
+
+
+@contextmanager
 def on_device(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
     """The model on a device; afterwards it is where it was."""
     before = model.device
@@ -148,7 +142,7 @@ class FinetuneEvaluator(Evaluator):
         super().__init__(plan.when, **run)
         self.plan, self.tasks = plan, {name: plan.task(name) for name in plan.tasks}
         self.tokenizer = deepcopy(tokenizer)  # truncation is a state of it
-        self.jobs: dict[tuple[str, int], FinetuneJob] = {}  # by task and tokens of an example
+        self.jobs: dict[tuple[str, int], finetune.FinetuneJob] = {}  # by task and tokens of an example
 
     @property
     def contents(self) -> dict[str, str]:
@@ -172,7 +166,7 @@ class FinetuneEvaluator(Evaluator):
         due = []
         for name, seed in self.asked(number):
             task, path = self.tasks[name], endtask_file(self.folder(number), name, seed)
-            found = find_predictions(path, ENDTASK_COLUMNS, digest=task.digest(seed))
+            found = find_predictions(path, predictions.ENDTASK_COLUMNS, digest=task.digest(seed))
             if found is None or found[0].num_rows != len(task.test):
                 due.append((name, seed))
         return due
@@ -183,18 +177,13 @@ class FinetuneEvaluator(Evaluator):
         mine = share_measurements(costs, rank=rank, world=world) & set(due)
         if not mine:
             return
-        herald, total = Herald(), sum(costs[each] for each in mine)
-        with progress_bar(label, total=total, hidden=rank != 0, unit="step") as progress:
-
-            def step() -> None:
-                progress.update()
-                herald.check()
-
+        total = sum(costs[each] for each in mine)
+        with counted(label, total=total, hidden=rank != 0, unit="step") as (progress, step):
             for name in dict.fromkeys(name for name, _ in due):
                 seeds = [seed for each, seed in due if each == name and (each, seed) in mine]
                 if not seeds:
                     continue
-                with unchanged_generators(device):
+                with finetune.forked_generators(device):
                     model = self.module.backbone(self.data.places.get(name, BASE))
                 for seed in seeds:
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
@@ -206,23 +195,21 @@ class FinetuneEvaluator(Evaluator):
         name: str,
         seed: int,
         model: PreTrainedModel,
-        *,
-        device: torch.device,
-        step: Callable[[], object],
+        **how: Any,  # device, step
     ) -> None:
         """Fine-tunes a copy of a model on a task with a seed and writes its file."""
         task, began = self.tasks[name], time.perf_counter()
-        length = longest(model, task.settings.length)
+        length = finetune.longest(model, task.settings.length)
         if (name, length) not in self.jobs:  # once for all seeds and stages
-            how = {"length": length, "eval_batch_size": self.plan.eval_batch_size}
-            self.jobs[name, length] = make_job(task, model, self.tokenizer, **how)
+            sizes = {"length": length, "eval_batch_size": self.plan.eval_batch_size}
+            self.jobs[name, length] = finetune.make_job(task, model, self.tokenizer, **sizes)
         job = self.jobs[name, length]
-        predicted, epoch = fine_tune(model, job, seed=seed, device=device, step=step)
+        predicted, epoch = finetune.fine_tune(model, job, seed=seed, **how)
         about = {
             "digest": task.digest(seed),
             "metric": task.settings.metric,
             "classes": task.classes,
-            **scores_of(torch.from_numpy(predicted), job.test.labels, job.classes),
+            **finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes),
             "seconds": round(time.perf_counter() - began, 3),
             "epochs": epoch,
         }
@@ -231,7 +218,7 @@ class FinetuneEvaluator(Evaluator):
             "label": [example.label for example in task.test],
             "prediction": [task.classes[each] for each in predicted],
         }
-        save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
+        predictions.save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
 
     def results(self, rows: int) -> dict[str, Any]:
         """Files of other settings or data count as not measured."""
@@ -253,7 +240,7 @@ class FinetuneEvaluator(Evaluator):
             "examples": {name: len(task.test) for name, task in tasks.items()},
             "scores": {
                 kind: [[[about and about[kind] for about in task] for task in row] for row in found]
-                for kind in ENDTASK_METRICS
+                for kind in task_metrics.ENDTASK_METRICS
             },
             "seconds": sum(about["seconds"] for row in found for task in row for about in task if about),
         }
@@ -302,25 +289,19 @@ class TaskEvaluator(Evaluator):
     def summary(self, row: int, task: str) -> AnswerSummary | None:
         """What the answers of a row come to; each file is read once."""
         if (row, task) not in self.known:
-            path = answers_file(self.folder(row), task)
-            found = find_predictions(path, ANSWER_COLUMNS, optional=[SOURCE], digest=self.digests[task])
+            path, columns = predictions.answers_file(self.folder(row), task), predictions.ANSWER_COLUMNS
+            found = find_predictions(path, columns, optional=[SOURCE], digest=self.digests[task])
             if found is None:
                 return None
-            known_by, seconds = self.options.known_by.get(task), found[1]["seconds"]
-            self.known[row, task] = summarise_answers(answers_of(*found), seconds=seconds, known_by=known_by)
+            how = {"known_by": self.options.known_by.get(task), "seconds": found[1]["seconds"]}
+            self.known[row, task] = task_metrics.summarise_answers(predictions.answers_of(*found), **how)
         return self.known[row, task]
 
     def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
-        herald, written = Herald(), self.options.written
         # each choice that is ranked, and each text that is written
-        counts = [len(each.answers) + written for task in due for each in self.questions[task]]
-        total = sum(counts) // rank_and_world()[1]
-        with progress_bar(label, total=total, hidden=not is_first_process(), unit="answer") as progress:
-
-            def step(count: int) -> None:
-                progress.update(count)
-                herald.check()
-
+        counts = [len(each.answers) + self.options.written for task in due for each in self.questions[task]]
+        total, hidden = sum(counts) // rank_and_world()[1], not is_first_process()
+        with counted(label, total=total, hidden=hidden, unit="answer") as (progress, step):
             for task in due:
                 progress.set_postfix_str(task, refresh=False)
                 # A domain that is not learned yet is answered by the base, of a model in parts.
@@ -358,7 +339,8 @@ class TaskEvaluator(Evaluator):
                 columns[SOURCE] = [each.text for each in questions]
             about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
             about["choices"] = [list(each.choices) for each in questions]
-            save_predictions(answers_file(self.folder(number), task), columns, about=about)
+            path = predictions.answers_file(self.folder(number), task)
+            predictions.save_predictions(path, columns, about=about)
         wait_for_others()  # the file is there for all
 
     def results(self, rows: int) -> dict[str, Any]:
@@ -368,18 +350,19 @@ class TaskEvaluator(Evaluator):
         answers: dict[str, Any] = {
             "when": self.when,
             "seconds": sum(cell.seconds for cells in there.values() for cell in cells if cell),
-            "tasks": {task: collect_task(cells) for task, cells in there.items()},
+            "tasks": {task: task_metrics.collect_task(cells) for task, cells in there.items()},
             "metrics": {},
             "intervals": {},
         }
         names = [self.name(number) for number in range(rows)]
         if there:
             asked = np.array([[cell is not None for cell in cells] for cells in there.values()]).T
-            measured = compute_metrics(matrix_of(answers), asked=asked, rows=names, tasks=list(there))
+            shape = {"rows": names, "tasks": list(there)}
+            measured = task_metrics.compute_metrics(task_metrics.matrix_of(answers), asked=asked, **shape)
             answers["metrics"] = {name: float(value) for name, value in measured.items()}
             if rows == len(self.data) + 1 and measured:
                 values = {task: [cell and cell.head for cell in cells] for task, cells in there.items()}
-                answers["intervals"] = compute_intervals(values, rows=names)
+                answers["intervals"] = task_metrics.compute_intervals(values, rows=names)
         return answers
 
 
@@ -406,7 +389,7 @@ class LMEvalEvaluator(Evaluator):
     def read(self, number: int, task: str) -> dict[str, Any] | None:
         """What was measured of a task; None for no file, a damaged one, and one of another digest."""
         try:
-            found = load_results(results_file(self.folder(number), task))
+            found = predictions.load_results(predictions.results_file(self.folder(number), task))
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -417,27 +400,23 @@ class LMEvalEvaluator(Evaluator):
     def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
         if not due:
             return
-        learned, herald = self.learned(number), Herald()
+        learned = self.learned(number)
         place = self.data.places[learned[-1]] if learned else BASE  # the model of the last domain learned
         with (
             on_device(self.module.backbone(place), device) as model,
-            progress_bar(label, total=0, hidden=False, unit="request") as progress,
+            counted(label, total=0, hidden=False, unit="request") as (progress, step),
         ):
 
             def expect(count: int) -> None:
                 progress.total = (progress.total or 0) + count
                 progress.refresh()
 
-            def step() -> None:
-                progress.update()
-                herald.check()
-
             for task in due:
                 progress.set_postfix_str(task, refresh=False)
                 began = time.perf_counter()
                 found = self.harness.measure(task, model, self.tokenizer, expect=expect, step=step)
                 found["seconds"] = round(time.perf_counter() - began, 3)
-                path = results_file(self.folder(number), task)
+                path = predictions.results_file(self.folder(number), task)
                 replace_file(path, json.dumps(found, indent=1) + "\n")
 
     def results(self, rows: int) -> dict[str, Any]:
@@ -505,10 +484,10 @@ def read_questions(
         prompts = islice(corpora.prompts(task, split, **how), options.most)
         asked = [Question.of_prompt(prompt) for prompt in prompts]
         measure, closed = options.known_by.get(task), all(each.choices for each in asked)
-        if measure in RANKED and not closed:
+        if measure in task_metrics.RANKED and not closed:
             raise ValueError(
                 f"answers.measures.{task}={measure} is of choices, and its answers are open; allowed: "
-                + ", ".join(name for name in KNOWN_BY if name not in RANKED)
+                + ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)
             )
         if closed or options.written:
             questions[task] = asked
@@ -521,4 +500,4 @@ def read_questions(
 
 def needs_sources(options: TaskEvalOptions, task: str) -> bool:
     """Whether the measure that a task is known by is of the texts that were asked about."""
-    return task in options.known_by and "sources" in MEASURES[options.known_by[task]].needs
+    return task in options.known_by and "sources" in task_metrics.MEASURES[options.known_by[task]].needs

@@ -99,8 +99,7 @@ def reference(start, work, seed):
     """The same fine-tuning as transformers' schedule and padding to one length have it; logits of test."""
     torch.manual_seed(0)
     copy_of = Classifier(start, classes=2, dropout=0.0, frozen=False)
-    with subject.unchanged_generators(CPU):
-        subject.seed_generators(CPU, "end task", work.name, seed)
+    with subject.forked_generators(CPU, "end task", work.name, seed):
         own = Classifier(start, classes=2, dropout=0.0, frozen=False)
     copy_of.load_state_dict(own.state_dict())
     settings = work.settings
@@ -326,15 +325,6 @@ def test_types_tell_a_pair_apart_where_the_model_has_them(words):
     assert plain.types is None
     outputs = [made(each.batch([0, 1], pad=1, device=CPU)) for each in (typed, plain)]
     assert not torch.equal(*outputs)
-
-
-def test_batches_of_near_length_hold_every_row_once(words):
-    data = job(words).train
-    batches = data.by_length(7)
-    lengths = [len(data.ids[row]) for batch in batches for row in batch]
-    assert sorted(row for batch in batches for row in batch) == list(range(len(data)))
-    assert lengths == sorted(lengths, reverse=True)
-    assert {len(batch) for batch in batches[:-1]} == {7}
 
 
 def test_predictions_stand_in_the_order_of_the_file(words):

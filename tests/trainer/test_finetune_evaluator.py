@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from cpt.evaluation import finetune
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.predictions import endtask_file, save_predictions
 from cpt.run import is_done
@@ -61,13 +62,13 @@ def made(root, words):
 @pytest.fixture
 def counted(monkeypatch):
     """The (task, seed) that are fine-tuned."""
-    calls, whole = [], evaluators.fine_tune
+    calls, whole = [], finetune.fine_tune
 
     def count(start, job, *, seed, **rest):
         calls.append((job.name, seed))
         return whole(start, job, seed=seed, **rest)
 
-    monkeypatch.setattr(evaluators, "fine_tune", count)
+    monkeypatch.setattr(finetune, "fine_tune", count)
     return calls
 
 
@@ -146,7 +147,7 @@ def test_only_what_is_missing_damaged_or_of_other_settings_is_measured(made, cou
 @pytest.mark.slow
 def test_a_killed_measurement_loses_only_what_was_under_way(made, monkeypatch):
     made("whole").measure(2, CPU)
-    whole = evaluators.fine_tune
+    whole = finetune.fine_tune
 
     def die(start, job, *, seed, **rest):
         if (job.name, seed) == ("food", 3):
@@ -154,7 +155,7 @@ def test_a_killed_measurement_loses_only_what_was_under_way(made, monkeypatch):
         return whole(start, job, seed=seed, **rest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(evaluators, "fine_tune", die)
+        patch.setattr(finetune, "fine_tune", die)
         made().measure(2, CPU)
     assert made().due(2) == DONE[2:]
     made().measure(2, CPU)

@@ -6,9 +6,11 @@ import shutil
 import pytest
 import torch
 
+from cpt.evaluation import predictions
 from cpt.evaluation.predictions import ANSWER_COLUMNS, SOURCE, answers_file, answers_of, load_predictions
 from cpt.evaluation.task_metrics import MEASURES
 from cpt.trainer import loop
+from cpt.trainer.evaluators import TaskEvaluator
 from cpt.trainer.plan import make_plan
 from tests.support.task_fixtures import write_tasks
 
@@ -90,10 +92,9 @@ def test_stages_that_are_not_due_are_missing(asked, tmp_path):
 
 
 def test_killed_between_two_tasks_it_goes_on(asked, tmp_path, monkeypatch):
-    from cpt.trainer import evaluators as subject
 
     whole = asked(tmp_path / "whole")["answers"]
-    save, seen = subject.save_predictions, []
+    save, seen = predictions.save_predictions, []
 
     def deadly(path, *args, **kwargs):
         save(path, *args, **kwargs)
@@ -101,17 +102,17 @@ def test_killed_between_two_tasks_it_goes_on(asked, tmp_path, monkeypatch):
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(subject, "save_predictions", deadly)
+    monkeypatch.setattr(predictions, "save_predictions", deadly)
     with pytest.raises(BaseException):  # noqa: B017, PT011  (Lightning ends the process in its own way)
         asked(tmp_path / "run")
     monkeypatch.undo()
-    asks, ask = [], subject.TaskEvaluator.ask
+    asks, ask = [], TaskEvaluator.ask
 
     def counted(self, number, task, *args, **kwargs):
         asks.append(task)
         ask(self, number, task, *args, **kwargs)
 
-    monkeypatch.setattr(subject.TaskEvaluator, "ask", counted)
+    monkeypatch.setattr(TaskEvaluator, "ask", counted)
     found = asked(tmp_path / "run")["answers"]
     assert len(asks) == 3 and found["tasks"] == whole["tasks"] and found["metrics"] == whole["metrics"]
 
