@@ -5,68 +5,53 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from cpt.core import rules
 from cpt.core.errors import reason
 from cpt.core.options import Options, option
-from cpt.core.rules import (
-    MAPPING,
-    TEXT,
-    TEXTS_BY_KEY,
-    YES_NO,
-    Rule,
-    is_list,
-    is_whole,
-    number,
-    one_of,
-    or_null,
-)
-from cpt.core.rules import show as show_value
-from cpt.core.rules import whole as at_least
-from cpt.data.sources.readers import (
-    KINDS,
-    SPLIT_NAME,
-    SPLITS,
-    cause,
-    csv_rows,
-    json_rows,
-    kind,
-    naming_file,
-    parquet_rows,
-    stamps,
-)
+from cpt.data.sources import readers
 from cpt.evaluation.task_metrics import ENDTASK_METRICS
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
 OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source is told
-TABLE_KINDS = tuple(each for each in KINDS if each not in (".txt", ".md"))
+TABLE_KINDS = tuple(each for each in readers.KINDS if each not in (".txt", ".md"))
 FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
 FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
+
+
+BELOW_1 = rules.number("0 or more and below 1")
+SEEDS = rules.Rule(
+    lambda given: rules.is_list(given, lambda x: rules.is_whole(x, 0)) and 0 < len(given) == len({*given}),
+    "a list of different whole numbers, 0 or more",
+)
+TASKS = rules.Rule(
+    lambda given: isinstance(given, Mapping) and all(isinstance(x, Mapping | None) for x in given.values()),
+    "for each task its own values, or null",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneOptions(Options):
     """How a task is learned and scored; a task may have its own."""
 
-    epochs: int = option("passes over the task's training examples", at_least(1))
-    lr: float = option("peak learning rate", number("above 0"))
-    weight_decay: float = option("on all parameters", number("0 or more"))
-    warmup: float = option("share of the steps; then linear decay", number("0 or more and below 1"))
-    batch_size: int = option("examples per step", at_least(1))
-    grouped: int = option("so many batches are sorted by length together; 1: a plain shuffle", at_least(1))
-    length: int = option("tokens of text and pair together, at most", at_least(8))
-    precision: str = option("of the computation", one_of("32-true", "bf16-mixed"))
-    dropout: float = option(
-        "of the head; in the model it is the model's own", number("0 or more and below 1")
-    )
-    frozen: bool = option("the head alone is trained", YES_NO)
-    metric: str = option("what MF1 means for a task", one_of(*ENDTASK_METRICS))
-    select: str = option("the epoch that counts: the last, or the best on dev", one_of("last", "dev"))
+    epochs: int = option("passes over the task's training examples", rules.whole(1))
+    lr: float = option("peak learning rate", rules.number("above 0"))
+    weight_decay: float = option("on all parameters", rules.number("0 or more"))
+    warmup: float = option("share of the steps; then linear decay", BELOW_1)
+    batch_size: int = option("examples per step", rules.whole(1))
+    grouped: int = option("so many batches are sorted by length together; 1: a plain shuffle", rules.whole(1))
+    length: int = option("tokens of text and pair together, at most", rules.whole(8))
+    precision: str = option("of the computation", rules.one_of("32-true", "bf16-mixed"))
+    dropout: float = option("of the head; in the model it is the model's own", BELOW_1)
+    frozen: bool = option("the head alone is trained", rules.YES_NO)
+    metric: str = option("what MF1 means for a task", rules.one_of(*ENDTASK_METRICS))
+    select: str = option("the epoch that counts: the last, or the best on dev", rules.one_of("last", "dev"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,37 +59,20 @@ class FinetuneProtocol(Options):
     """Options of all tasks together."""
 
     when: str = option(
-        "after which stages: the last, each, or on the stage's own domain", one_of("last", "each", "diagonal")
+        "after which stages: the last, each, or on the stage's own domain",
+        rules.one_of("last", "each", "diagonal"),
     )
-    seeds: Sequence[int] = option(
-        "of fine-tuning, each a run",
-        Rule(
-            lambda value: (
-                is_list(value, lambda seed: is_whole(seed, 0)) and 0 < len(value) == len(set(value))
-            ),
-            "a list of different whole numbers, 0 or more",
-        ),
-    )
-    eval_batch_size: int = option("examples per forward pass", at_least(1))
-    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label", MAPPING)
-    tasks: Any = option(
-        "values of single tasks, by domain; null: left out",
-        or_null(
-            Rule(
-                lambda value: (
-                    isinstance(value, Mapping)
-                    and all(isinstance(own, Mapping | None) for own in value.values())
-                ),
-                "for each task its own values, or null",
-            )
-        ),
-    )
+    seeds: Sequence[int] = option("of fine-tuning, each a run", SEEDS)
+    eval_batch_size: int = option("examples per forward pass", rules.whole(1))
+    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label", rules.MAPPING)
+    tasks: Any = option("values of single tasks, by domain; null: left out", rules.or_null(TASKS))
 
 
 SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
 RULES = {e.name: e.metadata["rule"] for kind in (FinetuneOptions, FinetuneProtocol) for e in fields(kind)}
-RULES |= {"root": or_null(TEXT), "folder": TEXT, "path": TEXT, "cache": TEXT}  # of sources' own options
-RULES |= {"packages": or_null(TEXTS_BY_KEY)}
+# Of sources' own options.
+RULES |= dict.fromkeys(("folder", "path", "cache"), rules.TEXT)
+RULES |= {"root": rules.or_null(rules.TEXT), "packages": rules.or_null(rules.TEXTS_BY_KEY)}
 
 
 @dataclass(frozen=True)
@@ -130,19 +98,15 @@ class FinetuneTask:
 
     def __post_init__(self) -> None:
         """Raises ValueError for splits that can not be learned and scored."""
-        splits = {"train": self.train, "test": self.test}
-        splits |= {"dev": self.dev} if self.settings.select == "dev" else {}
-        for split, examples in splits.items():
+        dev = {"dev": self.dev} if self.settings.select == "dev" else {}
+        for split, examples in {"train": self.train, "test": self.test, **dev}.items():
             if not examples:
                 raise ValueError(f"end task {self.name} has no example in {split}; needed is one or more")
-        if len(self.classes) < 2:
-            raise ValueError(
-                f"end task {self.name} has one class in train, {self.classes[0]!r}; needed are two or more"
-            )
-        known = set(self.classes)
-        for split in ("dev", "test"):
-            unknown = next((each for each in splits.get(split, ()) if each.label not in known), None)
-            if unknown:
+            if len(self.classes) < 2:
+                only = f"{self.classes[0]!r}; needed are two or more"
+                raise ValueError(f"end task {self.name} has one class in train, {only}")
+            unknown = next((each for each in examples if each.label not in set(self.classes)), None)
+            if unknown and split != "train":
                 raise ValueError(
                     f"end task {self.name}: the label {unknown.label!r} of {unknown.id} in {split} is not in "
                     f"train; allowed: {', '.join(self.classes)}"
@@ -246,11 +210,13 @@ class FileTasks(TaskSource):
         folder = self.folder(name)
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
-        with naming_file(folder):
+        with readers.naming_file(folder):
             found = sorted(path for path in folder.iterdir() if path.name[0] != ".")
-        named = [(path, SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
-        files = [path for path, match in named if match and SPLITS[match[1].lower()] == FILE_SPLITS[split]]
-        if unread := [path for path in files if kind(path) not in TABLE_KINDS]:
+        named = [(path, readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
+        files = [
+            path for path, match in named if match and readers.SPLITS[match[1].lower()] == FILE_SPLITS[split]
+        ]
+        if unread := [path for path in files if readers.kind(path) not in TABLE_KINDS]:
             raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
             allowed = ", ".join(f"{split}{each}" for each in TABLE_KINDS)
@@ -260,32 +226,30 @@ class FileTasks(TaskSource):
         return files
 
     def fingerprint(self, name: str) -> Any:
-        return stamps(path for split in FILE_SPLITS for path in self.files(name, split))
+        return readers.stamps(path for split in FILE_SPLITS for path in self.files(name, split))
 
-    def rows(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
+    def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
         """Each example of a split's files with all of its row."""
-        columns, number = self.values(name)["columns"], 0
+        columns, place = self.values(name)["columns"], 0
         for path in self.files(name, split):
-            with naming_file(path):
-                own = kind(path)
-                read = csv_rows(path) if own == ".csv" else json_rows(path)
-                for where, row in parquet_rows(path, "") if own == ".parquet" else read:
-                    yield parse_example(where, row, columns=columns, instead=f"{split}-{number}"), row
-                    number += 1
+            own = readers.kind(path)
+            with readers.naming_file(path):
+                read = readers.csv_rows(path) if own == ".csv" else readers.json_rows(path)
+                for where, row in readers.parquet_rows(path, "") if own == ".parquet" else read:
+                    yield parse_example(where, row, columns=columns, instead=f"{split}-{place}"), row
+                    place += 1
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         if self.values(name)["splits"] == "own":
-            return [example for example, _ in self.rows(name, split)]
+            return [example for example, _ in self.examples(name, split)]
+        prefix, chosen = f"endtask.tasks.{name}", []
         if split == "dev":
-            raise ValueError(
-                f"endtask.tasks.{name}.select=dev with splits=das, which leaves no dev; allowed: select=last"
-            )
-        chosen = []
-        for example, row in (pair for each in FILE_SPLITS for pair in self.rows(name, each)):
+            raise ValueError(f"{prefix}.select=dev with splits=das, which has no dev; allowed: select=last")
+        for example, row in (pair for each in FILE_SPLITS for pair in self.examples(name, each)):
             if (its := row.get("das_split")) not in ("train", "test"):
                 raise ValueError(
-                    f"endtask.tasks.{name}.splits=das: {example.id} has das_split={its}; allowed: train, "
-                    f"test in every example, or endtask.tasks.{name}.splits=own"
+                    f"{prefix}.splits=das: {example.id} has das_split={its}; allowed: train, test in every "
+                    f"example, or {prefix}.splits=own"
                 )
             chosen += [example] * (its == split)
         return chosen
@@ -293,7 +257,7 @@ class FileTasks(TaskSource):
     def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
         """The labels of the train file, sorted: DAS moves all examples of a rare class to test."""
         if self.values(name)["splits"] == "das":
-            train = [example for example, _ in self.rows(name, "train")]
+            train = [example for example, _ in self.examples(name, "train")]
         return super().classes(name, train)
 
 
@@ -328,7 +292,7 @@ class HubTasks(TaskSource):
     def fingerprint(self, name: str) -> Any:
         entry = self.values(name)
         local = sorted(Path(entry["path"]).rglob("*"))
-        return [entry["path"], entry.get("name"), stamps(each for each in local if each.is_file())]
+        return [entry["path"], entry.get("name"), readers.stamps(each for each in local if each.is_file())]
 
     def read(self, name: str, split: str) -> list[LabelledExample]:
         import pyarrow
@@ -342,7 +306,7 @@ class HubTasks(TaskSource):
         try:
             rows = load_dataset(entry["path"], entry.get("name"), split=wanted)
         except (DatasetsError, OSError, ValueError, pyarrow.ArrowException) as error:
-            raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {cause(error)}") from error
+            raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {readers.cause(error)}") from error
         label = columns["label"]
         feature, examples = rows.features.get(label), []
         for place, row in enumerate(rows):
@@ -395,9 +359,9 @@ class FinetunePlan:
 
     def task(self, name: str) -> FinetuneTask:
         """A task with its examples; dev is read only where it is used."""
-        settings = self.settings(name)
-        dev = self.source.read(name, "dev") if settings.select == "dev" else []
-        train, test = self.source.read(name, "train"), self.source.read(name, "test")
+        settings, read = self.settings(name), partial(self.source.read, name)
+        dev = read("dev") if settings.select == "dev" else []
+        train, test = read("train"), read("test")
         return FinetuneTask(name, train, dev, test, self.source.classes(name, train), settings)
 
 
@@ -415,7 +379,7 @@ def plan_endtasks(
         options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
     given = {key: value for key, value in options.items() if key != "name"}
     target = given.pop("_target_")
-    TEXT.check("endtask._target_", target)
+    rules.TEXT.check("endtask._target_", target)
     try:
         source_class = get_class(target)
     except Exception as error:  # whatever a module raises while it is read in
@@ -437,24 +401,21 @@ def plan_endtasks(
     learned = [name for name in order if name in source.names]
     if not learned:
         raise ValueError(
-            f"endtask={options.get('name')}: no task belongs to a domain of order={show_value(list(order))}; "
+            f"endtask={options.get('name')}: no task belongs to a domain of order={rules.show(list(order))}; "
             f"there are: {', '.join(source.names) or 'none'}"
         )
     stamp = hash_json([source.fingerprint(name) for name in learned])
     return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 
 
-def check_task_values(
-    prefix: str, values: Mapping[str, Any], *, allowed: Sequence[str] | None = None
-) -> None:
+def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:
     """Raises ValueError for an option that is not allowed, and for a value that is not; a missing one is not
     looked at."""
-    if allowed is not None and (wrong := sorted(set(values) - set(allowed))):
+    if allowed and (wrong := sorted(set(values) - set(allowed))):
         raise ValueError(f"{prefix} has {', '.join(wrong)}; allowed: {', '.join(allowed)}")
     for key, value in values.items():
         if key in RULES:
             RULES[key].check(f"{prefix}.{key}", value)
     if unknown := sorted(set(values.get("columns") or ()) - set(EXAMPLE_COLUMNS)):
-        raise ValueError(
-            f"{prefix}.columns names {', '.join(unknown)}; allowed: {', '.join(EXAMPLE_COLUMNS)}"
-        )
+        known = ", ".join(EXAMPLE_COLUMNS)
+        raise ValueError(f"{prefix}.columns names {', '.join(unknown)}; allowed: {known}")

@@ -10,22 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from cpt.core import rules
 from cpt.core.config import digest
 from cpt.core.errors import unknown_name
 from cpt.core.options import Options, option
 from cpt.core.randomness import key, shuffle
-from cpt.core.rules import (
-    MAPPED_TEXTS,
-    YES_NO,
-    Rule,
-    is_list,
-    is_number,
-    is_steps,
-    is_text,
-    is_whole,
-    or_null,
-)
-from cpt.core.rules import whole as at_least
+from cpt.core.rules import YES_NO, Rule, or_null, whole
 from cpt.data.sources.base import GENERAL
 
 FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
@@ -38,8 +28,31 @@ OLDEST, TOO_NEW = (0, 4, 13), (0, 5)  # versions of lm_eval with the tasks and r
 EXTRA = "pip install -e '.[lm-eval]'"
 
 
-def is_when(value: Any) -> bool:
-    return value in ("last", "each") or (isinstance(value, str) and EVERY.fullmatch(value) is not None)
+WHEN = Rule(
+    lambda value: value in ("last", "each") or isinstance(value, str) and bool(EVERY.fullmatch(value)),
+    "last, each, or every:K (and the last)",
+)
+COLUMNS = Rule(
+    lambda value: value in ("all", "seen") or isinstance(value, str) and bool(SOME.fullmatch(value)),
+    "all, seen, near:K, sample:K",
+)
+TOKENS = Rule(lambda value: value == AUTO or rules.is_steps(value), "auto or a whole number, 1 or more")
+MEASURES_BY_TASK = or_null(Rule(rules.MAPPED_TEXTS.allows, "a measure for each of some tasks"))
+NAMES = Rule(
+    lambda value: rules.is_list(value, rules.is_text) and 0 < len(value) == len(set(value)),
+    "one or more names, each once",
+)
+METRIC_BY_TASK = Rule(
+    lambda value: isinstance(value, Mapping) and all(map(rules.is_text, value.values())),
+    "a metric for each of some tasks, {hellaswag: acc_norm}",
+)
+LIMIT = Rule(
+    lambda value: rules.is_whole(value, 1) or (rules.is_number(value) and 0 < value < 1),
+    "a whole number, 1 or more, or a share above 0 and below 1",
+)
+REQUESTS = Rule(
+    lambda value: value == "auto" or rules.is_whole(value, 1), "auto or a whole number, 1 or more"
+)
 
 
 def is_due(when: str, number: int, *, stages: int) -> bool:
@@ -53,21 +66,15 @@ class EvalOptions(Options):
     """Which cells of the matrix are measured. The base and the last model are scored on every text; every
     stage on the domain that it learned and on the general text. A cell that is left out is missing, not 0."""
 
-    rows: str = option(
-        "stages after which further columns are scored: each, every:K, last",
-        Rule(is_when, "last, each, or every:K (and the last)"),
-    )
+    rows: str = option("stages after which further columns are scored: each, every:K, last", WHEN)
     columns: str = option(
         "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)",
-        Rule(
-            lambda value: value in ("all", "seen") or isinstance(value, str) and bool(SOME.fullmatch(value)),
-            "all, seen, near:K, sample:K",
-        ),
+        COLUMNS,
     )
     tokens: int | str | None = option(
         "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
         f"auto: {CAP:,}, or what the run's folder was begun with",
-        or_null(Rule(lambda value: value == AUTO or is_steps(value), "auto or a whole number, 1 or more")),
+        or_null(TOKENS),
     )
 
     @property
@@ -108,9 +115,7 @@ class EvalOptions(Options):
 class StageOptions(Options):
     """What is measured on the base, and after some of the stages."""
 
-    when: str = option(
-        "after which stages, beside the base", Rule(is_when, "last, each, or every:K (and the last)")
-    )
+    when: str = option("after which stages, beside the base", WHEN)
 
     def is_due(self, number: int, *, stages: int) -> bool:
         """Whether it is measured after `number` of the stages; 0: on the base."""
@@ -122,15 +127,11 @@ class TaskEvalOptions(StageOptions):
     """How the held-out examples of a task are asked."""
 
     written: bool = option("what a model writes by greedy decoding, beside the choices that it ranks", YES_NO)
-    tokens: int = option("of a written answer, at most", at_least(1))
-    most: int | None = option("examples of a task; null: all that are held out", or_null(at_least(1)))
-    batch_size: int = option("questions per forward pass", at_least(1))
+    tokens: int = option("of a written answer, at most", whole(1))
+    most: int | None = option("examples of a task; null: all that are held out", or_null(whole(1)))
+    batch_size: int = option("questions per forward pass", whole(1))
     measures: Mapping[str, str] | None = option(
-        "what some tasks are known by, instead of the usual; null: none",
-        Rule(
-            lambda value: value is None or MAPPED_TEXTS.allows(value),
-            "null or a measure for each of some tasks",
-        ),
+        "what some tasks are known by, instead of the usual; null: none", MEASURES_BY_TASK
     )
 
     def check_together(self) -> None:
@@ -160,38 +161,18 @@ class LMEvalOptions(StageOptions):
     """Tasks of the lm-evaluation-harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness),
     measured on a model without fine-tuning."""
 
-    tasks: tuple[str, ...] = option(
-        "of the harness, or of your own: tasks, groups and tags",
-        Rule(
-            lambda value: is_list(value, is_text) and 0 < len(value) == len(set(value)),
-            "one or more names, each once",
-        ),
-    )
+    tasks: tuple[str, ...] = option("of the harness, or of your own: tasks, groups and tags", NAMES)
     include: str | None = option(
-        "where the YAMLs of your own tasks are, in folders of any depth", or_null(Rule(is_text, "a folder"))
+        "where the YAMLs of your own tasks are, in folders of any depth",
+        or_null(Rule(rules.is_text, "a folder")),
     )
     metrics: Mapping[str, str] = option(
-        "what a task's column shows; else the first that the harness gives",
-        Rule(
-            lambda value: isinstance(value, Mapping) and all(map(is_text, value.values())),
-            "a metric for each of some tasks, {hellaswag: acc_norm}",
-        ),
+        "what a task's column shows; else the first that the harness gives", METRIC_BY_TASK
     )
-    shots: int | None = option("examples before each question; null: as the task says", or_null(at_least(0)))
-    limit: float | None = option(
-        "examples of a task; null: all",
-        or_null(
-            Rule(
-                lambda value: is_whole(value, 1) or (is_number(value) and 0 < value < 1),
-                "a whole number, 1 or more, or a share above 0 and below 1",
-            )
-        ),
-    )
-    batch_size: Any = option(
-        "requests per forward pass",
-        Rule(lambda value: value == "auto" or is_whole(value, 1), "auto or a whole number, 1 or more"),
-    )
-    max_length: int | None = option("tokens of a request; null: as the model reads", or_null(at_least(2)))
+    shots: int | None = option("examples before each question; null: as the task says", or_null(whole(0)))
+    limit: float | None = option("examples of a task; null: all", or_null(LIMIT))
+    batch_size: Any = option("requests per forward pass", REQUESTS)
+    max_length: int | None = option("tokens of a request; null: as the model reads", or_null(whole(2)))
 
     @property
     def stamp(self) -> str:

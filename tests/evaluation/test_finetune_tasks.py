@@ -74,7 +74,7 @@ def test_a_task_without_the_split_of_das_is_told():
 def test_the_split_of_das_has_no_dev():
     own = {"splits": "das", "select": "dev"}
     found = plan_endtasks(options("das6", root=DAS6, tasks={"ai": own}), SIX, SIX)
-    with pytest.raises(ValueError, match="leaves no dev"):
+    with pytest.raises(ValueError, match="which has no dev"):
         found.task("ai")
 
 
