@@ -19,6 +19,7 @@ from cpt.evaluation.change import Losses
 from cpt.evaluation.journal import MetricRecord, read_journal, remove_journal
 from cpt.evaluation.metrics import (
     METRICS,
+    UNITS,
     Array,
     Arrays,
     Layout,
@@ -38,6 +39,40 @@ PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes"
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
+NUMBER, TEXTS, SERIES = float | None, dict[str, str], list[float | None]
+# The fields of what scores.json holds in mappings: "*" stands for every key, a key with "?" may be missing.
+RESULTS: dict[str, Any] = {
+    "run": RUN,
+    "metrics": {
+        "*": {
+            **dict.fromkeys(UNITS, NUMBER),
+            **{"interval?": {"*": SERIES}, "terms?": list[int], "median?": dict[str, NUMBER]},
+        }
+    },
+    "endtasks": {
+        **{"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": TEXTS},
+        **{"classes": dict[str, int], "examples": dict[str, int]},
+        "scores": dict.fromkeys(ENDTASK_METRICS, list[Any]),
+    },
+    "answers": {
+        **{"when": str, "seconds": float, "metrics": dict[str, float], "intervals": dict[str, list[float]]},
+        "tasks": {
+            "*": {"examples": int, "chance": NUMBER, "majority": NUMBER, "measures": dict[str, SERIES]}
+        },
+    },
+    "probes": {
+        **{"when": str, "seconds": float, "harness": str},
+        "tasks": {
+            "*": {
+                **{"shots": int | None, "limit": NUMBER, "examples": int, "version": str, "truncated": int},
+                **{"chance": NUMBER, "metric": str, "higher": bool, "values": SERIES, "errors": SERIES},
+            }
+        },
+    },
+    "similarity": {
+        **{"names": list[str], "matrix": list[list[float]], "general": list[float], "embedding": str}
+    },
+}
 
 
 @dataclass(kw_only=True)
@@ -85,7 +120,9 @@ class Scores(Layout):
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
         check_types(vars(self), get_field_types(type(self)))
-        check_types(self.run, RUN, of="run")
+        for name, declared in RESULTS.items():
+            if getattr(self, name) or name == "run":
+                check_fields(getattr(self, name), declared, name)
         rows, columns = len(self.rows), len(self.domains)
         if len({*self.rows}) < rows or len({*self.domains}) < columns or self.rows[:1] not in ([], ["base"]):
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
@@ -93,11 +130,26 @@ class Scores(Layout):
             raise ValueError(f"tokens, bytes, scored or a row of nll are not of the columns {self.domains}")
         lengths = {len(getattr(self, name)) for name in ("parts", *NOTED, *COSTS)}
         if len(self.nll) != rows or not lengths <= {0, rows}:
-            raise ValueError(f"nll, parts or costs of a stage are not of the rows {self.rows}")
+            raise ValueError(f"nll, parts or costs ({', '.join(COSTS)}) are not of the rows {self.rows}")
         if unknown := (set(self.phases) - {*PHASES}) | (set(self.metrics) - {*METRICS}):
             raise ValueError(f"phases or metrics are unknown: {', '.join(sorted(unknown))}")
-        for kind in ENDTASK_METRICS if self.endtasks else ():
-            cube(self.endtasks, kind)
+        given, bounds = self.endtasks, [*self.answers.get("intervals", {}).values()]
+        lists = [[*task["measures"].values()] for task in self.answers.get("tasks", {}).values()]
+        lists += [[task["values"], task["errors"]] for task in self.probes.get("tasks", {}).values()]
+        for name, metric in self.metrics.items():
+            bounds += metric.get("interval", {}).values()
+            if not {*metric.get("interval", {}), *metric.get("median", {})} <= {*UNITS}:
+                raise ValueError(f"metrics.{name} is in other units; allowed: {', '.join(UNITS)}")
+        if any(len(each) != 2 for each in bounds):
+            raise ValueError("metrics or answers have an interval of other than two bounds")
+        if any(len({*map(len, each)}) != 1 or len(each[0]) > rows for each in lists):
+            raise ValueError(f"answers or probes have other than one value in at most {rows} rows")
+        if given and any({*given[key]} != {*given["tasks"]} for key in ("metric", "classes", "examples")):
+            raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
+        if given and any(
+            len(cube(given, kind)) > rows for kind in (*ENDTASK_METRICS, *given["metric"].values())
+        ):
+            raise ValueError(f"endtasks have more than {rows} rows")
         self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
 
     @property
@@ -271,6 +323,20 @@ def encode(value: Any) -> str:
 @cache
 def get_field_types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
+
+
+def check_fields(value: Any, declared: Any, place: str) -> None:
+    """Raises ValueError, which names the place, for a value that is not as RESULTS declares it."""
+    if not isinstance(declared, dict):
+        check_types({place: value}, {place: declared})
+        return
+    check_types({place: value}, {place: dict[str, Any]})
+    for key in value if "*" in declared else declared:
+        name = key.removesuffix("?")
+        if name in value:
+            check_fields(value[name], declared.get("*", declared.get(key)), f"{place}.{name}")
+        elif name == key:
+            raise ValueError(f"{place}.{key} is missing")
 
 
 def documents_file(folder: Path, row: int) -> Path:

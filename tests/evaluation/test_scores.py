@@ -419,7 +419,7 @@ def damaged(data, **changes):
             "run.order is 'abc', needed is list",
         ),
         (lambda data: damaged(data, run=data["run"] | {"seed": 1.5}), "run.seed is 1.5, needed is int"),
-        (lambda data: damaged(data, seen=[1, 2]), "costs of a stage are not of the rows"),
+        (lambda data: damaged(data, seen=[1, 2]), "seen.* are not of the rows"),
         (lambda data: damaged(data, parts=[None] * 4), r"parts\[0\] is None"),
         (lambda data: damaged(data, parts=[{}, {"{}": {"x": "y"}}, {}, {}]), r"parts\[1\]\.\{\}\.x is 'y'"),
         (lambda data: damaged(data, trained=[10**400] * 4), "trained"),

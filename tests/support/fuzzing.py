@@ -221,7 +221,7 @@ def write_run(folder: Path, *, finished: bool) -> Path:
     finished."""
     run = folder / "run"
     scores = saved(run, finished=finished)
-    append_row(run / "scores.json", scores.line(len(scores.rows) - 1))
+    append_row(run / "scores.json", scores.record(len(scores.rows) - 1))
     Heartbeat(state="running", began=utc_now()).write(run)
     place = RunFolder(run)
     place.claim(SETTINGS)
