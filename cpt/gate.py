@@ -5,7 +5,6 @@ allowed, by the whole of each 95 % interval over documents, and the exported mod
 fails. 2: it could not be determined or read. A gain does not judge a corpus. Nothing is measured again."""
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,10 +14,11 @@ from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.change import Change, Losses, compare_losses
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, encode
 from cpt.trainer.run_folder import RunFolder
 
-ROW = "{:24}{:>9}{:>9}{:>9}  {:20}{:>9}  {}"
+HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
+ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  [{low:+.4f}, {high:+.4f}]  {most:+9.4f}  {verdict}"
 CLOSED, UNKNOWN = 1, 2  # exit codes: fails; could not be determined or read
 NOTE = "a gain does not judge a corpus: a model also gains on text that nobody wants it to learn"
 SHOWN = 5  # texts that the last line names
@@ -94,16 +94,12 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         told = {"opens": not failed, "damage": damage, "note": NOTE, "since": scores.rows[since]}
         told |= {"row": scores.rows[-1], "changes": [*map(asdict, changes)], "unmeasured": unmeasured}
-        print(json.dumps(json.loads(json.dumps(told), parse_constant=lambda nan: None)))  # nan is not JSON
+        print(encode(told))
     else:
         print(f"after {scores.rows[-1]}, compared with {scores.rows[since]}; nats per token [95 % interval]")
-        print(ROW.format("text", "before", "after", "change", "", "at most", ""))
+        print(HEAD)
         for each in changes:
-            numbers = f"{each.before:.4f}", f"{each.after:.4f}", f"{each.difference:+.4f}"
-            bounds = f"[{each.low:+.4f}, {each.high:+.4f}]"
-            print(ROW.format(each.text, *numbers, bounds, f"{each.most:+.4f}", each.verdict))
-        if unmeasured:
-            print(f"not measured in both rows (eval.rows, eval.columns): {', '.join(unmeasured[:SHOWN])}")
+            print(ROW.format(**vars(each), change=each.difference, verdict=each.verdict))
         shown = ", ".join(failed[:SHOWN]) + f" and {len(failed) - SHOWN} more" * (len(failed) > SHOWN)
         print(NOTE)
         print(f"closed: {shown}" if failed else "open: what is new was gained, and nothing old was lost")

@@ -117,10 +117,6 @@ class StageOptions(Options):
 
     when: str = option("after which stages, beside the base", WHEN)
 
-    def is_due(self, number: int, *, stages: int) -> bool:
-        """Whether it is measured after `number` of the stages; 0: on the base."""
-        return is_due(self.when, number, stages=stages)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvalOptions(StageOptions):

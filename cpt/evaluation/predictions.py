@@ -221,9 +221,10 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
 
 def _last_rows(rows: Sequence[str], endtasks: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Each task that was measured, and the last row in which it was."""
-    last = last_measured(headline(endtasks)[: len(rows)]) if endtasks else []
-    tasks = endtasks["tasks"] if endtasks else []
-    return [(task, row) for task, row in zip(tasks, last, strict=True) if row is not None]
+    if not endtasks:
+        return []
+    last = last_measured(headline(endtasks)[: len(rows)])
+    return [(task, row) for task, row in zip(endtasks["tasks"], last, strict=True) if row is not None]
 
 
 def _endtask_table(

@@ -31,7 +31,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation import finetune, predictions, task_metrics
 from cpt.evaluation.finetune_tasks import FinetunePlan, hash_json
-from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions
+from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
 from cpt.evaluation.task_metrics import AnswerSummary
@@ -79,9 +79,9 @@ class Evaluator(ABC):
         """The domains learned in the first stages, in their order."""
         return list(dict.fromkeys(part for domain in self.data.domains[:number] for part in domain.parts))
 
-    @abstractmethod
     def follows(self, number: int) -> bool:
         """Whether something is asked for after a stage (0: on the base), measured or not."""
+        return is_due(self.when, number, stages=len(self.data))
 
     @abstractmethod
     def due(self, number: int) -> list[Any]:
@@ -222,19 +222,20 @@ class FinetuneEvaluator(Evaluator):
 
     def results(self, rows: int) -> dict[str, Any]:
         """Files of other settings or data count as not measured."""
-        found = []
-        for number in range(rows):
-            found.append([])
-            for name, task in self.tasks.items():
-                paths = {seed: endtask_file(self.folder(number), name, seed) for seed in self.plan.seeds}
-                read = [find_predictions(path, digest=task.digest(seed)) for seed, path in paths.items()]
-                found[-1].append([each and each[1] for each in read])
+
+        def read(number: int, name: str, seed: int) -> dict[str, Any] | None:
+            path = endtask_file(self.folder(number), name, seed)
+            found = find_predictions(path, digest=self.tasks[name].digest(seed))
+            return found and found[1]
+
+        seeds = self.plan.seeds
+        found = [[[read(row, name, seed) for seed in seeds] for name in self.tasks] for row in range(rows)]
         tasks = self.tasks
         return {
             "when": self.when,
             "tasks": list(tasks),
-            "seeds": list(self.plan.seeds),
-            "digest": hash_json([task.digest(seed) for task in tasks.values() for seed in self.plan.seeds]),
+            "seeds": list(seeds),
+            "digest": hash_json([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
             "examples": {name: len(task.test) for name, task in tasks.items()},
@@ -278,9 +279,6 @@ class TaskEvaluator(Evaluator):
         self.options, self.questions, self.digests = options, questions, digests
         self.tokenizer = tokenizer
         self.known: dict[tuple[int, str], AnswerSummary] = {}  # of the files that have been read
-
-    def follows(self, number: int) -> bool:
-        return self.options.is_due(number, stages=len(self.data))
 
     def due(self, number: int) -> list[str]:
         tasks = self.questions if self.follows(number) else ()
@@ -377,9 +375,6 @@ class LMEvalEvaluator(Evaluator):
     ) -> None:
         super().__init__(options.when, **run)
         self.options, self.harness, self.tokenizer = options, harness, tokenizer
-
-    def follows(self, number: int) -> bool:
-        return self.options.is_due(number, stages=len(self.data))
 
     def due(self, number: int) -> list[str]:
         if self.harness is None or not self.follows(number):

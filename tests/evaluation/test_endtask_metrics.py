@@ -130,12 +130,6 @@ def test_what_lacks_a_term_is_absent(rows, when, present):
     )
 
 
-def test_joint_training_has_a_last_model_and_no_diagonal():
-    joint = np.array([[np.nan] * 3, [0.5, 0.6, 0.7]])
-    found = endscores.summarise_endtasks(given(joint, when="last"), ["base", "joint"])
-    assert found == pytest.approx({"MF1": 0.6, "Acc": 0.61})
-
-
 def test_damaged_scores_are_one_line():
     broken = given()
     broken["scores"]["accuracy"] = [[[0.1, 0.2]]]
@@ -195,12 +189,6 @@ def test_the_adjustment_removes_what_guessing_makes(classes):
     all_guessed = transitions(label, guess[0], guess[1], classes=classes)
     assert all_guessed["forgotten_adjusted"] == pytest.approx(0, abs=0.005)
     assert all_guessed["forgotten_share"] > 0.15
-
-
-def test_an_adjusted_share_is_not_below_0():
-    label = np.array(list("abab"))
-    wrong = np.array(list("baba"))
-    assert transitions(label, wrong, wrong, classes=2)["forgotten_adjusted"] == 0
 
 
 def predicted(folder, row, task, seed, right, *, ids=None, rows=ROWS):

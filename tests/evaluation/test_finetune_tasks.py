@@ -70,14 +70,6 @@ def test_a_task_without_the_split_of_das_is_told():
         found.task("restaurant")
 
 
-@needs_das6
-def test_the_split_of_das_has_no_dev():
-    own = {"splits": "das", "select": "dev"}
-    found = plan_endtasks(options("das6", root=DAS6, tasks={"ai": own}), SIX, SIX)
-    with pytest.raises(ValueError, match="which has no dev"):
-        found.task("ai")
-
-
 def test_nothing_is_asked_for():
     assert plan_endtasks(options("none"), ["law"], ["law"]) is None
 
@@ -85,11 +77,6 @@ def test_nothing_is_asked_for():
 def test_tasks_are_those_of_learned_domains_in_their_order(root):
     assert plan(root).tasks == ["law", "food"]
     assert plan(root, order=["space", "food"]).tasks == ["food"]
-
-
-def test_a_named_task_does_not_drop_the_others_and_null_does(root):
-    assert plan(root, tasks={"law": {"epochs": 7}}).tasks == ["law", "food"]
-    assert plan(root, tasks={"law": None}).tasks == ["food"]
 
 
 def test_a_task_has_its_own_values(root):
@@ -187,18 +174,6 @@ def test_every_format_gives_the_same_examples(root, tmp_path):
         plan(root, tasks={"law": own}, columns={"id": "id"}).task("law").content for own in tasks.values()
     ]
     assert len(set(found)) == 1
-
-
-def test_examples_without_an_id_are_numbered(root):
-    assert [example.id for example in plan(root).task("law").test][:2] == ["test-0", "test-1"]
-    assert plan(root, columns={"id": "id"}).task("law").test[0].id == "law-2-0"
-
-
-def test_whole_numbers_are_labels(root):
-    made = [{"text": "a b", "label": number % 3} for number in range(9)]
-    for split in ("train", "test"):
-        write(root / "endtasks" / "space" / f"{split}.jsonl", made)
-    assert plan(root, order=["space"]).task("space").classes == ["0", "1", "2"]
 
 
 def broken(root, split, change):

@@ -82,13 +82,6 @@ def test_what_the_documents_do_not_agree_on_is_not_shown():
     assert food.difference == pytest.approx(-18 / 40) and food.low == -2.0 and food.high > -0.05
 
 
-def test_a_fall_that_the_documents_do_not_agree_on_is_not_shown_either():
-    before, after = row_of(law=3.0, food=5.0), row_of(law=3.0, food=4.0)
-    after["law"][0] += [-2.0, +30.0, 0.0]
-    found = judged(before, after)
-    assert verdicts(found) == {"law": "not shown", "food": "gained"} and not found.opens
-
-
 def test_one_document_shows_nothing():
     """It would be drawn every time, an interval of no width."""
     before, after = ({name: np.stack([[10 * mean], [10.0]]) for name in ("law", "food")} for mean in (5, 3))

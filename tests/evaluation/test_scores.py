@@ -267,17 +267,6 @@ def test_documents_without_scored_tokens_count_for_nothing():
         metrics.intervals([sums[0], sums[1][:3], *sums[2:]], counts=counts, **few)
 
 
-def test_measure_keeps_the_intervals_by_metric_and_unit():
-    sums, counts = documents(generator=np.random.default_rng(9), size=30)
-    measured = made()
-    measured.nll = np.stack([s.sum(1) / c.sum() for s, c in zip(sums, counts, strict=True)], 1).tolist()
-    measured.measure(nll_sums=sums, counts=counts)
-    for metric in measured.metrics.values():
-        for unit in UNITS:
-            low, high = metric["interval"][unit]
-            assert low < metric[unit] < high
-
-
 def test_append_adds_a_row_that_is_measured_when_asked():
     measured = made(nll=NLL[:1], rows=["base"])
     measured.append("a", nll=NLL[1])
@@ -439,24 +428,11 @@ def test_a_bad_file_is_one_line_that_says_what_to_do(tmp_path, spoil, said):
     assert "\n" not in message
 
 
-def test_a_file_that_is_not_text(tmp_path):
-    (tmp_path / "scores.json").write_bytes(b"\xff\xfe\x00" * 10)
-    with pytest.raises(ValueError, match="damaged"):
-        Scores.load(tmp_path / "scores.json")
-
-
 def test_the_import_is_light():
     heavy = "('torch', 'lightning', 'matplotlib')"
     code = f"import sys, cpt.evaluation.scores; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_a_file_says_itself_whether_it_learned_from_the_base(tmp_path):
-    given = made()
-    given.run["method"], given.alone = "one", False
-    given.save(tmp_path / "scores.json")
-    assert Scores.load(tmp_path / "scores.json").alone is False
 
 
 def test_an_unknown_kind_of_seconds_is_refused():

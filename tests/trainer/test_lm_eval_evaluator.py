@@ -10,7 +10,6 @@ import torch
 
 from cpt.core.preemption import Preempted
 from cpt.evaluation.options import LMEvalOptions
-from cpt.run import is_done
 from cpt.trainer import readiness
 from cpt.verify import damage_in_run
 from tests.support.probing import FakeHarness, write_probe
@@ -78,33 +77,6 @@ def test_a_probe_between_the_stages_changes_nothing_of_what_is_learned(run, tmp_
     assert weights[0] == weights[1] and plain["probes"] == {}
 
 
-def test_a_probe_is_added_to_a_finished_run_without_learning(run, tmp_path):
-    before = run(when=None)
-    weights = (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns
-    stage = (tmp_path / "stages" / "002.pt").stat().st_mtime_ns
-    after = run(when="last")
-    assert files(tmp_path) == BASE + FOOD
-    for key in ("rows", "nll", "metrics", "run"):
-        assert after[key] == before[key], key
-    assert (tmp_path / "stages" / "002.pt").stat().st_mtime_ns == stage
-    assert (tmp_path / "model" / "model.safetensors").stat().st_mtime_ns >= weights
-
-
-@pytest.mark.slow
-def test_what_is_added_later_is_what_is_measured_at_once(run, tmp_path):
-    at_once = run("keep_stages=true", when="each", folder=tmp_path / "once")
-    run("keep_stages=true", when=None, folder=tmp_path / "later")
-    later = run("keep_stages=true", when="each", folder=tmp_path / "later")
-    assert later["probes"]["tasks"] == at_once["probes"]["tasks"]
-
-
-def test_weights_that_were_not_kept_are_asked_for_in_one_line(run):
-    run(when=None)
-    with pytest.raises(ValueError, match=r"^probe.when=each needs the weights after law, .*probe.when=last"):
-        run(when="each")
-    assert run(when=None)["run"]["finished"]
-
-
 def test_a_second_start_measures_what_is_missing_or_of_other_settings(run, tmp_path):
     run()
     times = {name: (tmp_path / "probes" / name).stat().st_mtime_ns for name in files(tmp_path)}
@@ -115,15 +87,6 @@ def test_a_second_start_measures_what_is_missing_or_of_other_settings(run, tmp_p
     assert {name for name in times if again[name] != times[name]} == {*FOOD}
     run("probe.limit=3")
     assert all((tmp_path / "probes" / name).stat().st_mtime_ns != again[name] for name in again)
-
-
-def test_done_is_what_has_its_probe(run, small_gpt2, tmp_path):
-    plain = small_gpt2("order=[law,food]")
-    wanted = small_gpt2("order=[law,food]", "probe=lm_eval", "probe.tasks=[say,ask]", "probe.when=last")
-    run(when=None)
-    assert is_done(plain, tmp_path) and not is_done(wanted, tmp_path)
-    run()
-    assert is_done(plain, tmp_path) and is_done(wanted, tmp_path)
 
 
 @pytest.mark.slow
