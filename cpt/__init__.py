@@ -20,7 +20,7 @@ PUBLIC = {
     "Snapshot": "cpt.models.weights",
     "Source": "cpt.data.sources.base",
     "TEXT": "cpt.core.rules",
-    "TaskSource": "cpt.evaluation.endtasks.tasks",
+    "TaskSource": "cpt.evaluation.finetune_tasks",
     "YES_NO": "cpt.core.rules",
     "between": "cpt.core.rules",
     "number": "cpt.core.rules",
