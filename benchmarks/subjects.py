@@ -18,7 +18,7 @@ from variants import QUICK
 from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
 from cpt.loggers.loggers import About, track
-from cpt.models.quick_dropout import draw_quickly
+from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer

@@ -15,7 +15,7 @@ from cpt.core.heartbeat import heartbeat, set_phase
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.rules import show
-from cpt.evaluation.objective import objective_value
+from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.trainer.domain_order import arrange, recall
@@ -84,7 +84,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
         from cpt.trainer.base_model import make_base
         from cpt.trainer.callbacks import CustomCallbacks
         from cpt.trainer.costs import time_phase
-        from cpt.trainer.examinations import make_examinations
+        from cpt.trainer.evaluators import make_evaluators
         from cpt.trainer.loop import ContinualTrainer
 
     ready = preflight.prepare(plan, run)  # before hours of reading
@@ -104,7 +104,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
         pieces = {"module": method, "data": data}
         generated, given = run.path / "generated", {"corpora": corpora, "base": base, "seed": plan.run.seed}
         data.replay_source = method.replay.open_source(generated, **pieces, **given)
-        evaluators = make_examinations(plan, run, ready, corpora, base, **pieces)
+        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
     build.log_eval_cap(plan, data)
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from cpt.core.files import find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
-from cpt.evaluation.probes.results import load_results
+from cpt.evaluation.predictions import load_results
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir

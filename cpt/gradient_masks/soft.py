@@ -21,11 +21,9 @@ from cpt.core.collectives import sum_in_place
 from cpt.data.collate import Batch, inputs_of, output_ids
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import SoftMaskOptions
-from cpt.models.dropout import check_dropout, dropout
-from cpt.models.forward import at, divergence
-from cpt.models.gating import gate_units
+from cpt.models.forward import at, check_dropout, divergence, dropout
 from cpt.models.objectives import Objective
-from cpt.models.units import Projection, Units, factors, find_units
+from cpt.models.units import Projection, Units, factors, find_units, gate_units
 
 SampleLosses = Callable[[PreTrainedModel, Batch], Tensor]
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.bottleneck import Plugin, attach_plugins
+from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, Gates, anneal, attach_gates, bottleneck_units, hard, regulariser
 from cpt.adapters.options import GateOptions, Routing
-from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, between, number, one_of
 from cpt.data.collate import Batch
@@ -75,7 +75,7 @@ class CPTPluginOptions(GateOptions):
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """What cpt.adapters.plugin.attach_plugins is told."""
+        """What cpt.adapters.bottleneck.attach_plugins is told."""
         return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 
@@ -98,7 +98,7 @@ class CPTPlugin(ContinualModule):
         self.plugins, self.norms, self.gates = scope.names, own, gates
         self.masks.append(ClaimedUnits(gates.groups, acts_on="update"))
         base = {name: model.get_parameter(name) for name in own} | closed_gates(gates)
-        self.keep_parts(Bank(model, gates.names + own, base=base), options.routing)
+        self.keep_parts(DomainParams(model, gates.names + own, base=base), options.routing)
 
     @property
     def taken(self) -> ClaimedUnits:

@@ -19,7 +19,7 @@ from cpt.gradient_masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
 from cpt.methods.common.options import ContrastOptions
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

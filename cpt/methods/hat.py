@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import bottleneck, export
-from cpt.adapters.bank import Bank, Scope
+from cpt.adapters.domain_store import DomainParams, Scope
 from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
 from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
@@ -98,7 +98,7 @@ class HAT(ContinualModule):
         side = -self.options.limit if self.options.form == "adapter" else self.options.limit
         base = {name: torch.full_like(self.model.get_parameter(name), side) for name in self.gates.names}
         if base:
-            self.keep_parts(Bank(self.model, self.gates.names, base=base), routing)
+            self.keep_parts(DomainParams(self.model, self.gates.names, base=base), routing)
 
     @property
     def taken(self) -> ClaimedUnits:

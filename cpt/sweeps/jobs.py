@@ -138,7 +138,7 @@ class Job:
     def result(self) -> JobReturn:
         """What the sweeper gets: the objective of this sweep (an earlier one may have had another), None if
         there is none, or the failure as an exception."""
-        from cpt.evaluation.objective import objective_value  # numpy: run.py --help need not wait for it
+        from cpt.evaluation.metrics import objective_value  # numpy: run.py --help need not wait for it
 
         done = JobReturn(overrides=self.overrides, cfg=self.config, working_dir=str(self.folder))
         if not self.whole:

@@ -22,9 +22,9 @@ from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
-from cpt.models import loading, tokenizers
+from cpt.models import loading
+from cpt.models.block_attention import try_isolation
 from cpt.models.growth import entries, fit_rows
-from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.optim.nan_guard import NanGuard
@@ -66,16 +66,17 @@ class Base:
         made = self.load()
         loading.check_length(self.length, made, self.objective)
         if self.objective.sharing is not None:
-            try_isolation(made)
+            try_isolation(made, documents=False)
         if self.objective.isolated:
-            try_documents(made, causal=self.objective.causal)
+            try_isolation(made, documents=True, causal=self.objective.causal)
         return made
 
     def load(self) -> PreTrainedModel:
         if self.untrained is not None:
-            return loading.build(self.untrained, self.tokenizer, self.objective_name, seed=0)
+            return loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         loaded = loading.load_model(self.checkpoint, self.objective_name)
-        fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
+        if self.resize:
+            fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint)
         return loaded
 
 
@@ -119,9 +120,9 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     config, tokenizer = loading.configuration(options.checkpoint), loading.load_tokenizer(options.checkpoint)
     resize = options.resize
     is_span = loading.objective_name(options.objective, config) == "span"
-    if is_span and not tokenizers.sentinels(tokenizer):
-        tokenizers.add_sentinels(tokenizer)
-        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS)
+    if is_span and not loading.sentinel_ids(tokenizer):
+        loading.add_sentinels(tokenizer)
+        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, loading.SENTINELS)
         resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
     return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
 
@@ -136,7 +137,7 @@ def assemble_base(
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
     name = loading.objective_name(options.objective, config)
-    objective = loading.objective(
+    objective = loading.text_objective(
         name,
         tokenizer,
         mask_rate=options.mask_rate,
@@ -147,7 +148,7 @@ def assemble_base(
     if corpora is not None and corpora.encoding is not None:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     else:
-        loading.check_text(name, isolated=isolated)
+        loading.check_packing(name, isolated=isolated, answers=False)
         objective.isolated = isolated
     return Base(options.checkpoint or "", tokenizer, name, objective, options.length, options.resize)
 
@@ -161,7 +162,7 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        learned = tokenizers.train_tokenizer(batches(), vocabulary=vocabulary, objective=objective)
+        learned = loading.train_tokenizer(batches(), vocabulary=vocabulary, objective=objective)
         learned.save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
@@ -172,7 +173,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     """Pre-trains a new model on the general text in one process; a killed one resumes from its checkpoint."""
     how = options.base
     log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
-    model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
+    model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
     shared = Shared(
         model=model.train(),

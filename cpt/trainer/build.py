@@ -19,9 +19,9 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
+from cpt.models.memory import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
 from cpt.trainer.extend import why_end_is_final

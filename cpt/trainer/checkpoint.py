@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
-from cpt.adapters.bank import load_resting, rest_parts
+from cpt.adapters.domain_store import load_mapped, map_stored
 from cpt.core.collectives import gather_objects
 from cpt.core.files import check_archive, find_damage, hash_files
 from cpt.core.preemption import leave_all
@@ -57,7 +57,7 @@ class StepCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
         if self.parts is not None:
-            rest_parts(pl_module, self.parts)
+            map_stored(pl_module, self.parts)
         if self.guard.policy == "rollback" and self.step == 0:
             self.save(trainer, pl_module)
 
@@ -143,10 +143,10 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
         return found if found is not None and found.shape == shape else None
 
     if rests and not shards:
-        load_resting(module, stored)
+        load_mapped(module, stored)
     elif any(map(is_sharded, module.parameters())):
         module.load_state_dict(load_stage(path, like))
     else:
         module.load_state_dict(load_stage(path))
     if rests:
-        rest_parts(module, path)
+        map_stored(module, path)

@@ -20,7 +20,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.bank import in_memory, rest_parts
+from cpt.adapters.domain_store import in_memory, map_stored
 from cpt.core.memory import forget_peak, peak
 from cpt.core.tensors import load_tensors
 from cpt.data.corpora import Corpora
@@ -28,7 +28,7 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.models.quick_dropout import draw_quickly
+from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.formatting import megabytes
 from cpt.trainer.base_model import find_base
@@ -255,7 +255,7 @@ def profile(
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
             now.trained = trained_parameters(module)
             if plan.parts.keep == "disk":
-                rest_parts(module, path)
+                map_stored(module, path)
         trainer = make_trainer(plan.trainer.lightning, label="profiling evaluation", callbacks=[profiler])
         trainer.validate(module, datamodule=data, verbose=False)
         now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.domain_store import map_stored
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import writing
 from cpt.core.heartbeat import set_phase
@@ -19,13 +19,12 @@ from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.documents import gather_documents
-from cpt.evaluation.objective import objective_value
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.metrics import objective_value
+from cpt.evaluation.scores import Scores, gather_documents
 from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
-from cpt.models.movement import measure_movement
-from cpt.models.quick_dropout import draw_quickly
+from cpt.models.memory import draw_quickly
+from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
@@ -35,14 +34,13 @@ from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
 from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
-from cpt.trainer.examinations import Measured
+from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.extend import why_end_is_final
-from cpt.trainer.keeping import Keeper
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.scoring import Scorer, tell_row
+from cpt.trainer.score import ScoreJournal, Scorer, tell_row
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class ContinualTrainer:
         *,
         module: ContinualModule,
         data: DomainSequence,
-        evaluators: Sequence[Measured],
+        evaluators: Sequence[Evaluator],
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
@@ -69,7 +67,7 @@ class ContinualTrainer:
         self.scorer = Scorer(
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=run
         )
-        self.journal = Keeper(scores, run.scores_file, digests=plan.digests)
+        self.journal = ScoreJournal(scores, run.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
         self.eta = RunETA(data, self.scorer, scores, evaluators)
@@ -135,7 +133,7 @@ class ContinualTrainer:
         state = save_stage(self.module, path)
         if self.to_disk:
             wait_for_others()  # until the first process has written it
-            rest_parts(self.module, path)
+            map_stored(self.module, path)
         return {
             "trained": trained_parameters(self.module),
             "stored": stored_beside(self.module, state),

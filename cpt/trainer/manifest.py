@@ -19,14 +19,14 @@ from cpt.core.config import digest, identity
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
-from cpt.evaluation.policy import AUTO
+from cpt.evaluation.options import AUTO
 from cpt.trainer.plan import Plan, why_not_growable, with_cap
 from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from cpt.contrib.advise.results import Measured
     from cpt.data.corpora import Corpora
     from cpt.trainer.base_model import Base
-    from cpt.trainer.examinations import Measured
 
 log = logging.getLogger(__name__)
 WEIGHTS = (".safetensors", ".bin")

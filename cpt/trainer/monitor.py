@@ -9,7 +9,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.routing import Router
+from cpt.adapters.domain_store import Router
 from cpt.core.randomness import key
 from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
@@ -95,8 +95,9 @@ class Monitor(Callback):
         self.began = self.began or now
         if self.steering is not None:
             now = self.steering.see(trainer, module, now, partial(self.measure, trainer, module))
-        began, after = ({name: losses[name].numpy() for name in now} for losses in (self.began, now))
-        self.watched.add(trainer.global_step, began, after, own=self.own)
+        began = {name: self.began[name].numpy() for name in now}
+        found = {name: each.numpy() for name, each in now.items()}
+        self.watched.add(trainer.global_step, began, found)
         if self.options.keep == "best" and self.watched.is_best(self.own):
             self.best = {name: each.detach().clone() for name, each in trained(module)}
             self.watched.kept = trainer.global_step

@@ -23,13 +23,11 @@ from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import GENERAL, Source
-from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import PAST, BudgetOptions
-from cpt.evaluation.endtasks.tasks import Planned, check_given, plan_endtasks
+from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
+from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions
-from cpt.evaluation.objective import objective_value
-from cpt.evaluation.policy import EvalOptions
-from cpt.evaluation.probes.options import LMEval, plan_probe
+from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
@@ -93,8 +91,8 @@ class Sections:
     trainer: TrainerOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
-    answers: AnswerOptions | None  # where the domains are tasks
-    probe: LMEval | None
+    answers: TaskEvalOptions | None  # where the domains are tasks
+    probe: LMEvalOptions | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +104,7 @@ class Plan(Sections):
     order: Sequence[str]  # where texts decide it, the first named one until cpt.trainer.domain_order
     budget: Budget
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
-    endtasks: Planned | None
+    endtasks: FinetunePlan | None
     config_digest: str  # of what decides the result
     ignored_rate: float | None  # method.rate, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
@@ -161,7 +159,8 @@ def read_sections(cfg: DictConfig) -> Sections:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
     read = partial(read_section, cfg, written=written)
     number("0 or more").check("method.rate", read("method").values.get("rate", 1))
-    check_given(read("endtask").values)
+    if (endtask := read("endtask").values).get("_target_") is not None:
+        check_task_values("endtask", endtask)
     method, model = read("method").choose(needed=True), read("model")
     is_new = model.values.get("checkpoint", ...) is None  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
@@ -190,8 +189,8 @@ def read_sections(cfg: DictConfig) -> Sections:
         source=of_kind(Source, "domains", instantiate_now(read("domains").choose(needed=True))),
         optim=read_optimizer(read("optim")),
         schedule=schedule,
-        answers=of_kind(AnswerOptions, "answers", read("answers").choose()),
-        probe=of_kind(LMEval, "probe", read("probe").choose()),
+        answers=of_kind(TaskEvalOptions, "answers", read("answers").choose()),
+        probe=of_kind(LMEvalOptions, "probe", read("probe").choose()),
         trainer=read_trainer(read("trainer")),
         logger=replace(logger, values=flags).read(LoggerOptions),
         callbacks=check_entries(read("callbacks").values, "callbacks"),
@@ -285,7 +284,8 @@ def make_plan(cfg: DictConfig) -> Plan:
         config_digest=digest(identity(redact(settings))),
         ignored_rate=None if OmegaConf.is_interpolation(cfg.optim, "lr") else cfg.method.get("rate", 1),
     )
-    plan_probe(plan.probe)
+    if plan.probe is not None:
+        plan.probe.check_installed()
     if plan.answers is not None:
         plan.answers.check_tasks(source.domains)
     if plan.by_texts:

@@ -20,22 +20,21 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cpt.adapters.export import INDEX
+from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.core.signatures import check_arguments, target
 from cpt.data.chat import check_template
-from cpt.models import loading, tokenizers
-from cpt.models.answers import CausalAnswers
-from cpt.models.freezing import frozen_parameters
-from cpt.models.growth import check_head, check_rows
-from cpt.models.isolation import check_isolation
-from cpt.models.objectives import Causal, Masked, Objective
+from cpt.methods.prompt import check_rows
+from cpt.models import loading
+from cpt.models.block_attention import check_isolation
+from cpt.models.growth import check_head
+from cpt.models.memory import drops_attention
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
-from cpt.models.quick_dropout import drops_attention
-from cpt.models.span import Span
+from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_shared
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import find_device, naming_cause, quiet, try_trainer
@@ -44,7 +43,7 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from cpt.evaluation.probes.harness import Harness
+    from cpt.evaluation.lm_eval import Harness
 
 log = logging.getLogger(__name__)
 BF16 = ("bf16-mixed", "bf16", "bf16-true")
@@ -116,7 +115,7 @@ def make_harness(plan: Plan) -> Harness | None:
     if plan.probe is None or not is_first_process():
         return None
     log.info("reading the tasks of the probe")
-    from cpt.evaluation.probes.harness import Harness  # 8 seconds, and an optional package
+    from cpt.evaluation.lm_eval import Harness
 
     return Harness(plan.probe, precision=plan.trainer.precision)
 
@@ -149,7 +148,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
         loading.find_adapter(given)
         if is_first_process():
             log_parts(Path(given))
-        sentinels = len(tokenizers.sentinels(tokenizer))
+        sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -159,7 +158,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
             model.set_attn_implementation(plan.trainer.attention)
     stand_in: Objective = Causal()  # without a tokenizer, which may not be trained yet
     if objective == "span":
-        ids = range(sentinels or tokenizers.SENTINELS)
+        ids = range(sentinels or loading.SENTINELS)
         stand_in = Span(rate=options.mask_rate, mean=options.mean_span, sentinels=ids, end=0, pad=0, start=0)
     elif objective == "masked":
         stand_in = Masked(DummyTokenizer(config.get_text_config().vocab_size), rate=options.mask_rate)
@@ -200,8 +199,8 @@ def check_tokenizer(checkpoint: str) -> Any:
 def log_parts(folder: Path) -> None:
     """Warns which modules of an exported model with modules per domain are used: transformers reads one
     model."""
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    if (folder / PARTS_INDEX).is_file():
+        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
         used = f"with those of {index['parts'][-1]}" if index["attach"] is None else "without any of them"
         names, advice = ", ".join(index["parts"]), "cpt.adapters.export.load gives others"
         log.warning("%s has modules for %s; it starts %s: %s", folder, names, used, advice)
@@ -211,7 +210,7 @@ def log_parts(folder: Path) -> None:
 
 def check_objective(plan: Plan, objective: str) -> None:
     """Raises ValueError for a kind of model that does not go with its options or with what it is to do."""
-    options, source, least = plan.model, plan.source, BYTES + tokenizers.SENTINELS
+    options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
     name = f"model={options.name}"
     kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
     if kind and options.mask_rate is None:
@@ -219,10 +218,9 @@ def check_objective(plan: Plan, objective: str) -> None:
     if objective == "span" and options.mean_span is None:
         raise ValueError(f"model.mean_span=null; allowed: 1 or more, as the model {kind}")
     if objective == "span" and options.checkpoint is None and options.vocabulary < least:
-        needed = f"{least} or more, {tokenizers.SENTINELS} of them sentinels"
+        needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
         raise ValueError(f"model.vocabulary={options.vocabulary}; allowed: {needed}")
-    check_kind = loading.check_text if source.encoding is None else loading.check_answers
-    check_kind(objective, isolated=source.isolated)
+    loading.check_packing(objective, isolated=source.isolated, answers=source.encoding is not None)
     if source.chats:
         tokenizer = loading.load_tokenizer(options.checkpoint) if options.checkpoint else None
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""

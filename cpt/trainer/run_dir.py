@@ -15,9 +15,8 @@ from cpt.core.cache import discard
 from cpt.core.config import flatten, identity, list_differences, plain_config, redact
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
-from cpt.evaluation.documents import documents_file, load_documents
-from cpt.evaluation.lines import lines_file
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.journal import journal_file
+from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
@@ -110,7 +109,7 @@ class RunDir:
         shards = self.path.glob("stages/*.shards")  # a stage's file is written after them
         incomplete += [each for each in shards if not self.stage(each.name.split(".")[0]).exists()]
         if not self.scores_file.exists():
-            incomplete.append(lines_file(self.scores_file))  # of a run that starts again
+            incomplete.append(journal_file(self.scores_file))  # of a run that starts again
         for path in incomplete:
             discard(path)
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from cpt.gradient_masks.base import recording
-from cpt.models.economy import checkpoint_activations
+from cpt.models.memory import checkpoint_activations
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir

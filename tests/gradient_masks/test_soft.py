@@ -29,11 +29,9 @@ from cpt.gradient_masks.soft import (
     normalise,
     sample_means,
 )
-from cpt.models.dropout import check_dropout, dropout, rates
-from cpt.models.forward import divergence
-from cpt.models.gating import gate_units
+from cpt.models.forward import check_dropout, divergence, dropout, dropout_of
 from cpt.models.objectives import Causal
-from cpt.models.units import find_units
+from cpt.models.units import find_units, gate_units
 from tests.conftest import SHARED
 from tests.support import running
 from tests.support.running import token_nll
@@ -299,19 +297,19 @@ WITHOUT_RATE = {
 @pytest.mark.parametrize("family", WITHOUT_RATE)
 def test_dropout_is_switched_on_for_a_while_only(family):
     model, ids = WITHOUT_RATE[family]().eval(), torch.arange(10)[None]
-    before = [(id(each), name, rate) for each, name, rate in rates(model)]
+    before = [(id(each), name, rate) for each, name, rate in dropout_of(model)]
     with torch.no_grad():
         plain = model(input_ids=ids).logits
         with dropout(model, 0.3):
-            assert all(rate == 0.3 for *_, rate in rates(model))
+            assert all(rate == 0.3 for *_, rate in dropout_of(model))
             one, other = model(input_ids=ids).logits, model(input_ids=ids).logits
         assert not torch.equal(one, other)
         assert torch.equal(model(input_ids=ids).logits, plain)
-    assert [(id(each), name, rate) for each, name, rate in rates(model)] == before
+    assert [(id(each), name, rate) for each, name, rate in dropout_of(model)] == before
     assert not any(each.training for each in model.modules())
     with pytest.raises(KeyError), dropout(model, 0.3):
         raise KeyError
-    assert [(id(each), name, rate) for each, name, rate in rates(model)] == before
+    assert [(id(each), name, rate) for each, name, rate in dropout_of(model)] == before
 
 
 def test_normalisations_by_hand():

@@ -15,7 +15,7 @@ from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan

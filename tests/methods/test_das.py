@@ -5,8 +5,7 @@ import torch
 
 from cpt.data.sampler import TrainStream
 from cpt.gradient_masks import soft as soft_masks
-from cpt.models.dropout import rates
-from cpt.models.forward import in_mode
+from cpt.models.forward import dropout_of, in_mode
 from cpt.trainer import loop
 from tests.conftest import VOCABULARIES, sentences
 from tests.support import making
@@ -149,7 +148,7 @@ def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
         (tmp_path / name / "all.txt").write_text("\n".join(text) + "\n")
     cfg = small("order=[street]", f"domains.root={tmp_path}", f"method={method}", *FEW, *WIDE)
     run = making.made(cfg)
-    assert not any(rate for *_, rate in rates(run.module.model))
+    assert not any(rate for *_, rate in dropout_of(run.module.model))
     batches = other_batches(run.data.train, run.data.objective)
     before = loss(run.module, batches)
     fit(run.module, run.data, run.plan.trainer.lightning, steps=10)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.methods.hat import gate_overlap
 from cpt.trainer import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same

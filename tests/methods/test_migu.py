@@ -19,8 +19,8 @@ from transformers import (
 from cpt.data.collate import label_batch
 from cpt.gradient_masks.base import recording
 from cpt.gradient_masks.migu import CACHED, choose_by_mass, choose_rows, count_kept, magnitudes
+from cpt.models.fisher import samples
 from cpt.models.objectives import Causal
-from cpt.models.sensitivity import samples
 from cpt.models.units import projections
 from cpt.trainer import loop
 from tests.conftest import SHARED

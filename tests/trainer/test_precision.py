@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cpt.models import quick_dropout
+from cpt.models import memory
 from cpt.trainer import loop
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import resolve_auto
@@ -85,13 +85,13 @@ SDPA = "trainer.attention=sdpa"
 
 def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):
     drawn = []
-    quick = quick_dropout.quick_dropout
+    quick = memory.quick_dropout
 
     def noting(given, p, *rest, **how):
         drawn.append(p)
         return quick(given, p, *rest, **how)
 
-    monkeypatch.setattr(quick_dropout, "quick_dropout", noting)
+    monkeypatch.setattr(memory, "quick_dropout", noting)
     given = (*DROPS, IN_ATTENTION, "order=[law]", "trainer.steps=3")
     start(small(*given, "name=plain"), tmp_path / "plain")
     assert not drawn

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cpt.evaluation.documents import gather_documents, load_documents
 from cpt.evaluation.metrics import bootstrap, terms
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, gather_documents, load_documents
 
 
 class Point(NamedTuple):

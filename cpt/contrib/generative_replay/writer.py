@@ -25,7 +25,7 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedModel
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.contrib.generative_replay.options import GeneratedReplay
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.collectives import gather_objects, wait_for_others
@@ -45,7 +45,7 @@ from cpt.data.replay import ReplayPool, ReplaySource, exact
 from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
-from cpt.models.generation import Sampling, sample_texts
+from cpt.models.generate import Sampling, sample_texts
 
 log = logging.getLogger(__name__)
 FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes

@@ -12,10 +12,8 @@ from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common import contrast as contrasting
 from cpt.methods.common.contrast import Contrast, contrastive
-from cpt.models.dropout import dropout, rates
-from cpt.models.forward import mean_over
-from cpt.models.objectives import Causal
-from cpt.models.span import Span
+from cpt.models.forward import dropout, dropout_of, mean_over
+from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED
 from tests.gradient_masks.test_soft import batch_of, needs_golden, roberta
 
@@ -115,8 +113,9 @@ def masked(batch):
 class Uncorrupting(Causal):
     """As masked text does: the labels are the text."""
 
-    def uncorrupted(self, batch):
-        return torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
+    def restored(self, batch):
+        labels = labels_of(batch)
+        return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
 
 
 def contrast(
@@ -214,7 +213,7 @@ def test_a_positive_is_not_its_anchor(own):
     """A model without dropout would only be pushed away."""
     model, batch, pairs = roberta(rate=own), batch_of(3), []
     term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
-    before = [(m, name, rate, m.training) for m, name, rate in rates(model)]
+    before = [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]
     vectors = Contrast.represented
 
     def noted(self, batch):
@@ -226,7 +225,7 @@ def test_a_positive_is_not_its_anchor(own):
         term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
     anchor, positive, _ = pairs
     assert not torch.allclose(anchor, positive, rtol=1e-3)
-    assert [(m, name, rate, m.training) for m, name, rate in rates(model)] == before
+    assert [(m, name, rate, m.training) for m, name, rate in dropout_of(model)] == before
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
@@ -289,7 +288,6 @@ def test_gradients_reach_all_three_passes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rate": 1.0}, "contrast_dropout=1.0; allowed: above 0 and below 1, or null"),
         (
             {"rate": None},
             "null would not differ: all its dropout rates are 0.*or contrast=0",

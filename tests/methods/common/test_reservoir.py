@@ -10,7 +10,7 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import UNSCORED, Rows, labels_of, single
 from cpt.methods.common import reservoir as module
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
-from cpt.models.span import Span
+from cpt.models.objectives import Span
 from tests.support.running import batch_of
 
 LENGTH, SCORED, WIDTH = 5, 2, 3
