@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cpt.data.sampling import Stream
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
@@ -14,6 +13,7 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sizes
 from cpt.data.corpus import make_corpus
 from cpt.data.example import write_example
+from cpt.data.sampler import TrainStream
 from cpt.data.sources.base import EXAMPLES
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers, Span
@@ -224,7 +224,7 @@ def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, worl
         total = 0
         for rank in range(world):
             given = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": OBJECTIVE}
-            stream = Stream(texts, accumulate=accumulate, rank=rank, world=world, **given)
+            stream = TrainStream(texts, accumulate=accumulate, rank=rank, world=world, **given)
             for part in range(accumulate):
                 batch = stream[part]
                 loss = (OBJECTIVE.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)

@@ -129,10 +129,10 @@ def checkpoint(words, more, tmp_path):
 
 
 def interrupted():
-    """Learner.commit that is interrupted after the first domain."""
-    from cpt.trainer.loop import Learner
+    """ContinualTrainer.commit_row that is interrupted after the first domain."""
+    from cpt.trainer.loop import ContinualTrainer
 
-    whole = Learner.commit
+    whole = ContinualTrainer.commit_row
 
     def commit(self, row, **costs):
         whole(self, row, **costs)

@@ -10,7 +10,7 @@ import torch
 
 from cpt.core.preemption import Preempted
 from cpt.evaluation.options import LMEvalOptions
-from cpt.trainer import readiness
+from cpt.trainer import preflight
 from cpt.verify import damage_in_run
 from tests.support.probing import FakeHarness, write_probe
 
@@ -19,7 +19,7 @@ from tests.support.probing import FakeHarness, write_probe
 def run(small_gpt2, start, tmp_path, monkeypatch):
     monkeypatch.setattr(LMEvalOptions, "check_installed", lambda self: None)
     monkeypatch.setattr(
-        readiness, "make_harness", lambda plan: FakeHarness(plan.probe) if plan.probe is not None else None
+        preflight, "make_harness", lambda plan: FakeHarness(plan.probe) if plan.probe is not None else None
     )
 
     def go(*overrides, when="last", folder=tmp_path):
