@@ -42,7 +42,6 @@ from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:  # a package that may not be there
-    from cpt.contrib.advise.__main__ import Ready
     from cpt.evaluation.lm_eval import Harness
 
 log = logging.getLogger(__name__)
@@ -441,7 +440,7 @@ class LMEvalEvaluator(Evaluator):
 def make_evaluators(
     plan: Plan,
     place: RunDir,
-    ready: Ready,
+    ready: PreflightResult,
     corpora: Corpora,
     start: Base,
     *,
