@@ -3,10 +3,10 @@ that stand among a text's embeddings.
 
     min_P  -log p(y | [e(x_1); P; e(x_2); ...; e(x_T)]),    P [n, D]
 
-P stands behind the first token (`cpt.adapters.soft_prompt`), in the paper before the text. Each domain has its own
-prompt (Prompt-ONE), or one learns on through all of them; without a prompt the model is the base. In the
-released code (ContinualLM) pre-training fails for want of a module; it would put the prompt behind the text,
-after positions have been added, add positions again, and leave a prompt's vector where classifiers read
+P stands behind the first token (`cpt.adapters.soft_prompt`), in the paper before the text. Each domain has
+its own prompt (Prompt-ONE), or one learns on through all of them; without a prompt the model is the base. In
+the released code (ContinualLM) pre-training fails for want of a module; it would put the prompt behind the
+text, after positions have been added, add positions again, and leave a prompt's vector where classifiers read
 <s>."""
 
 from collections.abc import Iterable, Sequence

@@ -7,12 +7,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from cpt.adapters import bottleneck
 from cpt.adapters.gates import (
     Gate,
     anneal,
     attach_gates,
     bottleneck_units,
     hard,
+    owned_parameters,
     regulariser,
     soft,
 )

@@ -11,6 +11,7 @@ import transformers
 from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters import lora
 from cpt.models.units import projections

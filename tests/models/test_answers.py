@@ -13,7 +13,7 @@ from cpt.data.answered import encode_corpus
 from cpt.data.batch import Rows, Sizes
 from cpt.data.corpus import make_corpus
 from cpt.data.examples import write_example
-from cpt.data.sampling import gather_rows
+from cpt.data.sampling import Stream, gather_rows
 from cpt.data.sources.base import EXAMPLES
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers, Span
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand

@@ -1,11 +1,14 @@
 """What is frozen stays as it is, under every method."""
 
+import json
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.models.options import Freeze
 from cpt.models.weights import frozen_parameters
+from tests.support.making import ORDER
 
 
 def names(model: torch.nn.Module, freeze: Freeze) -> set[str]:
