@@ -72,7 +72,7 @@ def check_model(plan: Plan) -> None:
     check_kind(plan, objective)
     where = options.checkpoint or "model.config"
     with naming_cause(where), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = loading.AUTO[objective].from_config(config)
+        model = loading.AUTO_MODELS[objective].from_config(config)
     if plan.trainer.attention != "auto":
         with naming_cause(f"trainer.attention={plan.trainer.attention}"):
             model.set_attn_implementation(plan.trainer.attention)
