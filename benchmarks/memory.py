@@ -64,7 +64,7 @@ def make_model(size: str, cache: Path, **changes: int) -> Path:
         objective = OBJECTIVES[size]
         learned = loading.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
         config = loading.AutoConfig.for_model(**SIZES[size] | changes)
-        loading.AUTO[objective].from_config(config).save_pretrained(folder)
+        loading.AUTO_MODELS[objective].from_config(config).save_pretrained(folder)
         learned.save_pretrained(folder)
 
     name = "-".join(["random", size, *(f"{key}{value}" for key, value in changes.items())])

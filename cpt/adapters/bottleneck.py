@@ -1,8 +1,6 @@
-"""Bottleneck adapters in an unmodified Hugging Face model, whose own parameters are frozen.
-
-In series with a sub-layer's output projection, before dropout and the residual sum (Houlsby et al., ICML
-2019), or with a block's last residual sum (Pfeiffer et al., EACL 2021); or parallel to a sub-layer, as
-plug-ins (Ke et al., EMNLP 2022). All are children of the projection or the block and act by forward hooks, so
+"""Bottleneck adapters in a frozen Hugging Face model: in series with a sub-layer's output projection (Houlsby
+et al., ICML 2019) or a block's last residual sum (Pfeiffer et al., EACL 2021), or parallel to a sub-layer, as
+plug-ins (Ke et al., EMNLP 2022). They are children of the projection or block and act by forward hooks, so
 that a copy of the model has copies of them. The second layer starts at zero: the model is then the base, bit
 for bit."""
 

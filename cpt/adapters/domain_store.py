@@ -1,15 +1,12 @@
 """Per-domain parameters and their routing.
 
 The model holds the active domain's parameters; those of other domains are stored frozen and can be swapped in
-for one forward pass (`cpt.models.weights.swap_weights`) or permanently. A text is scored with its domain's
-own parameters, the base's, the last ones, or a mixture by Bayes as in DEMIX (Gururangan et al., NAACL 2022,
-section 5): with experts j and a prior over them,
+for one forward pass or permanently. A text is scored with its domain's own, the base's, the last ones, or a
+mixture by Bayes as in DEMIX (Gururangan et al., NAACL 2022, section 5): with experts j and a prior over them,
 
-    p(x_i | x_<i) = sum_j p(x_i | x_<i, D = j) p(D = j | x_<i)
-    p(D = j | x_<i) ~ p(D = j) p(x_<i | D = j)
+    p(x_i | x_<i) = sum_j p(x_i | x_<i, D = j) p(D = j | x_<i),    p(D = j | x_<i) ~ p(D = j) p(x_<i | D = j)
 
-x_<i are the scored tokens before i in the same row: all in a causal model, the predicted ones in a masked one
-(a pseudo-likelihood). Every row begins at the prior. The released code takes the token before i alone."""
+x_<i are the scored tokens before i in the same row. The released code takes the token before i alone."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping

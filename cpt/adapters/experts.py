@@ -4,10 +4,9 @@
     y = sum over the k experts e with the largest z_e of  g_e(x) FFN_e(x),    g = softmax of these k z_e
     z_0 = 0,    z_e = w_e x + log o for the newest experts,    z_e = w_e x for the others
 
-Expert 0 is the model's own FFN, which runs unchanged when it is alone. No token is dropped. o in [0, 1] is
-the opening of the newest experts: at 0 no token goes to them. Hooks on the FFN's own linear layers do it, so
-that what is between these is computed for all experts at once: a layer that reads x gets the tokens of expert
-0, and the outputs of the others are appended."""
+Expert 0 is the model's own FFN, no token is dropped, and o in [0, 1] is the opening of the newest experts.
+Hooks on the FFN's own linear layers append the other experts' outputs, so that what is between is computed at
+once."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -2,13 +2,10 @@
 
     h = W x + alpha / r B A x,    A [r, d_in] uniform as nn.Linear draws it, B [d_out, r] = 0, W frozen
 
-The newest adapter (A, B) of each layer is peft's `default` and the only thing that is trained. Those of
-earlier domains are merged into W, or kept along the rank of a second, frozen adapter `earlier`: sum_k B_k A_k
-= [B_1 … B_t] [A_1; …; A_t].
-
-peft's PeftModel can not wrap a model that has its layers already, so that files are written here in its
-format. Its tying of adapters is not used: the tied one would be two parameters over one storage, and two
-storages after a move to a GPU."""
+The newest adapter (A, B) of each layer is peft's `default`, which alone is trained. Those of earlier domains
+are merged into W, or kept along the rank of a frozen adapter `earlier`: sum_k B_k A_k = [B_1 … B_t] [A_1; …;
+A_t]. Files are written here in peft's format, as PeftModel can not wrap a model that has its layers
+already."""
 
 import json
 import re

@@ -2,14 +2,12 @@
 
     [e(x_1); ...; e(x_T)]  ->  [e(x_1); P; e(x_2); ...; e(x_T)]
 
-The prompt follows the first token, so that <s> keeps its place. The model's body gets n more tokens, and its
-output is cut back to the T of the text: labels, positions, masks, the head and an end task's classifier are
-those of a model without a prompt. In a causal model the prompt's last place predicts the second token, so the
-first n outputs are cut off. With encoder and decoder, as in the paper, P precedes the encoder's input, and
-the decoder attends to it too.
-
-peft's PromptTuning puts the prompt before <s>, where classifiers of masked models read, has no form for
-masked language models, and gives causal ones logits that are n positions longer than the text."""
+The prompt follows the first token, so that <s> keeps its place. The output of the model's body is cut back to
+the T places of the text: batches, heads and classifiers are those of a model without a prompt. In a causal
+model the prompt's last place predicts the second token, so the first n outputs are cut off. With encoder and
+decoder P precedes the encoder's input, and the decoder attends to it too. peft's PromptTuning puts the prompt
+before <s>, has no form for masked language models, and gives causal ones logits that are longer than the
+text."""
 
 import inspect
 from typing import Any

@@ -3,9 +3,9 @@ that stands in front of those of the domains before it, which are frozen too.
 
     min_{P_t}  -log p(y | [P_t; P_{t-1}; ...; P_1; e(x)]),    each P_k [n, D]
 
-The chain stands where `method=prompt` puts its prompt: behind the first token, with
-encoder and decoder in front. Text of domain k is scored with the chain from P_k on, so that what is known of
-it never changes. With `residual`, as the paper has it, what stands in P_t's place while it learns is
+The chain stands where `method=prompt` puts its prompt (`cpt.adapters.soft_prompt`): behind the first token,
+with encoder and decoder in front. Text of domain k is scored with the chain from P_k on, so that what is
+known of it never changes. With `residual`, as the paper has it, what stands in P_t's place while it learns is
 P_t + W_up relu(W_down P_t), W_up = 0 at first; what that comes to is kept, and the maps begin anew. The
 released code names a form of the maps that is not there, and keeps a domain's prompt as it was before the
 first epoch where that epoch's accuracy is 0."""

@@ -27,7 +27,7 @@ from cpt.data.packing import padding_id
 from cpt.models.growth import is_tied
 from cpt.models.objectives import Answers, Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 
-AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
+AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
 SENTINELS = 100  # added to a tokenizer that has none
 SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
@@ -36,8 +36,8 @@ SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "
 def objective_name(wanted: str, config: PretrainedConfig) -> str:
     """`masked`, `causal` or `span`; for `auto`, what the checkpoint was saved as, else what its architecture
     is for. Raises ValueError for an objective that the configuration has no model for."""
-    if wanted not in (*AUTO, "auto"):
-        raise ValueError(f"model.objective={wanted}; allowed: {', '.join(AUTO)}, auto")
+    if wanted not in (*AUTO_MODELS, "auto"):
+        raise ValueError(f"model.objective={wanted}; allowed: {', '.join(AUTO_MODELS)}, auto")
     saved = (config.architectures or [""])[0]
     causal, masked = saved.endswith(("ForCausalLM", "LMHeadModel")), saved.endswith("ForMaskedLM")
     if config.is_encoder_decoder and not saved.endswith("ForCausalLM"):
@@ -137,7 +137,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
     """The model of a checkpoint in float32 and train mode, with the head that the objective needs; an adapter
     in its folder, as `method.exported=peft` writes it, is merged."""
-    model = AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
+    model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     if adapter := find_adapter(checkpoint):
         from peft import PeftModel
 
@@ -173,7 +173,7 @@ def build_model(
     full = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AUTO[objective].from_config(full)
+        model = AUTO_MODELS[objective].from_config(full)
         if fields.get("tie_word_embeddings") is False and is_tied(model):
             # transformers 5 ties every T5: a head of its own, with logits of size 1, N(0, 1 / D)
             head = model.get_output_embeddings()

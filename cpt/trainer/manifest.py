@@ -24,9 +24,9 @@ from cpt.trainer.plan import Plan, why_not_growable, with_cap
 from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from cpt.contrib.advise.results import Measured
     from cpt.data.corpora import Corpora
     from cpt.trainer.base_model import Base
+    from cpt.trainer.evaluators import Evaluator
 
 log = logging.getLogger(__name__)
 WEIGHTS = (".safetensors", ".bin")
@@ -191,7 +191,7 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
 
 
 def write_manifest(
-    plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Sequence[Measured]
+    plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Sequence[Evaluator]
 ) -> None:
     """Compares what has been read and made to the stored manifest, and stores it.
 

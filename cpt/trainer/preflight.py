@@ -152,7 +152,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
     objective = loading.objective_name(options.objective, config)
     check_objective(plan, objective)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = loading.AUTO[objective].from_config(config)
+        model = loading.AUTO_MODELS[objective].from_config(config)
     if plan.trainer.attention != "auto":
         with naming_cause(f"trainer.attention={plan.trainer.attention}"):
             model.set_attn_implementation(plan.trainer.attention)

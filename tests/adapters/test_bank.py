@@ -1,11 +1,8 @@
 """A part per domain: kept, run, put back, saved, and never touched by what learns."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from cpt.adapters.domain_store import BASE, DomainParams
 
@@ -57,24 +54,6 @@ def test_putting_changes_the_part_and_nothing_else(model):
         assert torch.equal(model.get_parameter("0.bias"), rest)
     assert all(one is other for one, other in zip(model.parameters(), same, strict=True))
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
-
-
-def test_running_a_part_is_putting_it(model):
-    bank, x = DomainParams(model, NAMES), torch.randn(5, 3)
-    moved(model, 1)
-    bank.keep(model, 0)
-    moved(model, 2)
-    run = functional_call(model, bank.weights(0), (x,))
-    bank.put(model, 0)
-    assert torch.equal(run, model(x))
-
-
-def test_another_base_than_the_model(model):
-    given = moved(copy.deepcopy(model), 1)
-    bank = DomainParams(model, NAMES, base=given)
-    assert equal(bank.weights(BASE), given)
-    given["2.bias"].zero_()
-    assert bank.weights(BASE)["2.bias"].abs().min() > 0
 
 
 def test_the_state_has_the_names_without_the_base(model):

@@ -188,27 +188,6 @@ def test_plugins_map_what_the_sub_layer_reads_to_what_it_writes(family, entrance
         torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
 
 
-def test_the_maps_are_those_of_the_parts(added):
-    put, options, kind = added
-    model = build("gpt2")
-    scope = put(model, **options)
-    linears = [linear for part in parts_of(model, kind) for linear in (part.down, part.up)]
-    assert {each.module for each in scope.maps} == set(linears)
-    assert len(scope.maps) == len(linears) == (2 if options == PFEIFFER else 4) * BLOCKS
-    for each in scope.maps:
-        assert model.get_submodule(each.name) is each.module
-        assert each.axis == 0 and each.measured is None
-        assert [segment.tolist() for segment in each.segments] == [list(range(each.module.out_features))]
-
-
-def test_a_model_takes_them_once(added):
-    put, options, kind = added
-    model = build("roberta")
-    put(model, **options)
-    with pytest.raises((KeyError, ValueError)):
-        put(model, **options)
-
-
 def test_how_they_begin():
     torch.manual_seed(0)
     model, other = build("roberta"), build("roberta")

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 IDS = torch.tensor([[1, 7, 8, 9, 2], [1, 5, 6, 2, 0]])
 BIAS = "lm_head.scale.bias"
-DENSE = "roberta.encoder.layer.0.output.dense.weight"
 TABLE = "roberta.embeddings.word_embeddings.weight"
 
 
@@ -99,13 +98,6 @@ def test_each_domain_has_its_part(attached, untouched, parts, tmp_path):
         assert torch.equal(logits(found), logits(untouched) + 2 * parts[name][BIAS])
 
 
-def test_the_last_is_the_default(attached, parts, tmp_path):
-    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
-    assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["food"][BIAS])
-    export_parts(tmp_path, attached, dict(reversed(parts.items())), attach=attach, options={"factor": 2.0})
-    assert torch.equal(load(tmp_path).get_parameter(BIAS), parts["law"][BIAS])
-
-
 @pytest.mark.parametrize(
     "name", ["a/b", "../up", "..", "é ü", 'quo"te\\', "100%", "a%2Fb", "new\nline", "語" * 60]
 )
@@ -144,16 +136,6 @@ def test_without_parts_it_is_a_plain_model(attached, untouched, parts, tmp_path)
     assert torch.equal(logits(eval(found, {"transformers": transformers})), logits(untouched))
     with pytest.raises(ValueError, match=r"has no parts.json; allowed: RobertaForMaskedLM.from_pretrained$"):
         load(tmp_path)
-
-
-def test_parts_of_the_plain_model_itself(plain, tmp_path):
-    before = plain.state_dict()[DENSE].clone()
-    parts = {"law": {DENSE: before + 1}, "food": {DENSE: before + 2}}
-    export_parts(tmp_path, plain, parts, attach=None, options={})
-    assert torch.equal(RobertaForMaskedLM.from_pretrained(tmp_path).state_dict()[DENSE], before + 2)
-    assert torch.equal(load(tmp_path, domain="law").state_dict()[DENSE], before + 1)
-    assert torch.equal(load(tmp_path).state_dict()[DENSE], before + 2)
-    assert torch.equal(plain.state_dict()[DENSE], before)
 
 
 def test_a_tied_part_stays_tied(plain, tmp_path):

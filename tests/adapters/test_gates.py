@@ -19,7 +19,7 @@ from cpt.adapters.gates import (
     soft,
 )
 from cpt.gradient_masks.hat import ClaimedUnits
-from cpt.models.units import find_units, gate_units
+from cpt.models.units import find_units
 
 KINDS = ("heads", "neurons", "outputs")
 SIZES = {
@@ -97,32 +97,6 @@ def test_a_gate_is_soft_in_training_and_hard_elsewhere():
     torch.testing.assert_close(gate(x), expected)
     gate.eval()
     assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
-
-
-def test_gates_act_where_units_are(kind):
-    """Against the gates of cpt.models.units, soft and hard."""
-    model, gates = gated_model(kind)
-    plain = model_of(kind)
-    groups = find_units(plain, KINDS)
-    with gate_units(
-        groups, {g.name: hard(part.e.detach()) for g, part in zip(groups, gates.parts, strict=True)}
-    ):
-        expected = logits(plain)
-    torch.testing.assert_close(logits(model), expected)
-    gates.set(0.7)
-    model.train()
-    values = {g.name: (0.7 * part.e.detach()).sigmoid() for g, part in zip(groups, gates.parts, strict=True)}
-    with gate_units(groups, values):
-        expected = logits(plain)
-    torch.testing.assert_close(logits(model), expected)
-
-
-def test_open_gates_are_the_model_bit_for_bit(kind):
-    model, gates = gated_model(kind)
-    for part in gates.parts:
-        part.e.data.fill_(6)
-    assert torch.equal(logits(model), logits(model_of(kind)))
-    assert set(model.state_dict()) - set(model_of(kind).state_dict()) == set(gates.names)
 
 
 def test_a_copy_has_gates_of_its_own(kind):

@@ -122,22 +122,6 @@ def test_a_batch_of_raw_text_is_that_of_its_objective_to_the_bit():
     assert torch.equal(one[1], two[1])
 
 
-def test_padding_on_either_side_gives_the_same_answers(model, answered):
-    rows = rows_of(answered(), count=4)
-    batch, _ = OBJECTIVE.batch(rows)
-    right, _ = OBJECTIVE.outputs(model, batch)
-    width = rows.ids.shape[1]
-    assert len(set(rows.lengths)) > 1
-    for row, length in enumerate(rows.lengths):
-        ids = torch.full((1, width), 1)
-        ids[0, width - length :] = torch.from_numpy(rows.ids[row, :length])
-        mask = (torch.arange(width) >= width - length).long()[None]
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(ids, attention_mask=mask, position_ids=places).logits[0]
-        asked = np.flatnonzero(rows.answers[row]) - 1 + width - length
-        torch.testing.assert_close(logits[asked], right[batch["rows"] == row], rtol=1e-4, atol=1e-5)
-
-
 def test_two_stacks_read_the_question_and_write_the_answer(answered):
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}

@@ -131,11 +131,6 @@ def test_a_window_stays_within_its_document():
     assert near[13].tolist() == [False] * 12 + [True] * 4
 
 
-@pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
-def test_a_model_is_tried_on_documents_before_it_is_taken(kind):
-    assert try_isolation(model_of(kind), documents=True, causal=kind in DECODERS) is None
-
-
 @pytest.mark.parametrize("kind", ["deberta-v2"])
 def test_a_model_without_masks_of_blocks_is_refused(kind, caplog):
     model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **SIZES))

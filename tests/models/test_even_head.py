@@ -56,13 +56,6 @@ def test_more_rows_than_there_are_entries_are_multiplied(filled, monkeypatch):
     assert seen == [320]
 
 
-def test_a_processor_multiplies_no_more_rows_in_16_bits_either(monkeypatch):
-    monkeypatch.setattr(EvenHead, "padded", lambda *given: pytest.fail("filled"))
-    head = nn.Linear(4, 257).bfloat16()
-    head.__class__ = EvenHead
-    assert head(torch.ones(3, 4, dtype=torch.bfloat16)).shape == (3, 257)
-
-
 def test_a_head_whose_entries_are_even_is_left_alone():
     model = model_of("gpt2", 264)
     even_head(model)

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from cpt.models import growth
 from cpt.models.loading import skeleton
-from cpt.models.units import sublayers
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
 
 pytestmark = pytest.mark.slow
@@ -74,19 +73,6 @@ def test_others_load_what_has_grown(name, mode, tmp_path):
         n: p.shape for n, p in model.named_parameters()
     }
     assert (outputs(loaded) - outputs(model)).abs().max() < 1e-6
-
-
-def test_so_many_are_gained():
-    model = build("llama")
-    drawn()
-    growth.grow_neurons(model, 20, noise=0)
-    growth.grow_heads(model, 2, noise=0)
-    growth.grow_layers(model, 1)
-    found = sublayers(model, ("heads",)), sublayers(model, ("neurons",))
-    assert [[each.count for each in kind] for kind in found] == [[8] * 3, [68] * 3]
-    assert model.config.num_key_value_heads == 4 and model.config.head_dim == 8
-    assert model.model.layers[2].self_attn.layer_idx == 2
-    assert model.model.layers[2].mlp.gate_proj.out_features == 68
 
 
 def test_copies_get_gradients_of_their_own():

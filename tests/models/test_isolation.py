@@ -6,9 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import Rows, Sharing, share_rows
-from cpt.models.block_attention import present_in, shared_inputs, try_isolation
-from cpt.models.forward import mean_over
+from cpt.data.collate import Rows, Sharing
+from cpt.models.block_attention import shared_inputs, try_isolation
 from cpt.models.objectives import Causal, CausalAnswers
 
 PADDED = CausalAnswers(Causal(), pad=1)
@@ -60,35 +59,6 @@ def batch_of(objective, **how):
     return objective.lay_out(batch)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rows_are_shared_without_overlap_and_nearly_full(seed):
-    lengths = np.random.default_rng(seed).integers(1, 65, 40)
-    width = int(lengths.max())
-    rows, begins = share_rows(lengths, width)
-    taken = np.zeros((rows.max() + 1, width), int)
-    for row, begin, length in zip(rows, begins, lengths, strict=True):
-        assert begin + length <= width
-        taken[row, begin : begin + length] += 1
-    assert taken.max() == 1
-    assert len(taken) <= 11 / 9 * np.ceil(lengths.sum() / width) + 1
-
-
-@pytest.mark.parametrize(("objective", "rows"), [(SHARED, 5), (WIDE, 3)])
-def test_samples_stand_in_the_rows_whole_and_positions_begin_anew(objective, rows):
-    batch = batch_of(objective)
-    inputs, places = shared_inputs(batch)
-    assert len(inputs["input_ids"]) == rows and set(inputs) == {"input_ids", "position_ids"}
-    mask = batch["attention_mask"].bool()
-    assert torch.equal(inputs["input_ids"].flatten()[places.view_as(mask)[mask]], batch["input_ids"][mask])
-    begins = places.view_as(mask)[:, 0]
-    assert (inputs["position_ids"].flatten()[begins] == 0).all()
-    steps = inputs["position_ids"].diff(dim=1)
-    assert set(steps[steps != 1].tolist()) <= {*(-LENGTHS + 1).tolist(), 0}
-    present = present_in(inputs)
-    assert int(present.sum()) == LENGTHS.sum()
-    assert (inputs["input_ids"][~present] == 1).all()
-
-
 @pytest.mark.parametrize("objective", [SHARED, WIDE])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", MODELS)
@@ -122,22 +92,6 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(kind, kernel, sharin
     assert len(nll) == len(shared_nll) and float(gradient.norm()) > 0.1
     torch.testing.assert_close(shared_nll, nll, rtol=1e-5, atol=1e-6)
     assert float((gradient - shared_gradient).norm() / gradient.norm()) < 1e-6
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_hidden_states_come_back_to_their_samples(kind):
-    model = model_of(kind).eval()
-    padded, shared = batch_of(PADDED), batch_of(SHARED)
-    mask = padded["attention_mask"]
-    with torch.no_grad():
-        for of in (
-            lambda objective, batch: objective.outputs(model, batch)[1],
-            lambda o, b: o.encode(model, b),
-        ):
-            one, other = of(PADDED, padded), of(SHARED, shared)
-            assert one.shape == other.shape
-            torch.testing.assert_close(one[mask.bool()], other[mask.bool()], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(mean_over(one, mask), mean_over(other, mask), rtol=1e-5, atol=1e-5)
 
 
 MANY = {name: value for name, value in NEW.items() if name != "num_key_value_heads"}

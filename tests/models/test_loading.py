@@ -68,13 +68,6 @@ def test_the_objective_is_that_of_the_architecture(name, objective):
     assert loading.objective_name("auto", fresh) == objective
 
 
-def test_a_saved_head_decides_the_objective(tmp_path):
-    AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("roberta", **SIZES, is_decoder=True), attn_implementation="eager"
-    ).save_pretrained(tmp_path)
-    assert loading.objective_name("auto", loading.configuration(str(tmp_path))) == "causal"
-
-
 @pytest.mark.parametrize(
     ("wanted", "name", "told"),
     [

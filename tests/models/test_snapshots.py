@@ -97,14 +97,3 @@ def test_a_snapshot_moves_by_shares_and_back():
     snapshot.take(model)
     for p, copy in zip(model.parameters(), snapshot.buffers(), strict=True):
         assert torch.equal(p, copy)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_shares_of_nothing_and_of_all_are_exact(share):
-    model, other = nn.Linear(50, 50), nn.Linear(50, 50)
-    snapshot, expected = Snapshot(other, persistent=True), (other if share else nn.Linear(50, 50))
-    if not share:
-        expected.load_state_dict(model.state_dict())
-    snapshot.restore(model, share=share)
-    for p, want in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, want)

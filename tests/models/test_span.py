@@ -10,7 +10,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import Rows, Sizes, label_batch, labels_of
+from cpt.data.collate import Rows, Sizes, labels_of
 from cpt.models.objectives import Span, draw_composition
 
 V, END, PAD = 200, 1, 0
@@ -163,22 +163,6 @@ def test_a_row_of_one_token_has_nothing_to_hide():
     one = Sizes(np.array([1]), np.array([1]))
     assert span().scored(one).tolist() == [2] and span().scoring.scored(one).tolist() == [0]
     assert span().scoring.batch(rows([1, 30]))[0]["rows"].min() == 1
-
-
-def test_the_decoder_takes_the_target_moved_by_one():
-    model = t5()
-    batch, _ = span().batch(rows([40, 12]))
-    shifted = model._shift_right(labels_of(batch))
-    present = labels_of(batch) != -100
-    assert torch.equal(batch["decoder_input_ids"][present], shifted[present])
-    assert (batch["decoder_input_ids"][~present] == PAD).all()
-    again = label_batch(
-        batch["input_ids"],
-        labels_of(batch),
-        batch["attention_mask"].bool(),
-        decoder_input_ids=batch["decoder_input_ids"],
-    )
-    assert all(torch.equal(again[name], value) for name, value in batch.items())
 
 
 def test_the_first_token_is_never_hidden_and_the_last_always():
