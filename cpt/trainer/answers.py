@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from cpt.data.corpora import Corpora
-    from cpt.data.tokenized_tasks import Prompt
+    from cpt.data.tokenized_tasks import TaskPrompt
     from cpt.trainer.base_model import Base
     from cpt.trainer.plan import Plan
 
@@ -259,7 +259,7 @@ def is_closed(questions: Sequence[Question]) -> bool:
     return all(each.choices for each in questions)
 
 
-def question_of(prompt: Prompt) -> Question:
+def question_of(prompt: TaskPrompt) -> Question:
     example = prompt.example
     end = prompt.reference[-1]
     choices = tuple(prompt.choices)

@@ -12,7 +12,7 @@ from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sizes, labels_of
 from cpt.data.corpus import make_corpus
 from cpt.data.example import write_example
-from cpt.data.sampler import EvalSubset, TrainStream, read_rows
+from cpt.data.sampler import EvalSubset, TrainStream, stack_rows
 from cpt.data.sources.base import EXAMPLES
 from cpt.data.tokenized_tasks import encode_corpus, read_examples
 from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
@@ -69,7 +69,7 @@ def rows_of(*texts, count=3):
     """The first rows of each text together."""
     parts = np.repeat(np.arange(len(texts)), count)
     rows = np.tile(np.arange(count), len(texts))
-    return read_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
+    return stack_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
 
 
 def by_hand(model, rows, row):
@@ -101,14 +101,14 @@ def test_what_is_scored_is_known_ahead(answered):
 def test_a_batch_is_as_wide_as_its_longest_row(answered):
     text = answered()
     short = np.argsort(text.row_lengths)[:3]
-    rows = read_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
+    rows = stack_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
     assert rows.ids.shape[1] == text.row_lengths[short].max() < text.length
 
 
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
     parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
-    mixed = read_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
+    mixed = stack_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
     alone = rows_of(text, count=4)
     assert alone.answers is None
     batch, places = OBJECTIVE.batch(mixed)
@@ -211,7 +211,7 @@ def test_losses_are_those_of_the_examples(model, answered):
         batch = subset[number]
         nll = OBJECTIVE.nll(model, batch).detach().double().numpy()
         np.add.at(found, batch["documents"].numpy(), nll)
-    rows = read_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
+    rows = stack_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
     wanted = [float(torch.stack(by_hand(model, rows, row)).detach().sum()) for row in range(len(text))]
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 

@@ -18,7 +18,7 @@ import numpy as np
 from cpt.core.options import Options, option, read_options
 from cpt.core.randomness import key, shuffle
 from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is_whole, one_of, or_null
-from cpt.data.example import ASSISTANT, Example, Record, write_example
+from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
 from cpt.data.sources.texts import reading_bar
@@ -75,7 +75,7 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
                     yield top.name if top.is_dir() else top.name.partition(".")[0], split, path
 
 
-def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
+def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[RawExample]:
     """The rows of a file. Raises ValueError, with the line, for one that lacks what is needed."""
     if layout == "fewshot_tsv":
         for number, line in enumerate(readers.lines(path), start=1):
@@ -84,7 +84,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             text, tab, label = line.rstrip("\n").rpartition("\t")
             if not tab:
                 raise ValueError(f"{path}, line {number} has no tab; allowed: text, tab, label")
-            yield Record({"text": text}, SPELLING.get(label.strip(), label.strip()))
+            yield RawExample({"text": text}, SPELLING.get(label.strip(), label.strip()))
         return
     rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
     if layout == "superni":
@@ -115,7 +115,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             fields |= {"instruction": definition, "target": first_of(row.get("output"))}
         elif layout == "alpaca":
             fields["text"] = first_of(row.get("input"))
-        yield Record(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
+        yield RawExample(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
 
 
 def first_of(value: Any) -> str:
@@ -313,7 +313,7 @@ class Tasks(Source):
         if dropped:
             log.info("%s: %d examples whose answer is none of the choices are left out", name, dropped)
 
-    def records(self, name: str) -> Iterator[tuple[str, int, Record]]:
+    def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
         """The rows of a data set: split, number in it, row."""
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
