@@ -12,7 +12,7 @@ from cpt.core.config import digest
 from cpt.data.corpus import Corpus, make_corpus
 from cpt.data.packing import Packed, pack
 from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
-from cpt.data.tokenized_tasks import Encoder, Prompt, encode_corpus, read_examples
+from cpt.data.tokenized_tasks import Encoder, TaskPrompt, encode_corpus, read_examples
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Corpora:
         tokenizer: PreTrainedTokenizerBase,
         length: int,
         seq2seq: bool = False,
-    ) -> Iterator[Prompt]:
+    ) -> Iterator[TaskPrompt]:
         """The examples of a domain's split as prompts, in the order of its rows."""
         if self.encoding is None:
             raise ValueError(f"domain {name} is raw text, which asks nothing; allowed: domains=tasks")

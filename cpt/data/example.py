@@ -51,7 +51,7 @@ def read_example(document: str) -> Example:
 
 
 @dataclass(frozen=True)
-class Record:
+class RawExample:
     """A row of a data set, before a template asks it: the template's fields and the answer, or a chat."""
 
     fields: Mapping[str, str]

@@ -77,7 +77,7 @@ class TrainStream(Dataset):
             parts, rows, keys = self.samples(step - self.ahead)
         pieces, piece = self.accumulate * self.world, micro * self.world + self.rank
         mine = slice(*(len(rows) * each // pieces for each in (piece, piece + 1)))
-        batch, _ = self.objective.batch(read_rows(self.texts, parts[mine], rows[mine], keys[mine]))
+        batch, _ = self.objective.batch(stack_rows(self.texts, parts[mine], rows[mine], keys[mine]))
         batch["domains"] = torch.from_numpy(self.domains[parts[mine]])
         sizes = (self.texts[part].sizes(rows[parts == part]) for part in np.unique(parts))
         scored = sum(int(self.objective.scored(each).sum()) for each in sizes)
@@ -162,7 +162,7 @@ class EvalSubset(Dataset):
         """Batch `number`; `column` is the text's index, `documents` [K] the document of each scored token."""
         name, rows, idle = self.blocks[number]
         text, keys = self.texts[name], sample_keys(key(self.purpose, name), rows)
-        gathered = read_rows([text], np.zeros(len(rows), np.int64), rows, keys)
+        gathered = stack_rows([text], np.zeros(len(rows), np.int64), rows, keys)
         batch, places = self.objective.batch(gathered)
         owners = text.document_of(rows)[:, : gathered.ids.shape[1]]
         batch["documents"] = torch.from_numpy(owners.ravel()[places.numpy()])
@@ -172,7 +172,7 @@ class EvalSubset(Dataset):
         return idle_batch(batch) if idle else batch
 
 
-def read_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> Rows:
+def stack_rows(texts: Sequence[Packed], parts: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> Rows:
     """Rows `rows` [B] of texts `parts` [B], as wide as the longest if an example is among them, or all texts
     have one document a row; else as wide as the model's length."""
     used = {part: parts == part for part in np.unique(parts)}

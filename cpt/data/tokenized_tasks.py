@@ -43,7 +43,7 @@ class EncodedExample:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TaskPrompt:
     """An example as a model is asked it. The ids of each choice and of the right answer follow those of the
     prompt; of an encoder-decoder the prompt is the encoder's, and the decoder writes the answer."""
 
@@ -90,19 +90,19 @@ class Encoder:
             )
         return EncodedExample(*encode_chat(example, self.tokenizer, length=self.length, encoding=encoding))
 
-    def prompt(self, example: Example) -> Prompt:
+    def prompt(self, example: Example) -> TaskPrompt:
         """The ids before the answer in the example's row, which are the same for each choice."""
         if example.turns:
             row = self.encode_turns(example, Encoding(truncate="tail", scored_turns="last"))
             begin = row.answer.index(True)
-            return Prompt(example, row.ids[:begin], [], row.ids[begin:])
+            return TaskPrompt(example, row.ids[:begin], [], row.ids[begin:])
         (question,) = self.ids_of([example.source])
         texts = [*example.choices, example.target]
         wholes = self.together([(example.source, text) for text in texts])
         *choices, reference = (
             self.answer_of(text, question, whole) for text, whole in zip(texts, wholes, strict=True)
         )
-        return Prompt(example, self.fit(example, question, reference)[0], choices, reference)
+        return TaskPrompt(example, self.fit(example, question, reference)[0], choices, reference)
 
     def together(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """The ids of questions with their answers; none for an encoder-decoder, which reads them apart."""

@@ -41,8 +41,9 @@ from cpt.trainer.base_model import Base
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
-if TYPE_CHECKING:  # a package that may not be there
+if TYPE_CHECKING:  # a package that may not be there, and one that imports this
     from cpt.evaluation.lm_eval import Harness
+    from cpt.trainer.preflight import PreflightResult
 
 log = logging.getLogger(__name__)
 ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on

@@ -11,7 +11,7 @@ from cpt.data.collate import labels_of
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
 from cpt.data.replay import NO_REPLAY, Replay
-from cpt.models.objectives import Causal, Masked
+from cpt.models.objectives import Masked
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
 SIZES = {"a": 23, "b": 7, "c": 40, "general": 9}
@@ -104,12 +104,6 @@ def test_training_is_on_the_current_domain(texts):
             assert {tuple(row) for row in ids.tolist()} <= rows
 
 
-def test_the_seed_decides_the_order(texts):
-    batches = {seed: list(sequence(texts, seed=seed).train_dataloader()) for seed in (0, 1)}
-    assert equal(batches[0], list(sequence(texts, seed=0).train_dataloader()))
-    assert not equal(batches[0], batches[1])
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_goes_on_at_the_trainers_step(texts, accumulate):
     whole = sequence(texts, domains=[JOINT], accumulate=accumulate).train_dataloader()
@@ -120,17 +114,6 @@ def test_training_goes_on_at_the_trainers_step(texts, accumulate):
         assert len(rest.train_dataloader()) == len(whole)
 
 
-def test_processes_share_out_the_training_batches(texts):
-    whole = list(sequence(texts).train_dataloader())
-    ranks = [
-        list(sequence(texts, trainer=fake_trainer(rank=rank, world=2)).train_dataloader()) for rank in (0, 1)
-    ]
-    for batch, *shares in zip(whole, *ranks, strict=True):
-        assert torch.equal(torch.cat([each["input_ids"] for each in shares]), batch["input_ids"])
-    with pytest.raises(ValueError, match="times 3 processes"):
-        sequence(texts, trainer=fake_trainer(world=3)).train_dataloader()
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("loader", ["train_dataloader", "val_dataloader", "probe"])
 def test_workers_change_nothing(texts, loader):
@@ -138,13 +121,6 @@ def test_workers_change_nothing(texts, loader):
     assert [getattr(each, "loader", each).num_workers for each in (alone, helped)] == [0, 2]
     assert len(alone) > 2
     assert equal(list(alone), list(helped))
-
-
-def test_memory_is_pinned_for_the_accelerator_only(texts):
-    assert not sequence(texts).train_dataloader().pin_memory
-    trainer = fake_trainer()
-    trainer.strategy.root_device = torch.device("cuda")
-    assert sequence(texts, trainer=trainer).train_dataloader().pin_memory
 
 
 def test_evaluation_is_every_row_of_every_text_whatever_is_learned(texts):
@@ -213,12 +189,6 @@ def test_a_probe_of_a_mixture_has_a_share_of_each_text(texts):
     assert [sum(row in inside[name] for row in rows) for name in "abc"] == [4, 4, 4]
     alone, _ = probed(sequence(texts, enter=0, probe_samples=4))
     assert rows[:4] == alone
-
-
-def test_a_causal_sequence(texts):
-    made = sequence(texts, objective=Causal())
-    for batch in (next(iter(made.train_dataloader())), next(iter(made.val_dataloader()))):
-        assert torch.equal(labels_of(batch)[:, :-1].flatten()[:7], batch["input_ids"][0, 1:])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from cpt.data.example import Example, write_example
 from cpt.data.orders import (
     BUCKETS,
     bucket_of,
-    embed_by_vectors,
     embed_by_words,
 )
 from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents, sentence_encoder, static_encoder
@@ -86,14 +85,6 @@ def test_words_are_letters_of_any_alphabet_whatever_their_case():
 def test_a_text_without_words_is_nowhere():
     found = embed_by_words({"a": [["42 !"]], "b": []})
     assert not found["a"].any() and not found["b"].any() and found["a"].shape == (BUCKETS,)
-
-
-def test_batches_do_not_change_a_mean():
-    documents = [f"{'x' * number}" for number in range(1, 8)]
-    encode = lambda batch: np.array([[len(each), 1.0] for each in batch])  # noqa: E731
-    whole = embed_by_vectors({"a": [documents]}, encode)["a"]
-    parts = embed_by_vectors({"a": [documents[:2], documents[2:3], documents[3:]]}, encode)["a"]
-    assert whole.tolist() == parts.tolist() == [4.0, 1.0]
 
 
 @pytest.fixture

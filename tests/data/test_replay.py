@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from decimal import Decimal
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -16,19 +15,17 @@ import pytest
 import torch
 
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.options import Budget
-from cpt.data.replay import NO_REPLAY, Replay, ReplayPool
+from cpt.data.replay import NO_REPLAY, Replay
 from cpt.data.sampler import ResumeSampler, TrainStream
 from cpt.models.objectives import Causal
 from cpt.trainer import build
 from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
-from tests.conftest import ROOT, SMALL
+from tests.conftest import ROOT
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
-from tests.support.processes import ended, started
 
 pytestmark = pytest.mark.slow
 
@@ -175,18 +172,6 @@ def test_counts_are_exact_for_millions_of_steps(share, batch_size, texts):
 
 
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
-def test_a_step_has_its_size(mixture, texts):
-    made = stream(texts, mixture, steps=[40])
-    assert len(made) == 40
-    for step in range(40):
-        before, after = (
-            sum(int(Decimal(str(share)) * BATCH * each) for share in (mixture.past, mixture.general))
-            for each in (step, step + 1)
-        )
-        assert len(made[step]["input_ids"]) == BATCH + (after - before) * mixture.adds
-
-
-@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 def test_the_domain_is_learned_without_gaps(mixture, texts, whose):
     """The new samples are those of the same stream, displaced or not."""
     alone = itertools.chain(*found(stream(texts, NO_REPLAY, steps=[60]), whose))
@@ -196,36 +181,6 @@ def test_the_domain_is_learned_without_gaps(mixture, texts, whose):
     replayed = sum(int(Decimal(str(share)) * 60 * BATCH) for share in (mixture.past, mixture.general))
     assert len(new) == 60 * BATCH - replayed * (not mixture.adds)
     assert len(mixed) == len(new) + replayed
-
-
-def test_past_domains_come_in_turn_and_rows_without_repetition(texts, whose):
-    made = stream(texts, replay(past=0.5), steps=[90])
-    counts, rows, orders = Counter(), {name: [] for name in "abc"}, []
-    for step in range(90):
-        parts, chosen, keys = made.samples(step)
-        number = {each: place for place, each in enumerate(draw_keys(360))}
-        drawn = sorted(
-            (number[k], "abc"[part - 1], row)
-            for part, row, k in zip(parts, chosen.tolist(), keys.tolist(), strict=True)
-            if part
-        )
-        for _, name, row in drawn:
-            orders.append(name)
-            rows[name].append(row)
-            counts[name] += 1
-        assert max(counts.values()) - min(counts[name] for name in "abc") <= 1
-    blocks = ["".join(orders[at : at + 3]) for at in range(0, 360, 3)]
-    assert {"".join(sorted(block)) for block in blocks} == {"abc"}
-    assert len(set(blocks)) == 6
-    for name, drawn in rows.items():
-        size = SIZES[name]
-        epochs = [tuple(drawn[at : at + size]) for at in range(0, 120 // size * size, size)]
-        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-        assert len(set(epochs)) == len(epochs) >= 3
-
-
-def draw_keys(count):
-    return sample_keys(key(0, "now", "past", "masks"), np.arange(count)).tolist()
 
 
 def test_a_memory_shrinks_as_domains_come(texts, whose):
@@ -248,20 +203,6 @@ def test_a_memory_shrinks_as_domains_come(texts, whose):
     assert len(kept) == 4 and kept != former["a"]
 
 
-def test_a_memory_is_the_same_in_every_stage(texts, whose):
-    mixture = replay(past=0.9, memory=10)
-    kept = [
-        {row for name, row in itertools.chain(*found(made, whose)) if name == "c"}
-        for made in (stream(texts, mixture, past="ac", steps=[40], stage=stage) for stage in ("now", "other"))
-    ]
-    assert kept[0] == kept[1] and len(kept[0]) == 5
-
-
-def test_a_large_memory_is_no_limit(texts):
-    assert bits(stream(texts, replay(past=0.5, memory=10**9))) == bits(stream(texts, replay(past=0.5)))
-    assert bits(stream(texts, replay(past=0.5, memory=1e9))) == bits(stream(texts, replay(past=0.5)))
-
-
 @pytest.mark.parametrize("names, steps", [(["now"], [20]), (["a", "now"], [7, 9])])
 def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps, texts):
     plain = TrainStream(
@@ -279,28 +220,6 @@ def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps, texts):
         assert bits(stream(texts, mixture, **options)) == bits(plain)
     for mixture in (replay(past=0.9), replay(past=0.9, adds=True)):
         assert bits(stream(texts, mixture, past="", **options)) == bits(plain)
-
-
-def test_replay_of_one_domain_alone_goes_through_it_as_learning_does(texts, whose):
-    made = stream(texts, replay(past=0.999), past="c", steps=[100])
-    rows = [row for name, row in itertools.chain(*found(made, whose)) if name == "c"]
-    assert len(rows) == 799
-    assert set(Counter(rows[:760]).values()) <= {18, 19, 20}
-    assert set(Counter(rows).values()) == {19, 20}
-
-
-def test_a_row_drawn_twice_is_masked_twice(texts):
-    from tests.data.test_datamodule import MASKED
-
-    made = stream(texts, replay(past=0.5, memory=1), past="c", steps=[30], objective=MASKED)
-    drawn = [
-        tuple(labels_of(made[step])[place].tolist())
-        for step in range(30)
-        for place in np.flatnonzero(made.samples(step)[0] == 1)
-    ]
-    assert len(drawn) == 120
-    assert len({tuple(label for label in labels if label >= 0) for labels in drawn}) > 15
-    assert len(set(itertools.chain(*(keys_of(made, step) for step in range(30))))) == 120
 
 
 def test_the_draws_are_the_stages_and_the_seeds(texts):
@@ -414,18 +333,6 @@ def test_a_domain_that_is_resumed_gives_what_was_left(mixture, texts):
     assert list(ResumeSampler(18, 18)) == []
 
 
-@pytest.mark.parametrize("mixture", [MIXTURES[1], MIXTURES[2]], ids=str)
-def test_workers_change_nothing(mixture, texts):
-    batches = [
-        [
-            {name: each.tolist() for name, each in batch.items()}
-            for batch in sequence(texts, mixture, workers=workers).train_dataloader()
-        ]
-        for workers in (0, 2)
-    ]
-    assert batches[0] == batches[1]
-
-
 # --- a sequence of stages
 
 
@@ -490,20 +397,6 @@ def test_236_domains_cost_as_much_as_two(texts):
     assert max(seconds.values()) < 0.05
 
 
-def test_many_shuffles_at_once_are_the_shuffles_of_each():
-    draw = np.random.default_rng(0)
-    counts = np.concatenate([np.arange(1, 70), [255, 256, 257, 4095, 4096, 4097, 2**33, 2**33 + 1]])
-    counts = np.repeat(counts, 4)
-    positions = draw.integers(0, counts)
-    streams = draw.integers(0, 2**63, len(counts)).astype(np.uint64)
-    alone = [
-        shuffle(np.array([position]), int(count), stream=int(name)).item()
-        for position, count, name in zip(positions, counts, streams, strict=True)
-    ]
-    assert shuffle(positions, counts, stream=streams).tolist() == alone
-    assert shuffle(np.arange(0), np.arange(0), stream=streams[:0]).tolist() == []
-
-
 GOLDEN = [
     [("a", 14), ("b", 3), ("now", 3), ("now", 2), ("c", 29), ("general", 3), ("now", 9), ("now", 4)],
     [("general", 8), ("c", 7), ("now", 30), ("now", 27), ("b", 5), ("a", 9), ("general", 6), ("now", 20)],
@@ -549,11 +442,6 @@ def test_what_is_no_replay(given, told):
         replay(**given)
     assert told in str(error.value) and "\n" not in str(error.value)
     assert "allowed: " in str(error.value)
-
-
-@pytest.mark.parametrize("given", [{"past": 0}, {"past": 0.999999}, {"past": 0.7, "general": 0.29}])
-def test_what_is_replay(given):
-    assert replay(**given)
 
 
 def test_a_memory_holds_a_sample_of_each_domain(texts):
@@ -629,13 +517,6 @@ def test_the_method_is_ncl_with_replay_bit_for_bit(small, start, tmp_path):
     assert "ncl + replay past" in (tmp_path / "over" / "report.md").read_text()
 
 
-@pytest.mark.parametrize("method", ["one", "joint", "none"])
-def test_replay_goes_with_every_method(method, small, start, tmp_path):
-    chosen = [f"method={method}", "replay=past", "replay.past=0.3", "replay.general=0.1"]
-    start(small("order=[law,food]", *chosen), tmp_path / method)
-    assert json.loads((tmp_path / method / "scores.json").read_text())["run"]["finished"]
-
-
 def test_replay_keeps_what_was_learned(small, start, tmp_path):
     """Three domains that share no words: over three seeds 0.35 to 0.39 nats are forgotten, -0.01 to 0.03 with
     replay."""
@@ -645,26 +526,3 @@ def test_replay_keeps_what_was_learned(small, start, tmp_path):
         metrics[name] = json.loads((tmp_path / name / "scores.json").read_text())["metrics"]
     assert metrics["past"]["FG"]["nats"] < 0.5 * metrics["ncl"]["FG"]["nats"]
     assert metrics["past"]["LC"]["nats"] < metrics["ncl"]["LC"]["nats"]
-
-
-@pytest.mark.parametrize(
-    "chosen, told",
-    [
-        (["replay=past", "replay.past=1.2"], "replay.past=1.2; allowed: 0 or more and below 1"),
-        (["method=replay", "replay=past"], "method=replay has a mixture of its own; allowed: replay=none"),
-        (["replay.past=0.1"], "replay.past is not known; "),
-    ],
-)
-def test_what_cannot_be_on_the_command_line(chosen, told, corpora, cache, tmp_path):
-    places = ["domains=texts", f"domains.root={corpora}", f"cache_dir={cache}", "order=[law,food,space]"]
-    process = started(ROOT / "run.py", *places, *SMALL, *chosen, cwd=tmp_path, log=tmp_path / "log")
-    assert ended(process, seconds=120) == 1
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert not any("Traceback" in line for line in lines)
-    wrong = [line for line in lines if told in line]
-    assert len(wrong) == 1
-
-
-def test_the_share_is_taken_as_written():
-    pool = ReplayPool({}, share=Fraction(3, 10), adds=False, memory=None, seed=0, place=("now", "past"))
-    assert [pool.count(samples) for samples in (9, 10, 20, 29, 30)] == [2, 3, 6, 8, 9]

@@ -180,17 +180,6 @@ def test_the_mixture_is_exactly_the_samples_of_its_parts(texts, objective, steps
     assert mixture != list(itertools.chain(*alone))
 
 
-def test_the_mixture_is_mixed(texts):
-    steps = [20, 20]
-    made = stream({"a": texts["a"], "c": texts["c"]}, steps)
-    of_a = {tuple(row) for row in texts["a"].ids(np.arange(23)).tolist()}
-    counts = [sum(original(each) in of_a for each in samples(batch)) for batch in batches(made)]
-    assert sum(counts) == 240
-    assert 1 <= min(counts) <= max(counts) <= 11
-    other = stream({"a": texts["a"], "c": texts["c"]}, steps, seed=1)
-    assert counts != [sum(original(each) in of_a for each in samples(batch)) for batch in batches(other)]
-
-
 def test_going_on_gives_what_was_left(texts):
     made = stream(texts, [2, 2, 2], accumulate=2)
     sampler = ResumeSampler(5, len(made))

@@ -105,24 +105,3 @@ def test_what_differs_by_less_than_a_digit_is_a_tie():
     means = {"a": np.array([1.0, 1e-6]), "b": np.array([1.0, -1e-6]), "c": np.array([-2.0, 0.0])}
     found = Similarity.of(means, general=np.array([1.0, 0.0]))
     assert found.general[0] == found.general[1] == 1.0
-
-
-def test_it_is_told_in_an_order_and_read_again():
-    given = planted(3)
-    order = arrange_domains("similar", given)
-    told = given.tell(order)
-    assert told["names"] == order and np.allclose(np.diagonal(told["matrix"]), 1)
-    back = Similarity.load(given.tell(given.names))
-    assert back.names == given.names and (back.matrix == given.matrix).all()
-    first, second = (given.names.index(name) for name in order[:2])
-    assert told["matrix"][0][1] == given.matrix[first, second]
-    assert told["general"][0] == given.general[first]
-
-
-def test_236_domains_take_no_time():
-    names = [f"{group}.{number:03d}" for group in GROUPS for number in range(59)]
-    given = planted(0, names=names)
-    assert (
-        changes(arrange_domains("similar_tree", given)) == 3
-        and len(arrange_domains("dissimilar", given)) == 236
-    )

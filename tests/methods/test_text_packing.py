@@ -189,14 +189,14 @@ def test_methods_that_weigh_rows_refuse_isolated_documents(method, config):
 
 def test_what_a_model_writes_for_replay_is_isolated_too(config, start, tmp_path, monkeypatch):
     packings = []
-    gather = sampler.read_rows
+    gather = sampler.stack_rows
 
     def noting(texts, parts, rows, keys):
         found = gather(texts, parts, rows, keys)
         packings.extend((type(texts[part]).__name__, found.segments is None) for part in set(parts.tolist()))
         return found
 
-    monkeypatch.setattr(sampler, "read_rows", noting)
+    monkeypatch.setattr(sampler, "stack_rows", noting)
     how = ["replay.past=0.5", "replay.prefix=3", "replay.starts=5", "replay.batch_size=2"]
     start(
         config("small_gpt2", "ncl", ISOLATED, "replay=generated", *how, "trainer.steps=2"), tmp_path / "run"

@@ -130,7 +130,7 @@ class TextWriter(ReplaySource):
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         general, replayed = [GENERAL] * (self.options.general > 0), self.data.replayed(stage)
         for name in (*stage.parts, *general) if is_first_process() else ():
-            path = path_of(self.folder / "kept", name, "json")
+            path = sample_file(self.folder / "kept", name, "json")
             if not path.exists() and (kept := self.to_keep(name)) is not None:
                 write_checked_json(path, kept)
         wait_for_others()
@@ -154,7 +154,7 @@ class TextWriter(ReplaySource):
     def write(self, folder: Path, jobs: Sequence[WritingJob], stage: Domain, device: torch.device) -> None:
         """Writes the texts of all jobs and makes rows of them; resumes what a killed run has written."""
         begun, first = folder.with_name(f"{folder.name}.partial"), is_first_process()
-        names, files = {job.text: path_of(begun, job.text, "jsonl").name for job in jobs}, None
+        names, files = {job.text: sample_file(begun, job.text, "jsonl").name for job in jobs}, None
         if first:
             begun.mkdir(parents=True, exist_ok=True)
             form = [FORMAT, asdict(self.options), self.length, self.seed]
@@ -230,7 +230,7 @@ class TextWriter(ReplaySource):
     def recall(self, text: str) -> Any:
         """What was kept of a domain. Raises ValueError where it is missing or damaged."""
         instead = f"bring it back from a copy, or delete {self.folder.parent} to start again"
-        return read_checked_json(path_of(self.folder / "kept", text, "json"), instead=instead)
+        return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
 
     def prompt(self, text: str) -> list[int]:
         """The ids that all texts of a domain are written after."""
@@ -260,10 +260,10 @@ class TextWriter(ReplaySource):
     def keep(self, folder: Path, job: WritingJob) -> dict[str, Any]:
         """Writes the rows to replay: ended texts one after another, one that was broken off in a row of its
         own; returns counts."""
-        source, special = path_of(folder, job.text, "jsonl"), self.tokenizer.all_special_ids
+        source, special = sample_file(folder, job.text, "jsonl"), self.tokenizer.all_special_ids
         number, waiting = 0, np.empty((2, 0), np.int32)  # ids and numbers of texts
         kept = choose_texts(*measure(source)[:2], tokens=job.tokens, wanted=job.wanted, cut=True)
-        with ArrowWriter(path=str(path_of(folder, job.text, "arrow")), features=COLUMNS) as writer:
+        with ArrowWriter(path=str(sample_file(folder, job.text, "arrow")), features=COLUMNS) as writer:
 
             def write(row: np.ndarray) -> None:
                 counted = int((~np.isin(row[0], special)).sum())
@@ -287,7 +287,7 @@ class TextWriter(ReplaySource):
     def open(self, folder: Path, text: str) -> Packed | None:
         """The rows to replay in place of a text; None where there are none."""
         facts, packing = read_facts(folder, text), self.data.train[text].packing
-        rows, pad = Dataset.from_file(str(path_of(folder, text, "arrow"))), padding_id(self.tokenizer)
+        rows, pad = Dataset.from_file(str(sample_file(folder, text, "arrow"))), padding_id(self.tokenizer)
         return GeneratedText(rows, self.length, pad, facts["texts"], facts["bytes"], packing)
 
 
@@ -369,7 +369,7 @@ class ExampleWriter(TextWriter):
     def keep(self, folder: Path, job: WritingJob) -> dict[str, Any]:
         """Writes the rows of the valid examples: each as it is asked, and as it is written, so that the model
         can still write it later; returns counts."""
-        source, pairs, choices = path_of(folder, job.text, "jsonl"), [], self.recall(job.text)
+        source, pairs, choices = sample_file(folder, job.text, "jsonl"), [], self.recall(job.text)
         for number, sample in enumerate(read_samples(source)):
             example = from_form(sample.text, task=job.text, number=number, choices=choices)
             both = [] if example is None else [example, self.to_form(example, job.text)]
@@ -378,7 +378,7 @@ class ExampleWriter(TextWriter):
         valid = np.array([bool(each) for each in pairs])
         kept = choose_texts(*measure(source)[:2], tokens=job.tokens, wanted=job.wanted, valid=valid)
         chosen = (row for rows, count in zip(pairs, kept, strict=True) if count > 0 for row in rows)
-        path = path_of(folder, job.text, "arrow")
+        path = sample_file(folder, job.text, "arrow")
         tokenized_tasks.write_examples(path, chosen, tokenizer=self.tokenizer)
         facts = count_texts(source, kept) | {"invalid": int((~valid[kept >= 0]).sum())}
         if wrong := facts["invalid"]:
@@ -390,10 +390,10 @@ class ExampleWriter(TextWriter):
     def open(self, folder: Path, text: str) -> Packed | None:
         if not read_facts(folder, text)["texts"]:
             return None
-        return tokenized_tasks.open_examples(path_of(folder, text, "arrow"), self.tokenizer)
+        return tokenized_tasks.open_examples(sample_file(folder, text, "arrow"), self.tokenizer)
 
 
-def path_of(folder: Path, text: str, suffix: str) -> Path:
+def sample_file(folder: Path, text: str, suffix: str) -> Path:
     return folder / f"{quote(text, safe='')}.{suffix}"
 
 

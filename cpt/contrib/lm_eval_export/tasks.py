@@ -14,7 +14,7 @@ from urllib.parse import quote
 import yaml
 
 from cpt.core.files import replace
-from cpt.data.tokenized_tasks import Encoder, Prompt
+from cpt.data.tokenized_tasks import Encoder, TaskPrompt
 
 PREFIX = "cpt_"  # the harness has tasks of its own, called rte, copa, …
 VERSION = 1.0
@@ -81,7 +81,7 @@ class HarnessTexts:
         )
         return next(fitting, begin)
 
-    def question(self, prompt: Prompt) -> str:
+    def question(self, prompt: TaskPrompt) -> str:
         """The text of a question, as much of it as was not cut."""
         source, begins = prompt.example.source, self.encoder.frame[1] and not self.encoder.seq2seq
         if self.encoder.ids_of([source])[0] != prompt.ids:
@@ -92,7 +92,7 @@ class HarnessTexts:
         """The text of a choice."""
         return (self.beginning if self.encoder.seq2seq else "") + text + self.ending
 
-    def row(self, prompt: Prompt) -> dict[str, Any]:
+    def row(self, prompt: TaskPrompt) -> dict[str, Any]:
         """A line of the file of examples."""
         example = prompt.example
         return {
@@ -102,7 +102,7 @@ class HarnessTexts:
             "answer": example.choices.index(example.target),
         }
 
-    def agrees(self, prompt: Prompt, row: Mapping[str, Any]) -> bool:
+    def agrees(self, prompt: TaskPrompt, row: Mapping[str, Any]) -> bool:
         """Whether the harness makes a prompt's ids of a line, and those of every choice."""
         pairs = [self.encode_pair(row["question"], self.delimiter + choice) for choice in row["choices"]]
         return pairs == [(prompt.ids, choice) for choice in prompt.choices]
@@ -127,7 +127,9 @@ class HarnessTexts:
         return tokenizer.decode(token)
 
 
-def export_task(folder: Path, task: str, prompts: Iterable[Prompt], texts: HarnessTexts) -> Exported | None:
+def export_task(
+    folder: Path, task: str, prompts: Iterable[TaskPrompt], texts: HarnessTexts
+) -> Exported | None:
     """Writes a task's YAML and examples; None, and nothing, of a task without choices."""
     rows, differing = [], []
     for prompt in prompts:

@@ -26,7 +26,7 @@ from cpt.core.options import option
 from cpt.core.processes import cores
 from cpt.core.randomness import key
 from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
-from cpt.data.example import Record
+from cpt.data.example import RawExample
 from cpt.data.processes import in_order, may_start
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
@@ -355,7 +355,7 @@ def names_in(labels: Iterable[str]) -> re.Pattern[str]:
     return re.compile(rf"(?<![^\W_])(?:{'|'.join(names)})(?![^\W_])", re.IGNORECASE)
 
 
-def package_task(name: str) -> Iterator[Record]:
+def package_task(name: str) -> Iterator[RawExample]:
     """The examples of a task: the first paragraph of a docstring, and the package or the part of one that it
     is from. The names that are asked for are blanked out of all texts."""
     found = []
@@ -372,7 +372,7 @@ def package_task(name: str) -> Iterator[Record]:
     for text, label in sorted(found, key=lambda each: key("package task", *each)):
         taken[label] += 1
         if label in classes and taken[label] <= TASK_EXAMPLES:
-            yield Record({"text": names.sub("_", text)}, label)
+            yield RawExample({"text": names.sub("_", text)}, label)
 
 
 def stamp_package_task(name: str) -> Any:

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 from cpt.core.options import Options, option, read_options
 from cpt.core.randomness import key, shuffle
 from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is_whole, one_of, or_null
-from cpt.data.example import ASSISTANT, Example, Record, write_example
+from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
 from cpt.data.sources.texts import reading_bar
@@ -39,16 +39,6 @@ SPELLING = {"thlete": "athlete"}
 MOST_CHOICES, PER_CHOICE = 50, 2  # a closed set has at most so many answers, each so often on average
 FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
 ANY_TEXT = Rule(lambda value: isinstance(value, str), "a text")
-
-
-@dataclass
-class TaskFiles:
-    """The files of a data set by split, and its task and labels where the layout says them."""
-
-    task: str | None = None
-    labels: Path | None = None
-    files: list[tuple[str, Path]] = field(default_factory=list)
-    unread: list[Path] = field(default_factory=list)  # of a development split
 
 
 def named_split(name: str) -> str | None:
@@ -85,7 +75,7 @@ def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]
                     yield top.name if top.is_dir() else top.name.partition(".")[0], split, path
 
 
-def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
+def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[RawExample]:
     """The rows of a file. Raises ValueError, with the line, for one that lacks what is needed."""
     if layout == "fewshot_tsv":
         for number, line in enumerate(readers.lines(path), start=1):
@@ -94,7 +84,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             text, tab, label = line.rstrip("\n").rpartition("\t")
             if not tab:
                 raise ValueError(f"{path}, line {number} has no tab; allowed: text, tab, label")
-            yield Record({"text": text}, SPELLING.get(label.strip(), label.strip()))
+            yield RawExample({"text": text}, SPELLING.get(label.strip(), label.strip()))
         return
     rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
     if layout == "superni":
@@ -109,17 +99,15 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
         turns: tuple[tuple[str, str], ...] = ()
         if layout == "messages":
             try:
-                turns = tuple(
-                    (str(turn["role"]), text_in(turn, "content", where)) for turn in row["messages"]
-                )
+                given = [(turn["role"], text_in(turn, "content", where)) for turn in row["messages"]]
             except (KeyError, TypeError):
                 allowed = "{messages: [{role, content}, …]}"
                 raise ValueError(f"{where} has no messages; allowed: {allowed}") from None
-            while turns and turns[-1][0] != ASSISTANT:
-                turns = turns[:-1]
-            if not turns:
+            while given and given[-1][0] != ASSISTANT:
+                given.pop()
+            if not given:
                 raise ValueError(f"{where} has no turn of the {ASSISTANT}; needed: one to learn")
-            fields = {"text": "", "target": turns[-1][1]}
+            turns, fields = tuple(given), {"text": "", "target": given[-1][1]}
         else:
             place = "domains.columns.{}" if layout in TABLES else "domains.format"
             fields = {name: text_in(row, column, where, place.format(name)) for name, column in table.items()}
@@ -127,7 +115,7 @@ def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> 
             fields |= {"instruction": definition, "target": first_of(row.get("output"))}
         elif layout == "alpaca":
             fields["text"] = first_of(row.get("input"))
-        yield Record(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
+        yield RawExample(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
 
 
 def first_of(value: Any) -> str:
@@ -211,9 +199,7 @@ class Tasks(Source):
 
     root: str | None = option("the folder of all tasks; null: some of installed packages", or_null(TEXT))
     format: str = option("how the folder is laid out", one_of(*LAYOUTS))
-    columns: Mapping[str, str | None] = option(
-        "of jsonl and csv: the columns of text, target, id, …", MAPPING
-    )
+    columns: Mapping[str, str | None] = option("of jsonl and csv: columns of text, target, id, …", MAPPING)
     template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template", MAPPING)
     choices: str = option("a file's labels, else train's few answers; none: open", one_of("auto", "none"))
     unknown: str = option("examples whose answer is none of the choices", one_of("error", "drop"))
@@ -254,52 +240,47 @@ class Tasks(Source):
         return None if self.per_class == "all" else int(self.per_class)
 
     @cached_property
-    def datasets(self) -> dict[str, TaskFiles]:
-        """The data sets by name."""
-        if self.root is None:
-            return {name: TaskFiles() for name in docstrings.TASK_PACKAGES}
-        found: dict[str, TaskFiles] = {}
-        with readers.naming_file(Path(self.root)):
-            for name, split, path in find_files(Path(self.root), self.format):
-                one = found.setdefault(name, TaskFiles())
-                if self.format == "cl_benchmark":
-                    one.task, one.labels = path.parents[1].name, path.with_name("labels.json")
-                one.unread += [path] * (split == "dev")
-                one.files += [(split or "train", path)] * (split != "dev")
-        if not found:
-            allowed = f"the layout format={self.format}; allowed: {', '.join(LAYOUTS)}"
-            raise ValueError(f"root={self.root} has no data set in {allowed}")
+    def files(self) -> dict[str, list[tuple[str, Path]]]:
+        """The files of each data set, with their splits; those of dev are not read."""
+        found: dict[str, list[tuple[str, Path]]] = {}
+        with readers.naming_file(Path(self.root or "")):
+            for name, split, path in find_files(Path(self.root), self.format) if self.root else ():
+                found.setdefault(name, []).append((split or "train", path))
+        if self.root and not found:
+            where = f"root={self.root} has no data set in the layout format={self.format}"
+            raise ValueError(f"{where}; allowed: {', '.join(LAYOUTS)}")
         return {name: each for name, each in found.items() if name != self.general}
 
     @property
     def names(self) -> list[str]:
-        return list(self.datasets)
+        return list(docstrings.TASK_PACKAGES if self.root is None else self.files)
+
+    def labels_of(self, name: str) -> Path | None:
+        """The file that lists the labels of a data set; None where the layout has none."""
+        has_labels = self.root is not None and self.format == "cl_benchmark"
+        return self.files[name][0][1].with_name("labels.json") if has_labels else None
 
     def task_of(self, name: str) -> str:
         """The task of a data set: as its place says, as the template says, else its own name."""
-        return self.datasets[name].task or self.prompt.tasks.get(name.lower(), name)
+        path = self.labels_of(name)
+        return path.parents[1].name if path else self.prompt.tasks.get(name.lower(), name)
 
     def check(self, order: Sequence[str]) -> None:
-        asks = "{instruction}" in self.prompt.question and self.format not in (
-            "messages",
-            "superni",
-            "alpaca",
-        )
+        asks = "{instruction}" in self.prompt.question and self.root is not None
         known = {*self.prompt.unasked, *self.prompt.instructions}
-        for name in order if asks and self.root is not None else ():
+        for name in order if asks and self.format not in ("messages", "superni", "alpaca") else ():
             if (task := self.task_of(name)) not in known:
                 raise ValueError(
                     f"template {self.prompt.name} has no instruction for the task {task} of {name}; allowed: "
                     f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
                     "or domains/template=plain"
                 )
-        if unread := [path for name in order for path in self.datasets[name].unread]:
+        files = [each for name in order for each in self.files.get(name, ())]
+        if unread := [path for split, path in files if split == "dev"]:
             instead = "what is tuned on is held out from train (domains.held_out.valid)"
             log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
         if self.general_folder is None:
-            log.info(
-                "General text: the documentation of Python (domains.root=%s has no folder of it)", self.root
-            )
+            log.info("General text: Python's documentation (domains.root=%s has no folder of it)", self.root)
 
     @property
     def general_folder(self) -> Path | None:
@@ -332,13 +313,13 @@ class Tasks(Source):
         if dropped:
             log.info("%s: %d examples whose answer is none of the choices are left out", name, dropped)
 
-    def records(self, name: str) -> Iterator[tuple[str, int, Record]]:
+    def records(self, name: str) -> Iterator[tuple[str, int, RawExample]]:
         """The rows of a data set: split, number in it, row."""
         if self.root is None:
             for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record
         numbers: Counter[str] = Counter()
-        for split, path in self.datasets[name].files:
+        for split, path in (each for each in self.files.get(name, ()) if each[0] != "dev"):
             before = numbers[split]
             with readers.naming_file(path):
                 for record in read_records(path, self.format, self.columns):
@@ -351,7 +332,7 @@ class Tasks(Source):
         """The answers of a closed task; none where they are open."""
         if self.choices == "none" or self.chats:
             return ()
-        if (path := self.datasets[name].labels) is not None:
+        if (path := self.labels_of(name)) is not None:
             if not isinstance(labels := read_json(path), list) or not labels:
                 raise ValueError(f"{path} has {labels!r:.60}; needed: a list of labels")
             return tuple(map(str, labels))
@@ -380,7 +361,7 @@ class Tasks(Source):
             folder = self.general_folder
             return docstrings.stamp_general() if folder is None else readers.stamps(readers.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
-        one = self.datasets[name]
-        paths = [*(path for _, path in one.files), *([one.labels] if one.labels else [])]
-        stamp = docstrings.stamp_package_task(name) if self.root is None else readers.stamps(paths)
-        return [how, self.class_limit, stamp]
+        if self.root is None:
+            return [how, self.class_limit, docstrings.stamp_package_task(name)]
+        paths = [path for split, path in self.files[name] if split != "dev"]
+        return [how, self.class_limit, readers.stamps([*paths, *filter(None, [self.labels_of(name)])])]

@@ -155,32 +155,11 @@ def test_the_budget_and_the_filter(start, small_gpt2, tmp_path):
     assert "## Generated text" in report and "| space | food |" in report
 
 
-def test_each_row_is_replayed_once_where_no_budget_is_given(start, small_gpt2, tmp_path):
-    start(small_gpt2(THREE, *FEW, "replay.tokens=null"), tmp_path)
-    replayed = 6 * 8 // 2  # steps, samples of a batch, half of them
-    assert {name: told["tokens"] for name, told in facts(tmp_path, "002-food").items()} == {
-        "law": replayed * 16
-    }
-    told = facts(tmp_path, "003-space")
-    assert {name: each["tokens"] for name, each in told.items()} == dict.fromkeys(
-        ("law", "food"), replayed // 2 * 16
-    )
-
-
 @pytest.mark.parametrize("size", [1, 7, 64])
 def test_how_many_are_written_at_once_does_not_matter(start, small_gpt2, tmp_path, size):
     for name, given in (("two", []), ("other", [f"replay.batch_size={size}"])):
         start(small_gpt2(THREE, *FEW, "replay.drop=0.2", *given), tmp_path / name)
     assert_same(tmp_path / "two", tmp_path / "other")
-
-
-def test_a_text_depends_on_seed_stage_and_domain(start, small_gpt2, tmp_path):
-    start(small_gpt2(THREE, *FEW, "replay.prefix=0"), tmp_path / "one")
-    start(small_gpt2(THREE, *FEW, "replay.prefix=0", "seed=1"), tmp_path / "other")
-    here, there = written(tmp_path / "one"), written(tmp_path / "other")
-    assert len(here) == 3 and here.keys() == there.keys()
-    texts = [str(rows) for found in (here, there) for rows in found.values()]
-    assert len(set(texts)) == len(texts)
 
 
 def test_a_prompt_comes_first_and_is_not_replayed(start, small_gpt2, tmp_path, monkeypatch):

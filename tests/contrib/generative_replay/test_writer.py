@@ -18,7 +18,7 @@ from cpt.contrib.generative_replay.writer import (
     WritingJob,
     choose_texts,
     from_form,
-    path_of,
+    sample_file,
 )
 from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import key, shuffle
@@ -43,7 +43,7 @@ def made(seed: int, count: int = 60) -> list[Sample]:
 
 
 def write_samples(folder: Path, name: str, samples: list[Sample]) -> None:
-    path_of(folder, name, "jsonl").write_text("".join(json.dumps(vars(each)) + "\n" for each in samples))
+    sample_file(folder, name, "jsonl").write_text("".join(json.dumps(vars(each)) + "\n" for each in samples))
 
 
 def job(name: str, *, tokens: int, wanted: int) -> WritingJob:
@@ -100,7 +100,11 @@ def test_rows_hold_every_token_that_is_kept(tmp_path: Path, tokens):
     run = SimpleNamespace(tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end))
     facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, wanted=tokens))
     rows = GeneratedText(
-        Dataset.from_file(str(path_of(tmp_path, "a/b", "arrow"))), LENGTH, 0, facts["texts"], facts["bytes"]
+        Dataset.from_file(str(sample_file(tmp_path, "a/b", "arrow"))),
+        LENGTH,
+        0,
+        facts["texts"],
+        facts["bytes"],
     )
     lengths = rows.row_lengths
     assert lengths.sum() == tokens == facts["tokens"]

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hydra.utils import instantiate
-from omegaconf.errors import MissingMandatoryValue
 
-from cpt.core.errors import reason
 from cpt.data.corpus import make_corpus
 from cpt.data.example import read_example
 from cpt.data.sources.docstrings import TASK_PACKAGES
@@ -173,14 +171,6 @@ def test_a_question_of_train_is_no_test_whatever_its_answer_is(source, tmp_path,
     assert "2 questions stand there with different answers" in caplog.text
 
 
-def test_a_label_that_changes_is_another_text(source, tmp_path):
-    root = tmp_path / "root" / "a"
-    write(root / "train.jsonl", rows(40), lines=True)
-    before = make_corpus(source(), "a", cache=tmp_path / "1").facts["digest"]
-    write(root / "train.jsonl", [{"text": "text 0", "label": "good"}, *rows(40)[1:]], lines=True)
-    assert make_corpus(source(), "a", cache=tmp_path / "2").facts["digest"] != before
-
-
 def test_as_many_of_each_answer_as_asked_for(source, tmp_path):
     uneven = [{"text": f"text {at}", "label": "abc"[int(at > 30) + int(at > 50)]} for at in range(60)]
     write(tmp_path / "root" / "a" / "train.jsonl", uneven, lines=True)
@@ -239,7 +229,11 @@ WRONG = {
     "domains.format=xml": "format=xml; allowed: cl_benchmark, superni",
     "domains.template.source='{text} {title}'": "{title}' is not a text with {fields}",
     "domains.template.source='{text} {text}'": "has {text} more than once",
+<<<<<<< HEAD
     "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}",
+=======
+    "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}, {",
+>>>>>>> tasks
     "domains.template.prefixes.task='{nam}'": "template.prefixes.task='{nam}' is not a text with {fields}",
     "domains.template.question='{}'": "template.question='{}' is not a text with {fields}",
     "domains.per_class=0": "per_class=0; allowed: all, or a whole number, 1 or more",
@@ -328,12 +322,6 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, wro
     assert str(error.value).startswith(f"{path}{told}")
 
 
-def test_a_root_that_is_not_given_is_told(composed):
-    with pytest.raises(MissingMandatoryValue) as error:
-        make_plan(composed("model=tiny_gpt2", "domains=instructions"))
-    assert reason(error.value) == "domains.root is missing; needed: domains.root=…"
-
-
 def test_a_column_that_is_not_there_is_told(source, tmp_path):
     write_jsonl(tmp_path / "root")
     made = source("domains.columns={text: sentence, target: label}")
@@ -354,13 +342,6 @@ def test_the_standard_benchmark_is_read_in_its_orders(composed, tmp_path, order)
     example = read_example(found.documents("test")[0]["text"])
     assert example.source.startswith("Task:TC\nDataset:agnews\nWhat is the topic")
     assert "Option: business, science, sports, world \n" in example.source
-
-
-def test_the_long_sequence_has_fifteen_tasks_in_each_order(composed):
-    orders = composed("experiment=long_sequence", "domains.root=x").domains.orders
-    assert set(orders) == {4, 5, 6}
-    assert len({frozenset(order) for order in orders.values()}) == 1
-    assert all(len(order) == 15 == len(set(order)) for order in orders.values())
 
 
 @pytest.mark.slow
