@@ -400,7 +400,7 @@ def damaged(data, **changes):
         (lambda data: damaged(data, rows=["a", "base", "b", "c"]), "base is not first"),
         (lambda data: damaged(data, domains=["a", "b", "a", "general"]), "occur twice"),
         (lambda data: damaged(data, tokens=[1]), "not of the columns"),
-        (lambda data: damaged(data, run={"name": "x"}), "run.method is missing, needed is str"),
+        (lambda data: damaged(data, run={"name": "x"}), "run.method is missing"),
         (lambda data: damaged(data, run=None), "run is None, needed is dict"),
         (lambda data: damaged(data, nll=[[None, "x", 1.0, 1.0], *data["nll"][1:]]), r"nll\[0\]\[1\] is 'x'"),
         (
