@@ -8,13 +8,12 @@ import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.core.collectives import gather_rows
+from cpt.data.sampler import stack_rows
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sizes
 from cpt.data.corpus import make_corpus
 from cpt.data.example import write_example
-from cpt.data.sampler import TrainStream
-from cpt.data.sampler import EvalSubset, TrainStream, stack_rows
+from cpt.data.sampler import TrainStream, stack_rows
 from cpt.data.sources.base import EXAMPLES
 from cpt.data.tokenized_tasks import encode_corpus
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers, Span
@@ -69,11 +68,7 @@ def rows_of(*texts, count=3):
     """The first rows of each text together."""
     parts = np.repeat(np.arange(len(texts)), count)
     rows = np.tile(np.arange(count), len(texts))
-<<<<<<< HEAD
-    return gather_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
-=======
     return stack_rows(texts, parts, rows, np.arange(len(rows), dtype=np.uint64))
->>>>>>> tasks
 
 
 def by_hand(model, rows, row):
@@ -102,24 +97,10 @@ def test_what_is_scored_is_known_ahead(answered):
     assert (OBJECTIVE.scorable(answered().sizes()) == answered().answer_tokens).all()
 
 
-<<<<<<< HEAD
-def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
-    text = rows_by_hand(4, length=30, last=7, seed=1)
-    parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
-    mixed = gather_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
-=======
-def test_a_batch_is_as_wide_as_its_longest_row(answered):
-    text = answered()
-    short = np.argsort(text.row_lengths)[:3]
-    rows = stack_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
-    assert rows.ids.shape[1] == text.row_lengths[short].max() < text.length
-
-
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
     parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
     mixed = stack_rows([answered(), text], parts, numbers, np.zeros(8, np.uint64))
->>>>>>> tasks
     alone = rows_of(text, count=4)
     assert alone.answers is None
     batch, places = OBJECTIVE.batch(mixed)
@@ -165,40 +146,6 @@ def test_two_stacks_read_the_question_and_write_the_answer(answered):
     assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all()
 
 
-<<<<<<< HEAD
-=======
-def test_losses_are_those_of_the_examples(model, answered):
-    text = answered("test")
-    subset = EvalSubset(
-        {"a": text}, {"a": np.arange(len(text))}, objective=OBJECTIVE, batch_size=4, purpose="score"
-    )
-    found = np.zeros(len(text))
-    for number in range(len(subset)):
-        batch = subset[number]
-        nll = OBJECTIVE.nll(model, batch).detach().double().numpy()
-        np.add.at(found, batch["documents"].numpy(), nll)
-    rows = stack_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
-    wanted = [float(torch.stack(by_hand(model, rows, row)).detach().sum()) for row in range(len(text))]
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
-
-
-@pytest.mark.parametrize("seq2seq", [False, True])
-@pytest.mark.parametrize("length", [200, 70])
-def test_prompts_are_what_stands_before_the_answer_of_each_row(corpus, answered, tokenizer, seq2seq, length):
-    text = answered("test", seq2seq=seq2seq, length=length)
-    rows = rows_of(text, count=len(text))
-    asking = encoder(tokenizer, seq2seq=seq2seq, length=length)
-    prompts = list(map(asking.prompt, read_examples(corpus, "test")))
-    assert len(prompts) == len(text)
-    for row, prompt in enumerate(prompts):
-        asked = rows.present[row] & ~rows.answers[row]
-        assert prompt.ids == rows.ids[row][asked].tolist()
-        assert prompt.reference == rows.ids[row][rows.answers[row]].tolist()
-        assert prompt.choices[prompt.example.choices.index(prompt.example.target)] == prompt.reference
-        assert len({tuple(each) for each in prompt.choices}) == len(prompt.example.choices)
-
-
->>>>>>> tasks
 def mixed_stacks():
     """Examples and raw text in turn, for two stacks, with what each would be alone."""
     draw = np.random.default_rng(0)

@@ -229,11 +229,7 @@ WRONG = {
     "domains.format=xml": "format=xml; allowed: cl_benchmark, superni",
     "domains.template.source='{text} {title}'": "{title}' is not a text with {fields}",
     "domains.template.source='{text} {text}'": "has {text} more than once",
-<<<<<<< HEAD
-    "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}",
-=======
     "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}, {",
->>>>>>> tasks
     "domains.template.prefixes.task='{nam}'": "template.prefixes.task='{nam}' is not a text with {fields}",
     "domains.template.question='{}'": "template.question='{}' is not a text with {fields}",
     "domains.per_class=0": "per_class=0; allowed: all, or a whole number, 1 or more",
