@@ -21,9 +21,8 @@ from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
 @dataclass(frozen=True)
 class Corpora:
     """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
-    the domains become rows where they are examples; None where they are text. With `isolated`, the samples
-    of a batch share rows. Rows of text are filled by `packing`. `workers` tokenise a text, None: as many as
-    there are cores."""
+    examples become rows, None: the domains are text. With `isolated`, the samples of a batch share rows.
+    Rows of text are filled by `packing`. `workers` processes tokenize a text, None: one per core."""
 
     by_name: dict[str, Corpus]
     cache: Path
@@ -36,14 +35,8 @@ class Corpora:
     def read(
         cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None
     ) -> "Corpora":
-        return cls(
-            {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)},
-            cache,
-            source.encoding,
-            source.isolated,
-            workers,
-            source.text_packing,
-        )
+        by_name = {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}
+        return cls(by_name, cache, source.encoding, source.isolated, workers, source.text_packing)
 
     @property
     def general(self) -> Corpus:
@@ -61,27 +54,16 @@ class Corpora:
     ) -> Packed:
         """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
         row for each example, as a causal or a `seq2seq` model takes it."""
-        corpus = self.by_name[name]
+        where = {"name": name, "cache": self.cache}
         if self.encoding is None or name == GENERAL:
+            how = {"tokenizer": tokenizer, "length": length, "packing": packing or self.packing}
+            known_by = tokenizer_digest(tokenizer)
             return pack(
-                corpus,
-                split,
-                tokenizer=tokenizer,
-                length=length,
-                name=name,
-                cache=self.cache,
-                tokenizer_digest=tokenizer_digest(tokenizer),
-                packing=packing or self.packing,
-                workers=self.workers,
+                self.by_name[name], split, **where, **how, tokenizer_digest=known_by, workers=self.workers
             )
-        return encode_corpus(
-            corpus,
-            split,
-            encoder=Encoder(tokenizer, length, self.encoding, seq2seq),
-            name=name,
-            cache=self.cache,
-            tokenizer_digest=self.tokenizer_digest(tokenizer),
-        )
+        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
+        known_by = self.tokenizer_digest(tokenizer)
+        return encode_corpus(self.by_name[name], split, **where, encoder=encoder, tokenizer_digest=known_by)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
         """What makes rows of examples. Raises ValueError where the domains are none."""
@@ -91,24 +73,13 @@ class Corpora:
 
     def forms(self, name: str, encoder: Encoder, *, sign: str) -> Packed:
         """The training examples of a domain in the form in which they are written."""
-        return encode_forms(
-            self.by_name[name],
-            encoder=encoder,
-            sign=sign,
-            name=name,
-            cache=self.cache,
-            tokenizer_digest=self.tokenizer_digest(encoder.tokenizer),
-        )
+        known_by = self.tokenizer_digest(encoder.tokenizer)
+        how = {"encoder": encoder, "sign": sign, "name": name, "cache": self.cache}
+        return encode_forms(self.by_name[name], **how, tokenizer_digest=known_by)
 
     def choices(self, name: str) -> tuple[str, ...]:
         """The choices that all training examples of a domain have."""
         return common_choices(examples_of(self.by_name[name], "train"))
-
-    def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
-        """A hash of what decides the rows of the domains: what the tokenizer gives, and where they may be
-        chats its template."""
-        known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
-        return known_by if self.encoding is None or not template else digest([known_by, template])
 
     def prompts(
         self,
@@ -120,9 +91,13 @@ class Corpora:
         seq2seq: bool = False,
     ) -> Iterator[Prompt]:
         """The examples of a domain's split as prompts, in the order of its rows."""
-        if self.encoding is None:
-            raise ValueError(f"domain {name} is raw text, which asks nothing; allowed: domains=tasks")
-        return prompts_of(self.by_name[name], split, Encoder(tokenizer, length, self.encoding, seq2seq))
+        return prompts_of(self.by_name[name], split, self.encoder(tokenizer, length, seq2seq=seq2seq))
+
+    def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """A hash of what decides the rows of the domains: what the tokenizer gives, and where they may be
+        chats its template."""
+        known_by, template = tokenizer_digest(tokenizer), getattr(tokenizer, "chat_template", None)
+        return known_by if self.encoding is None or not template else digest([known_by, template])
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

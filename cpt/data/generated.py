@@ -12,21 +12,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.files import replace
 from cpt.core.randomness import key, shuffle
-from cpt.data.arrow import END, schema_of
-from cpt.data.fitting import Cut
-from cpt.data.packing import COLUMNS, Packed, frame_of, padding_id, terminator
+from cpt.data.packing import COLUMNS, ConcatPacker, Packed, frame_of, padding_id, rows_table, terminator
 from cpt.data.sources.base import CONCAT
 
 FACTS = "facts.json"
@@ -53,10 +52,6 @@ class Sample:
 @dataclass(frozen=True)
 class GeneratedText(Packed):
     """Rows of text that a model wrote; any row may be shorter than `length`."""
-
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        return self.sizes_of_rows()
 
 
 def file_of(folder: Path, text: str, suffix: str) -> Path:
@@ -131,9 +126,10 @@ def keep_samples(
     kept = choose_tokens(sizes, nll, tokens=tokens, wanted=wanted)
     pieces = [(each, int(count)) for each, count in zip(read_samples(source), kept, strict=True) if count > 0]
     ending = end_of(tokenizer)
-    with file_of(folder, text, "arrow").open("wb") as file:
-        for batch in rows_of(pieces, ending=ending, length=length, special=tokenizer.all_special_ids):
-            file.write(batch)
+    with ArrowWriter(path=str(file_of(folder, text, "arrow")), features=COLUMNS) as writer:
+        for table in rows_of(pieces, ending=ending, length=length, special=tokenizer.all_special_ids):
+            writer.write_table(table)
+        writer.finalize()
     return {
         "tokens": int(kept[kept > 0].sum()),
         "texts": len(pieces),
@@ -148,24 +144,19 @@ def keep_samples(
 
 def rows_of(
     pieces: Iterable[tuple[Sample, int]], *, ending: int, length: int, special: Sequence[int]
-) -> Iterator[bytes]:
-    """An Arrow stream of rows of so many tokens of each text: texts that have come to their end one behind
-    another, as a corpus is packed; one that was broken off ends its row."""
-    schema = schema_of(COLUMNS)
-    packed = Cut(length, special, schema)
-    yield schema.serialize().to_pybytes()
+) -> Iterator[pa.Table]:
+    """Rows of so many tokens of each text: texts that have come to their end one behind another, as a
+    corpus is packed; one that was broken off ends its row."""
+    packed = ConcatPacker(length, special)
     for sample, count in pieces:
         ids = np.array([*sample.ids, *[ending] * sample.ended][:count], np.int32)
         if sample.ended and count == sample.size:
-            batch = packed.add(ids, np.array([len(ids)]))
+            yield packed.add(ids, np.array([len(ids)]))
         else:
-            batch = Cut(len(ids), special, schema, count=packed.count).add(ids, np.array([len(ids)]))
-            packed.count += 1
-        if len(batch):
-            yield batch.serialize().to_pybytes()
-    if len(rest := packed.rest()):
-        yield rest.serialize().to_pybytes()
-    yield END
+            tokens = np.stack([ids, np.full_like(ids, packed.documents)])
+            yield rows_table(tokens, np.array([0, len(ids)]), special)
+            packed.documents += 1
+    yield packed.finish()
 
 
 def open_rows(

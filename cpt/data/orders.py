@@ -19,7 +19,7 @@ import xxhash
 
 from cpt.core.rules import show
 from cpt.data.sources.base import PACKAGES
-from cpt.data.sources.m2d2 import parse_name
+from cpt.data.sources.selection import parse_name
 
 RESERVED = ("base", "joint", "general")
 SWAPPED = "swapped"  # alone, or after another word: its second half first

@@ -15,10 +15,9 @@ import cpt
 from cpt.adapters.bank import banks_of
 from cpt.core.randomness import key
 from cpt.core.tensors import NamedTensors, offload
-from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.packing import Packed
+from cpt.data.packing import Packed, balance
 from cpt.data.replay import Generated, Mixture
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores

@@ -20,9 +20,16 @@ from cpt.data.sources.docstrings import (
     stamp_package_task,
 )
 from cpt.data.sources.formats import FORMATS, Dataset, Record, find_datasets, read_labels
-from cpt.data.sources.readers import documents_of, files_of, naming_file, split_of, stamps, unit_of
+from cpt.data.sources.readers import (
+    documents_of,
+    files_of,
+    naming_file,
+    reading_bar,
+    split_of,
+    stamps,
+    unit_of,
+)
 from cpt.data.sources.templates import Template
-from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)
 MOST_CHOICES = 50  # more different answers are no closed set

@@ -8,8 +8,15 @@ from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import GENERAL, read_members, stamp_of
-from cpt.data.sources.m2d2 import COARSE_OF_WIKIPEDIA, STRAYS, Place, group_fine, parse_name
-from cpt.data.sources.selection import PATTERNS, matches
+from cpt.data.sources.selection import (
+    COARSE_OF_WIKIPEDIA,
+    NOT_DOMAINS,
+    PATTERNS,
+    Place,
+    choose_domains,
+    group_names,
+    parse_name,
+)
 from tests.conftest import VOCABULARIES, sentences
 
 # The published list by its parts, as `split` of the data set has it.
@@ -104,7 +111,7 @@ def test_a_name_has_a_part_a_coarse_and_a_fine_domain(name, place):
     assert parse_name(name) == place
 
 
-@pytest.mark.parametrize("stray", STRAYS)
+@pytest.mark.parametrize("stray", NOT_DOMAINS)
 def test_a_stray_of_the_list_is_refused_by_name(stray, root):
     with pytest.raises(
         ValueError, match=f"{stray} stands in M2D2's list and is no domain; .*ignore=.{stray}"
@@ -118,10 +125,10 @@ def test_a_stray_of_the_list_is_refused_by_name(stray, root):
 
 
 def test_fine_domains_are_joined_and_a_coarse_one_without_any_stands_for_itself():
-    groups = group_fine(ALL)
+    groups = group_names(ALL, "coarse")
     assert sum(map(len, groups.values())) == 214 and not set(groups) & {"cs_l1"}
     assert groups["q-bio"][0] == "q-bio.BM" and "q-bio" in groups["q-bio"]
-    assert group_fine(["econ_l1", "cs.AI", "cs_l1"]) == {"econ": ["econ_l1"], "cs": ["cs.AI"]}
+    assert group_names(["econ_l1", "cs.AI", "cs_l1"], "coarse") == {"econ": ["econ_l1"], "cs": ["cs.AI"]}
 
 
 @pytest.fixture
@@ -188,7 +195,11 @@ def test_only_some_domains(only, left, root, caplog):
 
 
 def test_patterns_are_for_whole_names_and_for_joined_ones(root):
-    assert not matches("cs.AI", "cs") and not matches("cs.AI", "/cs/") and matches("/a/", ["/a/", "?a?"])
+    names = {"cs.AI": ["cs.AI"], "/a/": ["/a/"]}
+    for pattern in ("cs", "/cs/"):
+        with pytest.raises(ValueError, match="leaves no domain"):
+            choose_domains(names, pattern)
+    assert list(choose_domains(names, ["/a/", "?a?"])) == ["/a/"]
     assert source(root, by="coarse", only="m*").domains == ["math"]
     with pytest.raises(ValueError, match="domains.only=cs.AI leaves no domain; there are: cs, hep-th, math"):
         _ = source(root, by="coarse", only="cs.AI").domains
