@@ -54,16 +54,14 @@ class Corpora:
     ) -> Packed:
         """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
         row for each example, as a causal or a `seq2seq` model takes it."""
-        where = {"name": name, "cache": self.cache}
+        how: dict[str, Any] = {"name": name, "cache": self.cache}
         if self.encoding is None or name == GENERAL:
-            how = {"tokenizer": tokenizer, "length": length, "packing": packing or self.packing}
-            known_by = tokenizer_digest(tokenizer)
-            return pack(
-                self.by_name[name], split, **where, **how, tokenizer_digest=known_by, workers=self.workers
-            )
+            how |= {"tokenizer_digest": tokenizer_digest(tokenizer), "packing": packing or self.packing}
+            how |= {"tokenizer": tokenizer, "length": length, "workers": self.workers}
+            return pack(self.by_name[name], split, **how)
+        how |= {"tokenizer_digest": self.tokenizer_digest(tokenizer)}
         encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
-        known_by = self.tokenizer_digest(tokenizer)
-        return encode_corpus(self.by_name[name], split, **where, encoder=encoder, tokenizer_digest=known_by)
+        return encode_corpus(self.by_name[name], split, encoder=encoder, **how)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
         """What makes rows of examples. Raises ValueError where the domains are none."""
@@ -73,8 +71,8 @@ class Corpora:
 
     def forms(self, name: str, encoder: Encoder, *, sign: str) -> Packed:
         """The training examples of a domain in the form in which they are written."""
+        how: dict[str, Any] = {"encoder": encoder, "sign": sign, "name": name, "cache": self.cache}
         known_by = self.tokenizer_digest(encoder.tokenizer)
-        how = {"encoder": encoder, "sign": sign, "name": name, "cache": self.cache}
         return encode_forms(self.by_name[name], **how, tokenizer_digest=known_by)
 
     def choices(self, name: str) -> tuple[str, ...]:

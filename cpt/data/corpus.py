@@ -17,7 +17,7 @@ from cpt.data.splitting import SPLITS, DocumentHashes, describe_corpus, split_do
 
 log = logging.getLogger(__name__)
 DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
-BATCH, CHARACTERS = 1000, 1 << 18  # documents, or what comes first, that are held at once
+BATCH, CHARACTERS = 1000, 1 << 18  # documents, or what comes first, that are written at once
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,8 @@ class Corpus:
 
 
 def in_batches(documents: Dataset) -> Iterator[list[str]]:
-    """Documents in lists of BATCH, or fewer where they are long: memory does not grow with the text."""
-    batch: list[str] = []
-    size = 0
-    for few in documents.iter(batch_size=16):
-        for text in few["text"]:
-            batch.append(text)
-            size += len(text)
-            if len(batch) == BATCH or size >= CHARACTERS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
+    """Documents in lists that are small."""
+    return (few["text"] for few in documents.iter(batch_size=16))
 
 
 def encode_members(source: Source, name: str) -> Iterator[tuple[str, bytes]]:

@@ -174,7 +174,7 @@ def group_places(names: Sequence[str]) -> dict[str, list[int]]:
     """The places of names by their coarse domain."""
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        groups.setdefault(parse_name(name).coarse, []).append(place)
+        groups.setdefault(parse_name(name)[0], []).append(place)
     return groups
 
 

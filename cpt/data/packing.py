@@ -127,7 +127,11 @@ class BestFitPacker(OnePerDocPacker):
         return self.table(rows)
 
 
-PACKERS = {CONCAT: ConcatPacker, ISOLATED: BestFitPacker, PER_DOCUMENT: OnePerDocPacker}
+PACKERS: dict[str, type[ConcatPacker] | type[OnePerDocPacker]] = {
+    CONCAT: ConcatPacker,
+    ISOLATED: BestFitPacker,
+    PER_DOCUMENT: OnePerDocPacker,
+}
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,9 @@ def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str
     for package, found in {package: modules(package) for package in packages}.items():
         processes = min(cores(), sum(path.stat().st_size for path in found) // BYTES_PER_PROCESS)
         if processes > 1 and can_spawn():
-            files = map_in_processes(prose_of_file, found, processes, ended=ended, chunk=8)
+            files: Iterable[list[list[str]]] = map_in_processes(
+                prose_of_file, found, processes, ended=ended, chunk=8
+            )
         else:
             files = map(prose_of_file, found)
         progress = tqdm(files, desc=f"reading {package}", total=len(found), disable=None, leave=False)

@@ -75,11 +75,11 @@ class Hub(Source):
                 )
             for split, their_split in chosen.items():
                 where, rows = f"{path} ({their_split})", load(their_split)
+                total: int | None = None
                 if hasattr(rows, "__len__"):
                     total = len(rows)
-                else:  # a stream may know it
-                    known = (getattr(rows.info, "splits", None) or {}).get(their_split)
-                    total = known.num_examples or None if known else None
+                elif known := (rows.info.splits or {}).get(their_split):  # a stream may know it
+                    total = known.num_examples or None
                 with reading_bar(where, total=total, unit=" rows") as bar:
                     for row in rows:
                         bar.update()

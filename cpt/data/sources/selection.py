@@ -6,12 +6,11 @@ domains. Some are misspelt there (`General_referece`, `Human_activites`); these 
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from cpt.core.rules import Rule, is_list, is_pattern, is_text, show
 
 COARSE, FINE = "coarse", "fine"
-WIKIPEDIA, S2ORC = "wikipedia", "s2orc"
 NOT_DOMAINS = ("eval_sets", "only_text", "only_txt2")
 COARSE_OF_WIKIPEDIA = (
     "Culture_and_the_arts",
@@ -45,31 +44,18 @@ PATTERNS = Rule(
 )
 
 
-class Place(NamedTuple):
-    """Where a domain of M2D2 stands; `fine` is None of a coarse domain."""
-
-    part: str
-    coarse: str
-    fine: str | None
-
-
-def parse_name(name: str) -> Place:
-    """The place of a name: `A__b` is of Wikipedia, `cs.AI` of S2ORC; an archive without classes, like
-    `hep-th`, is a coarse domain's only fine one. Raises ValueError for a name of M2D2's list that is not a
-    domain."""
+def parse_name(name: str) -> tuple[str, str | None]:
+    """The coarse and the fine domain of a name of M2D2: `A__b` of Wikipedia, `cs.AI` of S2ORC; None for
+    fine of a coarse name. An archive without classes, like `hep-th`, is a coarse domain's only fine one.
+    Raises ValueError for a name of the list that is not a domain."""
     if name in NOT_DOMAINS:
         raise ValueError(
             f"{name} stands in M2D2's list and is no domain; leave it out: domains.ignore=[{name}]"
         )
-    if name in COARSE_OF_WIKIPEDIA:
-        return Place(WIKIPEDIA, name, None)
-    if "__" in name:
-        coarse, _, fine = name.partition("__")
-        return Place(WIKIPEDIA, coarse, fine)
-    if name.endswith("_l1"):
-        return Place(S2ORC, name.removesuffix("_l1"), None)
-    coarse, _, fine = name.partition(".")
-    return Place(S2ORC, coarse, fine or coarse)
+    if name in COARSE_OF_WIKIPEDIA or name.endswith("_l1"):
+        return name.removesuffix("_l1"), None
+    coarse, _, fine = name.partition("__" if "__" in name else ".")
+    return coarse, fine or coarse
 
 
 def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
@@ -78,15 +64,15 @@ def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
     there are none. Raises ValueError as `parse_name`."""
     if by is None:
         return {name: [name] for name in names}
-    places = {name: parse_name(name) for name in names}
+    parsed = {name: parse_name(name) for name in names}
     if by == FINE:
-        return {name: [name] for name, place in places.items() if place.fine is not None}
+        return {name: [name] for name, (_, fine) in parsed.items() if fine is not None}
     groups: dict[str, list[str]] = {}
-    for name, place in sorted(
-        places.items(), key=lambda item: item[1].fine is None
-    ):  # stable: fine ones first
-        if place.fine is not None or place.coarse not in groups:
-            groups.setdefault(place.coarse, []).append(name)
+    for name, (coarse, fine) in sorted(
+        parsed.items(), key=lambda item: item[1][1] is None
+    ):  # fine ones first
+        if fine is not None or coarse not in groups:
+            groups.setdefault(coarse, []).append(name)
     return dict(sorted(groups.items()))
 
 

@@ -12,7 +12,6 @@ from cpt.data.sources.selection import (
     COARSE_OF_WIKIPEDIA,
     NOT_DOMAINS,
     PATTERNS,
-    Place,
     choose_domains,
     group_names,
     parse_name,
@@ -83,32 +82,27 @@ S2ORC = [f"{archive}.{each}" for archive, some in CLASSES.items() for each in so
 ALL = [*COARSE, *WIKIPEDIA, *S2ORC]
 
 
-def test_236_names_are_22_coarse_domains_and_214_fine_ones_of_two_parts():
-    places = {name: parse_name(name) for name in ALL}
-    assert len(places) == 236 and set(FINE_OF_WIKIPEDIA) == set(COARSE_OF_WIKIPEDIA)
-    assert Counter((place.part, place.fine is None) for place in places.values()) == {
-        ("wikipedia", True): 11,
-        ("wikipedia", False): 38,
-        ("s2orc", True): 11,
-        ("s2orc", False): 176,
-    }
-    assert len(set(places.values())) == 236
+def test_236_names_are_22_coarse_domains_and_214_fine_ones():
+    parsed = {name: parse_name(name) for name in ALL}
+    assert len(parsed) == 236 and set(FINE_OF_WIKIPEDIA) == set(COARSE_OF_WIKIPEDIA)
+    assert Counter(fine is None for _, fine in parsed.values()) == {True: 22, False: 214}
+    assert len(set(parsed.values())) == 236 and len({coarse for coarse, _ in parsed.values()}) == 49
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "parsed"),
     [
-        ("General_referece__Reference_works", Place("wikipedia", "General_referece", "Reference_works")),
-        ("Human_activites", Place("wikipedia", "Human_activites", None)),
-        ("Philosophy", Place("s2orc", "Philosophy", "Philosophy")),
-        ("cond-mat.mes-hall", Place("s2orc", "cond-mat", "mes-hall")),
-        ("cond-mat", Place("s2orc", "cond-mat", "cond-mat")),
-        ("cond-mat_l1", Place("s2orc", "cond-mat", None)),
-        ("hep-th", Place("s2orc", "hep-th", "hep-th")),
+        ("General_referece__Reference_works", ("General_referece", "Reference_works")),
+        ("Human_activites", ("Human_activites", None)),
+        ("Philosophy", ("Philosophy", "Philosophy")),
+        ("cond-mat.mes-hall", ("cond-mat", "mes-hall")),
+        ("cond-mat", ("cond-mat", "cond-mat")),
+        ("cond-mat_l1", ("cond-mat", None)),
+        ("hep-th", ("hep-th", "hep-th")),
     ],
 )
-def test_a_name_has_a_part_a_coarse_and_a_fine_domain(name, place):
-    assert parse_name(name) == place
+def test_a_name_has_a_coarse_and_a_fine_domain(name, parsed):
+    assert parse_name(name) == parsed
 
 
 @pytest.mark.parametrize("stray", NOT_DOMAINS)
