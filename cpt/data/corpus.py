@@ -17,7 +17,7 @@ from cpt.data.splitting import SPLITS, DocumentHashes, describe_corpus, split_do
 
 log = logging.getLogger(__name__)
 DOCUMENTS, SPLIT_OF = "documents.arrow", "splits.npy"
-BATCH, CHARACTERS = 1000, 1 << 18  # documents, or what comes first, that are written at once
+BATCH, BYTES = 10_000, 1 << 20  # documents, or what comes first, that are written at once
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def make_corpus(source: Source, name: str, *, cache: Path) -> Corpus:
                 documents.add(split, raw)
                 writer.write({"text": raw.decode()})
                 waiting += len(raw)
-                if waiting >= CHARACTERS:
+                if waiting >= BYTES:
                     writer.write_examples_on_file()
                     waiting = 0
             writer.finalize()

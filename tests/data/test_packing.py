@@ -67,7 +67,6 @@ def owners(packed):
 @pytest.mark.parametrize("style", STYLES)
 def test_no_token_is_lost_doubled_or_moved(tmp_path, tokenizers, monkeypatch, style, length):
     monkeypatch.setattr(corpus, "BATCH", 5)
-    monkeypatch.setattr(corpus, "CHARACTERS", 2000)
     tokenizer, texts = tokenizers[style], [*prose(43), *TRICKY, "ba"]
     documents = [encoded(tokenizer, style, text) for text in texts]
     found = pack(tmp_path, texts, tokenizer, length)
