@@ -19,7 +19,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.assembly import make_method, make_sequence
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.pretraining import Base, make_base

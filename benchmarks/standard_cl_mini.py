@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from cpt.core.places import CONF
 from cpt.data.corpora import Corpora
 from cpt.data.examples import Example, read_example
-from cpt.evaluation.answers.results import matrix_of
+from cpt.evaluation.task_metrics import matrix_of
 from cpt.reporting.comparison import tables
 from cpt.reporting.comparison.groups import ComparedRuns
 from cpt.reporting.comparison.runs import Run

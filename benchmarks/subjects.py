@@ -18,8 +18,8 @@ from variants import QUICK
 from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
 from cpt.loggers.loggers import About, track
-from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.models.memory import draw_quickly
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpointing import Checkpoint
 from cpt.trainer.trainer import make_trainer
 
@@ -69,7 +69,7 @@ def fit(
     says whether the heap keeps what a step frees, as it does there."""
     if keeping:
         keep_free()
-    options, guard = place.plan.trainer, Guard()
+    options, guard = place.plan.trainer, NanGuard()
     place.data.enter(domain)
     place.module.enter(domain)
     place.module.train()

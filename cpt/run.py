@@ -21,7 +21,7 @@ from cpt.core.heartbeat import heartbeat, set_phase
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.rules import show
-from cpt.evaluation.objective import objective_value
+from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.trainer.capping import hold_cap
@@ -85,7 +85,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         from cpt.loggers.wandb_run import run_name
         from cpt.trainer import assembly
         from cpt.trainer.callbacks import CustomCallbacks
-        from cpt.trainer.examinations import make_examinations
+        from cpt.trainer.evaluators import make_evaluators
         from cpt.trainer.generators import make_generation
         from cpt.trainer.identity import settle_identity
         from cpt.trainer.loop import Learner
@@ -102,7 +102,7 @@ def carry_out(plan: Plan, place: RunFolder) -> Scores:
         module = assembly.make_method(plan, start)
     with starting(took, "tokenise"):
         data = assembly.make_sequence(plan, corpora, start, module)
-        examinations = make_examinations(plan, place, ready, corpora, start, module=module, data=data)
+        examinations = make_evaluators(plan, place, ready, corpora, start, module=module, data=data)
     settle_identity(plan, place, corpora, start, examinations)
     scores = resume_scores(place, assembly.make_scores(plan, corpora, start, data), took)
     about = About(

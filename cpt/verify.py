@@ -17,7 +17,7 @@ from cpt.core.files import find_damage, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.data.generated import load_kept
-from cpt.evaluation.probes.results import load_results
+from cpt.evaluation.predictions import load_results
 from cpt.trainer.identity import Identity
 from cpt.trainer.run_folder import RunFolder
 from cpt.trainer.stages import check_stage

@@ -20,7 +20,7 @@ from cpt.data.packing import Packed
 from cpt.data.replay import Generated, Mixture, Pool, exact
 from cpt.data.sampling import From, Recovery, Share, Stream, Subset
 from cpt.data.sources.base import GENERAL
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import numpy as np
 
 from cpt.core.errors import reason
 from cpt.core.naming import LONGEST_TAG
-from cpt.evaluation.conditions import conditions
-from cpt.evaluation.conditions import describe_conditions as conditions_in_words
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions
+from cpt.evaluation.scores import describe_conditions as conditions_in_words
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures, tables
 from cpt.reporting.labels import label, split_variant

@@ -21,7 +21,7 @@ from cpt.core.rules import number, one_of
 from cpt.data.batch import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import at, divergence, nll_of
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 DISTILLED = ("logits", "hidden")
 TEACHERS = ("run", "bf16-mixed")

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cpt.evaluation.answers.by_example import BASE, Moved, follow_answers
-from cpt.evaluation.answers.results import MEANINGS, head_of, matrix_of
+from cpt.evaluation.predictions import BASE_ROW, Moved, follow_answers
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import ANSWER_MEANINGS, head_of, matrix_of
 from cpt.reporting.drawing import FEW, draw_scores
 from cpt.reporting.endtasks import format_moved
 from cpt.reporting.formatting import percent, pick_ends, shorten
@@ -90,7 +90,7 @@ def _draw(scores: Scores, matrix: np.ndarray, rows: Sequence[int], tasks: Sequen
 
 def _show_metrics(answers: Mapping[str, Any]) -> Block:
     cells = [
-        [name, *MEANINGS[name], percent(value) + _interval(answers["intervals"].get(name))]
+        [name, *ANSWER_MEANINGS[name], percent(value) + _interval(answers["intervals"].get(name))]
         for name, value in answers["metrics"].items()
     ]
     lines = [FORMULAS, f"answers.when={answers['when']}, {answers['seconds']:,.1f} seconds."]
@@ -139,7 +139,7 @@ def _sum_moves(moves: Sequence[Moved]) -> list[str]:
     """A line for the base and one for the tasks' own stages."""
     lines = []
     for since, told in (("the base", True), ("each task's own stage", False)):
-        chosen = [each.counts for each in moves if (each.since == BASE) is told]
+        chosen = [each.counts for each in moves if (each.since == BASE_ROW) is told]
         total, fell, rose = (
             sum(each[name] for each in chosen) for name in ("examples", "forgotten", "gained")
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cpt.evaluation.endtasks import metrics as endscores
+from cpt.evaluation import task_metrics as endscores
+from cpt.evaluation.predictions import transitions_of
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.formatting import megabytes, percent
@@ -99,7 +100,7 @@ def draw_endtasks(scores: Scores) -> bytes:
 def _show_summary(scores: Scores) -> Block:
     given = scores.endtasks
     found = endscores.summarise_endtasks(given, scores.rows)
-    cells = [[name, *endscores.MEANINGS[name], percent(value)] for name, value in found.items()]
+    cells = [[name, *endscores.ENDTASK_MEANINGS[name], percent(value)] for name, value in found.items()]
     seeds = f"{len(given['tasks'])} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     seeds += f"endtask.when={given['when']}, {given['seconds']:,.1f} seconds."
     head = ("number", "meaning", "formula", "%")
@@ -136,7 +137,7 @@ def _mean(mean: float, deviation: float) -> str:
 def _transitions(scores: Scores, folder: Path) -> Block:
     """Nothing where no task was measured twice; a damaged file is told, the other blocks stand."""
     try:
-        moved = endscores.transitions_of(folder, scores.rows, scores.endtasks)
+        moved = transitions_of(folder, scores.rows, scores.endtasks)
     except ValueError as error:
         return Block(title="End tasks: what became of the predictions", lines=[str(error)])
     cells = [[task, *format_moved(counts)] for task, counts in moved.items()]

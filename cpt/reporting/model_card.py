@@ -19,9 +19,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.conditions import conditions, describe_conditions
 from cpt.evaluation.metrics import METRICS, UNITS, describe_metric, in_units
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting.drawing import FEW
 from cpt.reporting.formatting import decimals, megabytes, percent, perplexity, strip_controls
 from cpt.reporting.page import IN_CELL, few, quote_markup
@@ -81,7 +80,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         parts=parts,
         settings=list(list_settings(settings | scores.numerics, scores, public)),
         source=settings.get("domains.name", "unknown"),
-        conditions=describe_conditions(conditions(scores, settings)),
+        conditions=describe_conditions(conditions(scores)),
         matrix=matrix,
         metrics=list(list_metrics(scores)),
         tasks=list(list_tasks(scores)),

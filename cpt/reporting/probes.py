@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cpt.evaluation.probes.results import describe_task, last_value
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import describe_task, last_value
 from cpt.reporting.formatting import decimals
 from cpt.reporting.page import Block, few
 

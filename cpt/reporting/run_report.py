@@ -7,10 +7,9 @@ from math import isnan
 from pathlib import Path
 
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.conditions import conditions
-from cpt.evaluation.conditions import describe_conditions as described_conditions
 from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions
+from cpt.evaluation.scores import describe_conditions as described_conditions
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures
 from cpt.reporting.answers import build_answer_blocks, build_answer_moves, format_answers

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cpt.evaluation.endtasks import metrics as endscores
+from cpt.evaluation import task_metrics as endscores
 from cpt.evaluation.metrics import UNITS, in_units
-from cpt.evaluation.probes.results import last_value
 from cpt.evaluation.scores import COSTS, Scores
+from cpt.evaluation.task_metrics import last_value
 
 if TYPE_CHECKING:
     import pandas
@@ -164,7 +164,7 @@ def _list_tasks(scores: Scores) -> Lines:
     for name, value in endscores.summarise_endtasks(given, rows).items():
         yield Line(name, value, "share", f"endtask/{name}")
     yield Line("seconds", given["seconds"], "s", "endtask/seconds")
-    for kind in endscores.KINDS:
+    for kind in endscores.ENDTASK_METRICS:
         cube = endscores.cube(given, kind)
         means, deviations = endscores.over_seeds(cube), endscores.sd_over_seeds(cube)
         final, own = endscores.pick_final(means), endscores.forward(means, rows, given["tasks"])
@@ -179,7 +179,7 @@ def _list_tasks(scores: Scores) -> Lines:
 def list_endtasks(scores: Scores) -> Lines:
     """A line per row, task, metric and seed that was measured."""
     given = scores.endtasks
-    for kind in endscores.KINDS if given else ():
+    for kind in endscores.ENDTASK_METRICS if given else ():
         for place in np.argwhere(np.isfinite(cube := endscores.cube(given, kind))):
             row, task, seed = place.tolist()
             where = {"stage": row, "after": scores.rows[row], "on": given["tasks"][task]}

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cpt
-from cpt.adapters.bank import banks_of
+from cpt.adapters.domain_store import domain_params
 from cpt.core.randomness import key
 from cpt.core.tensors import NamedTensors, offload
 from cpt.data.corpora import Corpora
@@ -22,10 +22,10 @@ from cpt.data.replay import Generated, Mixture
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.economy import checkpoint_activations, compile_blocks, even_head
+from cpt.models.memory import checkpoint_activations, compile_blocks, even_head
 from cpt.models.objectives import Objective
-from cpt.models.snapshots import Snapshot
-from cpt.optim.carry import CarriedState
+from cpt.models.weights import Snapshot
+from cpt.optim.state import CarriedState
 from cpt.trainer.capping import tell_cap
 from cpt.trainer.identity import checkpoint_files
 from cpt.trainer.plan import Plan
@@ -165,7 +165,7 @@ def tell_parts(plan: Plan, module: ContinualModule) -> None:
     """Tells, in a line, where nothing rests that could lie on disk."""
     if plan.parts.keep != "disk":
         return
-    if not banks_of(module):
+    if not domain_params(module):
         log.info("parts.keep=disk without effect: %s keeps no parts that rest", plan.names["method"])
     elif plan.trainer.strategy == "fsdp":
         log.info("parts.keep=disk: with strategy=fsdp parts that are shared out stay in memory")

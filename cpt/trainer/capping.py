@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from cpt.core.config import digest, flatten, identity, plain_config
 from cpt.core.rules import show
-from cpt.evaluation.policy import AUTO
+from cpt.evaluation.options import AUTO
 from cpt.trainer.plan import Plan, with_cap
 from cpt.trainer.run_folder import RunFolder
 

@@ -8,10 +8,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.domain_store import map_stored
 from cpt.core.preemption import leave_all
 from cpt.core.tensors import save_state
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.options import minutes_of
 from cpt.trainer.shards import fill_in
 
@@ -33,7 +33,7 @@ class Checkpoint(Callback):
     after the last time, when the clock of one of the processes says so; after the last step; and when a
     signal asks the run to leave, which it then does."""
 
-    def __init__(self, path: Path, *, every: int | str, guard: Guard) -> None:
+    def __init__(self, path: Path, *, every: int | str, guard: NanGuard) -> None:
         self.minutes = minutes_of(every)
         if self.minutes is None and (not isinstance(every, int) or every < 1):
             raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps, or like 10min")
@@ -77,4 +77,4 @@ class Resting(Callback):
         self.path = path
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rest_parts(pl_module, self.path)
+        map_stored(pl_module, self.path)

@@ -20,12 +20,10 @@ from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data.options import DataOptions
 from cpt.data.replay import NOTHING, Mixture
 from cpt.data.sources.base import Source
-from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import BudgetOptions
-from cpt.evaluation.endtasks.tasks import check_given
+from cpt.evaluation.finetune_tasks import check_task_values
 from cpt.evaluation.monitor import MonitorOptions
-from cpt.evaluation.policy import EvalOptions
-from cpt.evaluation.probes.options import LMEval
+from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import read_optimizer
 from cpt.trainer.lightning_options import PASSED, REFUSED
@@ -77,8 +75,8 @@ class Sections:
     source: Source | None
     optim: Choice | None
     schedule: Any
-    answers: AnswerOptions | None
-    probe: LMEval | None
+    answers: TaskEvalOptions | None
+    probe: LMEvalOptions | None
     trainer: TrainerOptions | None
     logger: LoggerOptions | None
     callbacks: Mapping[str, Any]
@@ -92,7 +90,8 @@ def read_sections(cfg: DictConfig) -> Sections:
     read = partial(read_section, cfg, written=written)
     number("0 or more").check("method.rate", read("method").values.get("rate", 1))
     masks, replay = read("mask"), read("replay")
-    check_given(read("endtask").values)
+    if (endtask := read("endtask").values).get("_target_") is not None:
+        check_task_values("endtask", endtask)
     return Sections(
         run=read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=read("freeze").read(Freeze),
@@ -110,8 +109,8 @@ def read_sections(cfg: DictConfig) -> Sections:
         source=of_kind(Source, "domains", make_now(read("domains").choose(needed=True))),
         optim=read_optimizer(read("optim")),
         schedule=check_called(make_now(read("schedule").choose(needed=True))),
-        answers=of_kind(AnswerOptions, "answers", read("answers").choose()),
-        probe=of_kind(LMEval, "probe", read("probe").choose()),
+        answers=of_kind(TaskEvalOptions, "answers", read("answers").choose()),
+        probe=of_kind(LMEvalOptions, "probe", read("probe").choose()),
         trainer=read_trainer(read("trainer")),
         logger=read_logger(read("logger")),
         callbacks=check_entries(read("callbacks").values, "callbacks"),
@@ -147,7 +146,7 @@ def check_called(schedule: Any) -> Any:
     """The schedule; raises ValueError for what can not be asked for a factor."""
     if schedule is not None and not callable(schedule):
         name = f"{type(schedule).__module__}.{type(schedule).__name__}"
-        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedules.Linear")
+        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
     return schedule
 
 

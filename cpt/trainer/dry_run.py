@@ -20,15 +20,15 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.bank import in_memory, rest_parts
+from cpt.adapters.domain_store import in_memory, map_stored
 from cpt.core.memory import forget_peak, peak
 from cpt.core.tensors import load_tensors
 from cpt.data.budget import Budget
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.models.memory import draw_quickly
+from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.formatting import megabytes
 from cpt.trainer.assembly import make_method, make_sequence, read_corpora, tell_resting
 from cpt.trainer.costs import Compute, stored_beside, trained_parameters
@@ -243,7 +243,7 @@ def profile(
             data.enter(stage)
             module.enter(stage)
             module.train()
-            callbacks = [Compute(), Guard(policy=plan.run.on_nonfinite), profiler]
+            callbacks = [Compute(), NanGuard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
             trainer = make_trainer(plan.trainer.lightning, **how)
             with draw_quickly(plan.trainer.quick_dropout):
@@ -254,7 +254,7 @@ def profile(
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
             now.trained = trained_parameters(module)
             if plan.parts.keep == "disk":
-                rest_parts(module, path)
+                map_stored(module, path)
         trainer = make_trainer(plan.trainer.lightning, label="profiling evaluation", callbacks=[profiler])
         trainer.validate(module, datamodule=data, verbose=False)
         now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)

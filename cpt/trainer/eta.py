@@ -10,8 +10,8 @@ from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.trainer.costs import time_phase
-from cpt.trainer.examinations import Measured
-from cpt.trainer.scoring import Scorer
+from cpt.trainer.evaluators import Evaluator
+from cpt.trainer.score import Scorer
 
 KINDS = {  # the work of a stage in its order, as in scores.json, and its name in progress.json
     "generate": "writing texts before",
@@ -32,7 +32,7 @@ class RunETA:
     data: DomainSequence
     scorer: Scorer
     scores: Scores
-    examinations: Sequence[Measured]
+    examinations: Sequence[Evaluator]
     generates: bool
 
     @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core import files
 from cpt.core.cache import discard, finish_artifact
 from cpt.core.collectives import gather_objects, wait_for_others
@@ -45,7 +45,7 @@ from cpt.data.replay import Generated
 from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
-from cpt.models.generation import Sampling, sample_texts
+from cpt.models.generate import Sampling, sample_texts
 from cpt.trainer.run_folder import RunFolder
 from cpt.trainer.samples import Samples, agree_with_first, is_whole
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core.processes import is_first_process
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence

@@ -24,7 +24,7 @@ from cpt.trainer.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from cpt.data.corpora import Corpora
-    from cpt.trainer.examinations import Measured
+    from cpt.trainer.evaluators import Evaluator
     from cpt.trainer.pretraining import Base
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def base_files(start: Base, *, given: bool) -> dict[str, Path]:
 
 
 def settle_identity(
-    plan: Plan, place: RunFolder, corpora: Corpora, start: Base, examinations: Sequence[Measured]
+    plan: Plan, place: RunFolder, corpora: Corpora, start: Base, examinations: Sequence[Evaluator]
 ) -> None:
     """Compares what has been read and made with what the folder remembers, and remembers it.
 
@@ -259,7 +259,7 @@ def settle_identity(
 
 
 def gather_identity(
-    plan: Plan, corpora: Corpora, start: Base, examinations: Sequence[Measured], then: Identity
+    plan: Plan, corpora: Corpora, start: Base, examinations: Sequence[Evaluator], then: Identity
 ) -> Identity:
     """What a run is made of now; what of the base looks the same is not read again."""
     texts = {

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 def check_kind(plan: Plan, objective: str) -> None:
     """Raises ValueError for a model whose objective does not go with what it is asked."""
     options = plan.model
-    if plan.source.encoding is not None:
-        loading.check_answers(objective, isolated=plan.source.isolated)
-    else:
-        loading.check_text(objective, isolated=plan.source.isolated)
+    answers = plan.source.encoding is not None
+    loading.check_packing(objective, isolated=plan.source.isolated, answers=answers)
     if plan.source.chats:
         check_chats(options, objective)
     if objective == "masked" and plan.probe is not None:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.domain_store import map_stored
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import writing
 from cpt.core.heartbeat import set_phase
@@ -20,14 +20,13 @@ from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.documents import gather_documents
-from cpt.evaluation.objective import objective_value
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.metrics import objective_value
+from cpt.evaluation.scores import Scores, gather_documents
 from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
-from cpt.models.movement import measure_movement
-from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard, RollbackError, check_finite
+from cpt.models.memory import draw_quickly
+from cpt.models.weights import measure_movement
+from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.assembly import make_method, tell_resting
@@ -35,9 +34,8 @@ from cpt.trainer.callbacks import CustomCallbacks
 from cpt.trainer.checkpointing import Checkpoint, Resting
 from cpt.trainer.costs import Compute, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
-from cpt.trainer.examinations import Measured
+from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.generation import Generation
-from cpt.trainer.keeping import Keeper
 from cpt.trainer.leaks import Leak
 from cpt.trainer.monitoring import watch
 from cpt.trainer.plan import Plan
@@ -45,7 +43,7 @@ from cpt.trainer.pretraining import Base
 from cpt.trainer.raising import say_why_never
 from cpt.trainer.rates import Rates
 from cpt.trainer.run_folder import RunFolder
-from cpt.trainer.scoring import Cells, Scorer, tell_row
+from cpt.trainer.score import Cells, ScoreJournal, Scorer, tell_row
 from cpt.trainer.stages import check_stage, restore_stage, save_stage
 from cpt.trainer.trainer import drop_optimizer, make_trainer
 
@@ -62,7 +60,7 @@ class Learner:
         *,
         module: ContinualModule,
         data: DomainSequence,
-        examinations: Sequence[Measured],
+        examinations: Sequence[Evaluator],
         generation: Generation | None,
         scores: Scores,
         loggers: Sequence[Logger],
@@ -75,7 +73,7 @@ class Learner:
         self.scorer = Scorer(
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=place
         )
-        self.keeper = Keeper(scores, place.scores_file, digests=plan.digests)
+        self.keeper = ScoreJournal(scores, place.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
         self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
         self.eta = RunETA(data, self.scorer, scores, examinations, generation is not None)
@@ -113,7 +111,7 @@ class Learner:
         """Has what a method keeps of learned domains lie in the file of a stage, where that is asked for."""
         if self.rests:
             wait_for_others()  # until the first process has written it
-            rest_parts(self.module, self.place.stage(number))
+            map_stored(self.module, self.place.stage(number))
 
     def examine(self, number: int) -> None:
         """The end tasks, the answers and the probe that are due after a stage and not measured yet."""
@@ -121,7 +119,7 @@ class Learner:
             if each.missing(number):
                 self.carry_out(each, number)
 
-    def carry_out(self, examination: Measured, number: int) -> None:
+    def carry_out(self, examination: Evaluator, number: int) -> None:
         """Measures what is missing of an examination after a stage."""
         row, group = self.scores.rows[number], examination.GROUP
         if number != self.at and not self.place.stage(number).exists():
@@ -155,7 +153,7 @@ class Learner:
         self.module.enter(domain)
         self.module.train()
         compute, rates, leak = Compute(), Rates(), Leak()
-        guard = Guard(policy=self.plan.run.on_nonfinite)
+        guard = NanGuard(policy=self.plan.run.on_nonfinite)
         saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Last, so that a checkpoint has what the others did at its step.

@@ -10,7 +10,7 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.routing import Router
+from cpt.adapters.domain_store import Router
 from cpt.core.randomness import key
 from cpt.data.batch import Batch
 from cpt.data.datamodule import Domain, DomainSequence
@@ -107,7 +107,7 @@ class Monitor(Callback):
             now = self.steering.see(trainer, module, now, partial(self.measure, trainer, module))
         began = {name: self.began[name].numpy() for name in now}
         found = {name: each.numpy() for name, each in now.items()}
-        self.watched.add(trainer.global_step, began, found, own=self.own)
+        self.watched.add(trainer.global_step, began, found)
         if self.options.keep == "best" and self.watched.is_best(self.own):
             self.best = {name: each.detach().clone() for name, each in trained(module)}
             self.watched.kept = trainer.global_step

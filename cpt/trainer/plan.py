@@ -16,17 +16,15 @@ from cpt.data.budget import Budget, share_batch
 from cpt.data.options import DataOptions
 from cpt.data.replay import Generated, Mixture
 from cpt.data.sources.base import GENERAL, Source
-from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import PAST, BudgetOptions
-from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
+from cpt.evaluation.finetune_tasks import FinetunePlan, plan_endtasks
+from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions
-from cpt.evaluation.objective import objective_value
-from cpt.evaluation.policy import EvalOptions
-from cpt.evaluation.probes.options import LMEval, plan_probe
+from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried
-from cpt.optim.schedules import Schedule
+from cpt.optim.schedulers import Schedule
 from cpt.trainer.checks import read_sections
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
@@ -59,9 +57,9 @@ class Plan:
     trainer: TrainerOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
-    endtasks: Planned | None
-    answers: AnswerOptions | None  # where the domains are tasks
-    probe: LMEval | None
+    endtasks: FinetunePlan | None
+    answers: TaskEvalOptions | None  # where the domains are tasks
+    probe: LMEvalOptions | None
     config_digest: str  # of what decides the result
     lost_rate: float | None  # a method's own learning rate that has no effect
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
@@ -121,6 +119,8 @@ def make_plan(cfg: DictConfig) -> Plan:
     )
     if orders.by_texts(said.run.order):
         said.source.check_embedding()
+    if said.probe is not None:
+        said.probe.check_installed()
     plan = Plan(
         settings=redact(settings),
         names=names_of(settings) | begun(settings["from"], said.model.name),
@@ -146,7 +146,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         callbacks=said.callbacks,
         endtasks=plan_endtasks(settings["endtask"], said.source.domains, order),
         answers=answers,
-        probe=plan_probe(said.probe),
+        probe=said.probe,
         config_digest=digest(identity(redact(settings))),
         lost_rate=lost_rate(cfg),
     )

@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from cpt.models import loading
-from cpt.models.quick_dropout import dropout_rates, drops_attention
+from cpt.models.memory import dropout_rates, drops_attention
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_folder import RunFolder
 

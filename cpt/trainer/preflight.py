@@ -18,21 +18,19 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from cpt.adapters.export import INDEX
+from cpt.adapters.export import PARTS_INDEX
 from cpt.core.errors import reason
 from cpt.core.files import check_archive
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.core.signatures import check_arguments, target
 from cpt.methods.base import ContinualModule
-from cpt.models import loading, tokenizers
-from cpt.models.answers import CausalAnswers
-from cpt.models.freezing import frozen_parameters
-from cpt.models.growth import check_head, check_rows
-from cpt.models.isolation import check_isolation
-from cpt.models.objectives import Causal, Masked, Objective
+from cpt.models import loading
+from cpt.models.block_attention import check_isolation
+from cpt.models.growth import check_entries, check_head
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES, ModelOptions
-from cpt.models.span import Span
+from cpt.models.weights import frozen_parameters
 from cpt.trainer.assembly import make_shared
 from cpt.trainer.kinds import check_kind
 from cpt.trainer.plan import Plan
@@ -99,23 +97,23 @@ def check_corruption(options: ModelOptions, objective: str) -> None:
         raise ValueError(f"model.mask_rate=null; allowed: above 0 and below 1, as the model {kind}")
     if objective == "span" and options.mean_span is None:
         raise ValueError("model.mean_span=null; allowed: 1 or more, as the model learns by span corruption")
-    least = BYTES + tokenizers.SENTINELS
+    least = BYTES + loading.SENTINELS
     if objective == "span" and options.checkpoint is None and options.vocabulary < least:
         raise ValueError(
-            f"model.vocabulary={options.vocabulary}; allowed: {least} or more, {tokenizers.SENTINELS} of "
+            f"model.vocabulary={options.vocabulary}; allowed: {least} or more, {loading.SENTINELS} of "
             "them sentinels"
         )
 
 
 def sentinels_of(options: ModelOptions) -> int:
     """How many sentinels the tokenizer of a checkpoint has."""
-    return len(tokenizers.sentinels(loading.load_tokenizer(options.checkpoint)))
+    return len(loading.sentinel_ids(loading.load_tokenizer(options.checkpoint)))
 
 
 def stand_for(options: ModelOptions, objective: str, *, vocabulary: int) -> Objective:
     """An objective of that kind without a tokenizer, which may not be learned yet."""
     if objective == "span":
-        count = (sentinels_of(options) if options.checkpoint else 0) or tokenizers.SENTINELS
+        count = (sentinels_of(options) if options.checkpoint else 0) or loading.SENTINELS
         how = {"rate": options.mask_rate, "mean": options.mean_span}
         return Span(**how, sentinels=range(count), end=0, pad=0, start=0)
     return Masked(Unmade(vocabulary), rate=options.mask_rate) if objective == "masked" else Causal()
@@ -179,7 +177,8 @@ def configure_given(options: ModelOptions) -> PretrainedConfig:
     with naming_cause(f"the tokenizer of model.checkpoint={place}"):
         tokenizer = loading.load_tokenizer(place)
     rows = config.get_text_config().vocab_size
-    check_rows(rows, tokenizer, checkpoint=place, resize=options.resize)
+    if not options.resize:
+        check_entries(rows, tokenizer, checkpoint=place)
     loading.find_adapter(place)
     if is_first_process():
         tell_parts(Path(place))
@@ -211,8 +210,8 @@ def check_tokenizer(folder: Path) -> None:
 def tell_parts(folder: Path) -> None:
     """Says which part of an exported model with a part per domain is used: the files that transformers reads
     are one model."""
-    if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    if (folder / PARTS_INDEX).is_file():
+        index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
         *others, last = index["parts"]
         used = f"with the part of {last} alone" if index["attach"] is None else "without any of them"
         advice = f"cpt.adapters.export.load({str(folder)!r}, domain=…)"

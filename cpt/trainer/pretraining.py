@@ -23,13 +23,13 @@ from cpt.data.replay import NOTHING
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
-from cpt.models import loading, tokenizers
+from cpt.models import loading
+from cpt.models.block_attention import try_isolation
 from cpt.models.growth import entries, fit_rows
-from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.optim.guard import Guard
-from cpt.optim.schedules import Linear
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Linear
 from cpt.trainer.checkpointing import Checkpoint
 from cpt.trainer.trainer import drop_optimizer, make_trainer
 
@@ -63,7 +63,8 @@ class Base:
     def model(self) -> PreTrainedModel:
         """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
         loaded = loading.load_model(self.checkpoint, self.objective_name)
-        fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
+        if self.resize:
+            fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint)
         loading.check_length(self.length, loaded, self.objective)
         try_sharing(loaded, self.objective)
         return loaded
@@ -93,7 +94,7 @@ class Untrained(Base):
 
     def model(self) -> PreTrainedModel:
         """The model at the beginning of its pre-training."""
-        made = loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
+        made = loading.build_model(self.config, self.tokenizer, self.objective_name, seed=0)
         loading.check_length(self.length, made, self.objective)
         try_sharing(made, self.objective)
         return made
@@ -129,9 +130,9 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     config = loading.configuration(options.checkpoint)
     tokenizer = loading.load_tokenizer(options.checkpoint)
     name, how = loading.objective_name(options.objective, config), answering(corpora)
-    if name == "span" and not tokenizers.sentinels(tokenizer):
-        tokenizers.add_sentinels(tokenizer)
-        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS)
+    if name == "span" and not loading.sentinel_ids(tokenizer):
+        loading.add_sentinels(tokenizer)
+        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, loading.SENTINELS)
         return replace(
             assemble_base(options, options.checkpoint, tokenizer, config, **how),
             resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
@@ -142,9 +143,9 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
 def try_sharing(model: PreTrainedModel, objective: Objective) -> None:
     """Raises ValueError where samples or documents share rows and a model mixes them."""
     if objective.sharing is not None:
-        try_isolation(model)
+        try_isolation(model, documents=False)
     if objective.isolated:
-        try_documents(model, causal=objective.causal)
+        try_isolation(model, documents=True, causal=objective.causal)
 
 
 def answering(corpora: Corpora) -> dict[str, bool]:
@@ -162,7 +163,7 @@ def assemble_base(
     isolated: bool = False,
 ) -> Base:
     name = loading.objective_name(options.objective, config)
-    objective = loading.objective(
+    objective = loading.text_objective(
         name,
         tokenizer,
         mask_rate=options.mask_rate,
@@ -172,7 +173,7 @@ def assemble_base(
     if answers:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     else:
-        loading.check_text(name, isolated=isolated)
+        loading.check_packing(name, isolated=isolated, answers=False)
         objective.isolated = isolated
     return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
 
@@ -182,7 +183,7 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        learned = tokenizers.train_tokenizer(batches(general), vocabulary=vocabulary, objective=objective)
+        learned = loading.train_tokenizer(batches(general), vocabulary=vocabulary, objective=objective)
         learned.save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
@@ -197,7 +198,7 @@ def batches(general: Corpus) -> Iterator[list[str]]:
 def make_learner(options: ModelOptions, new: Base) -> NCL:
     """What pre-trains a new model, with the model in it."""
     how = options.base
-    model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
+    model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
     shared = Shared(
         model=model.train(),
@@ -227,7 +228,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         "log_every_n_steps": 10,
         "gradient_clip_val": how.gradient_clip_val,
     }
-    guard = Guard(advice=ADVICE)
+    guard = NanGuard(advice=ADVICE)
     callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None

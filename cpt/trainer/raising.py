@@ -14,7 +14,7 @@ from cpt.core.config import flatten, plain_config
 from cpt.core.processes import is_one_of_several
 from cpt.core.rules import is_steps
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.capping import hold_cap
 from cpt.trainer.plan import SHARDED, Plan
 from cpt.trainer.run_folder import RunFolder

@@ -24,7 +24,7 @@ from cpt.trainer.run_folder import RunFolder
 from cpt.trainer.trainer import make_trainer, quiet
 
 if TYPE_CHECKING:
-    from cpt.evaluation.probes.harness import Harness
+    from cpt.evaluation.lm_eval import Harness
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def make_harness(plan: Plan) -> Harness | None:
     if plan.probe is None or not is_first_process():
         return None
     log.info("reading the tasks of the probe")
-    from cpt.evaluation.probes.harness import Harness  # 8 seconds, and a package that may not be there
+    from cpt.evaluation.lm_eval import Harness  # 8 seconds, and a package that may not be there
 
     return Harness(plan.probe, precision=plan.trainer.precision)
 

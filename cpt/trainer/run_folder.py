@@ -24,9 +24,8 @@ from cpt.core.files import (
     write_checksums,
 )
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
-from cpt.evaluation.documents import documents_file, load_documents
-from cpt.evaluation.lines import lines_file
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.journal import journal_file
+from cpt.evaluation.scores import Scores, documents_file, load_documents
 
 log = logging.getLogger(__name__)
 HELD = (
@@ -111,7 +110,7 @@ class RunFolder:
             if not (self.path / "stages" / f"{shards.name.split('.')[0]}.pt").exists():
                 discard(shards)
         if not self.scores_file.exists():
-            lines_file(self.scores_file).unlink(missing_ok=True)  # of a run that is to begin anew
+            journal_file(self.scores_file).unlink(missing_ok=True)  # of a run that is to begin anew
 
     def seal(self) -> None:
         """Remembers the checksums of what a finished run is asked for; the disk holds it then."""

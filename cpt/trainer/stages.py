@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt.adapters.bank import load_resting, rest_parts
+from cpt.adapters.domain_store import load_mapped, map_stored
 from cpt.core.collectives import gather_objects
 from cpt.core.files import Table, check_archive, find_damage, hash_files
 from cpt.core.processes import is_first_process, rank_and_world
@@ -103,9 +103,9 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
         return found if found is not None and found.shape == shape else None
 
     if rests and not shards:
-        load_resting(module, stored)
+        load_mapped(module, stored)
     else:
         is_shared_out = any(map(is_sharded, module.parameters()))
         module.load_state_dict(read_stage(path, like if is_shared_out else is_whole))
     if rests:
-        rest_parts(module, path)
+        map_stored(module, path)

@@ -11,7 +11,7 @@ from cpt.core.config import identity as identity_of
 from cpt.core.config import list_differences, plain_config
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.checks import read_sections
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT

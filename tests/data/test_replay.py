@@ -151,7 +151,7 @@ def test_the_masks_of_a_draw_are_those_of_its_number(texts, whose):
         batch = made[number]
         parts, rows, _ = made.samples(number)
         for place in np.flatnonzero(parts == 1):
-            assert whose[tuple(MASKED.uncorrupted(batch)[place].tolist())] == ("a", rows[place])
+            assert whose[tuple(MASKED.restored(batch)["input_ids"][place].tolist())] == ("a", rows[place])
         drawn = sorted(keys_of(made, number))
         assert drawn == sorted(
             sample_keys(key(0, "now", "past", "masks"), np.arange(seen, seen + 4)).tolist()

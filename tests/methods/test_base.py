@@ -15,10 +15,11 @@ from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 from cpt.trainer import assembly, loop
 from cpt.trainer.plan import make_plan
 from cpt.trainer.pretraining import make_base
+from tests.support import making
 
 
 class Half(GradientMask):
@@ -105,6 +106,14 @@ def test_gradients_are_masked_before_they_are_clipped(fitted):
     assert sum(value.square().sum() for value in moved.values()).sqrt().item() == pytest.approx(
         1e-3, rel=1e-3
     )
+
+
+def test_every_step_draws_by_a_seed_of_its_own(small):
+    work, watch = making.made(small("order=[law,food]")), making.Watch(lambda module: torch.initial_seed())
+    for number in (0, 1):
+        work.learn(number, watch)
+    seeds = [seed for _, seed in watch.seen]
+    assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_decay_reaches_matrices_only(fitted):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import distributed
 
 import cpt.adapters.export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core import collectives
 from cpt.data.datamodule import Domain
 from cpt.data.sampling import Subset

@@ -241,7 +241,7 @@ def test_both_domains_are_in_the_memory(small, start, tmp_path):
         for name, text in data.train.items()
     }
     kept = module.memory
-    rows = module.objective.uncorrupted(batch_of(kept.input_ids, kept.labels))
+    rows = module.objective.restored(batch_of(kept.input_ids, kept.labels))["input_ids"]
     counts = {name: sum(tuple(row) in ids for row in rows.tolist()) for name, ids in original.items()}
     assert sum(counts.values()) == 48
     assert 12 <= counts["law"] <= 36

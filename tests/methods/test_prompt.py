@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import cpt.adapters.export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.data.sampling import Subset
 from cpt.models.forward import body
 from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed
 
-from cpt.adapters.bank import BASE
-from cpt.adapters.routing import Router, Routing, keep_largest
+from cpt.adapters.domain_store import BASE, Router, keep_largest
+from cpt.adapters.options import Routing
 from cpt.core import collectives
 from cpt.data.batch import labels_of
 from cpt.data.sampling import Subset
@@ -38,7 +38,9 @@ def router(domains: int = 2, **options) -> Router:
 def begun(domains: int = 2, **options) -> Router:
     """One that has begun a text whose parts are the base and the learned ones."""
     mixing = router(domains, **options)
-    mixing.go_on(BASE, mixing.parts, torch.device("cpu"))
+    count = len(mixing.parts)
+    mixing.prior = torch.full((count,), 1 / count, dtype=torch.double)
+    mixing.cache = torch.zeros_like(mixing.prior)
     return mixing
 
 
@@ -227,12 +229,6 @@ def test_which_parts_are_mixed(options, domains, own, other):
     assert mixing.mixed(1) == own
     assert mixing.mixed(BASE) == mixing.mixed(7) == other
     assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
-
-
-def test_how_many_parts_are_mixed():
-    mixing = router(2, unlearned="nearest", learned="posterior", top_k=2)
-    assert (mixing.top_k(0), mixing.top_k(BASE), mixing.top_k(2)) == (2, 1, 1)
-    assert router(2, learned="posterior").top_k(0) is None
 
 
 @torch.no_grad()

@@ -10,8 +10,7 @@ import torch
 from cpt.core.config import identity, list_differences, plain_config
 from cpt.data import sampling
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.conditions import conditions, describe_conditions
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.trainer import loop
 from tests.methods.test_contract import bits
 from tests.support.campaign import run_few

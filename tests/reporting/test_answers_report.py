@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from cpt.evaluation.answers.files import path_of
-from cpt.evaluation.answers.metrics import MEASURES
+from cpt.evaluation.predictions import answers_file
+from cpt.evaluation.task_metrics import MEASURES
 from cpt.reporting.answers import NAMES, build_answer_blocks, build_answer_moves, format_answers
 from cpt.reporting.drawing import description
 from cpt.reporting.run_report import write_report
@@ -77,12 +77,12 @@ def test_what_became_of_the_examples_is_a_table(tmp_path):
     ]
     cells = [["law", "law", "4", "75.00", "50.00", "2", "50.00", "37.50", "1", "25.00", "12.50", "1"]]
     assert block.cells[1:] == cells and block.cells[0][1] == "base" and len(block.head) == len(cells[0])
-    path_of(tmp_path / "answers" / "001-law", "law").unlink()
-    path_of(tmp_path / "answers" / "000-base", "law").write_text("damaged")
+    answers_file(tmp_path / "answers" / "001-law", "law").unlink()
+    answers_file(tmp_path / "answers" / "000-base", "law").write_text("damaged")
     lines = build_answer_moves(scores, tmp_path).lines
-    assert len(lines) == 1 and "000-base/law.parquet: damaged answers" in lines[0]
+    assert len(lines) == 1 and "000-base/law.parquet: damaged predictions" in lines[0]
     write_report(tmp_path, scores)
-    assert "damaged answers" in (tmp_path / "report.md").read_text()
+    assert "damaged predictions" in (tmp_path / "report.md").read_text()
 
 
 def test_every_measure_has_a_name():

@@ -123,7 +123,7 @@ def test_das6_is_of_the_papers_size(composed):
     assert chosen.load() is AdamW
     assert (optim["lr"], optim["eps"], optim["weight_decay"]) == (1e-4, 1e-6, 0.0)
     assert tuple(optim["betas"]) == (0.9, 0.999)
-    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedules.Linear", 0.1)
+    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedulers.Linear", 0.1)
     assert (cfg.domains.name, cfg.endtask.name) == ("das6", "das6")
     assert order_of(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
 

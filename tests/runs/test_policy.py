@@ -8,10 +8,9 @@ import pytest
 from cpt import verify
 from cpt.data.packing import Packed
 from cpt.data.sampling import Subset
-from cpt.evaluation.documents import load_documents
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, load_documents
 from cpt.methods.base import ContinualModule
-from cpt.trainer.scoring import Scorer
+from cpt.trainer.score import Scorer
 from tests.support.making import made
 
 ORDER = "order=[law,food,space]"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 
 from cpt.core.files import check_archive
 from cpt.core.heartbeat import Heartbeat, ProcessId, utc_now
-from cpt.evaluation.objective import objective_value
+from cpt.evaluation.metrics import objective_value
 from cpt.trainer.run_folder import RunFolder
 from tests.conftest import SHARED
 

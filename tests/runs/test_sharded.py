@@ -26,10 +26,10 @@ import json, os, sys
 sys.path.insert(0, {root!r})
 from lightning.pytorch.callbacks import Callback
 from cpt.core.sharding import is_sharded, local
-from cpt.models import economy
+from cpt.models import memory
 from cpt.trainer import loop
 
-economy.COMPILER = {{"backend": "eager"}}  # traced, and run as it was
+memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
 
 def count(tensors):
     every = list(tensors)

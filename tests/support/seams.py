@@ -11,7 +11,7 @@ from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import divergence, nll_of
 from cpt.models.units import blocks, sublayers
-from cpt.optim.schedules import Progress, Schedule
+from cpt.optim.schedulers import Progress, Schedule
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {

@@ -221,7 +221,7 @@ AT_ONCE = {
     "replay=generated replay.batch_size=0": f"replay.batch_size=0; allowed: {WHOLE}",
     "replay=generated strategy=fsdp": "replay=generated asks a model as a whole to write, of which strategy",
     "schedule=cosine schedule.final=-1": f"schedule.final=-1; allowed: {SHARE}",
-    "schedule._target_=cpt.optim.schedules.Wsd": "schedule._target_=cpt.optim.schedules.Wsd: cpt.optim.sched",
+    "schedule._target_=cpt.optim.schedulers.Wsd": "schedule._target_=cpt.optim.schedulers.Wsd: cpt.optim.",
     "optim=sgd optim.momentum=-1": "optim.momentum=-1; allowed: 0 or more",
     "+optim.weigth_decay=1": "optim.weigth_decay is not known; did you mean optim.weight_decay? allowed: op",
     "model.checkpoint=5": "model.checkpoint=5; allowed: null or a Hugging Face name or a folder",

@@ -31,7 +31,7 @@ def compared(*folders: Path):
 @pytest.fixture
 def low(monkeypatch):
     """A default that the small texts are above."""
-    monkeypatch.setattr("cpt.evaluation.policy.CAP", 64)
+    monkeypatch.setattr("cpt.evaluation.options.CAP", 64)
 
 
 @pytest.fixture

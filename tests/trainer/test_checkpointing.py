@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cpt.optim import guard as guards
-from cpt.optim.guard import Guard
+from cpt.optim import nan_guard as guards
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer import checkpointing
 from cpt.trainer.checkpointing import Checkpoint
 from cpt.trainer.options import minutes_of
@@ -17,7 +17,7 @@ def saved(monkeypatch, tmp_path):
     """The steps after which a state is kept, of ten that take so many seconds each."""
 
     def make(every, *, seconds=0, ends=None):
-        clock, guard, steps = [0.0], Guard(), []
+        clock, guard, steps = [0.0], NanGuard(), []
         monkeypatch.setattr(checkpointing, "monotonic", lambda: clock[0])
         saving = Checkpoint(tmp_path / "state", every=every, guard=guard)
         trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)
@@ -56,4 +56,4 @@ def test_minutes_are_written_with_their_unit(given, minutes):
 
 def test_what_is_neither_is_refused(tmp_path):
     with pytest.raises(ValueError, match="allowed: 1 or more steps, or like 10min"):
-        Checkpoint(tmp_path, every="soon", guard=Guard())
+        Checkpoint(tmp_path, every="soon", guard=NanGuard())

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpointing import Checkpoint
 from cpt.trainer.costs import Compute, own_names, stored_beside, stored_bytes, trained_parameters
 from cpt.trainer.trainer import make_trainer
@@ -122,7 +122,7 @@ def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkp
     options = {"accumulate_grad_batches": accumulate}
     callbacks = [
         compute,
-        Checkpoint(tmp_path / "state.ckpt", every=1, guard=Guard()),
+        Checkpoint(tmp_path / "state.ckpt", every=1, guard=NanGuard()),
         *([stop] if stop else []),
     ]
     tmp_path.mkdir(exist_ok=True)

@@ -247,7 +247,7 @@ def test_changed_data_of_an_end_task_is_told_and_measured_again(run, tmp_path, c
     os.utime(data, ns=(1, 1))
     with monkeypatch.context() as patched:
         patched.setattr(
-            "cpt.evaluation.endtasks.suite.fine_tune", None
+            "cpt.evaluation.finetune.fine_tune", None
         )  # the data are the same: nothing is measured
         assert run(*asked)["endtasks"]["scores"] == before["endtasks"]["scores"]
         run(*asked)

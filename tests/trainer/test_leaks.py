@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import GradientMask
-from cpt.models.sensitivity import within_most
+from cpt.models.fisher import within_most
 from cpt.trainer.leaks import measure_leak
 from tests.support.killing import KilledError, Killer
 from tests.support.making import ORDER

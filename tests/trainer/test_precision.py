@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from cpt.models import quick_dropout
+from cpt.models import memory
 from cpt.trainer import loop
 from cpt.trainer.plan import make_plan
 from cpt.trainer.precision import resolve_precision
@@ -132,13 +132,13 @@ def test_what_can_be_drawn_quickly_is_told(device, given, line, small, tmp_path,
 
 def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):
     drawn = []
-    quick = quick_dropout.quick_dropout
+    quick = memory.quick_dropout
 
     def noting(given, p, *rest, **how):
         drawn.append(p)
         return quick(given, p, *rest, **how)
 
-    monkeypatch.setattr(quick_dropout, "quick_dropout", noting)
+    monkeypatch.setattr(memory, "quick_dropout", noting)
     given = (*DROPS, IN_ATTENTION, "order=[law]", "trainer.steps=3")
     start(small(*given, "name=plain"), tmp_path / "plain")
     assert not drawn

@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.growth import is_tied
-from cpt.models.loading import build
-from cpt.models.tokenizers import sentinels, train_tokenizer
+from cpt.models.loading import build_model, sentinel_ids, train_tokenizer
 from cpt.trainer.plan import make_plan
 from cpt.trainer.readiness import prepare
 from cpt.trainer.run_folder import RunFolder
@@ -128,7 +127,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, sm
     assert f"the tokenizer of {bart} has no sentinels: it gets 100" in caplog.text
     words = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
-    ids = sentinels(words)
+    ids = sentinel_ids(words)
     assert len(ids) == 100 and ids[0] == len(words) - 1
     assert model.get_input_embeddings().num_embeddings == len(words)
     assert is_tied(model)
@@ -171,7 +170,7 @@ def saved(tmp_path_factory):
         iter(["the court finds that a party must pay damages"] * 5), vocabulary=300, objective="masked"
     )
     config = {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
-    for part in (build(config, words, "masked", seed=0), words):
+    for part in (build_model(config, words, "masked", seed=0), words):
         part.save_pretrained(folder)
     return folder
 

@@ -8,7 +8,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from cpt.adapters.bank import Bank
+from cpt.adapters.domain_store import DomainParams
 from cpt.core.sharding import whole
 from cpt.core.tensors import NamedTensors
 from cpt.trainer import stages
@@ -42,7 +42,7 @@ class Method(nn.Module):
         )
         self.model["head"].weight = self.model["table"].weight
         self.anchor = NamedTensors({name: each + 1 for name, each in self.model.named_parameters()})
-        self.bank = Bank(self.model, ["map.bias"])
+        self.bank = DomainParams(self.model, ["map.bias"])
         self.bank.keep(self.model, 0)
         self.register_buffer("count", torch.tensor(seed))
 
@@ -96,7 +96,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     restore_stage(other, path, rests=rests)
     state = {name: whole(each) if shared else each for name, each in other.state_dict().items()}
     assert is_same(state, Method(1).state_dict())
-    assert other.bank.resting == ({"0:map/bias"} if rests else set())
+    assert other.bank.mapped == ({"0:map/bias"} if rests else set())
 
 
 def killed(*args, **how):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from cpt.evaluation.conditions import NONE as NOT_SAID
-from cpt.evaluation.conditions import is_unknown, text_digest
+from cpt.evaluation.scores import text_digest
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import NONE, Measure, format_spread
 from cpt.reporting.comparison.notes import explain_alone, is_ranked
 from cpt.reporting.formatting import decimals
 from cpt.reporting.page import Block, few
 
+NOT_SAID = "none"
 APART = (
     "sections, each with its own tables, ranks, differences and pictures: a perplexity means another thing "
     "in each, so that no number of one may be compared with one of another"
@@ -46,7 +46,7 @@ def build_heading(sections: Sequence[ComparedRuns]) -> list[Block]:
         f"{len(sections)} {APART}{but}",
         *(_describe_section(s, n, sections) for n, s in enumerate(sections, 1)),
     ]
-    if any(is_unknown(value) for section in sections for value in section.conditions.values()):
+    if any(value == "unknown" for section in sections for value in section.conditions.values()):
         lines.append(UNKNOWN)
     return [Block(lines=[*lines, *_other_texts(sections)]), *bits]
 
@@ -87,7 +87,7 @@ def bits_per_byte(sections: Sequence[ComparedRuns]) -> list[Block]:
 
 def _has_digests(section: ComparedRuns) -> bool:
     scores = section.runs[0].scores
-    return not any(is_unknown(text_digest(scores, name)) for name in scores.domains)
+    return not any(text_digest(scores, name) == "unknown" for name in scores.domains)
 
 
 def _tabulate_bits(numbered: Sequence[tuple[int, ComparedRuns]]) -> Block:

@@ -9,8 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from cpt.evaluation.answers.by_example import Marked, answers_in, join_examples, mark_answers, rows_asked
-from cpt.evaluation.examples import Array
+from cpt.evaluation.metrics import Array
+from cpt.evaluation.predictions import Marked, answers_in, join_examples, mark_answers, rows_asked
 from cpt.evaluation.statistics import Difference, compare_differences, mcnemar
 from cpt.reporting.comparison.differences import CorrectedDifference, correct_holm
 from cpt.reporting.comparison.groups import ComparedRuns, Group

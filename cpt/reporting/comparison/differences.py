@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cpt.evaluation.endtasks.metrics import Array, correct
-from cpt.evaluation.probes.results import describe_task
+from cpt.evaluation.metrics import Array
+from cpt.evaluation.predictions import correct
 from cpt.evaluation.statistics import Difference, compare_examples, compare_pairs, rank_rows
+from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import COMPARED, Measure, measure_probe
 from cpt.reporting.comparison.notes import is_ranked

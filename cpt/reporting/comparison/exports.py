@@ -13,8 +13,7 @@ from typing import Any
 import pandas
 
 from cpt.core.files import replacing
-from cpt.evaluation.conditions import describe_conditions
-from cpt.evaluation.scores import RUN_KEYS
+from cpt.evaluation.scores import RUN_KEYS, describe_conditions
 from cpt.reporting.comparison.answered import Line, on_answers
 from cpt.reporting.comparison.differences import (
     CorrectedDifference,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from cpt.evaluation.answers.results import head_of
-from cpt.evaluation.conditions import describe_conditions
+from cpt.evaluation.scores import describe_conditions
+from cpt.evaluation.task_metrics import head_of
 from cpt.reporting.comparison.groups import ComparedRuns, Group, differing, order_names
 from cpt.reporting.comparison.runs import tasks_of
 from cpt.reporting.page import few

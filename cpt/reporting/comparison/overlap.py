@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from cpt.core.files import check_archive
-from cpt.evaluation.lines import read_lines
+from cpt.evaluation.journal import read_journal
 
 Row = Mapping[str, np.ndarray]
 IMPORTANCE, OWN, CHOSEN, GATES = "importance", "measured", "chosen", "overlap"  # what names begin with
@@ -113,7 +113,7 @@ def _seen(folder: Path, *, stages: int) -> list[float]:
     """Tokens by stage as scores.json has them; alike for all where it does not."""
     try:
         file = Path(folder) / "scores.json"
-        lines = read_lines(file)
+        lines = read_journal(file)
         known = json.loads(file.read_text(encoding="utf-8"))["seen"]
         known += {line["row"]: line["seen"] for line in lines if line["row"] >= len(known)}.values()
         seen = [float(tokens) for tokens in known[:stages]]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.answers.results import compute_metrics, matrix_of
 from cpt.evaluation.metrics import Layout, compute_values
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import compute_metrics, matrix_of
 
 Metrics = dict[str, dict[str, float]]
 

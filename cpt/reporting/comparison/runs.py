@@ -15,12 +15,10 @@ import yaml
 
 from cpt.core.config import executes, flatten
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.answers.results import NAMES as ANSWERS
-from cpt.evaluation.conditions import conditions, is_unknown
-from cpt.evaluation.endtasks.metrics import MEANINGS
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
-from cpt.evaluation.probes.results import describe_task
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions
+from cpt.evaluation.task_metrics import ANSWER_METRICS as ANSWERS
+from cpt.evaluation.task_metrics import ENDTASK_MEANINGS, describe_task
 from cpt.reporting import labels
 from cpt.reporting.comparison.measures import COSTS
 from cpt.reporting.comparison.restricted import restrict_scores
@@ -41,7 +39,7 @@ WITHIN = (
 )
 FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
 KEYS = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
-KEYS += [f"endtask/{name}" for name in MEANINGS] + [f"answers/{name}" for name in ANSWERS]
+KEYS += [f"endtask/{name}" for name in ENDTASK_MEANINGS] + [f"answers/{name}" for name in ANSWERS]
 COST_KEYS = [measure.key for measure in COSTS]
 Pair = tuple[tuple[str, ...], int]  # order and seed: two runs of one pair learned the same text alike
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
@@ -70,7 +68,7 @@ class Run:
     @cached_property
     def conditions(self) -> dict[str, str]:
         """What its perplexities depend on beside the model: see cpt.evaluation.conditions."""
-        return conditions(self.scores, self.settings) | self.assumed
+        return conditions(self.scores) | self.assumed
 
     @cached_property
     def counted(self) -> tuple:
@@ -209,7 +207,7 @@ def complete_conditions(runs: Sequence[Run]) -> list[Run]:
     said = defaultdict(set)
     for run in runs:
         for name, value in run.conditions.items():
-            said[run.counted, name].update([] if is_unknown(value) else [value])
+            said[run.counted, name].update([] if value == "unknown" else [value])
     return [
         run.but(assumed={name: next(iter(said[run.counted, name])) for name in _list_open(run, said)})
         for run in runs
@@ -218,7 +216,7 @@ def complete_conditions(runs: Sequence[Run]) -> list[Run]:
 
 def _list_open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
     """What the run does not say, and others with one voice."""
-    unknown = [name for name, value in run.conditions.items() if is_unknown(value)]
+    unknown = [name for name, value in run.conditions.items() if value == "unknown"]
     return [name for name in unknown if len(said[run.counted, name]) == 1]
 
 

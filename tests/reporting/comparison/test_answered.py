@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from cpt.evaluation.answers.by_example import answers_in
+from cpt.evaluation.predictions import answers_in
 from cpt.report import main
 from cpt.reporting.comparison.answered import Reader, on_answers
 from cpt.reporting.comparison.notes import notes
@@ -110,7 +110,7 @@ def test_files_that_are_gone_or_damaged_are_a_line_each_and_the_rest_goes_on(tmp
     found = on_answers(compared)
     assert list(found.by_task) == ["space"] and found.whole["das"].measures == ["accuracy_ranked"]
     assert found.notes == [f"{tmp_path / 'das'} has no files of the answers to law."]
-    assert len(found.failed) == 1 and found.failed[0].startswith(f"{damaged}: damaged answers")
+    assert len(found.failed) == 1 and found.failed[0].startswith(f"{damaged}: damaged predictions")
 
 
 def test_runs_that_lack_the_same_files_are_told_in_one_line():

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from cpt.evaluation.conditions import conditions
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions
 from cpt.report import main
 from cpt.reporting.comparison.across import BITS, build_heading
 from cpt.reporting.comparison.differences import contrasts, rank_groups
@@ -96,26 +95,6 @@ def config(length=64, rate=0.3, score_on="test"):
     return {"model": {"length": length, "mask_rate": rate}, "domains": {"score_on": score_on}}
 
 
-def test_older_runs_are_told_apart_by_their_config(tmp_path):
-    runs = []
-    for place, settings in enumerate(
-        (config(), config(length=128), config(rate=0.15), config(score_on="valid"))
-    ):
-        saved(tmp_path / str(place), config=settings, conditions={})
-        runs.append(run(tmp_path / str(place), conditions={}))
-    assert len(compared(*runs)) == 4
-    assert [each.conditions["length"] for each in runs] == ["64", "128", "64", "64"]
-    assert any(line.startswith("unknown: an earlier cpt") for line in lines(*runs))
-
-
-def test_what_is_unknown_is_equal_where_the_texts_have_as_many_tokens():
-    one, same, other = (run(conditions={}) for _ in range(3))
-    other.scores.tokens = [900, 1000, 1000, 1000]
-    assert len(compared(one, same)) == 1
-    assert [len(section.runs) for section in compared(one, same, other)] == [2, 1]
-    assert one.conditions["tokenizer"].startswith("unknown (")
-
-
 def test_what_a_run_does_not_say_is_taken_from_those_with_as_many_tokens():
     (only,) = compared(run(conditions={}), run(method="das"), run(conditions={}, seed=1))
     assert "unknown" not in " ".join(only.conditions.values())
@@ -131,14 +110,6 @@ def test_a_run_with_other_counts_takes_nothing(counts):
     old = run(conditions={})
     setattr(old.scores, counts, [77, 1000, 1000, 1000])
     assert len(compared(old, run())) == 2
-
-
-def test_where_others_disagree_a_run_takes_nothing():
-    others = [run(), run(conditions=CONDITIONS | {"tokenizer": "4567cdef"})]
-    found = compared(run(conditions={}), *others)
-    assert len(found) == 3
-    assert found[0].conditions["tokenizer"].startswith("unknown (")
-    assert found[0].conditions["length"] == "64"
 
 
 def test_unknown_values_do_not_depend_on_the_order_of_learning():
