@@ -18,9 +18,8 @@ from cpt.data.tokenized_tasks import Encoder, TaskPrompt, encode_corpus, read_ex
 @dataclass(frozen=True)
 class Corpora:
     """The corpora of a run by name: the domains in their order, then the general text. `encoding` says how
-    the domains become rows where they are examples; None where they are text. With `isolated`, the samples
-    of a batch share rows. Rows of text are filled by `packing`. `workers` tokenise a text, None: as many as
-    there are cores."""
+    examples become rows, None: the domains are text. With `isolated`, the samples of a batch share rows.
+    Rows of text are filled by `packing`. `workers` processes tokenize a text, None: one per core."""
 
     by_name: dict[str, Corpus]
     cache: Path
@@ -33,14 +32,8 @@ class Corpora:
     def read(
         cls, source: Source, order: Sequence[str], *, cache: Path, workers: int | None = None
     ) -> "Corpora":
-        return cls(
-            {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)},
-            cache,
-            source.encoding,
-            source.isolated,
-            workers,
-            source.text_packing,
-        )
+        by_name = {name: make_corpus(source, name, cache=cache) for name in (*order, GENERAL)}
+        return cls(by_name, cache, source.encoding, source.isolated, workers, source.text_packing)
 
     @property
     def general(self) -> Corpus:
@@ -58,27 +51,14 @@ class Corpora:
     ) -> Packed:
         """A split of one name: text in rows of `length` tokens, by another `packing` where one is given, or a
         row for each example, as a causal or a `seq2seq` model takes it."""
-        corpus = self.by_name[name]
+        how: dict[str, Any] = {"name": name, "cache": self.cache}
         if self.encoding is None or name == GENERAL:
-            return pack(
-                corpus,
-                split,
-                tokenizer=tokenizer,
-                length=length,
-                name=name,
-                cache=self.cache,
-                tokenizer_digest=tokenizer_digest(tokenizer),
-                packing=packing or self.packing,
-                workers=self.workers,
-            )
-        return encode_corpus(
-            corpus,
-            split,
-            encoder=Encoder(tokenizer, length, self.encoding, seq2seq),
-            name=name,
-            cache=self.cache,
-            tokenizer_digest=self.tokenizer_digest(tokenizer),
-        )
+            how |= {"tokenizer_digest": tokenizer_digest(tokenizer), "packing": packing or self.packing}
+            how |= {"tokenizer": tokenizer, "length": length, "workers": self.workers}
+            return pack(self.by_name[name], split, **how)
+        how |= {"tokenizer_digest": self.tokenizer_digest(tokenizer)}
+        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
+        return encode_corpus(self.by_name[name], split, encoder=encoder, **how)
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, length: int, *, seq2seq: bool) -> Encoder:
         """What makes rows of examples. Raises ValueError where the domains are none."""

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from cpt.core.rules import show
-from cpt.data.sources.m2d2 import parse_name
+from cpt.data.sources.selection import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
 BY_TEXTS = ("similar", "similar_tree", "dissimilar")
@@ -159,7 +159,7 @@ def group_coarse(names: Sequence[str]) -> dict[str, list[int]]:
     """The places of names by their coarse domain."""
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(names):
-        groups.setdefault(parse_name(name).coarse, []).append(place)
+        groups.setdefault(parse_name(name)[0], []).append(place)
     return groups
 
 

@@ -1,34 +1,137 @@
-"""A corpus as token ids in rows of equal length: documents one after another, separated, nothing dropped."""
+"""A corpus as rows of token ids: how documents fill them, and the rows on disk, memory-mapped.
 
+Packers take documents as they come and hold little of them, so that a text larger than memory is packed; what
+they make is a function of the documents alone."""
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, Value
-from datasets import Sequence as ListOf
+from datasets import Dataset, Features, List, Value
+from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
-from cpt.core.growing import Growing
-from cpt.core.progress import DELAY, progress_bar
-from cpt.core.randomness import shuffle
-from cpt.data.arrow import END, schema_of
+from cpt.core.randomness import key, shuffle
 from cpt.data.collate import Sizes
-from cpt.data.corpus import SPLITS, Corpus
-from cpt.data.fitting import Alone, Cut, Fit
+from cpt.data.corpus import Corpus
 from cpt.data.sources.base import CONCAT, ISOLATED, PER_DOCUMENT
-from cpt.data.tokenising import pieces, tokenise
+from cpt.data.tokenize import tokenize_corpus
 
+log = logging.getLogger(__name__)
 FORMAT = 1
 ROWS = "rows.arrow"
-PADDING = -1
+PADDING = -1  # the document of a token of padding
+OPEN_ROWS = 128  # rows that wait for documents that fit
 COLUMNS = Features(
-    {"ids": ListOf(Value("int32")), "documents": ListOf(Value("int32")), "text_tokens": Value("int32")}
+    {"ids": List(Value("int32")), "documents": List(Value("int32")), "text_tokens": Value("int32")}
 )
+
+
+def rows_table(tokens: np.ndarray, ends: np.ndarray, special: Sequence[int]) -> pa.Table:
+    """Ids and documents [2, tokens] int32 as rows between `ends` [rows + 1]; `special` ids are no text."""
+    ends = ends.astype(np.int32)
+    text = np.zeros(tokens.shape[1] + 1, np.int32)
+    np.cumsum(~np.isin(tokens[0], np.asarray(sorted(special), np.int32)), out=text[1:])
+    ids, documents = (pa.ListArray.from_arrays(ends, values) for values in tokens)
+    table = {"ids": ids, "documents": documents, "text_tokens": pa.array(np.diff(text[ends]))}
+    return pa.table(table, schema=COLUMNS.arrow_schema)
+
+
+class ConcatPacker:
+    """Rows of `length` ids, cut from documents one after another; only the last row may be short."""
+
+    def __init__(self, length: int, special: Sequence[int]) -> None:
+        self.length, self.special = length, special
+        self.documents = 0  # so far
+        self.rest = np.empty((2, 0), np.int32)  # tokens that do not fill a row yet: ids, documents
+
+    def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.Table:
+        """The rows that are full with further documents: ids [tokens], and how many each has [documents]."""
+        owners = np.repeat(np.arange(self.documents, self.documents + len(sizes), dtype=np.int32), sizes)
+        tokens = np.concatenate([self.rest, [ids, owners]], axis=1, dtype=np.int32)
+        full = tokens.shape[1] // self.length * self.length
+        self.documents += len(sizes)
+        self.rest = tokens[:, full:].copy()
+        return rows_table(tokens[:, :full], np.arange(0, full + 1, self.length), self.special)
+
+    def finish(self) -> pa.Table:
+        """The rows that are not full."""
+        rest, self.rest = self.rest, self.rest[:, :0]
+        return rows_table(rest, np.unique([0, rest.shape[1]]), self.special)
+
+
+class OnePerDocPacker:
+    """A row for each document; one that is longer than a row continues in the next."""
+
+    def __init__(self, length: int, special: Sequence[int]) -> None:
+        self.length, self.special = length, special
+        self.documents = 0
+
+    def add(self, ids: np.ndarray, sizes: np.ndarray) -> pa.Table:
+        """The rows that are done with further documents: ids [tokens], and how many each has [documents]."""
+        done = []
+        for end, size in zip(np.cumsum(sizes), sizes, strict=True):
+            document = np.stack([ids[end - size : end], np.full(size, self.documents, np.int32)])
+            self.documents += 1
+            for at in range(0, size, self.length):
+                done += self.place(document[:, at : at + self.length])
+        return self.table(done)
+
+    def place(self, piece: np.ndarray) -> list[np.ndarray]:
+        """The rows [2, t] that are done with a piece [2, t] of a document, no longer than a row."""
+        return [piece]
+
+    def table(self, rows: Sequence[np.ndarray]) -> pa.Table:
+        tokens = np.concatenate([np.empty((2, 0), np.int32), *rows], axis=1)
+        return rows_table(tokens, np.cumsum([0, *(row.shape[1] for row in rows)]), self.special)
+
+    def finish(self) -> pa.Table:
+        """The rows that are not done."""
+        return self.table([])
+
+
+class BestFitPacker(OnePerDocPacker):
+    """Whole documents that fit into a row together; of a longer one what is left behind its full rows. Each
+    goes where it leaves the least room (best fit: Johnson, Demers, Ullman, Garey, Graham, SIAM Journal on
+    Computing 3(4), 1974; of documents: Ding et al., ICML 2024, arXiv 2404.10830), of OPEN_ROWS rows; where
+    it fits into none and no more may be open, the fullest is done."""
+
+    def __init__(self, length: int, special: Sequence[int]) -> None:
+        super().__init__(length, special)
+        self.open: list[np.ndarray] = []  # rows [2, t], the oldest first
+
+    def place(self, piece: np.ndarray) -> list[np.ndarray]:
+        size = piece.shape[1]
+        filled = np.array([row.shape[1] for row in self.open], np.int64)
+        fitting = np.where(filled + size <= self.length, filled, 0)
+        if len(fitting) and fitting.max():
+            best = int(fitting.argmax())
+            self.open[best] = np.concatenate([self.open[best], piece], axis=1)
+            return [self.open.pop(best)] if filled[best] + size == self.length else []
+        if size == self.length:
+            return [piece]
+        done = [self.open.pop(int(filled.argmax()))] if len(filled) == OPEN_ROWS else []
+        self.open.append(piece)
+        return done
+
+    def finish(self) -> pa.Table:
+        rows, self.open = self.open, []
+        return self.table(rows)
+
+
+PACKERS: dict[str, type[ConcatPacker] | type[OnePerDocPacker]] = {
+    CONCAT: ConcatPacker,
+    ISOLATED: BestFitPacker,
+    PER_DOCUMENT: OnePerDocPacker,
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +154,25 @@ class Packed:
         """Tokens of each row that are not special, [rows] int32."""
         return self.column("text_tokens")
 
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row without padding, [rows] int64."""
+        return np.concatenate([np.diff(each.offsets.to_numpy()) for each in self.lists("ids")]).astype(
+            np.int64
+        )
+
+    @cached_property
+    def sharing(self) -> np.ndarray:
+        """Documents in each row, [rows] int64: runs of equal numbers; no row is empty."""
+        counts = []
+        for lists in self.lists("documents"):
+            values, offsets = lists.flatten().to_numpy(), lists.offsets.to_numpy() - lists.offsets[0].as_py()
+            begins = np.ones(len(values), np.int64)
+            begins[1:] = values[1:] != values[:-1]
+            begins[offsets[:-1]] = 1
+            counts.append(np.add.reduceat(begins, offsets[:-1]))
+        return np.concatenate(counts)
+
     @property
     def tokens_per_row(self) -> float:
         """What a budget of tokens counts for a row."""
@@ -65,15 +187,6 @@ class Packed:
         """Which tokens are the answer, [B, length] bool; None for raw text."""
         return None
 
-    @cached_property
-    def row_lengths(self) -> np.ndarray:
-        """Tokens of each row without padding, [rows]."""
-        if self.packing != CONCAT:
-            return self.sizes_of_rows()
-        lengths = np.full(len(self), self.length)
-        lengths[-1] = len(self.rows[len(self) - 1]["ids"])
-        return lengths
-
     def by_length(self, rows: np.ndarray) -> np.ndarray:
         """Rows, the longest first where a batch is as wide as its longest row; else as they are."""
         if self.packing != PER_DOCUMENT and self.answers(rows[:1]) is None:
@@ -85,32 +198,12 @@ class Packed:
         sharing = self.sharing[rows] if self.isolated else None
         return Sizes(self.text_tokens[rows], self.row_lengths[rows], documents=sharing)
 
-    def sizes_of_rows(self) -> np.ndarray:
-        """Tokens of each row, [rows] int64, as they are stored."""
-        chunks = self.columns["ids"][:].column("ids").chunks
-        return np.concatenate([np.diff(each.offsets.to_numpy()) for each in chunks]).astype(np.int64)
-
-    @cached_property
-    def sharing(self) -> np.ndarray:
-        """Documents in each row, [rows] int64."""
-        chunks = self.columns["documents"][:].column("documents").chunks
-        return np.concatenate([count_runs(each) for each in chunks if len(each)])
-
-    def column(self, name: str) -> np.ndarray:
-        chunks = self.rows.with_format("arrow", columns=[name])[:].column(name).chunks
-        return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
-
     def draw_rows(self, tokens: int, *, stream: int) -> np.ndarray:
         """The first rows of a fixed permutation whose tokens come to so many, so that more of them contain
         fewer; ascending."""
         drawn = shuffle(np.arange(len(self)), len(self), stream=stream)
         before = np.cumsum(self.row_lengths[drawn]) - self.row_lengths[drawn]
         return np.sort(drawn[before < tokens])
-
-    @cached_property
-    def columns(self) -> dict[str, Dataset]:
-        """The rows as Arrow lists, by column: making a view takes longer than reading a batch from it."""
-        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "documents")}
 
     def ids(self, rows: np.ndarray) -> np.ndarray:
         """Token ids, [B, length] int64, padded."""
@@ -120,7 +213,13 @@ class Packed:
         """The document that each token is of, [B, length] int64, -1 on padding."""
         return self.table(rows, "documents", PADDING)
 
+    @cached_property
+    def columns(self) -> dict[str, Dataset]:
+        """The rows as Arrow lists, by column: making a view takes longer than reading a batch from it."""
+        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "documents")}
+
     def table(self, rows: np.ndarray, name: str, filler: int) -> np.ndarray:
+        """Lists of a column, [B, length] int64, filled up."""
         lists = self.columns[name][rows.tolist()].column(name).combine_chunks()
         lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
         values, ends = lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy())
@@ -128,17 +227,36 @@ class Packed:
         table[np.arange(self.length) < ends[:, None]] = values
         return table
 
+    def lists(self, name: str) -> Iterator[pa.ListArray]:
+        """The lists of a column, some thousands at a time."""
+        for table in self.columns[name].iter(batch_size=10_000):
+            yield from (chunk for chunk in table.column(name).chunks if len(chunk))
 
-def count_runs(lists: pa.ListArray) -> np.ndarray:
-    """Runs of equal values in each list, [lists] int64; no list is empty."""
-    values, offsets = lists.flatten().to_numpy(), lists.offsets.to_numpy() - lists.offsets[0].as_py()
-    begins = np.ones(len(values), np.int64)
-    begins[1:] = values[1:] != values[:-1]
-    begins[offsets[:-1]] = 1
-    return np.add.reduceat(begins, offsets[:-1])
+    def column(self, name: str) -> np.ndarray:
+        chunks = self.rows.with_format("arrow", columns=[name])[:].column(name).chunks
+        return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
 
 
-CUTS = {CONCAT: Cut, ISOLATED: Fit, PER_DOCUMENT: Alone}
+def balance(texts: Mapping[str, Packed], *, tokens: int | None = None) -> dict[str, Packed]:
+    """Texts by name, each cut to `tokens`, None: those of the smallest, to the row in which they end;
+    `documents` and `bytes` are still of the whole. What is smaller stays as it is. The rows are drawn by
+    the name."""
+    sizes = {name: int(text.row_lengths.sum()) for name, text in texts.items()}
+    smallest = min(sizes, key=lambda name: (sizes[name], name))
+    budget = sizes[smallest] if tokens is None else tokens
+    drawn = {
+        name: text.draw_rows(budget, stream=key("balanced", name))
+        for name, text in texts.items()
+        if sizes[name] > budget
+    }
+    log.info(
+        "domains.balanced: %d of %d domains are cut to %d tokens%s",
+        *(len(drawn), len(texts), budget, "" if tokens is not None else f", those of {smallest}"),
+    )
+    return {
+        name: replace(text, rows=text.rows.select(drawn[name])) if name in drawn else text
+        for name, text in texts.items()
+    }
 
 
 def pack(
@@ -153,84 +271,49 @@ def pack(
     packing: str = CONCAT,
     workers: int | None = None,
 ) -> Packed:
-    """A split of a corpus in rows of `length` tokens, at most, made once for all runs with this text,
-    tokenizer, length and packing. Making is shared out among `workers`, None for all cores, and goes on
-    where a kill ended it."""
+    """A split of a corpus in rows of at most `length` tokens, made once for all runs with this text,
+    tokenizer, length and packing, by `workers` processes, None: one per core. Raises ValueError for a
+    damaged corpus."""
+
+    def write(folder: Path) -> None:
+        packer = PACKERS[packing](length, tokenizer.all_special_ids)
+        batches = tokenize_corpus(
+            *(corpus, split),
+            **{"tokenizer": tokenizer, "ending": terminator(tokenizer), "name": name, "workers": workers},
+            folder=folder / "tokens",
+        )
+        with closing(batches), ArrowWriter(path=str(folder / ROWS), features=COLUMNS) as writer:
+            for ids, sizes in batches:
+                writer.write_table(packer.add(ids, sizes))
+            writer.write_table(packer.finish())
+            writer.finalize()
+        shutil.rmtree(folder / "tokens")
+        if packer.documents != (expected := corpus.facts["documents"][split]):
+            raise ValueError(
+                f"{corpus.folder} is damaged: {packer.documents} documents in {split}, not {expected}; "
+                "delete it, and the text is read again"
+            )
+
     made_of = [FORMAT, corpus.facts["digest"], split, tokenizer_digest, length]
     made_of += [] if packing == CONCAT else [packing]
-    folder = make_once(
-        cache / "packed" / f"{name}-{split}-{digest(made_of)}",
-        make=lambda partial: write_rows(
-            *(partial, corpus, split),
-            **{"tokenizer": tokenizer, "length": length, "name": name, "workers": workers},
-            packing=packing,
-        ),
-    )
+    folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=write)
     rows = Dataset.from_file(str(folder / ROWS))
     facts = (corpus.facts["documents"][split], corpus.facts["bytes"][split])
     return Packed(rows, length, padding_id(tokenizer), *facts, packing)
 
 
-def write_rows(
-    folder: Path,
-    corpus: Corpus,
-    split: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    name: str,
-    packing: str,
-    workers: int | None,
-) -> None:
-    """Writes the rows of a split into a folder, a piece of the corpus at a time, from where they end there.
-    Raises ValueError for a corpus that lacks documents."""
-    schema = schema_of(COLUMNS)
-    ending, size = terminator(tokenizer), int(corpus.facts["bytes"][split])
-    rows = Growing(folder, [ROWS], form=[FORMAT, length])
-    cut = CUTS[packing](length, tokenizer.all_special_ids, schema)
-    done = cut.go_on(rows.place)
-    if rows.place is None:
-        rows.append(ROWS, schema.serialize())
-    progress = progress_bar(
-        f"tokenising {name}", total=size, done=done["bytes"], unit="B", scale=True, hidden=False, delay=DELAY
-    )
-    number = SPLITS.index(split)
-    found = pieces(corpus.folder, number, begin=done["begin"], first=done["first"])
-    made = tokenise(
-        *(corpus.folder, number, found),
-        tokenizer=tokenizer,
-        ending=ending,
-        size=size - done["bytes"],
-        workers=workers,
-    )
-    with closing(rows), progress, closing(made):
-        for piece, (ids, sizes) in made:
-            write_batch(rows, cut.add(ids, sizes))
-            progress.update(piece.bytes)
-            done = {"begin": piece.end, "first": piece.behind, "bytes": done["bytes"] + piece.bytes}
-            if rows.due:
-                rows.commit(done | cut.left())
-        write_batch(rows, cut.rest())
-        rows.append(ROWS, END)
-        if cut.count != corpus.facts["documents"][split]:
-            raise ValueError(
-                f"{corpus.folder} is damaged: {cut.count} documents in {split}, not "
-                f"{corpus.facts['documents'][split]}; delete it, and the text is read again"
-            )
-        rows.finish()
-
-
-def write_batch(rows: Growing, batch: pa.RecordBatch) -> None:
-    if len(batch):
-        rows.append(ROWS, batch.serialize())
+def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and after a text."""
+    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
+    around = tokenizer("a", verbose=False)["input_ids"]
+    begin = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
+    return around[:begin], around[begin + len(bare) :]
 
 
 def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What has to be put after each document: nothing if the tokenizer ends it itself, else its end of
-    sequence or its separator."""
-    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    around = tokenizer("a", verbose=False)["input_ids"]
-    if around[-len(bare) :] != bare:
+    """The id to append to each document: none if the tokenizer ends it itself, else its end of sequence or
+    its separator. Raises ValueError where it has neither."""
+    if frame_of(tokenizer)[1]:
         return []
     ending = [each for each in (tokenizer.eos_token_id, tokenizer.sep_token_id) if each is not None]
     if not ending:
@@ -240,14 +323,6 @@ def terminator(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ending[:1]
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts before and behind a text."""
-    bare = tokenizer("a", add_special_tokens=False, verbose=False)["input_ids"]
-    around = tokenizer("a", verbose=False)["input_ids"]
-    begin = next(at for at in range(len(around)) if around[at : at + len(bare)] == bare)
-    return around[:begin], around[begin + len(bare) :]
-
-
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills the last row; any will do where there is no padding token, since it is masked out."""
+    """The id that fills short rows; any will do where there is no padding token, since it is masked out."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

@@ -13,9 +13,9 @@ import cpt
 from cpt.core.randomness import key
 from cpt.core.rules import show
 from cpt.core.tensors import NamedTensors, offload
-from cpt.data.balancing import balance
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
+from cpt.data.packing import balance
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule, Shared

@@ -11,7 +11,7 @@ import pytest
 from cpt.data import corpus
 from cpt.data.corpora import Corpora
 from cpt.data.corpus import Corpus, in_batches
-from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose, written
+from tests.support.data_fixtures import HELD_OUT, OF_TEXT, prose
 
 SPLITS = ("train", "valid", "test")
 
@@ -204,20 +204,6 @@ def test_a_killed_reader_leaves_nothing_wrong(tmp_path):
     found = split_up(made(tmp_path, as_train(texts)))
     assert sorted(sum(found.values(), [])) == sorted(texts)
     assert found == split_up(made(tmp_path / "other", as_train(texts)))
-
-
-def test_batches_are_all_documents_and_bounded(tmp_path, monkeypatch):
-    texts = [*prose(300, words=(1, 60)), "x" * 900, "the last"]
-    documents = written(tmp_path, texts).documents("train")
-    monkeypatch.setattr(corpus, "BATCH", 7)
-    monkeypatch.setattr(corpus, "CHARACTERS", 900)
-    batches = list(in_batches(documents))
-    assert sum(batches, []) == texts
-    assert batches[-1] == ["the last"]
-    assert max(len(batch) for batch in batches) == 7
-    assert max(sum(map(len, batch[:-1])) for batch in batches) < 900
-    assert all(len(batch) == 7 or sum(map(len, batch)) >= 900 for batch in batches[:-1])
-    assert min(len(batch) for batch in batches[:-1]) < 7
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):

@@ -36,7 +36,7 @@ def test_a_sample_is_drawn_by_key_from_the_training_documents(tmp_path):
 def test_long_documents_come_a_few_at_a_time_and_are_cut(tmp_path):
     texts = [f"{number} " + "word " * 20_000 for number in range(20)]
     batches = sampled(tmp_path, texts, most=20)
-    assert len(batches) > 3 and all(len(each) == CHARACTERS_READ for each in flat(batches))
+    assert len(batches) > 1 and all(len(each) == CHARACTERS_READ for each in flat(batches))
 
 
 def test_of_examples_what_is_asked_is_embedded(tmp_path):

@@ -8,25 +8,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpt.core.randomness import key, sample_keys
-from cpt.data import splitting
-from cpt.data.splitting import assign, count_documents, drawn_keys, smallest, split_documents
+from cpt.data.splitting import DocumentHashes, assign, split_documents
 
 HELD_OUT = {"valid": 0.01, "test": 0.02, "seed": 3}
 
 
-@given(keys=st.lists(st.integers(0, 5), max_size=40), count=st.integers(0, 50))
+@st.composite
+def documents(draw):
+    """Hashes, of which some are equal, and the splits that are given with them."""
+    count = draw(st.integers(1, 60))
+    known = draw(st.lists(st.integers(0, 40), min_size=count, max_size=count))
+    splits = draw(st.sampled_from([[0], [0, 1], [0, 2], [0, 1, 2]]))
+    given = draw(st.lists(st.sampled_from(splits), min_size=count, max_size=count))
+    return np.array(known, np.uint64), np.array(given, np.int8)
+
+
+@given(found=documents(), most=st.sampled_from([None, 1, 5]))
 @settings(max_examples=200, deadline=None)
-def test_the_smallest_are_the_beginning_of_a_stable_order(keys, count):
-    found = np.array(keys, np.uint64)
-    assert smallest(found, count).tolist() == np.argsort(found, kind="stable")[:count].tolist()
+def test_the_split_is_that_of_a_slow_loop(found, most):
+    hashes, told = found
+    held_out = {"valid": 0.1, "test": 0.2, "seed": 3, "most": most}
+    expected = np.full(len(told), -1)
+    for number in set(hashes.tolist()):
+        same = [at for at in range(len(told)) if hashes[at] == number]
+        first = min(same, key=lambda at: (told[at], at))
+        expected[first] = told[first]
 
+    def ranked(places, stream):
+        return sorted(places, key=lambda at: int(sample_keys(key(stream, 3), hashes[[at]])[0]))
 
-def test_keys_are_those_of_all_at_once(monkeypatch):
-    monkeypatch.setattr(splitting, "AT_ONCE", 3)
-    hashes = np.arange(100, 120, dtype=np.uint64)
-    places = np.array([1, 2, 5, 7, 11, 13, 17, 19])
-    expected = sample_keys(key("split", 3), hashes[places])
-    assert drawn_keys(hashes, places, seed=3).tolist() == expected.tolist()
+    train = [at for at in range(len(told)) if expected[at] == 0]
+    left = ranked(train, "split")
+    for split, name in ((1, "valid"), (2, "test")):
+        if split not in told:
+            count = max(1, round(held_out[name] * len(train)))
+            expected[left[:count]], left = split, left[count:]
+    for split in (1, 2):
+        if most:
+            expected[ranked(np.flatnonzero(expected == split).tolist(), "most")[most:]] = -2
+    if all((expected == split).any() for split in range(3)):
+        assert assign(hashes, told, name="x", held_out=held_out).tolist() == expected.tolist()
+    else:
+        with pytest.raises(ValueError, match="too few to train, validate and test on"):
+            assign(hashes, told, name="x", held_out=held_out)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -48,6 +72,9 @@ def test_documents_that_differ_in_white_space_only_are_duplicates_in_all_splits(
     words = ["a b", "c d", "e f", "g h"]
     plain = [("train", text.encode()) for text in words] + [("test", b"i j"), ("test", b"k l")]
     copies = [("test", b"a  b\n"), ("train", "c\u00a0d".encode()), ("train", b"\te f "), ("valid", b"i\nj")]
-    how = {"name": "x", "held_out": HELD_OUT, "form": "text", "per_class": None}
-    found = split_documents(count_documents([*plain, *copies]), **how).tolist()
+    hashes = DocumentHashes("text")
+    for split, raw in [*plain, *copies]:
+        hashes.add(split, raw)
+    found = split_documents(hashes, name="x", held_out=HELD_OUT).tolist()
     assert found == [0, 0, 0, 0, -1, 2, -1, -1, -1, 1]
+    assert sum(column.itemsize for column in hashes.columns.values() if len(column)) == 25

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.data.sampler import stack_rows
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sizes
 from cpt.data.corpus import make_corpus

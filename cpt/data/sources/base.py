@@ -1,8 +1,8 @@
-"""Where the text of the domains comes from. A source lists its domains and reads one by documents."""
+"""Where the text of the domains comes from: a source lists its domains and reads one by documents."""
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -164,26 +164,27 @@ class Source(Options, ABC):
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The domains that can be learned, each with the names whose text it has. Raises ValueError where
+        """The domains that can be trained on, each with the names whose text it has. Raises ValueError where
         `only` leaves none, and for a name that M2D2 lists and that is no domain."""
         return choose_domains(group_names(self.names, self.by), self.only)
 
     @property
     def domains(self) -> list[str]:
-        """The domains that can be learned."""
+        """The domains that can be trained on."""
         return list(self.groups)
 
     @property
     def named_orders(self) -> Any:
-        """The orders by name, of the domains that `only` leaves."""
+        """The orders by name, of the domains that `only` leaves; as they are where it leaves none of one."""
         if self.only is None or not self.orders:
             return self.orders
-        if isinstance(self.orders, Mapping):
-            return {number: self.left_of(order) for number, order in self.orders.items()}
-        return [self.left_of(order) for order in self.orders]
 
-    def left_of(self, order: Sequence[str]) -> list[str]:
-        return [name for name in order if name in self.groups] or list(order)
+        def left_of(order: Sequence[str]) -> list[str]:
+            return [name for name in order if name in self.groups] or list(order)
+
+        if isinstance(self.orders, Mapping):
+            return {number: left_of(order) for number, order in self.orders.items()}
+        return [left_of(order) for order in self.orders]
 
     def members(self, name: str) -> list[str]:
         """The names whose text a domain has: several where it is joined of them."""
@@ -201,11 +202,7 @@ class Source(Options, ABC):
             raise ValueError(f"domains.embedding_model={self.embedding_model}: there is no such folder")
 
     def check_domains(self, order: Sequence[str]) -> None:
-        """Checks the text of these domains, as `check`, and tells what is left out."""
-        self.tell_left_out()
-        self.check([member for name in order for member in self.members(name)])
-
-    def tell_left_out(self) -> None:
+        """Checks the text of these domains, as `check`, and logs what `by` and `only` leave out."""
         grouped = group_names(self.names, self.by)
         used = {member for members in grouped.values() for member in members}
         if unused := [name for name in self.names if name not in used]:
@@ -213,6 +210,7 @@ class Source(Options, ABC):
             log.info("domains.by=%s leaves %d of %d out: %s", self.by, len(unused), len(self.names), listed)
         if self.only is not None:
             log.info("domains.only=%s: %d of %d domains", show(self.only), len(self.groups), len(grouped))
+        self.check([member for name in order for member in self.members(name)])
 
     def check(self, order: Sequence[str]) -> None:  # noqa: B027  (most sources have nothing to check)
         """Raises ValueError for text of these domains, or general text, that cannot be read as it is meant,
@@ -227,25 +225,6 @@ class Source(Options, ABC):
         """What decides the result of `read`, cheaply: names, sizes, times."""
 
 
-class Reading(Iterator[tuple[str, str]]):
-    """(split, document), one after another. `place` tells, in JSON values, where the one after the last
-    stands; None where a reading can only begin anew."""
-
-    def __init__(self, documents: Iterator[tuple[str, str]], place: Callable[[], Any] = lambda: None) -> None:
-        self.documents, self.place = documents, place
-
-    def __next__(self) -> tuple[str, str]:
-        return next(self.documents)
-
-
-class Followed(ABC):
-    """A source whose reading goes on where a kill has ended it."""
-
-    @abstractmethod
-    def read_on(self, name: str, place: Any = None) -> Reading:
-        """As `read`, from a place on that an earlier reading has told."""
-
-
 def stamp_of(source: Source, name: str) -> str:
     """What a domain's text is known by without reading it: sizes, times, and how it is split."""
     members = source.members(name)
@@ -255,27 +234,7 @@ def stamp_of(source: Source, name: str) -> str:
     return f"{name}-{digest([FORMAT, known_by, dict(source.held_out)])}"
 
 
-def read_members(source: Source, name: str, place: Any = None) -> Reading:
-    """(split, document) of a domain or of `general`, from all names that it is joined of; from a place on
-    that an earlier reading has told."""
-    members, (number, inner) = source.members(name), place or (0, None)
-    now: list[tuple[int, Reading]] = []
-
-    def documents() -> Iterator[tuple[str, str]]:
-        for at, member in enumerate(members[number:], start=number):
-            now[:] = [(at, read_from(source, member, inner if at == number else None))]
-            yield from now[0][1]
-
-    def where() -> Any:
-        at, reading = now[0]
-        within = reading.place()
-        return None if within is None else [at, within]
-
-    return Reading(documents(), where)
-
-
-def read_from(source: Source, name: str, place: Any) -> Reading:
-    """(split, document) of a name from a place on; from the beginning where the source knows none."""
-    if isinstance(source, Followed):
-        return source.read_on(name, place)
-    return Reading(iter(source.read(name)))
+def read_members(source: Source, name: str) -> Iterator[tuple[str, str]]:
+    """(split, document) of a domain or of `general`, from all names that it is joined of."""
+    for member in source.members(name):
+        yield from source.read(member)

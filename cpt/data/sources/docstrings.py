@@ -11,12 +11,11 @@ import sysconfig
 import tokenize
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import cleandoc
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from cpt.core.processes import cores
 from cpt.core.randomness import key
 from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
 from cpt.data.example import RawExample
-from cpt.data.processes import in_order, may_start
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
+from cpt.data.workers import can_spawn, map_in_processes
 
 GENERAL_PACKAGES = ("stdlib", "numpy")
 TASK_PACKAGES = {  # of each task
@@ -39,22 +38,20 @@ TASK_PACKAGES = {  # of each task
     "pandas": ("pandas",),
 }
 TASK_CLASSES, TASK_EXAMPLES = 4, 300  # classes of a task, examples of a class
-LEFT_OUT_FOLDERS = frozenset(
-    ["tests", "test", "_tests", "idlelib", "lib2to3"]
-    + ["site-packages", "dist-packages", "__pycache__", "_vendor"]
-)
-LEFT_OUT_SECTIONS = frozenset(["references", "reference", "bibliography", "see also"])
-BYTES_PER_PROCESS, FILES_PER_CALL = 2 << 20, 8  # of sources
+LEFT_OUT_FOLDERS = {"tests", "test", "_tests", "idlelib", "lib2to3"}
+LEFT_OUT_FOLDERS |= {"site-packages", "dist-packages", "__pycache__", "_vendor"}
+LEFT_OUT_SECTIONS = {"references", "reference", "bibliography", "see also"}
+BYTES_PER_PROCESS = 2 << 20  # of sources
 MIN_WORDS, MIN_LETTERS, MIN_FUNCTION_WORDS = 8, 0.82, 0.08
 MIN_DOCUMENT_WORDS, MIN_SUMMARY_WORDS = 20, 5
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_FUNCTION_WORDS = frozenset(
-    ["a", "an", "and", "any", "are", "as", "at", "be", "been", "both", "but", "by", "can", "each", "for"]
-    + ["from", "given", "has", "have", "if", "in", "into", "is", "it", "its", "may", "must", "no", "not"]
-    + ["of", "on", "one", "or", "should", "such", "than", "that", "the", "their", "then", "these", "this"]
-    + ["those", "to", "used", "using", "was", "were", "when", "where", "whether", "which", "will", "with"]
-    + ["you", "your"]
-)
+_FUNCTION_WORDS = {
+    *("a", "an", "and", "any", "are", "as", "at", "be", "been", "both", "but", "by", "can", "each", "for"),
+    *("from", "given", "has", "have", "if", "in", "into", "is", "it", "its", "may", "must", "no", "not"),
+    *("of", "on", "one", "or", "should", "such", "than", "that", "the", "their", "then", "these", "this"),
+    *("those", "to", "used", "using", "was", "were", "when", "where", "whether", "which", "will", "with"),
+    *("you", "your"),
+}
 
 _FENCE = re.compile(r" *```\w*$")
 _DOCTEST_OR_TABLE = re.compile(r" *(?:>>> |In \[\d|[=-]{2,}(?: +[=-]{2,})+$|\+[-=+]{2,}\+$)")
@@ -131,11 +128,12 @@ def stamp_docs(packages: Sequence[str]) -> Any:
 
 
 def read_general() -> Iterator[tuple[str, str]]:
-    """The general text of sources that have none of their own; `stamp_general` identifies it."""
+    """The general text of sources that have none of their own."""
     return (("train", document) for document in documents(GENERAL_PACKAGES))
 
 
 def stamp_general() -> Any:
+    """The fingerprint of `read_general`."""
     return stamp_docs(GENERAL_PACKAGES)
 
 
@@ -171,41 +169,30 @@ def documents(packages: Sequence[str]) -> Iterator[str]:
 
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`."""
+    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`.
+    Many files are read by as many processes as there are cores."""
     seen: set[str] = set()
+    ended = "a process that reads docstrings was ended, perhaps for want of memory; start again"
     for package, found in {package: modules(package) for package in packages}.items():
-        with closing(read_files(list(found))) as files:
-            bar = tqdm(files, desc=f"reading {package}", total=len(found), disable=None, leave=False)
-            for path, texts in bar:
-                for paragraphs in texts:
-                    new = [paragraph for paragraph in paragraphs if paragraph not in seen]
-                    seen.update(paragraphs)
-                    if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
-                        yield found[path], new
+        processes = min(cores(), sum(path.stat().st_size for path in found) // BYTES_PER_PROCESS)
+        if processes > 1 and can_spawn():
+            files: Iterable[list[list[str]]] = map_in_processes(
+                prose_of_file, found, processes, ended=ended, chunk=8
+            )
+        else:
+            files = map(prose_of_file, found)
+        progress = tqdm(files, desc=f"reading {package}", total=len(found), disable=None, leave=False)
+        for module, texts in zip(found.values(), progress, strict=True):
+            for paragraphs in texts:
+                new = [paragraph for paragraph in paragraphs if paragraph not in seen]
+                seen.update(paragraphs)
+                if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
+                    yield module, new
 
 
-def read_files(paths: Sequence[Path]) -> Generator[tuple[Path, list[list[str]]]]:
-    """The paragraphs of each document in each file, in the order of the files; many files are read by as many
-    processes as there are cores."""
-    parts = (paths[at : at + FILES_PER_CALL] for at in range(0, len(paths), FILES_PER_CALL))
-    number = min(cores(), sum(path.stat().st_size for path in paths) // BYTES_PER_PROCESS)
-    told = "a process that reads docstrings was ended, perhaps for want of memory; start again"
-    alone = ((part, prose_of_files(part)) for part in parts)
-    several = number > 1 and may_start()
-    with closing(in_order(prose_of_files, parts, number, told=told) if several else alone) as made:
-        for part, found in made:
-            yield from zip(part, found, strict=True)
-
-
-def prose_of_files(paths: Sequence[Path]) -> list[list[list[str]]]:
-    """Of each file the different paragraphs of each of its documents."""
-    return [
-        [
-            list(dict.fromkeys(paragraph for text in texts for paragraph in prose(text)))
-            for texts in texts_of_file(path)
-        ]
-        for path in paths
-    ]
+def prose_of_file(path: Path) -> list[list[str]]:
+    """The different paragraphs of each document in a file."""
+    return [list(dict.fromkeys(chain.from_iterable(map(prose, texts)))) for texts in texts_of_file(path)]
 
 
 def texts_of_file(path: Path) -> list[list[str]]:

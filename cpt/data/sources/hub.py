@@ -1,79 +1,25 @@
-"""Domains in data sets of the Hugging Face hub, or in local copies of them."""
+"""Domains in data sets of the Hugging Face Hub, or in local copies of them."""
 
-import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from tqdm import tqdm
 
 from cpt.core.options import option
 from cpt.core.rules import MAPPING, TEXT, YES_NO, is_list, is_text, or_null, show
-from cpt.data.sources.base import GENERAL, Followed, Reading, Source
+from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_general, stamp_general
-from cpt.data.sources.readers import SPLITS, Row, cause, stamps, texts_of
-from cpt.data.sources.texts import reading_bar
+from cpt.data.sources.readers import SPLITS, cause, reading_bar, stamps, texts_of
 
-log = logging.getLogger(__name__)
 ENTRY = {"path", "name", "data_files", "splits", "column"}
 SAVED = ("dataset_dict.json", "state.json")  # of a folder that `save_to_disk` has written
 
 
-@dataclass
-class At:
-    """Where a reading of a data set stands: how many of its splits are read, and how far the next is."""
-
-    split: int = 0
-    begun: Any = None  # what `tell` has told of the rows: how many, or the state of a stream
-    rows: Any = None
-    count: int = 0
-    told: bool = False
-
-    def follow(self, progress: tqdm) -> Iterator[Any]:
-        """The rows behind those that are read."""
-        self.count = 0
-        if self.begun is not None:
-            self.count = self.begun["rows"]
-            progress.update(self.count)
-            if "state" in self.begun:
-                self.rows.load_state_dict(self.begun["state"])
-            else:
-                self.rows = self.rows.select(range(self.count, len(self.rows)))
-        for row in self.rows:
-            self.count += 1
-            progress.update()
-            yield row
-
-    def tell(self) -> Any:
-        """The place as JSON; None, and a line, where a stream tells none."""
-        if not hasattr(self.rows, "load_state_dict"):
-            return [self.split, {"rows": self.count}]
-        try:
-            state = self.rows.state_dict()
-            if json.loads(json.dumps(state)) == state:
-                return [self.split, {"rows": self.count, "state": state}]
-        except (NotImplementedError, RuntimeError, TypeError, ValueError):
-            pass
-        if not self.told:
-            log.info("this data set tells no place in its rows: a reading of it that is killed begins anew")
-        self.told = True
-        return None
-
-
-def count_rows(rows: Any, name: str) -> int | None:
-    """How many rows there are, as far as a data set knows before they are read."""
-    if hasattr(rows, "__len__"):
-        return len(rows)
-    splits = getattr(rows.info, "splits", None) or {}
-    return splits[name].num_examples or None if name in splits else None
-
-
 @dataclass(frozen=True, kw_only=True)
-class Hub(Source, Followed):
+class Hub(Source):
     """Data sets of the Hugging Face Hub, or local ones, one per domain: `catalogue[name]` has `path` (also a
     folder of `save_to_disk`), and optionally `name` (the configuration), `data_files` (of path=json or
     parquet: a file, a pattern, a list of such, or one of these for each split), `splits` (which of the data
@@ -95,7 +41,13 @@ class Hub(Source, Followed):
         if not self.names:
             raise ValueError("catalogue names no domain; needed: '+domains.catalogue.news={path: ag_news}'")
         for name, entry in self.catalogue.items():
-            check_entry(name, entry)
+            if not is_entry(entry):
+                told = dict(entry) if isinstance(entry, Mapping) else show(entry)
+                raise ValueError(
+                    f"catalogue.{name}={told}; allowed: path, and optionally name, data_files, column, "
+                    "splits, like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, "
+                    "test: test}}"
+                )
         if self.general not in (None, *self.catalogue):
             raise ValueError(f"general={self.general}; allowed: null, {', '.join(self.catalogue)}")
 
@@ -104,41 +56,37 @@ class Hub(Source, Followed):
         return [name for name in self.catalogue if name != self.general]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        return self.read_on(name)
+        from datasets.exceptions import (
+            DatasetsError,
+        )  # loads datasets: seconds that a check need not wait for
 
-    def read_on(self, name: str, place: Any = None) -> Reading:
         entry = self.entry(name)
         if entry is None:
-            return Reading(read_general())
-        at = At(*(place or (0, None)))
-        return Reading(self.follow(name, entry, at), at.tell)
-
-    def follow(self, name: str, entry: Mapping[str, Any], at: At) -> Iterator[tuple[str, str]]:
-        """The documents of a data set from a place on, which is kept up to date."""
-        from datasets.exceptions import DatasetsError
-
-        try:
-            for split, rows in self.rows(entry, at):
-                yield from ((split, text) for text in texts_of(rows, entry.get("column", self.column)))
-        except (DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise ValueError(f"domains.catalogue.{name}, path={entry['path']}: {cause(error)}") from error
-
-    def rows(self, entry: Mapping[str, Any], at: At) -> Iterator[tuple[str, Iterator[Row]]]:
-        """Each split of a data set with its rows, from a place on."""
+            yield from read_general()
+            return
         path = entry["path"]
-        theirs, load = open_set(entry, streaming=self.streaming)
-        chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
-        if not chosen:
-            raise ValueError(
-                f"{path} has the splits {', '.join(theirs)}; allowed: {', '.join(SPLITS)}, "
-                "or to say which to read, like splits={train: all}"
-            )
-        for split, name in list(chosen.items())[at.split :]:
-            where = f"{path} ({name})"
-            at.rows = load(name)
-            with reading_bar(where, total=count_rows(at.rows, name), unit=" rows") as progress:
-                yield split, ((where, row) for row in at.follow(progress))
-            at.split, at.begun = at.split + 1, None
+        try:
+            theirs, load = open_set(entry, streaming=self.streaming)
+            chosen = entry.get("splits") or {SPLITS[each]: each for each in theirs if each in SPLITS}
+            if not chosen:
+                raise ValueError(
+                    f"{path} has the splits {', '.join(theirs)}; allowed: {', '.join(SPLITS)}, "
+                    "or to say which to read, like splits={train: all}"
+                )
+            for split, their_split in chosen.items():
+                where, rows = f"{path} ({their_split})", load(their_split)
+                total: int | None = None
+                if hasattr(rows, "__len__"):
+                    total = len(rows)
+                elif known := (rows.info.splits or {}).get(their_split):  # a stream may know it
+                    total = known.num_examples or None
+                with reading_bar(where, total=total, unit=" rows") as bar:
+                    for row in rows:
+                        bar.update()
+                        for text in texts_of([(where, row)], entry.get("column", self.column)):
+                            yield split, text
+        except (DatasetsError, OSError, pa.ArrowException, UnicodeDecodeError) as error:
+            raise ValueError(f"domains.catalogue.{name}, path={path}: {cause(error)}") from error
 
     def fingerprint(self, name: str) -> Any:
         entry = self.entry(name)
@@ -149,6 +97,7 @@ class Hub(Source, Followed):
         return [self.column, entry, stamps(found)]
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
+        """The catalogue's entry of a domain; None for general text that is not in it."""
         return self.catalogue.get(self.general or "") if name == GENERAL else self.catalogue[name]
 
 
@@ -168,7 +117,7 @@ def open_set(entry: Mapping[str, Any], *, streaming: bool) -> tuple[list[str], C
     def load(split: str) -> Any:
         if split not in splits:
             raise ValueError(f"{path} has the splits {', '.join(splits)}, and no {split}")
-        return splits[split].to_iterable_dataset() if streaming else splits[split]
+        return splits[split]
 
     return list(splits), load
 
@@ -184,8 +133,11 @@ def files_in(files: Any) -> list[str]:
     """The local files that `data_files` name."""
     if files is None or isinstance(files, str):
         return sorted(glob(files, recursive=True)) if files else []
-    each: Iterable[Any] = files.values() if isinstance(files, Mapping) else files
-    return [found for names in each for found in files_in(names)]
+    return [
+        found
+        for names in (files.values() if isinstance(files, Mapping) else files)
+        for found in files_in(names)
+    ]
 
 
 def are_files(value: Any) -> bool:
@@ -203,13 +155,3 @@ def is_entry(entry: Any) -> bool:
     texts = all(entry.get(key) is None or is_text(entry[key]) for key in ("name", "column"))
     known = isinstance(splits, Mapping) and set(splits) <= set(SPLITS.values())
     return texts and known and are_files(entry.get("data_files"))
-
-
-def check_entry(name: str, entry: Any) -> None:
-    """Raises ValueError for an entry of a hub's catalogue that cannot be read as it is meant."""
-    if not is_entry(entry):
-        told = dict(entry) if isinstance(entry, Mapping) else show(entry)
-        raise ValueError(
-            f"catalogue.{name}={told}; allowed: path, and optionally name, data_files, column, splits, "
-            "like {path: lex_glue, name: ecthr_a, splits: {train: train, valid: validation, test: test}}"
-        )

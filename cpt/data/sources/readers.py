@@ -19,6 +19,9 @@ from typing import IO, Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from cpt.core.progress import DELAY, progress_bar
 
 log = logging.getLogger(__name__)
 KINDS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
@@ -27,7 +30,6 @@ SPLITS = {"train": "train", "test": "test", **dict.fromkeys(("valid", "validatio
 SPLIT_NAME = re.compile(rf"({'|'.join(SPLITS)})([-_]\d+(-of-\d+)?)?", re.IGNORECASE)
 UNITS = ("file", "paragraph", "line")
 MANY_FILES, FIRST_LINES = 20, 10_000
-ROWS_AT_ONCE = 100
 
 Row = tuple[str, Any]  # where it stands, what stands there
 
@@ -38,20 +40,40 @@ def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     return [(str(path.resolve()), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
 
+def reading_bar(name: str, *, total: int | None, unit: str) -> tqdm:
+    """The progress of reading a text, with the time left where its size is known."""
+    return progress_bar(f"reading {name}", total=total, unit=unit, scale=True, hidden=False, delay=DELAY)
+
+
 def kind(path: Path) -> str:
+    """The suffix of a file, without that of its compression."""
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: False) -> list[Path]:
-    """The text files below a folder, in the order they are read; no hidden ones, and none that are `ignored`.
+    """The text files below a folder, in the order they are read, links followed; none that are hidden or
+    `ignored`.
 
     Raises ValueError for what is neither and cannot be read, and for a folder without text."""
-    found = sorted(walk(folder, ignored))
+
+    def walk(inner: Path, above: frozenset[str]) -> Iterator[Path]:
+        real = os.path.realpath(inner)
+        if real in above:
+            raise ValueError(f"{inner} is a link to a folder that it is in; domains.ignore=[{inner.name}]")
+        with naming_file(inner):
+            entries = list(os.scandir(inner))
+        for entry in entries:
+            path = inner / entry.name
+            if entry.name[0] != "." and not ignored(path):
+                yield from walk(path, above | {real}) if entry.is_dir() else [path]
+
+    found = sorted(walk(folder, frozenset()))
     if unread := [path for path in found if kind(path) not in KINDS or not path.is_file()]:
         more = f" (nor are {len(unread) - 1} more)" * (len(unread) > 1)
+        pattern = f"*{''.join(unread[0].suffixes[-2:])}" if unread[0].suffix else unread[0].name
         raise ValueError(
             f"{unread[0]} is not a file of text{more}; allowed: {' '.join(KINDS)}, also "
-            f"{' '.join(PACKED)}, or leave out what is not text: domains.ignore=[{pattern_of(unread[0])}]"
+            f"{' '.join(PACKED)}, or leave out what is not text: domains.ignore=[{pattern}]"
         )
     if not found:
         raise ValueError(
@@ -61,39 +83,14 @@ def files_of(folder: Path, *, ignored: Callable[[Path], bool] = lambda path: Fal
     return found
 
 
-def walk(
-    folder: Path, ignored: Callable[[Path], bool], above: frozenset[str] = frozenset()
-) -> Iterator[Path]:
-    """All that is no folder below a folder, links followed."""
-    real = os.path.realpath(folder)
-    if real in above:
-        raise ValueError(f"{folder} is a link to a folder that it is in; domains.ignore=[{folder.name}]")
-    with naming_file(folder):
-        entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."]
-    for entry in entries:
-        path = folder / entry.name
-        if ignored(path):
-            continue
-        if entry.is_dir():
-            yield from walk(path, ignored, above | {real})
-        else:
-            yield path
-
-
-def pattern_of(path: Path) -> str:
-    """What to ignore where a file is no text."""
-    return f"*{''.join(path.suffixes[-2:])}" if path.suffix else path.name
-
-
 def text_size(path: Path) -> int:
     """About how many bytes a file has when unpacked, for the time left; gzip says it itself, up to 4 GiB, and
     text in Zstandard takes about a third."""
-    if path.suffix == ".zst":
-        return 3 * path.stat().st_size
+    size = path.stat().st_size
     if path.suffix != ".gz":
-        return path.stat().st_size
+        return 3 * size if path.suffix == ".zst" else size
     with path.open("rb") as file:
-        file.seek(-min(4, path.stat().st_size), 2)
+        file.seek(-min(4, size), 2)
         return int.from_bytes(file.read(), "little")
 
 
@@ -118,7 +115,6 @@ def unit_of(files: Sequence[Path]) -> str:
 
 def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
     """The documents of a file, streamed; ValueError if it cannot be read, or not as what its name says."""
-    rows = {".csv": csv_rows, ".jsonl": json_rows, ".json": json_rows}
     with naming_file(path):
         if kind(path) in (".txt", ".md"):
             yield from (text for text in split_units(lines(path), unit) if text and not text.isspace())
@@ -127,7 +123,7 @@ def documents_of(path: Path, *, column: str, unit: str) -> Iterator[str]:
                 raise ValueError(f"{path}: Parquet is packed already; allowed: .parquet")
             yield from texts_of(parquet_rows(path, column), column)
         else:
-            yield from texts_of(rows[kind(path)](path), column)
+            yield from texts_of((csv_rows if kind(path) == ".csv" else json_rows)(path), column)
 
 
 @contextmanager
@@ -141,6 +137,13 @@ def naming_file(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: it is nested too deeply") from error
     except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {cause(error)}") from error
+
+
+def cause(error: BaseException) -> str:
+    """What an error goes back to, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(str(error).split())
 
 
 def open_packed(path: Path) -> IO[bytes]:
@@ -182,9 +185,8 @@ def json_rows(path: Path) -> Iterator[Row]:
             elif not line.isspace():
                 yield f"{path}, line {number}", json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON: {error.msg} (column {error.colno})"
-            ) from error
+            told = f"{error.msg} (column {error.colno})"
+            raise ValueError(f"{path}, line {number} is not JSON: {told}") from error
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
@@ -194,17 +196,15 @@ def csv_rows(path: Path) -> Iterator[Row]:
     for row in filter(None, reader):
         where = f"{path}, line {reader.line_num}"
         if len(row) != len(header):
-            raise ValueError(
-                f"{where} has {len(row)} values; allowed: {len(header)}, as many as there are names"
-            )
+            allowed = f"allowed: {len(header)}, as many as there are names"
+            raise ValueError(f"{where} has {len(row)} values; {allowed}")
         yield where, dict(zip(header, row, strict=True))
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[Row]:
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        wanted = [column] if column in names else names
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted):
+        for batch in file.iter_batches(batch_size=100, columns=[column] if column in names else names):
             yield from ((str(path), row) for row in batch.to_pylist())
 
 
@@ -218,10 +218,3 @@ def texts_of(rows: Iterable[Row], column: str) -> Iterator[str]:
             raise ValueError(f"{where}: column {column!r} is not text: {row[column]!r:.60}")
         if row[column] and not row[column].isspace():
             yield row[column]
-
-
-def cause(error: BaseException) -> str:
-    """What an error goes back to, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())

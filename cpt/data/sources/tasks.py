@@ -21,6 +21,9 @@ from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is
 from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
+from cpt.data.sources.readers import (
+    reading_bar,
+)
 from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)

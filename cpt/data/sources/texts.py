@@ -6,17 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from cpt.core.errors import unknown_name
 from cpt.core.options import option
-from cpt.core.progress import DELAY, progress_bar
 from cpt.core.rules import TEXT, Rule, is_list, is_text, one_of, or_null
-from cpt.data.sources.base import GENERAL, Followed, Reading, Source
+from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.docstrings import read_general, stamp_general
 from cpt.data.sources.readers import (
     UNITS,
@@ -24,6 +21,7 @@ from cpt.data.sources.readers import (
     files_of,
     kind,
     naming_file,
+    reading_bar,
     split_of,
     stamps,
     text_size,
@@ -39,7 +37,7 @@ def is_columns(value: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts(Source, Followed):
+class Texts(Source):
     """Sub-folders of text files. `document` says what a document of a .txt or .md file is; `auto` takes a .md
     file as one, and of .txt files the file where a domain has at least 20, else what blank lines separate,
     else (no blank line among the first 10,000 of the first file) the line."""
@@ -78,9 +76,9 @@ class Texts(Source, Followed):
     def names(self) -> list[str]:
         with naming_file(self.corpora):
             others = (self.general, ENDTASKS)
-            return sorted(path.name for path in self.beside() if path.is_dir() and path.name not in others)
+            return sorted(path.name for path in self.entries() if path.is_dir() and path.name not in others)
 
-    def beside(self) -> Iterator[Path]:
+    def entries(self) -> Iterator[Path]:
         """What lies where the domains' folders are, but for what is hidden or ignored."""
         return (path for path in self.corpora.iterdir() if path.name[0] != "." and not self.ignored(path))
 
@@ -95,37 +93,32 @@ class Texts(Source, Followed):
             files = files_of(folder, ignored=self.ignored)
             if unreadable := [path for path in files if not os.access(path, os.R_OK)]:
                 raise ValueError(f"{unreadable[0]} cannot be read: permission denied")
-            tell_markdown(folder, [path for path in files if kind(path) == ".md"], of=len(files))
-        if loose := sorted(path.name for path in self.beside() if not path.is_dir()):
+            notes = [path for path in files if kind(path) == ".md"]
+            if notes and len(notes) < len(files):
+                log.info(
+                    "%s: %s, one of %d .md files beside %d others, is read as text (or not: "
+                    "domains.ignore=[*.md])",
+                    *(folder, notes[0].relative_to(folder), len(notes), len(files) - len(notes)),
+                )
+        if loose := sorted(path.name for path in self.entries() if not path.is_dir()):
             log.info("%s: %s: in no domain's folder and not read", self.corpora, ", ".join(loose[:5]))
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        return self.read_on(name)
-
-    def read_on(self, name: str, place: Any = None) -> Reading:
         folder = self.folder_of(name)
         if folder is None:
-            return Reading(read_general())
-        at = list(place or (0, 0))  # files and documents of the next one that are read
-        return Reading(self.follow(name, folder, at), lambda: list(at))
-
-    def follow(self, name: str, folder: Path, at: list[int]) -> Iterator[tuple[str, str]]:
-        """The documents of a folder from a place on, which is kept up to date."""
+            yield from read_general()
+            return
         files = files_of(folder, ignored=self.ignored)
         unit = unit_of(files) if self.document == "auto" else self.document
-        column = self.column_of(name)
-        ends = [0, *accumulate(map(text_size, files))]
-        with reading_bar(name, total=ends[-1], unit="B", done=ends[at[0]]) as progress:
-            while at[0] < len(files):
-                path = files[at[0]]
+        ends = list(accumulate(map(text_size, files)))
+        with reading_bar(name, total=ends[-1], unit="B") as progress:
+            for path, end in zip(files, ends, strict=True):
                 split = split_of(path, folder)
                 own = "file" if kind(path) == ".md" and self.document == "auto" else unit
-                for text in islice(documents_of(path, column=column, unit=own), at[1], None):
+                for text in documents_of(path, column=self.column_of(name), unit=own):
                     progress.update(len(text))
-                    at[1] += 1
                     yield split, text
-                at[:] = at[0] + 1, 0
-                progress.update(ends[at[0]] - progress.n)
+                progress.update(end - progress.n)
 
     def fingerprint(self, name: str) -> Any:
         folder = self.folder_of(name)
@@ -143,19 +136,3 @@ class Texts(Source, Followed):
             return self.corpora / name
         folder = Path(self.root) / self.general if self.general else None
         return folder if folder is not None and folder.exists() and not self.ignored(folder) else None
-
-
-def tell_markdown(folder: Path, found: Sequence[Path], *, of: int) -> None:
-    """Tells of .md files among others, which may be notes about the text."""
-    if found and len(found) < of:
-        log.info(
-            "%s: %s, one of %d .md files beside %d others, is read as text (or not: domains.ignore=[*.md])",
-            *(folder, found[0].relative_to(folder), len(found), of - len(found)),
-        )
-
-
-def reading_bar(name: str, *, total: int | None, unit: str, done: int = 0) -> tqdm:
-    """The progress of reading a text, with the time left where its size is known."""
-    return progress_bar(
-        f"reading {name}", total=total, done=done, unit=unit, scale=True, hidden=False, delay=DELAY
-    )

@@ -2,11 +2,9 @@ import importlib
 import sys
 import sysconfig
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
-from cpt.data import processes
 from cpt.data.sources import docstrings as sources
 from cpt.data.sources.docstrings import docstrings, documents, modules, prose
 
@@ -250,39 +248,27 @@ def test_files_are_read_alike_by_any_number_of_processes(monkeypatch):
     alone = list(documents(["yaml", "tqdm"]))
     asked = []
 
-    def in_turns(work, found, number, *, told):
+    def in_turns(work, found, number, **options):
         asked.append(number)
-        yield from ((part, work(part)) for part in found)
+        yield from map(work, found)
 
-    monkeypatch.setattr(sources, "in_order", in_turns)
+    monkeypatch.setattr(sources, "map_in_processes", in_turns)
     monkeypatch.setattr(sources, "BYTES_PER_PROCESS", 20_000)
     monkeypatch.setattr(sources, "cores", lambda: 3)
-    monkeypatch.setattr(sources, "may_start", lambda: True)
+    monkeypatch.setattr(sources, "can_spawn", lambda: True)
     assert list(documents(["yaml", "tqdm"])) == alone and len(alone) > 5
     assert asked == [3, 3]
-    monkeypatch.setattr(sources, "may_start", lambda: False)
+    monkeypatch.setattr(sources, "can_spawn", lambda: False)
     assert list(documents(["yaml"])) and asked == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("script", "daemon", "may"),
-    [("a/run.py", False, True), ("cpt/__main__.py", False, True), ("run.py", True, False)]
-    + [("mine.py", False, False), (None, False, False)],
-)
-def test_scripts_of_ones_own_are_not_run_again(monkeypatch, script, daemon, may):
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=script))
-    monkeypatch.setattr(processes, "current_process", lambda: SimpleNamespace(daemon=daemon))
-    assert processes.may_start() == may
 
 
 @pytest.mark.slow
 def test_processes_read_files_in_their_order(monkeypatch):
-    paths = list(modules("yaml"))
-    alone = list(sources.read_files(paths))
+    alone = list(documents(["yaml"]))
     monkeypatch.setattr(sources, "BYTES_PER_PROCESS", 20_000)
     monkeypatch.setattr(sources, "cores", lambda: 2)
-    monkeypatch.setattr(sources, "may_start", lambda: True)
-    assert list(sources.read_files(paths)) == alone and [path for path, _ in alone] == paths
+    monkeypatch.setattr(sources, "can_spawn", lambda: True)
+    assert list(documents(["yaml"])) == alone
 
 
 def test_statements_that_hold_others_are_known():

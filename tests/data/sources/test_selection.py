@@ -8,8 +8,14 @@ from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import GENERAL, read_members, stamp_of
-from cpt.data.sources.m2d2 import COARSE_OF_WIKIPEDIA, STRAYS, Place, group_fine, parse_name
-from cpt.data.sources.selection import PATTERNS, matches
+from cpt.data.sources.selection import (
+    COARSE_OF_WIKIPEDIA,
+    NOT_DOMAINS,
+    PATTERNS,
+    choose_domains,
+    group_names,
+    parse_name,
+)
 from tests.conftest import VOCABULARIES, sentences
 
 # The published list by its parts, as `split` of the data set has it.
@@ -76,35 +82,30 @@ S2ORC = [f"{archive}.{each}" for archive, some in CLASSES.items() for each in so
 ALL = [*COARSE, *WIKIPEDIA, *S2ORC]
 
 
-def test_236_names_are_22_coarse_domains_and_214_fine_ones_of_two_parts():
-    places = {name: parse_name(name) for name in ALL}
-    assert len(places) == 236 and set(FINE_OF_WIKIPEDIA) == set(COARSE_OF_WIKIPEDIA)
-    assert Counter((place.part, place.fine is None) for place in places.values()) == {
-        ("wikipedia", True): 11,
-        ("wikipedia", False): 38,
-        ("s2orc", True): 11,
-        ("s2orc", False): 176,
-    }
-    assert len(set(places.values())) == 236
+def test_236_names_are_22_coarse_domains_and_214_fine_ones():
+    parsed = {name: parse_name(name) for name in ALL}
+    assert len(parsed) == 236 and set(FINE_OF_WIKIPEDIA) == set(COARSE_OF_WIKIPEDIA)
+    assert Counter(fine is None for _, fine in parsed.values()) == {True: 22, False: 214}
+    assert len(set(parsed.values())) == 236 and len({coarse for coarse, _ in parsed.values()}) == 49
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
+    ("name", "parsed"),
     [
-        ("General_referece__Reference_works", Place("wikipedia", "General_referece", "Reference_works")),
-        ("Human_activites", Place("wikipedia", "Human_activites", None)),
-        ("Philosophy", Place("s2orc", "Philosophy", "Philosophy")),
-        ("cond-mat.mes-hall", Place("s2orc", "cond-mat", "mes-hall")),
-        ("cond-mat", Place("s2orc", "cond-mat", "cond-mat")),
-        ("cond-mat_l1", Place("s2orc", "cond-mat", None)),
-        ("hep-th", Place("s2orc", "hep-th", "hep-th")),
+        ("General_referece__Reference_works", ("General_referece", "Reference_works")),
+        ("Human_activites", ("Human_activites", None)),
+        ("Philosophy", ("Philosophy", "Philosophy")),
+        ("cond-mat.mes-hall", ("cond-mat", "mes-hall")),
+        ("cond-mat", ("cond-mat", "cond-mat")),
+        ("cond-mat_l1", ("cond-mat", None)),
+        ("hep-th", ("hep-th", "hep-th")),
     ],
 )
-def test_a_name_has_a_part_a_coarse_and_a_fine_domain(name, place):
-    assert parse_name(name) == place
+def test_a_name_has_a_coarse_and_a_fine_domain(name, parsed):
+    assert parse_name(name) == parsed
 
 
-@pytest.mark.parametrize("stray", STRAYS)
+@pytest.mark.parametrize("stray", NOT_DOMAINS)
 def test_a_stray_of_the_list_is_refused_by_name(stray, root):
     with pytest.raises(
         ValueError, match=f"{stray} stands in M2D2's list and is no domain; .*ignore=.{stray}"
@@ -118,10 +119,10 @@ def test_a_stray_of_the_list_is_refused_by_name(stray, root):
 
 
 def test_fine_domains_are_joined_and_a_coarse_one_without_any_stands_for_itself():
-    groups = group_fine(ALL)
+    groups = group_names(ALL, "coarse")
     assert sum(map(len, groups.values())) == 214 and not set(groups) & {"cs_l1"}
     assert groups["q-bio"][0] == "q-bio.BM" and "q-bio" in groups["q-bio"]
-    assert group_fine(["econ_l1", "cs.AI", "cs_l1"]) == {"econ": ["econ_l1"], "cs": ["cs.AI"]}
+    assert group_names(["econ_l1", "cs.AI", "cs_l1"], "coarse") == {"econ": ["econ_l1"], "cs": ["cs.AI"]}
 
 
 @pytest.fixture
@@ -188,7 +189,11 @@ def test_only_some_domains(only, left, root, caplog):
 
 
 def test_patterns_are_for_whole_names_and_for_joined_ones(root):
-    assert not matches("cs.AI", "cs") and not matches("cs.AI", "/cs/") and matches("/a/", ["/a/", "?a?"])
+    names = {"cs.AI": ["cs.AI"], "/a/": ["/a/"]}
+    for pattern in ("cs", "/cs/"):
+        with pytest.raises(ValueError, match="leaves no domain"):
+            choose_domains(names, pattern)
+    assert list(choose_domains(names, ["/a/", "?a?"])) == ["/a/"]
     assert source(root, by="coarse", only="m*").domains == ["math"]
     with pytest.raises(ValueError, match="domains.only=cs.AI leaves no domain; there are: cs, hep-th, math"):
         _ = source(root, by="coarse", only="cs.AI").domains

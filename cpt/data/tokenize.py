@@ -1,0 +1,136 @@
+"""Documents as token ids: shards of a corpus that `datasets` maps and caches, by several processes.
+
+A worker process imports neither torch nor transformers: it builds the tokenizer from its JSON."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+from datasets import Features, List, Value, disable_progress_bars, enable_progress_bars
+from tokenizers import Tokenizer
+
+from cpt.core.config import digest
+from cpt.core.files import sync
+from cpt.core.processes import cores
+from cpt.core.progress import DELAY, progress_bar
+from cpt.data.corpus import Corpus
+from cpt.data.workers import map_in_processes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHARD = 1 << 23  # bytes of text in a cached file: what a kill costs each process
+BATCH = 1 << 20  # bytes of text that the tokenizer is given at once
+ENDED = (
+    "a process that tokenises was ended, perhaps for want of memory; the same command goes on where it was; "
+    "allowed: fewer of them (data.workers=1)"
+)
+
+
+@dataclass(frozen=True)
+class TokenizeBatch:
+    """Maps documents to their token ids, `ending` after each; special tokens that a text spells out stay
+    text. `tokenizer` is one of transformers, or the JSON of a fast one."""
+
+    tokenizer: PreTrainedTokenizerBase | str
+    ending: tuple[int, ...]
+
+    @cached_property
+    def encode(self) -> Callable[[list[str]], list[list[int]]]:
+        if isinstance(self.tokenizer, str):
+            backend = Tokenizer.from_str(self.tokenizer)
+            backend.no_truncation()
+            backend.no_padding()
+            backend.encode_special_tokens = True
+            return lambda texts: [each.ids for each in backend.encode_batch_fast(texts)]
+        call = partial(self.tokenizer, split_special_tokens=True, return_attention_mask=False, verbose=False)
+        return lambda texts: call(texts)["input_ids"]
+
+    def __call__(self, documents: pa.Table) -> pa.Table:
+        ids, ends = array("i"), [0]
+        for each in self.encode(documents.column("text").to_pylist()):
+            ids.extend(each)
+            ids.extend(self.ending)
+            ends.append(len(ids))
+        values = pa.array(np.frombuffer(ids, np.int32))
+        return pa.table({"ids": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)})
+
+
+def to_json(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The JSON of a fast tokenizer; None where its class or a component is code in Python."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    methods = getattr(type(tokenizer), "_encode_plus", None), type(tokenizer).__call__
+    if methods != (PreTrainedTokenizerFast._encode_plus, PreTrainedTokenizerBase.__call__):
+        return None
+    try:
+        return tokenizer.backend_tokenizer.to_str()
+    except Exception:  # raised by Rust
+        return None
+
+
+def tokenize_shard(
+    number: int, *, corpus: Corpus, split: str, shards: int, tokenize: TokenizeBatch, folder: Path
+) -> Path:
+    """The file with the ids of a shard, made unless it exists."""
+    path = folder / f"{number:05d}-of-{shards:05d}.arrow"
+    mean = corpus.facts["bytes"][split] / corpus.facts["documents"][split]
+    disable_progress_bars()
+    corpus.documents(split, number, shards).with_format("arrow").map(
+        tokenize,
+        batched=True,
+        batch_size=max(1, min(1000, int(BATCH / (1 + mean)))),
+        remove_columns="text",
+        features=Features({"ids": List(Value("int32"))}),
+        cache_file_name=str(path),
+        new_fingerprint=digest([str(folder), number, shards]),
+    )
+    enable_progress_bars()
+    sync(path)
+    return path
+
+
+def tokenize_corpus(
+    corpus: Corpus,
+    split: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    ending: list[int],
+    name: str,
+    folder: Path,
+    workers: int | None,
+) -> Generator[tuple[np.ndarray, np.ndarray]]:
+    """Batches of the documents of a split, in their order: their ids [tokens] int32, and how many each has
+    [documents]. `folder` caches the shards; `workers` processes make them, None: one per core, of large
+    texts.
+
+    Raises ValueError where a process was killed."""
+    size = corpus.facts["bytes"][split]
+    shards = max(1, min(corpus.facts["documents"][split], size // SHARD))
+    processes = min(workers or cores(), shards)
+    written = to_json(tokenizer) if processes > 1 else None
+    tokenize = TokenizeBatch(written or tokenizer, tuple(ending))
+    work = partial(
+        tokenize_shard, corpus=corpus, split=split, shards=shards, tokenize=tokenize, folder=folder
+    )
+    paths = (
+        map_in_processes(work, range(shards), processes, ended=ENDED)
+        if written
+        else (work(number) for number in range(shards))
+    )
+    bar = progress_bar(f"tokenising {name}", total=size, unit="B", scale=True, hidden=False, delay=DELAY)
+    with closing(paths), bar:
+        for path in paths:
+            with pa.OSFile(str(path)) as file:  # not memory-mapped: the pages would count as memory
+                for batch in pa.ipc.open_stream(file):
+                    lists = batch.column("ids")
+                    yield lists.flatten().to_numpy(), np.diff(lists.offsets.to_numpy())
+            bar.update(size / shards)
