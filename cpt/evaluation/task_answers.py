@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.data.collate import Rows
-from cpt.methods.prompt import Prompt
+from cpt.data.tokenized_tasks import Prompt
 from cpt.models.generate import generating, is_written_whole
 from cpt.models.objectives import Objective
 

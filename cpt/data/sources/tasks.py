@@ -24,7 +24,6 @@ from cpt.data.sources.base import GENERAL, Encoding, Source
 from cpt.data.sources.readers import (
     reading_bar,
 )
-from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)
 LAYOUTS = ("cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv")
