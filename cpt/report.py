@@ -31,7 +31,7 @@ from cpt.reporting.comparison.runs import (
     parse_filters,
 )
 from cpt.reporting.comparison.strengths import check_curve, show_strengths
-from cpt.reporting.labels import label
+from cpt.reporting.frames import label
 from cpt.reporting.page import Block, align_columns, few, write_page
 
 USUAL = "ncl"  # what is compared with where nothing else is asked for

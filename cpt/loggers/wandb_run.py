@@ -16,8 +16,7 @@ from cpt.evaluation.conditions import describe_conditions as conditions_in_words
 from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures, tables
-from cpt.reporting.labels import label, split_variant
-from cpt.reporting.run_table import choose_headlines, escape_name, summarise_run
+from cpt.reporting.frames import choose_headlines, escape_name, label, split_variant, summarize_scores
 
 if TYPE_CHECKING:
     import wandb
@@ -149,7 +148,7 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "hea
         run.log(points)
     run.log({**build_tables(scores), **pictures(scores), **report(folder)})
     run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
-    run.summary.update(summarise_run(scores) if summary == "all" else choose_headlines(scores))
+    run.summary.update(summarize_scores(scores) if summary == "all" else choose_headlines(scores))
 
 
 def describe_run(scores: Scores) -> dict[str, Any]:

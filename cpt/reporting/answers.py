@@ -13,7 +13,7 @@ from cpt.evaluation.answers.results import MEANINGS, head_of, matrix_of
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import FEW, draw_scores
 from cpt.reporting.endtasks import format_moved
-from cpt.reporting.formatting import percent, pick_ends, shorten
+from cpt.reporting.frames import percent, pick_ends, shorten
 from cpt.reporting.page import Block, align_columns, few
 
 FORMULAS = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt.reporting.formatting import shorten
+from cpt.reporting.frames import shorten
 from cpt.reporting.vectors import Picture
 
 if TYPE_CHECKING:

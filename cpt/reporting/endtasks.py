@@ -11,9 +11,8 @@ import numpy as np
 from cpt.evaluation.endtasks import metrics as endscores
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
-from cpt.reporting.formatting import megabytes, percent
+from cpt.reporting.frames import list_costs, megabytes, percent
 from cpt.reporting.page import Block, few
-from cpt.reporting.run_table import list_costs
 
 NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
 FORMULAS = (
@@ -71,7 +70,7 @@ def build_compute_block(scores: Scores) -> Block:
     """What each stage cost, and the run; nothing where nothing was noted."""
     stages: dict[str | None, dict[str, float | None]] = {}
     for line in list_costs(scores):
-        stages.setdefault(line.after, {})[line.name] = line.value
+        stages.setdefault(line.row, {})[line.metric] = line.value
     noted = {stage: costs for stage, costs in stages.items() if None not in map(costs.get, NEEDED)}
     cells = [_cost(stage, costs) for stage, costs in noted.items() if stage is not None]
     return Block(

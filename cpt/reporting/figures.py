@@ -11,7 +11,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.drawing import DASHES, FEW, SERIES, png, ticks
-from cpt.reporting.formatting import perplexity
+from cpt.reporting.frames import perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from cpt.reporting.formatting import perplexity
+from cpt.reporting.frames import perplexity
 from cpt.reporting.page import Block
 
 TOLD = (

@@ -11,7 +11,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison.overlap import measure_overlap, read_stage
 from cpt.reporting.comparison.panels import overlaps
 from cpt.reporting.drawing import FEW, draw_heat, png, sequential, write_numbers
-from cpt.reporting.formatting import shorten
+from cpt.reporting.frames import shorten
 from cpt.reporting.page import Block
 
 KINDS = {  # what the names of arrays begin with

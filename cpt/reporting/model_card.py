@@ -23,9 +23,8 @@ from cpt.evaluation.conditions import conditions, describe_conditions
 from cpt.evaluation.metrics import METRICS, UNITS, describe_metric, in_units
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import FEW
-from cpt.reporting.formatting import decimals, megabytes, percent, perplexity, strip_controls
+from cpt.reporting.frames import KINDS, decimals, megabytes, percent, perplexity, strip_controls
 from cpt.reporting.page import IN_CELL, few, quote_markup
-from cpt.reporting.run_table import KINDS
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
@@ -145,9 +144,9 @@ def list_metrics(scores: Scores) -> Iterator[list[str]]:
 def list_tasks(scores: Scores) -> Iterator[list[str]]:
     """End tasks, answers and probes that were measured."""
     for line in (line for kind in ("task", "score", "probe") for line in KINDS[kind](scores)):
-        if line.unit in ("share", "") and "/" not in line.name and line.value is not None:
+        if line.unit in ("share", "") and "/" not in line.metric and line.value is not None:
             bounds = "" if line.low is None else f" [{percent(line.low)}, {percent(line.high)}]"
-            yield [line.on or "all tasks", line.name, line.after or "–", percent(line.value) + bounds]
+            yield [line.text or "all tasks", line.metric, line.row or "–", percent(line.value) + bounds]
 
 
 def make_table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

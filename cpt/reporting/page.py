@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from cpt.reporting.drawing import FEW, description
-from cpt.reporting.formatting import strip_controls
+from cpt.reporting.frames import strip_controls
 from cpt.reporting.vectors import Picture, inline_svg, write_vectors
 
 LONGEST = 60  # characters of a picture's name

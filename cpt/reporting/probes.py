@@ -7,7 +7,7 @@ from typing import Any
 
 from cpt.evaluation.probes.results import describe_task, last_value
 from cpt.evaluation.scores import Scores
-from cpt.reporting.formatting import decimals
+from cpt.reporting.frames import decimals
 from cpt.reporting.page import Block, few
 
 ABOUT = (

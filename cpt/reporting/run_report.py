@@ -14,10 +14,9 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting import figures
 from cpt.reporting.answers import build_answer_blocks, build_answer_moves, format_answers
-from cpt.reporting.formatting import decimals, megabytes, perplexity, pick_ends, shorten
+from cpt.reporting.frames import decimals, label, megabytes, perplexity, pick_ends, shorten
 from cpt.reporting.generated import build_generated_block
 from cpt.reporting.inside import build_inside_blocks
-from cpt.reporting.labels import label
 from cpt.reporting.monitor import build_budget_block, build_monitor_block
 from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.probes import build_probe_block, format_probes

@@ -9,13 +9,13 @@ import numpy as np
 
 from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_table import (
+from cpt.reporting.frames import (
     COST_COLUMNS,
     costs_by_stage,
     escape_name,
     list_endtasks,
     list_losses,
-    run_table,
+    tidy_scores,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
     """Every table that has lines, by name. `matrix` is the report's perplexities (row: after a stage, column:
     test text), `losses` the same with one line per cell in every unit. The last stages first: W&B shows the
     first 10,000 lines of a table."""
-    kinds = dict(list(run_table(scores).groupby("kind")))
+    kinds = dict(list(tidy_scores(scores).groupby("kind")))
+    columns = {"metric": "name", "row": "after", "text": "on"}
+    kinds = {kind: frame.rename(columns=columns) for kind, frame in kinds.items()}
     made = {name: make(kinds[kind], scores) for name, (kind, make) in TABLES.items() if kind in kinds}
     for name in {"losses", "endtasks", "answers", "probes", "parts"} & made.keys():
         made[name] = made[name].sort_values("stage", ascending=False, kind="stable")
@@ -131,8 +133,8 @@ def stage_row(scores: Scores, row: int) -> dict[str, float]:
     own."""
     losses = [line for line in list_losses(scores, [row]) if line.unit == "perplexity"]
     learned = set(scores.rows[1 : row + 1])
-    so_far = [line.value for line in losses if line.on in learned]
-    points = {f"ppl/{escape_name(line.on)}": line.value for line in losses if not np.isnan(line.value)}
+    so_far = [line.value for line in losses if line.text in learned]
+    points = {f"ppl/{escape_name(line.text)}": line.value for line in losses if not np.isnan(line.value)}
     points |= {"stages/learned": float(np.mean(so_far))} if so_far and not np.isnan(so_far).any() else {}
     for name in CURVES:
         taken = costs_by_stage(scores, name)[: row + 1]
@@ -148,9 +150,9 @@ def task_rows(scores: Scores) -> list[dict[str, float]]:
     """The points of the end tasks over `stage`: `tasks/<task>` in its own metric, a mean over seeds."""
     points: dict[int, dict[str, list[float]]] = {}
     for line in list_endtasks(scores):
-        if line.name == scores.endtasks["metric"][line.on]:
+        if line.metric == scores.endtasks["metric"][line.text]:
             measured = points.setdefault(line.stage, {})
-            measured.setdefault(f"tasks/{escape_name(line.on)}", []).append(line.value)
+            measured.setdefault(f"tasks/{escape_name(line.text)}", []).append(line.value)
     return [
         {"stage": row, **{name: float(np.mean(each)) for name, each in measured.items()}}
         for row, measured in sorted(points.items())

@@ -29,7 +29,7 @@ from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard
-from cpt.reporting.formatting import megabytes
+from cpt.reporting.frames import megabytes
 from cpt.trainer.assembly import make_method, make_sequence, read_corpora, tell_resting
 from cpt.trainer.costs import Compute, stored_beside, trained_parameters
 from cpt.trainer.growth import find_begun, find_source

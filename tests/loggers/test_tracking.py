@@ -13,7 +13,7 @@ from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.loggers.loggers import About, LongCSV, log_scores, log_stage, track
 from cpt.loggers.wandb_run import Curves, open_run, run_name
-from cpt.reporting.run_table import choose_headlines, summarise_run
+from cpt.reporting.frames import choose_headlines, summarize_scores
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 from tests.support.tracked import refusing, scores
@@ -246,7 +246,7 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
 def test_all_that_the_report_says_is_logged_at_the_end(resumed):
     known, shown = choose_headlines(scores()), summary(resumed)
     assert {key: shown[key] for key in known} == pytest.approx(known)
-    assert not (set(summarise_run(scores())) - set(known)) & set(shown)
+    assert not (set(summarize_scores(scores())) - set(known)) & set(shown)
     keys = {key.split(".")[0] for row in history(resumed) for key in row}
     assert keys >= {"matrix", "losses", "endtasks", "costs", "endtasks_image", "tasks/law"}
     assert any(key.startswith("units/heads") for row in history(resumed) for key in row)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from cpt.loggers import wandb_run
-from cpt.reporting.run_table import choose_headlines, summarise_run
+from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.reporting.tables import stage_row, tabulate, task_rows
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
@@ -26,7 +26,7 @@ def test_all_numbers_are_in_the_summary_where_they_are_asked_for():
         def log(self, points):
             pass
 
-    known = summarise_run(scores())
+    known = summarize_scores(scores())
     for asked, expected in (("all", known), ("headlines", choose_headlines(scores()))):
         run = Run()
         wandb_run.publish(run, scores(), folder=Path("nowhere"), summary=asked)
@@ -83,12 +83,12 @@ def test_a_number_that_is_not_finite_is_none_in_a_table_and_left_out_of_the_summ
     broken.nll[2][0] = math.nan
     broken.measure()
     assert tabulate(broken)["matrix"].iloc[2, 1] is None
-    assert "LC/nats" not in summarise_run(broken)
+    assert "LC/nats" not in summarize_scores(broken)
 
 
 def test_no_key_collides_whatever_domains_are_called():
     made = scores(domains=NASTY)
-    summary, rows = summarise_run(made), [stage_row(made, len(NASTY)), *task_rows(made)]
+    summary, rows = summarize_scores(made), [stage_row(made, len(NASTY)), *task_rows(made)]
     points = {key for row in rows for key in row} | set(tabulate(made)) | {"report", "trainer/global_step"}
     points |= {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
     assert not points & set(summary)
@@ -133,7 +133,7 @@ def test_the_sweep_runs_the_program_and_minimises_a_number_that_there_is(sweep):
     assert (ROOT / sweep["program"]).is_file()
     assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
     assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert sweep["metric"]["name"] in summarise_run(scores())
+    assert sweep["metric"]["name"] in summarize_scores(scores())
     assert sweep["metric"]["goal"] == "minimize"
     for parameter in sweep["parameters"].values():
         assert all(not isinstance(value, str) or value.isidentifier() for value in candidates(parameter))

@@ -9,7 +9,7 @@ import pytest
 
 from cpt.reporting import run_report
 from cpt.reporting.comparison.exports import SPECIAL, defuse, escape_latex, format_csv, format_latex
-from cpt.reporting.formatting import strip_controls
+from cpt.reporting.frames import strip_controls
 from cpt.reporting.page import Block, align_columns, markdown, write_page
 from tests.reporting.test_page import Elements
 from tests.support.comparing import NLL, made, run, section

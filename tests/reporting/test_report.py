@@ -16,7 +16,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing, figures, run_report
 from cpt.reporting import endtasks as endtask_report
 from cpt.reporting.comparison import charts
-from cpt.reporting.formatting import perplexity, shorten
+from cpt.reporting.frames import perplexity, shorten
 from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
 from tests.support.probing import probes
 

@@ -10,7 +10,7 @@ from cpt.evaluation.conditions import is_unknown, text_digest
 from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import NONE, Measure, format_spread
 from cpt.reporting.comparison.notes import explain_alone, is_ranked
-from cpt.reporting.formatting import decimals
+from cpt.reporting.frames import decimals
 from cpt.reporting.page import Block, few
 
 APART = (

@@ -17,7 +17,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import drawing
 from cpt.reporting.drawing import FEW, literal, png
 from cpt.reporting.figures import perplexities
-from cpt.reporting.formatting import perplexity
+from cpt.reporting.frames import perplexity
 from cpt.reporting.outliers import find_window, hold
 from cpt.reporting.vectors import name_marks
 

@@ -28,8 +28,7 @@ from cpt.reporting.comparison.groups import ComparedRuns, Group
 from cpt.reporting.comparison.measures import COMPARED, COSTS, MEASURES, Measure, format_spread
 from cpt.reporting.comparison.notes import is_ranked
 from cpt.reporting.comparison.runs import Run
-from cpt.reporting.formatting import strip_controls
-from cpt.reporting.run_table import summarise_run
+from cpt.reporting.frames import strip_controls, summarize_scores
 
 # Columns of the CSV.
 CONDITIONS = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap")
@@ -87,7 +86,10 @@ def format_csv(sections: Sequence[ComparedRuns], *, top: Path) -> str:
             "group": group.name,
             **{name: run.conditions[name] for name in CONDITIONS},
             **{f"compared/{key}": value for key, value in run.values.items()},
-            **{f"{key}/value" if key in RUN_KEYS else key: x for key, x in summarise_run(run.scores).items()},
+            **{
+                f"{key}/value" if key in RUN_KEYS else key: x
+                for key, x in summarize_scores(run.scores).items()
+            },
         }
         for number, section in enumerate(sections, start=1)
         for group in section.groups

@@ -13,8 +13,7 @@ from cpt.core.config import digest
 from cpt.data.sources.base import GENERAL
 from cpt.reporting.comparison.measures import Spread, spread_values
 from cpt.reporting.comparison.runs import Pair, Run
-from cpt.reporting.formatting import shorten
-from cpt.reporting.labels import label, shared_values, split_variant
+from cpt.reporting.frames import label, shorten, split_variant
 from cpt.reporting.marks import find_places
 from cpt.reporting.page import few
 
@@ -116,6 +115,10 @@ class ComparedRuns:
         """What the page filters rows by, a row for each of these groups."""
         groups = {group.name: group for group in self.groups}
         return [groups[name].facets | {"domains": self.title} for name in names]
+
+
+def shared_values(runs):
+    return set.intersection(*(set(split_variant(run)) for run in runs))
 
 
 def sections(runs: Sequence[Run], *, by_order: bool, baseline: str) -> list[ComparedRuns]:

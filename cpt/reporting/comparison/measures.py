@@ -10,7 +10,7 @@ import numpy as np
 from pandas import DataFrame
 
 from cpt.evaluation.statistics import LEAST, intervals_of_means
-from cpt.reporting.formatting import decimals, megabytes, percent, perplexity
+from cpt.reporting.frames import decimals, megabytes, percent, perplexity
 
 NONE = "–"
 

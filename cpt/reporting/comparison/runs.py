@@ -21,10 +21,10 @@ from cpt.evaluation.endtasks.metrics import MEANINGS
 from cpt.evaluation.metrics import METRICS, UNITS, intransigence
 from cpt.evaluation.probes.results import describe_task
 from cpt.evaluation.scores import Scores
-from cpt.reporting import labels
+from cpt.reporting import frames as labels
 from cpt.reporting.comparison.measures import COSTS
 from cpt.reporting.comparison.restricted import restrict_scores
-from cpt.reporting.run_table import escape_name, summarise_run
+from cpt.reporting.frames import escape_name, summarize_scores
 
 # What a run folder holds beside its scores.
 WITHIN = (
@@ -225,7 +225,7 @@ def _list_open(run: Run, said: Mapping[tuple, Collection[str]]) -> list[str]:
 def _measure_run(run: Run, names: frozenset[str], *, ones: Sequence[Run]) -> dict[str, float]:
     """What the run is compared by, of these domains alone if any are named."""
     scores = restrict_scores(run.scores, names) if names else run.scores
-    numbers = summarise_run(scores, ("metric", "task", "score", "probe", "cost"))
+    numbers = summarize_scores(scores, ("metric", "task", "score", "probe", "cost"))
     against_one = _compare_with_one(run, names, ones=ones)
     if against_one is not None and math.isfinite(against_one):
         numbers["intransigence/nats"] = against_one

@@ -31,7 +31,7 @@ from cpt.reporting.comparison.measures import (
 )
 from cpt.reporting.comparison.notes import notes
 from cpt.reporting.comparison.runs import Run
-from cpt.reporting.formatting import decimals, percent
+from cpt.reporting.frames import decimals, percent
 from cpt.reporting.page import Block, few
 
 INTERVAL = f"Student's t, or BCa bootstrap of {BOOTSTRAPPED} and more; none of fewer than {LEAST}"

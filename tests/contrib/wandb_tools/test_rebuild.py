@@ -11,7 +11,7 @@ from filelock import FileLock
 from cpt.contrib.wandb_tools import rebuild
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
-from cpt.reporting.run_table import MOST, choose_headlines
+from cpt.reporting.frames import MAX_HEADLINES, choose_headlines
 from cpt.reporting.tables import tabulate
 from tests.support import wandb_files
 from tests.support.tracked import refusing, scores
@@ -175,7 +175,7 @@ def test_the_summary_has_the_headlines_and_few_entries(synced):
     known, shown = choose_headlines(scores()), wandb_files.summary(synced[0] / "done")
     assert {key: shown[key] for key in known} == pytest.approx(known)
     entries = {key.split(".")[0] for key in shown if not key.startswith("_")}
-    assert len(known) <= MOST and len(entries) <= 40
+    assert len(known) <= MAX_HEADLINES and len(entries) <= 40
     assert entries - set(known) - {"stage", "train/tokens", "trainer/global_step"} >= set(tabulate(scores()))
 
 
