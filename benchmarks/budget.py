@@ -86,7 +86,7 @@ def take(root: Path, into: Path) -> None:
 def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed: int) -> dict[str, Any]:
     """One run: what it learned, and by how much other text rose."""
     from cpt.reporting import run_report
-    from cpt.run import run
+    from cpt.train import train
 
     run_report.write_report = lambda *given: None  # pictures take longer than the learning
     bounds = [f"budget.general={options.general}", f"budget.past={options.past}"]
@@ -97,7 +97,7 @@ def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed:
         cfg = compose("config", ["domains=das6", *places, *SIZES, *given])
     folder, began = work / "run", time.process_time()
     shutil.rmtree(folder, ignore_errors=True)
-    run(cfg, folder=folder)
+    train(cfg, run_dir=folder)
     scores = Scores.load(folder / "scores.json")
     return measure(scores) | {"seconds": round(time.process_time() - began, 1)}
 

@@ -20,9 +20,9 @@ from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
 from cpt.optim.schedules import Progress
-from cpt.trainer.assembly import make_method, make_sequence
+from cpt.trainer.base_model import Base, make_base
+from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.pretraining import Base, make_base
 
 MADE = ["model.vocabulary=8192", "model.base.steps=1", "model.base.batch_size=8"]
 SHAPES: dict[str, list[str]] = {
@@ -108,8 +108,8 @@ def ground(cache: str, *overrides: str, shape: str = "roberta") -> Ground:
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
-    module = make_method(plan, start).train()
-    data = make_sequence(plan, texts, start, module)
+    module = build_method(plan, start).train()
+    data = build_data(plan, texts, start, module)
     data.enter(next(iter(data)))
     return Ground(plan, start, module, data)
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from measuring import RESULTS
 
 from cpt.optim.guard import Guard
-from cpt.trainer.trainer import make_trainer
+from cpt.trainer.lightning import make_trainer
 
 SHAPES = {
     "4 x 256, 32 x 128 tokens": ["model.length=128", "trainer.batch_size=32"],

@@ -19,8 +19,8 @@ from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
 from cpt.optim.guard import Guard
-from cpt.trainer.checkpointing import Checkpoint
-from cpt.trainer.trainer import make_trainer
+from cpt.trainer.checkpoint import StepCheckpoint
+from cpt.trainer.lightning import make_trainer
 
 PLACES = (0.0, 0.1, 0.5, 0.9)  # of the domain
 SAVED = 2  # the earliest step at which every counter is above 0
@@ -80,7 +80,7 @@ def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> fl
 def checkpoint(place: Ground, folder: Path, *, step: int) -> Path:
     """What cpt saves after a step."""
     path = folder / f"{step}.ckpt"
-    fit(place, [Checkpoint(path, every=step, guard=Guard()), After(step)], resumed=None)
+    fit(place, [StepCheckpoint(path, every=step, guard=Guard()), After(step)], resumed=None)
     return path
 
 

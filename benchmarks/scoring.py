@@ -16,7 +16,7 @@ from measuring import paired, rotated, save, wait_until_quiet
 from stage import Mark, prepare
 
 from cpt.core.memory import keep_free
-from cpt.trainer.trainer import make_trainer
+from cpt.trainer.lightning import make_trainer
 
 FIRST = "rows in their order"
 HOW: dict[str, tuple[bool, str]] = {

@@ -20,8 +20,8 @@ from cpt.data.datamodule import Domain
 from cpt.loggers.loggers import About, track
 from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard
-from cpt.trainer.checkpointing import Checkpoint
-from cpt.trainer.trainer import make_trainer
+from cpt.trainer.checkpoint import StepCheckpoint
+from cpt.trainer.lightning import make_trainer
 
 INPUTS = ("input_ids", "attention_mask", "decoder_input_ids")
 
@@ -75,7 +75,7 @@ def fit(
     place.module.train()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        last = Checkpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
+        last = StepCheckpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
         with track(
             place.plan.logger.flags, folder, about=About("bench", "bench", "bench", [], {})
         ) as loggers:

@@ -9,13 +9,13 @@ from pathlib import Path
 from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.reporting.model_card import write_model_card
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.card", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    place = RunFolder(parser.parse_args(arguments).run)
+    place = RunDir(parser.parse_args(arguments).run)
     with readable(errors_only=True):
         scores = place.scores()
         if scores is None or not scores.run["finished"] or len(scores.rows) < 2:

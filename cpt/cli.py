@@ -1,4 +1,5 @@
-"""The command line: what Hydra composes of conf/ and the arguments, and the run or sweep that it asks for."""
+"""The command line: the config that Hydra composes of conf/ and the arguments, and the run or sweep that it asks
+for."""
 
 import os
 import sys
@@ -32,7 +33,7 @@ def start() -> None:
     utils.run_and_report = run_step
     # The group is there already, as null: for Hydra a plus would choose it twice.
     sys.argv = leave_to_jobs([each.replace("+experiment=", "experiment=") for each in sys.argv])
-    with closing_output(), readable_errors():  # --help is no step of its own for Hydra
+    with closing_output(), readable_errors():  # --help is not a step of Hydra's
         if FLAG in sys.argv:
             print(describe_options(sys.argv[1:]))
         else:
@@ -42,11 +43,11 @@ def start() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def app(cfg: DictConfig) -> Any:
-    os.environ.setdefault("GOMP_SPINCOUNT", str(choose_spins()))  # read when torch is
-    from cpt.run import run  # not before the config is known to be right
+    os.environ.setdefault("GOMP_SPINCOUNT", str(choose_spins()))  # torch reads it when it is imported
+    from cpt.train import train  # not before the config is checked
 
-    with readable_errors():  # inside of Hydra's own report of an error in a run
-        return run(cfg, folder=Path(HydraConfig.get().runtime.output_dir))
+    with readable_errors():  # inside Hydra's own report of an error in a run
+        return train(cfg, run_dir=Path(HydraConfig.get().runtime.output_dir))
 
 
 def readable_errors() -> AbstractContextManager[None]:
@@ -54,7 +55,7 @@ def readable_errors() -> AbstractContextManager[None]:
 
 
 def run_step(step: Callable[[], Any]) -> Any:
-    """In place of Hydra's function of this kind, which says in many lines what cannot be composed."""
+    """Replaces Hydra's function of this kind, which reports in many lines what cannot be composed."""
 
     def readable_step() -> Any:
         with closing_output(), readable_errors():

@@ -17,7 +17,7 @@ from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.evaluation.gate import Bounds, Change, Verdict, judge
 from cpt.evaluation.scores import Scores
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 ROW = "{:24}{:>9}{:>9}{:>9}  {:20}{:>9}  {}"
 CLOSED, UNKNOWN = 1, 2  # exit codes: fails; could not be determined or read
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in ("gain", "loss"):
             if not math.isfinite(getattr(given, name)):
                 raise ValueError(f"--{name}={getattr(given, name)}; allowed: nats per token, a finite number")
-        place = RunFolder(given.run)
+        place = RunDir(given.run)
         scores = read_finished(place)
         since = find_row(scores, given.since)
         rows = place.load_documents([since, len(scores.rows) - 1])
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def read_finished(place: RunFolder) -> Scores:
+def read_finished(place: RunDir) -> Scores:
     """The scores of a run that has learned something. Raises ValueError for others, and damaged ones."""
     scores = place.scores()
     if scores is None:

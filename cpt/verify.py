@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tqdm import tqdm
 
 from cpt.core.files import find_damage, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
 from cpt.data.generated import load_kept
 from cpt.evaluation.probes.results import load_results
-from cpt.trainer.identity import Identity
-from cpt.trainer.run_folder import RunFolder
-from cpt.trainer.stages import check_stage
+from cpt.trainer.checkpoint import check_stage
+from cpt.trainer.manifest import Manifest
+from cpt.trainer.run_dir import RunDir
 
 CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)?[0-9a-f]{16}")
 
@@ -30,38 +29,35 @@ def main(arguments: Sequence[str]) -> int:
     what = "run folders, caches, or folders that hold them (default: outputs and $CPT_CACHE)"
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
     default = [
-        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and os.path.isdir(each)
+        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and Path(each).is_dir()
     ]
-    given = parser.parse_args(arguments).folders or default
+    given, runs, caches, lines = parser.parse_args(arguments).folders or default, 0, 0, list[str]()
     if absent := [str(path) for path in given if not path.is_dir()]:
         print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
         return 1
-    found = {}
     for at, folders, files in (each for path in given for each in os.walk(path.resolve())):
         is_run = "config.yaml" in files or "scores.json" in files
         if is_run or CACHED.fullmatch("/".join(Path(at).parts[-2:])):
-            found[Path(at)] = damage_in_run if is_run else partial(error_of, check_folder)
+            lines += damage_in_run(Path(at)) if is_run else error_of(check_folder, Path(at))
+            runs, caches = runs + is_run, caches + (not is_run)
             folders.clear()
-    lines = [line for path in tqdm(sorted(found), disable=None, leave=False) for line in found[path](path)]
-    runs = list(found.values()).count(damage_in_run)
-    print(*lines, f"{len(found) - runs} folders of caches, {runs} runs: {len(lines)} damaged", sep="\n")
+    print(*lines, f"{caches} folders of caches, {runs} runs: {len(lines)} damaged", sep="\n")
     return 1 if lines else 0
 
 
 def damage_in_run(folder: Path) -> Iterator[str]:
     """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
-    place, restore = RunFolder(folder), f"bring it back from a copy, or delete {folder} to learn again"
-    read_table = partial(pq.read_table, page_checksum_verification=True)
+    run = RunDir(folder)
     checks = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
-        "stages/*.pt": partial(check_stage, instead=restore),
-        "generated/kept/*.json": partial(load_kept, instead=restore),
+        "stages/*.pt": partial(check_stage, instead=run.restore_hint),
+        "generated/kept/*.json": partial(load_kept, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
-        "endtasks/*/*.parquet": read_table,
-        "answers/*/*.parquet": read_table,
+        "endtasks/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
+        "answers/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
         "probes/*/*.json": load_results,
-        "identity.json": lambda path: Identity.load(place),
-        "scores.json": lambda path: check_scores(place),
+        "identity.json": lambda path: Manifest.load(run),
+        "scores.json": lambda path: check_scores(run),
     }
     for pattern, check in checks.items():
         for path in sorted(folder.glob(pattern)):
@@ -83,16 +79,16 @@ def check_folder(folder: Path) -> None:
         raise ValueError("; ".join(wrong))
 
 
-def check_scores(place: RunFolder) -> None:
+def check_scores(run: RunDir) -> None:
     """Raises ValueError for damaged scores, documents and, of a finished run, model, report and stages."""
-    scores = place.scores()
-    place.check_documents([scores.measured(row) for row in range(len(scores.rows))])
+    scores = run.scores()
+    run.check_documents([scores.measured(row) for row in range(len(scores.rows))])
     if scores.run["finished"]:
-        if lost := place.lost(full=True):
-            raise ValueError(f"{place.path}: {'; '.join(lost)}")
-        config = place.config.read_text(encoding="utf-8") if place.config.exists() else ""
-        first = 1 if re.search("^keep_stages: true$", config, re.MULTILINE) else max(1, len(scores.rows) - 1)
-        if gone := [path for path in map(place.stage, range(first, len(scores.rows))) if not path.exists()]:
+        if lost := run.lost(full=True):
+            raise ValueError(f"{run.path}: {'; '.join(lost)}")
+        keeps = run.config.exists() and run.stored("keep_stages")
+        first = 1 if keeps else max(1, len(scores.rows) - 1)
+        if gone := [path for path in map(run.stage, range(first, len(scores.rows))) if not path.exists()]:
             raise ValueError(f"{gone[0]} is missing: no run goes on from it; bring it back from a copy")
 
 

@@ -136,7 +136,7 @@ def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """The folders of tests lie side by side: no run goes on with what another has learned, unless its test is
     marked `adopts`."""
     if request.node.get_closest_marker("adopts") is None:
-        monkeypatch.setattr("cpt.run.adopt", lambda place, plan: None)
+        monkeypatch.setattr("cpt.train.resume_from_sibling", lambda place, plan: None)
 
 
 @pytest.fixture(autouse=True)
@@ -245,8 +245,8 @@ def start(no_pictures: None) -> Callable[[DictConfig, Path], Any]:
     """Runs a config in a folder, in this process, without the pictures of its report."""
 
     def run(cfg: DictConfig, folder: Path) -> Any:
-        from cpt.run import run as run_config
+        from cpt.train import train
 
-        return run_config(cfg, folder=folder)
+        return train(cfg, run_dir=folder)
 
     return run

@@ -187,7 +187,7 @@ def measure(name: str, overrides: list[str], root: Path) -> dict[str, str]:
 
 def main() -> None:
     import cpt.cli  # noqa: F401  (imported once, before the forks)
-    import cpt.run  # noqa: F401
+    import cpt.train  # noqa: F401
 
     mode, chosen = sys.argv[1], sys.argv[2:]
     runs = {name: each for name, each in all_runs().items() if not chosen or name in chosen}

@@ -17,8 +17,8 @@ from cpt import verify
 from cpt.core.config import HIDDEN, redact
 from cpt.core.tensors import load_tensors
 from cpt.models import loading
-from cpt.trainer.run_folder import RunFolder
-from cpt.trainer.stages import check_stage
+from cpt.trainer.checkpoint import check_stage
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_with_a_pickle_in_it_is_refused_in_a_line(small, start, kil
 
 
 def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):
-    place, mark = RunFolder(tmp_path / "run"), tmp_path / "ran"
+    place, mark = RunDir(tmp_path / "run"), tmp_path / "ran"
     path = place.documents(0)
     path.parent.mkdir(parents=True)
     head = io.BytesIO()
@@ -179,9 +179,9 @@ def test_what_looks_secret_is_hidden_in_what_is_written():
 
 
 def test_a_folder_is_claimed_again_with_the_secret_that_it_does_not_remember(tmp_path):
-    place = RunFolder(tmp_path / "run")
+    place = RunDir(tmp_path / "run")
     settings = {"seed": 0, "method": {"api_key": CANARY}}
-    place.claim(settings)
+    place.write_config(settings)
     assert CANARY not in place.config.read_text()
     place.check(settings)
     with pytest.raises(ValueError, match="seed: 0 -> 1"):

@@ -59,7 +59,7 @@ class Scores(Layout):
     memory: list[int] = field(default_factory=list)  # [row], peak bytes of the stage
     skipped: list[int] = field(default_factory=list)  # [row], steps left out: loss or gradient not finite
     rates: list[list[float]] = field(default_factory=list)  # [row], of the first step, highest, of the last
-    leak: list[list[float]] = field(default_factory=list)  # [row], see cpt.trainer.leaks
+    leak: list[list[float]] = field(default_factory=list)  # [row], see cpt.trainer.callbacks
     spikes: list[list[float]] = field(default_factory=list)  # [row], see cpt.optim.spikes
     grown: list[int] = field(default_factory=list)  # stages that had been learned when domains were added
     endtasks: dict[str, Any] = field(default_factory=dict)  # see cpt.evaluation.endtasks.suite

@@ -252,7 +252,7 @@ def is_finished_already(cfg: DictConfig, folder: Path) -> bool:
     """Whether a process would only say that the run is finished: starting one takes seconds."""
     if not (folder / "scores.json").exists():
         return False
-    from cpt.run import is_done
+    from cpt.train import is_done
 
     HydraConfig.instance().set_config(cfg)  # for ${variant:}
     own = cfg.copy()

@@ -41,7 +41,7 @@ from cpt.evaluation.answers.results import (
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
 from cpt.trainer.after_stages import AfterStages
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
     from cpt.data.corpora import Corpora
     from cpt.data.prompts import Prompt
+    from cpt.trainer.base_model import Base
     from cpt.trainer.plan import Plan
-    from cpt.trainer.pretraining import Base
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # counts changes of what a file of answers depends on
@@ -66,7 +66,7 @@ class Asking(AfterStages):
     options: AnswerOptions
     questions: Mapping[str, Sequence[Question]]  # by task, in the order of learning
     digests: Mapping[str, str]  # what the answers to a task depend on besides the model
-    place: RunFolder
+    place: RunDir
     module: ContinualModule
     data: DomainSequence
     tokenizer: PreTrainedTokenizerBase
@@ -185,7 +185,7 @@ class Asking(AfterStages):
 
 def make_asking(
     plan: Plan,
-    place: RunFolder,
+    place: RunDir,
     corpora: Corpora,
     start: Base,
     *,

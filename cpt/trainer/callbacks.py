@@ -1,15 +1,18 @@
-"""Custom callbacks and loggers, from the groups `callbacks` and `logger` of the config.
+"""Callbacks of a stage: the user's own, from the config groups `callbacks` and `logger`, and the movement in the
+protected subspace.
 
-A callback is one instance for the whole run and sees the fit of every stage; not the base's pre-training, the
-scoring, or end tasks. Its state_dict stands in the checkpoint within a stage, and at a stage's end in
-RUN/callbacks, so that a run goes on with it after any kill. What it computes with, it has to keep there."""
+A user's callback is one instance for the whole run and sees the training of every stage; not the base's
+pre-training, evaluation, or end tasks. Its state_dict is in the checkpoint within a stage, and at a stage's end
+in RUN/callbacks, so that a run resumes with it after any kill."""
 
 import inspect
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
 from lightning.pytorch import callbacks as theirs
@@ -18,76 +21,69 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from cpt.core.errors import reason
+from cpt.core.randomness import key
+from cpt.core.sharding import is_sharded
 from cpt.core.signatures import check_arguments, target
 from cpt.core.tensors import load_tensors, save_state
-from cpt.trainer.monitoring import Monitor
+from cpt.data.batch import Batch
+from cpt.methods.base import ContinualModule
+from cpt.trainer.monitor import Monitor
 
-BUDGET = "trainer.steps, trainer.epochs or trainer.tokens say how long a domain is learned"
-KEPT = "trainer.checkpoint_every says how often a checkpoint is kept, keep_stages=true keeps each stage"
-RATE = "optim.lr and schedule=… say the rate"
-# Callbacks that would change without a word how much is learned, or what cpt does itself.
-REFUSED: dict[type[Callback], str] = {
-    theirs.EarlyStopping: BUDGET,
-    theirs.Timer: BUDGET,
-    theirs.Checkpoint: KEPT,
-    theirs.ProgressBar: "cpt has a bar of its own",
-    theirs.GradientAccumulationScheduler: "trainer.accumulate_grad_batches splits a batch",
-    theirs.BatchSizeFinder: "trainer.batch_size and trainer.accumulate_grad_batches say it",
-    theirs.LearningRateFinder: RATE,
-    theirs.StochasticWeightAveraging: f"{RATE}; method=ema averages",
-}
-NEED_LOGGER = (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)
+log = logging.getLogger(__name__)
+# Callbacks that would change what a stage trains; one that stops it early is noticed when it does.
+CHANGES_RESULT = (
+    *(theirs.EarlyStopping, theirs.Timer, theirs.GradientAccumulationScheduler, theirs.BatchSizeFinder),
+    *(theirs.LearningRateFinder, theirs.StochasticWeightAveraging),
+)
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
 def make_loggers(entries: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Logger]:
-    """The loggers of the config beside metrics.csv and W&B; those that write files do so in the run's folder
-    unless they are told where. Raises ValueError for what cannot be made: its package may be missing."""
+    """The loggers of the config in addition to metrics.csv and W&B, which write into the run's folder unless
+    their `save_dir` is set. Raises ValueError for one that cannot be made: its package may be missing."""
     return [
-        make_entry(f"logger.{name}", entry, Logger, save_dir=str(folder)) for name, entry in entries.items()
+        make_entry(f"logger.{name}", each, Logger, save_dir=str(folder)) for name, each in entries.items()
     ]
 
 
 def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
-    """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for
-    what cannot be made, and for one that would change what a stage is."""
+    """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for one
+    that cannot be made or would change what a stage trains."""
     built = {name: make_entry(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
     for name, each in built.items():
-        told = f"callbacks.{name}={type(each).__name__}"
-        for kind, instead in REFUSED.items():
-            if isinstance(each, kind):
-                raise ValueError(f"{told} is not taken: {instead}")
-        if isinstance(each, NEED_LOGGER) and not logged:
-            raise ValueError(f"{told} writes to loggers, but there is none; allowed: logger=csv, …")
+        entry = f"callbacks.{name}={type(each).__name__}"
+        if isinstance(each, CHANGES_RESULT):
+            raise ValueError(
+                f"{entry} is not taken: the options of trainer, optim and schedule say how a domain is trained; "
+                "method=ema averages weights"
+            )
+        if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
+            raise ValueError(f"{entry} writes to loggers, but there is none; allowed: logger=csv, …")
         check_callback_state(name, each)
     return built
 
 
-def make_entry(place: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
-    """What an entry of the config stands for, with `defaults` for the arguments that it takes and that are
-    not given."""
-    found = target(place, entry)
+def make_entry(section: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
+    """The object of an entry of the config, with `defaults` for arguments that it takes and that are not
+    given."""
+    found = target(section, entry)
+    wrong = f"{section}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
     if isinstance(found, type) and not issubclass(found, kind):
-        raise ValueError(refused(place, entry, kind))
-    check_arguments(place, entry)
+        raise ValueError(wrong)
+    check_arguments(section, entry)
     taken = inspect.signature(found).parameters if defaults else {}
     missing = {name: value for name, value in defaults.items() if name in taken and name not in entry}
     try:
         built = instantiate(entry, **missing, _convert_="all")
-    except Exception as error:  # whatever a class that is not ours raises
-        raise ValueError(f"{place}: {reason(error)}") from error
+    except Exception as error:  # whatever a foreign class raises
+        raise ValueError(f"{section}: {reason(error)}") from error
     if not isinstance(built, kind):
-        raise ValueError(refused(place, entry, kind))
+        raise ValueError(wrong)
     return built
 
 
-def refused(place: str, entry: Mapping[str, Any], kind: type) -> str:
-    """What is said of an entry that is of another kind."""
-    return f"{place}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
-
-
 def check_callback_state(name: str, callback: Callback) -> None:
-    """Raises ValueError for a state that a checkpoint does not give back."""
+    """Raises ValueError for a state that a checkpoint cannot restore."""
     if not is_plain(state := callback.state_dict()):
         raise ValueError(
             f"callbacks.{name}: its state_dict is {state}; allowed: tensors, numbers, texts, and lists and "
@@ -96,7 +92,7 @@ def check_callback_state(name: str, callback: Callback) -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether torch.load(weights_only=True) gives it back."""
+    """Whether torch.load(weights_only=True) restores it."""
     if type(value) in (dict, OrderedDict):
         return all(is_plain(each) for pair in value.items() for each in pair)
     if type(value) in (list, tuple, set):
@@ -104,63 +100,97 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
-class CustomCallbacks:
-    """The callbacks of a run at work, in a run folder."""
+class CustomCallbacks(Callback):
+    """The user's callbacks of a run, with their state between stages; it comes after them in a trainer."""
 
     def __init__(self, callbacks: Mapping[str, Callback], folder: Path) -> None:
         self.callbacks, self.folder = dict(callbacks), folder
-        self.at = 0  # the stage whose state they have
+        self.at = 0  # the stage after which they have their state
 
     def entering(self, number: int) -> list[Callback]:
-        """The callbacks for the fit of a stage, counted from 1, with their state after the one before."""
+        """The callbacks for the training of a stage, counted from 1, with their state after the one before."""
         if not self.callbacks:
             return []
-        if self.at != number - 1:
-            self.restore(number - 1)
-        return [*self.callbacks.values(), Keeper(self, number)]
-
-    def path(self, number: int) -> Path:
-        """Their state after so many stages."""
-        return self.folder / f"{number:03d}.pt"
-
-    def restore(self, number: int) -> None:
-        if self.path(number).exists():
-            for name, state in load_tensors(self.path(number), mapped=False).items():
+        path = self.folder / f"{number - 1:03d}.pt"
+        if self.at != number - 1 and path.exists():
+            for name, state in load_tensors(path, mapped=False).items():
                 if name in self.callbacks:
                     self.callbacks[name].load_state_dict(state)
-        self.at = number
+        self.at = number - 1
+        return [*self.callbacks.values(), self]
 
     def keep(self, number: int, *, writes: bool) -> None:
-        """Their state after a stage. That after the stage before it stays: this one is not committed yet."""
+        """Stores their state after a stage. That of the stage before stays: this one is not committed yet."""
         self.at = number
         states = {name: each.state_dict() for name, each in self.callbacks.items()}
         if writes and any(states.values()):
-            save_state(states, self.path(number))
+            save_state(states, self.folder / f"{number:03d}.pt")
             for old in self.folder.glob("*.pt"):
                 if old.stem.isdigit() and int(old.stem) < number - 1:
                     old.unlink()
 
-
-class Keeper(Callback):
-    """Stands behind the callbacks of a stage: looks that none ended it early, and keeps their state."""
-
-    def __init__(self, run: CustomCallbacks, number: int) -> None:
-        self.run, self.number = run, number
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        for name, each in self.run.callbacks.items():
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict) -> None:
+        for name, each in self.callbacks.items():
             check_callback_state(name, each)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
         if trainer.global_step < trainer.max_steps and not any(each.watched.ended for each in monitors):
-            names = ", ".join(self.run.callbacks)
             raise ValueError(
                 f"the stage was ended at step {trainer.global_step} of {trainer.max_steps} by one of the "
-                f"callbacks {names}; allowed: callbacks that let it end. {BUDGET}"
+                f"callbacks {', '.join(self.callbacks)}; allowed: callbacks that let it end. trainer.steps, "
+                "trainer.epochs or trainer.tokens say how long a domain is learned"
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.run.keep(self.number, writes=trainer.is_global_zero)
+        self.keep(self.at + 1, writes=trainer.is_global_zero)
+
+
+class ProtectedMovement(Callback):
+    """The share of a stage's movement that lies in the subspace that a method or a mask protects,
+
+        ||P (theta_end - theta_begin)||^2 / ||theta_end - theta_begin||^2
+
+    over the parameters with a projection P (`protects`), and that of a random movement: where gradients are
+    masked, an optimizer still moves protected directions, as it divides by entry, has momentum, and decays. A
+    resumed stage has the weights that it began with from its checkpoint."""
+
+    def __init__(self) -> None:
+        self.began: dict[str, Tensor] = {}
+        self.noted: list[float] = []  # the share, and that of a random movement
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
+        if trainer.global_step or self.began:
+            return
+        protected = module.protects()
+        names = {name: each for name, each in module.model.named_parameters() if each in protected}
+        if any(map(is_sharded, names.values())):
+            log.info("Movement in the protected subspace is not measured with strategy=fsdp")
+        else:
+            self.began = {name: each.detach().cpu().clone() for name, each in names.items()}
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Before the method's work after the domain, which protects more.
+        if self.began:
+            self.noted = protected_shares(pl_module, self.began, seed=key(pl_module.seed, "leak") % 2**63)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self.began}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.began = dict(state["began"])
+
+
+@torch.no_grad()
+def protected_shares(module: ContinualModule, began: Mapping[str, Tensor], *, seed: int) -> list[float]:
+    """The protected share of the movement from the weights `began`, and of a random movement; empty if nothing
+    moved."""
+    protected, draw = module.protects(), torch.Generator().manual_seed(seed)
+    sums = torch.zeros(2, 2, dtype=torch.float64)  # [actual or random, protected or all]
+    for name, old in began.items():
+        parameter = module.model.get_parameter(name)
+        inside, way = protected[parameter], parameter.detach() - old.to(parameter.device)
+        for row, each in ((0, way), (1, torch.randn(old.shape, generator=draw).to(way))):
+            norms = torch.stack([torch.linalg.vector_norm(part) for part in (inside(each), each)])
+            sums[row] += norms.double().square().cpu()
+    return [float(inside / whole) for inside, whole in sums] if sums[0, 1] else []

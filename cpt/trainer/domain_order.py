@@ -21,7 +21,7 @@ from cpt.core.randomness import key, shuffle
 from cpt.data import orders
 from cpt.data.examples import read_example
 from cpt.data.sources.base import EXAMPLES, GENERAL, stamp_of
-from cpt.trainer.identity import checkpoint_files, look
+from cpt.trainer.manifest import checkpoint_files, file_stat
 from cpt.trainer.plan import Plan
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def similarity_folder(plan: Plan) -> Path:
         embedder = metadata.version("wordllama")
     elif source.embedding == "sentence":
         files = sorted(path for path in Path(str(source.embedding_model)).rglob("*") if path.is_file())
-        embedder = [source.embedding_model, {str(path): look(path) for path in files}]
+        embedder = [source.embedding_model, {str(path): file_stat(path) for path in files}]
     elif source.embedding == "model":
         files = checkpoint_files(plan.model.checkpoint) if plan.model.checkpoint else {}
-        embedder = [asdict(plan.model), {name: look(path) for name, path in files.items()}]
+        embedder = [asdict(plan.model), {name: file_stat(path) for name, path in files.items()}]
     texts = {name: stamp_of(source, name) for name in (*sorted(plan.order), GENERAL)}
     made_of = [CACHE_FORMAT, texts, source.embedding, source.embedding_samples, embedder]
     return Path(plan.run.cache_dir) / "similarity" / digest(made_of)
@@ -123,11 +123,11 @@ def model_encoder(plan: Plan, corpora: Corpora) -> Callable[[list[str]], np.ndar
 
     from cpt.data.packing import padding_id
     from cpt.models.forward import hidden_states, mean_over
-    from cpt.trainer.pretraining import make_base
-    from cpt.trainer.readiness import find_device
+    from cpt.trainer.base_model import make_base
+    from cpt.trainer.lightning import find_device
 
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-    device = find_device(plan.trainer)
+    device = find_device(plan.trainer.lightning)
     model, pad = base.model().eval().to(device), padding_id(base.tokenizer)
 
     @torch.inference_mode()

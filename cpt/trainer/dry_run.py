@@ -24,23 +24,23 @@ from cpt.adapters.bank import in_memory, rest_parts
 from cpt.core.memory import forget_peak, peak
 from cpt.core.tensors import load_tensors
 from cpt.data.budget import Budget
+from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard
 from cpt.reporting.frames import megabytes
-from cpt.trainer.assembly import make_method, make_sequence, read_corpora, tell_resting
-from cpt.trainer.costs import Compute, stored_beside, trained_parameters
-from cpt.trainer.growth import find_begun, find_source
+from cpt.trainer.base_model import Untrained, find_base
+from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
+from cpt.trainer.checkpoint import save_stage
+from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
+from cpt.trainer.extend import find_begun, find_source, keep_base_row, steps_before
+from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.options import minutes_of
 from cpt.trainer.plan import Plan
-from cpt.trainer.pretraining import Untrained, find_base
-from cpt.trainer.raising import cut_rows, steps_before
-from cpt.trainer.readiness import prepare
-from cpt.trainer.run_folder import RunFolder
-from cpt.trainer.stages import save_stage
-from cpt.trainer.trainer import drop_optimizer, make_trainer
+from cpt.trainer.preflight import prepare
+from cpt.trainer.run_dir import RunDir
 
 STAGES = 3  # profiled: in the third a method adds what it adds for each further domain
 WARMUP, TIMED = 2, 3  # steps of a stage
@@ -79,7 +79,7 @@ class Profiler(Callback):
     on_train_start = on_fit_end = on_validation_batch_start = start_clock
 
     def add_around(self, trainer: Trainer, phase: str) -> None:
-        sampled = any(each.flops[phase] for each in trainer.callbacks if isinstance(each, Compute))
+        sampled = any(each.flops[phase] for each in trainer.callbacks if isinstance(each, CostMonitor))
         self.profile.around_s += (self.clock(trainer) - self.began) * (self.probe_times if sampled else 1)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, at: int) -> None:
@@ -123,19 +123,21 @@ def bytes_by_use(module: LightningModule, trainer: Trainer) -> dict[str, int]:
     return found
 
 
-def estimate(plan: Plan, place: RunFolder) -> dict[str, Any]:
+def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    corpora = read_corpora(plan)
+    cache = Path(plan.run.cache_dir)
+    corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
     start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-    module = make_method(plan, start)
-    tell_resting(plan, module, ready.device)
-    data = make_sequence(plan, corpora, start, module)
+    module = build_method(plan, start)
+    data = build_data(plan, corpora, start, module)
+    log_eval_cap(plan, data)
+    log_ineffective(plan, module, ready.device)
     folder = find_begun(plan, place)
     scores = folder.scores()
     if scores is not None and steps_before(plan, folder) is not None:
-        scores = cut_rows(scores)
+        scores = keep_base_row(scores)
     state = "new" if scores is None else scores.state
     if scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
         state = f"new ({why})"
@@ -157,7 +159,7 @@ def estimate(plan: Plan, place: RunFolder) -> dict[str, Any]:
         budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
         trainer=replace(plan.trainer, **alone, probe_samples=probe),
     )
-    part = make_sequence(few, corpora, start, module)
+    part = build_data(few, corpora, start, module)
     part.replay = part.replay.on_text() if part.replay.generates else part.replay
     part.eval_tokens = plan.trainer.eval_batch_size * plan.model.length
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
@@ -174,7 +176,7 @@ def estimate(plan: Plan, place: RunFolder) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def count(plan: Plan, data: DomainSequence, place: RunFolder, scores: Scores | None) -> tuple[list, list]:
+def count(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores | None) -> tuple[list, list]:
     """The texts in documents and tokens, the stages in steps and tokens, and what a run folder lacks."""
     texts, objective = {}, data.objective.scoring  # type: ignore[attr-defined]
     parts = [each.parts for each in data]
@@ -243,7 +245,7 @@ def profile(
             data.enter(stage)
             module.enter(stage)
             module.train()
-            callbacks = [Compute(), Guard(policy=plan.run.on_nonfinite), profiler]
+            callbacks = [CostMonitor(), Guard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
             trainer = make_trainer(plan.trainer.lightning, **how)
             with draw_quickly(plan.trainer.quick_dropout):

@@ -16,7 +16,7 @@ from cpt.core.processes import rank_and_world
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualModule
 from cpt.trainer.after_stages import AfterStages
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
     from cpt.evaluation.endtasks.suite import EndTasks
@@ -30,7 +30,7 @@ class Examination(AfterStages):
     GROUP, KIND = "endtask", "endtasks"  # what asks for them, and what they are in scores.json
 
     endtasks: EndTasks
-    place: RunFolder
+    place: RunDir
     module: ContinualModule
     data: DomainSequence
 
@@ -89,7 +89,7 @@ class Examination(AfterStages):
 
 def make_examination(
     planned: Planned | None,
-    place: RunFolder,
+    place: RunDir,
     *,
     module: ContinualModule,
     data: DomainSequence,

@@ -4,19 +4,19 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.methods.base import ContinualModule
 from cpt.trainer.answers import Asking, make_asking
+from cpt.trainer.base_model import Base
 from cpt.trainer.endtasks import Examination, make_examination
 from cpt.trainer.plan import Plan
-from cpt.trainer.pretraining import Base
+from cpt.trainer.preflight import Ready
 from cpt.trainer.probes import Probing, make_probing
-from cpt.trainer.readiness import Ready
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 Measured = Examination | Asking | Probing
 
 
 def make_examinations(
     plan: Plan,
-    place: RunFolder,
+    place: RunDir,
     ready: Ready,
     corpora: Corpora,
     start: Base,

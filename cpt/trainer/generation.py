@@ -46,7 +46,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
 from cpt.models.generation import Sampling, sample_texts
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from cpt.trainer.samples import Samples, agree_with_first, is_whole
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Generation:
     """The texts that a run's model writes."""
 
     options: Generated
-    place: RunFolder
+    place: RunDir
     module: ContinualModule
     data: DomainSequence
     tokenizer: PreTrainedTokenizerBase

@@ -20,11 +20,11 @@ from cpt.data.packing import Packed
 from cpt.data.replay import Generated
 from cpt.methods.base import ContinualModule
 from cpt.trainer.generation import Generation, Task
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from cpt.trainer.base_model import Base
     from cpt.trainer.plan import Plan
-    from cpt.trainer.pretraining import Base
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ExampleGeneration(Generation):
 
 def make_generation(
     plan: Plan,
-    place: RunFolder,
+    place: RunDir,
     corpora: Corpora,
     start: Base,
     *,

@@ -1,11 +1,10 @@
-"""The domain loop: learn, evaluate, commit; and what a killed run needs to go on with it."""
+"""The loop over stages: train, evaluate, commit; a killed run resumes from what is committed."""
 
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback
@@ -30,119 +29,84 @@ from cpt.models.quick_dropout import draw_quickly
 from cpt.optim.guard import Guard, RollbackError, check_finite
 from cpt.reporting import run_report
 from cpt.reporting.model_card import write_model_card
-from cpt.trainer.assembly import make_method, tell_resting
-from cpt.trainer.callbacks import CustomCallbacks
-from cpt.trainer.checkpointing import Checkpoint, Resting
-from cpt.trainer.costs import Compute, stored_beside, trained_parameters
+from cpt.trainer.base_model import Base
+from cpt.trainer.build import build_method
+from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
+from cpt.trainer.checkpoint import PartsToDisk, StepCheckpoint, check_stage, restore_stage, save_stage
+from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
 from cpt.trainer.examinations import Measured
+from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.generation import Generation
 from cpt.trainer.keeping import Keeper
-from cpt.trainer.leaks import Leak
-from cpt.trainer.monitoring import watch
+from cpt.trainer.lightning import drop_optimizer, make_trainer
+from cpt.trainer.monitor import make_monitor
 from cpt.trainer.plan import Plan
-from cpt.trainer.pretraining import Base
-from cpt.trainer.raising import say_why_never
-from cpt.trainer.rates import Rates
-from cpt.trainer.run_folder import RunFolder
-from cpt.trainer.scoring import Cells, Scorer, tell_row
-from cpt.trainer.stages import check_stage, restore_stage, save_stage
-from cpt.trainer.trainer import drop_optimizer, make_trainer
+from cpt.trainer.run_dir import RunDir
+from cpt.trainer.scoring import Scorer, tell_row
 
 log = logging.getLogger(__name__)
 
 
-class Learner:
-    """A run at work: its method, its data and its scores so far."""
+class ContinualTrainer:
+    """A run at work: trains a method on its stages, and fills the scores."""
 
     def __init__(
         self,
         plan: Plan,
-        place: RunFolder,
+        run: RunDir,
         *,
         module: ContinualModule,
         data: DomainSequence,
-        examinations: Sequence[Measured],
+        evaluators: Sequence[Measured],
         generation: Generation | None,
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
         device: torch.device,
     ) -> None:
-        self.plan, self.place, self.module, self.data = plan, place, module, data
-        self.examinations, self.scores, self.loggers = examinations, scores, loggers
+        self.plan, self.run, self.module, self.data = plan, run, module, data
+        self.evaluators, self.scores, self.loggers = evaluators, scores, loggers
         self.callbacks, self.device, self.generation = callbacks, device, generation
         self.scorer = Scorer(
-            plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=place
+            plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=run
         )
-        self.keeper = Keeper(scores, place.scores_file, digests=plan.digests)
+        self.journal = Keeper(scores, run.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
-        self.rests = plan.parts.keep == "disk"  # what a method keeps of learned domains
-        self.eta = RunETA(data, self.scorer, scores, examinations, generation is not None)
-        tell_resting(plan, module, device)
+        self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
+        self.eta = RunETA(data, self.scorer, scores, evaluators, generation is not None)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
-    def learn(self) -> None:
-        """Every stage that is not committed yet, and every end task and probe that is missing."""
+    def fit(self) -> None:
+        """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
         if not self.scores.rows:
-            self.commit("base")
+            self.commit_row("base")
         done = len(self.scores.rows)
         for number in range(done):
-            self.fill(number)
-            self.examine(number)
+            self.backfill(number)
+            self.run_evaluators(number)
         self.restore(done - 1)
         for number, domain in list(enumerate(self.data, start=1))[done - 1 :]:
-            costs = self.fit(number, domain)
+            costs = self.fit_stage(number, domain)
             self.at = number
-            self.commit(domain.name, **costs)
-            self.examine(number)
+            self.commit_row(domain.name, **costs)
+            self.run_evaluators(number)
 
     def restore(self, number: int) -> None:
-        """Gives the module its state after so many stages, if it has another."""
+        """Loads the module's state after a stage, if it has another."""
         if number == self.at:
             return
-        path = self.place.stage(number)
-        check_stage(path, instead=f"delete {self.place.path} to start again")
+        path = self.run.stage(number)
+        check_stage(path, instead=f"delete {self.run.path} to start again")
         for domain in self.data.domains[:number]:
             self.module.take_shape(domain)
-        restore_stage(self.module, path, rests=self.rests)
+        restore_stage(self.module, path, rests=self.to_disk)
         self.at = number
         log.info("going on after %s", self.scores.rows[number])
 
-    def rest(self, number: int) -> None:
-        """Has what a method keeps of learned domains lie in the file of a stage, where that is asked for."""
-        if self.rests:
-            wait_for_others()  # until the first process has written it
-            rest_parts(self.module, self.place.stage(number))
-
-    def examine(self, number: int) -> None:
-        """The end tasks, the answers and the probe that are due after a stage and not measured yet."""
-        for each in self.examinations:
-            if each.missing(number):
-                self.carry_out(each, number)
-
-    def carry_out(self, examination: Measured, number: int) -> None:
-        """Measures what is missing of an examination after a stage."""
-        row, group = self.scores.rows[number], examination.GROUP
-        if number != self.at and not self.place.stage(number).exists():
-            if number <= max(self.scores.grown, default=0):
-                log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
-                return
-            raise ValueError(
-                f"{group}.when={examination.when} needs the weights after {row}, which were not kept; "
-                f"allowed: {group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
-            )
-        self.scores.run["finished"] = False
-        self.restore(number)
-        with self.eta.timed(examination.KIND, number):
-            examination.measure(number, self.device)
-        if is_first_process():
-            self.keeper.note(examination, number)
-
-    def fit(self, number: int, domain: Domain) -> dict[str, Any]:
-        """Learns one domain, from its checkpoint if it has one; gives the costs and rates of the stage, as
-        the scores take them."""
-        checkpoint = self.place.checkpoint(number, domain.name)
+    def fit_stage(self, number: int, domain: Domain) -> dict[str, Any]:
+        """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
+        checkpoint = self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
             check_state(
                 checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
@@ -154,33 +118,44 @@ class Learner:
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()
-        compute, rates, leak = Compute(), Rates(), Leak()
+        costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
+        if self.plan.watches:
+            monitor, drift = self.plan.monitor, self.plan.drift
+            monitors = [make_monitor(monitor, drift, self.run, self.data, domain, costs)]
         guard = Guard(policy=self.plan.run.on_nonfinite)
-        saving = Checkpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
+        saving = StepCheckpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
-        # Last, so that a checkpoint has what the others did at its step.
-        resting = [Resting(self.place.stage(number - 1))] * self.rests
-        watching = watch(self.plan, self.place, self.data, domain, compute)
-        ours = [*resting, compute, *watching, rates, leak, guard]  # a look knows the tokens of its step
+        to_disk = [PartsToDisk(self.run.stage(number - 1))] * self.to_disk
+        # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
+        ours = [*to_disk, costs, *monitors, movement, guard]
         callbacks = [*ours, *self.callbacks.entering(number), saving]
         with self.eta.timed("learn", number):
-            fitting = self.fitted(number, domain, checkpoint, callbacks)
+            fitting = self.run_trainer(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
-        self.scores.monitor.update((domain.name, each.tell()) for each in watching)
+        self.scores.monitor.update((domain.name, each.record()) for each in monitors)
         check_finite(self.module.state_dict(), domain.name)
-        state = save_stage(self.module, self.place.stage(number))
-        self.rest(number)
-        kept = {"trained": trained_parameters(self.module), "stored": stored_beside(self.module, state)}
-        noted = {"rates": rates.noted, "leak": leak.noted, "spikes": guard.spikes.noted}
-        return kept | compute.costs(fitting) | noted | {"skipped": len(guard.left_out)}
+        path = self.run.stage(number)
+        state = save_stage(self.module, path)
+        if self.to_disk:
+            wait_for_others()  # until the first process has written it
+            rest_parts(self.module, path)
+        return {
+            "trained": trained_parameters(self.module),
+            "stored": stored_beside(self.module, state),
+            **costs.costs(fitting),
+            **{"rates": costs.rates, "leak": movement.noted, "spikes": guard.spikes.noted},
+            "skipped": len(guard.left_out),
+        }
 
-    def fitted(self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]) -> Trainer:
-        """The trainer that has learned a domain to its end, however often it was rolled back."""
+    def run_trainer(
+        self, number: int, domain: Domain, checkpoint: Path, callbacks: Sequence[Callback]
+    ) -> Trainer:
+        """The trainer that has trained a stage to its end, after any rollbacks."""
         while True:
             fitting = make_trainer(
                 self.plan.trainer.lightning,
                 label=f"{domain.name} ({number}/{len(self.data)})",
-                folder=self.place.path / "lightning",
+                folder=self.run.path / "lightning",
                 loggers=self.loggers,
                 steps=self.data.steps(domain),
                 callbacks=callbacks,
@@ -194,89 +169,100 @@ class Learner:
                 drop_optimizer(fitting)
                 self.module.train()
 
-    def commit(self, row: str, **costs: Any) -> None:
-        """Evaluates, and writes the row: what a restart finds is the run up to here."""
-        number = len(self.scores.rows)
-        cells = self.score(number, row, self.scorer.wanted(number))
-        means = cells.means
-        nll = [means.get(text) for text in self.scores.domains]
+    def commit_row(self, row: str, **costs: Any) -> None:
+        """Evaluates, and writes the row: a restart resumes after it."""
+        number, options = len(self.scores.rows), self.plan.run
+        with self.eta.timed("score", number):
+            cells = self.scorer.score(number, row, self.scorer.wanted(number))
+        leave_together(f"before {row} was committed")
+        nll = [cells.means.get(text) for text in self.scores.domains]
         self.scores.append(row, nll=nll, parts=cells.parts, **costs)
-        tell_row(row, means)
-        looked_at = {name: array(values) for name, values in self.module.diagnostics().items()}
-        log_stage(self.loggers, self.scores, distributions=looked_at)
+        tell_row(row, cells.means)
+        diagnostics = {
+            name: (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
+            for name, values in self.module.diagnostics().items()
+        }
+        log_stage(self.loggers, self.scores, distributions=diagnostics)
         if is_first_process():
-            self.place.save_documents(number, {**cells.documents})
-            self.place.save_diagnostics(number, looked_at)
-            self.keeper.keep_row(number)
-            run = self.plan.run
-            self.place.tidy(number, keep=run.keep_stages, end=run.keep_end and not say_why_never(self.plan))
+            self.run.save_documents(number, cells.documents)
+            if diagnostics:
+                self.run.save_arrays(self.run.diagnostics(number), diagnostics)
+            self.journal.keep_row(number)
+            end = options.keep_end and not why_end_is_final(self.plan)
+            self.run.cleanup(number, keep=options.keep_stages, end=end)
 
-    def fill(self, number: int) -> None:
-        """Measures what a row lacks of what is asked for now, where the weights of its stage are there."""
+    def backfill(self, number: int) -> None:
+        """Scores the texts that a row lacks, where the weights of its stage are there."""
         missing = self.scorer.missing(number)
-        if not missing or (number != self.at and not self.place.stage(number).exists()):
+        if not missing or (number != self.at and not self.run.stage(number).exists()):
             return
         self.scores.run["finished"] = False
         self.restore(number)
         row = self.scores.rows[number]
-        cells = self.score(number, row, missing)
+        with self.eta.timed("score", number):
+            cells = self.scorer.score(number, row, missing)
+        leave_together(f"before {row} was committed")
         self.scores.fill(number, cells.means, cells.parts)
         log.info("after %s, %d more texts are scored", row, len(missing))
         if is_first_process():
-            (before,) = self.place.load_documents([number])
-            self.place.save_documents(number, before | {**cells.documents})
-            self.keeper.keep_row(number)
+            (before,) = self.run.load_documents([number])
+            self.run.save_documents(number, before | {**cells.documents})
+            self.journal.keep_row(number)
 
-    def score(self, number: int, row: str, texts: Sequence[str]) -> Cells:
-        with self.eta.timed("score", number):
-            cells = self.scorer.score(number, row, texts)
-        leave_together(f"before {row} was committed")
-        return cells
+    def run_evaluators(self, number: int) -> None:
+        """Measures the end tasks, answers and benchmarks that are due after a stage and missing."""
+        for each in self.evaluators:
+            if not each.missing(number):
+                continue
+            row, group = self.scores.rows[number], each.GROUP
+            if number != self.at and not self.run.stage(number).exists():
+                if number <= max(self.scores.grown, default=0):
+                    log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
+                    continue
+                raise ValueError(
+                    f"{group}.when={each.when} needs the weights after {row}, which were not kept; "
+                    f"allowed: {group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
+                )
+            self.scores.run["finished"] = False
+            self.restore(number)
+            with self.eta.timed(each.KIND, number):
+                each.measure(number, self.device)
+            if is_first_process():
+                self.journal.note(each, number)
 
-    def whole(self, start: Base) -> ContinualModule:
-        """The method with all of its weights in this process: itself, or where they are shared out another
-        one, made as it was and with the state of its last stage."""
-        if not isinstance(self.module.model, FSDPModule):
-            return self.module
-        self.module, self.at = make_method(self.plan, start), 0
-        self.restore(len(self.scores.rows) - 1)
-        return self.module
-
-    def conclude(self, start: Base) -> None:
-        """Intervals, the exported model, the report and the run's summary, by the first process; then the run
-        is finished."""
+    def finalize(self, start: Base) -> None:
+        """Intervals, the exported model, the report and the run's summary, by the first process."""
+        scores, run = self.scores, self.run
         if not is_first_process():
             return
-        if self.keeper.behind:
-            self.keeper.keep_rows()
+        if self.journal.behind:
+            self.journal.keep_rows()
         check_signals("before the model was exported")
         set_phase("exporting the model")
-        self.place.make_room()
-        with writing(self.place.model):
-            loading = self.whole(start).export(self.place.model, [domain.name for domain in self.data])
-            start.tokenizer.save_pretrained(self.place.model)
-        self.scores.loading = loading.replace(f"{self.place.path}/", "")  # the folder may be moved
-        if len(self.scores.rows) > 1:
-            self.scores.moved = measure_movement(start.model(), self.place.model)
+        run.move_aside()
+        if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
+            self.module, self.at = build_method(self.plan, start), 0
+            self.restore(len(scores.rows) - 1)
+        with writing(run.model):
+            loading = self.module.export(run.model, [domain.name for domain in self.data])
+            start.tokenizer.save_pretrained(run.model)
+        scores.loading = loading.replace(f"{run.path}/", "")  # the folder may be moved
+        if len(scores.rows) > 1:
+            scores.moved = measure_movement(start.model(), run.model)
         check_signals("before the report was written")
         set_phase("writing the report")
-        sums, counts = gather_documents(self.place.load_documents(range(len(self.scores.rows))), self.scores)
-        self.scores.measure(nll_sums=sums, counts=counts)
-        self.scores.policy = self.plan.evaluation.policy
+        sums, counts = gather_documents(run.load_documents(range(len(scores.rows))), scores)
+        scores.measure(nll_sums=sums, counts=counts)
+        scores.policy = self.plan.evaluation.policy
         if told := self.scorer.tell_missing():
             log.info(told)
-        for each in self.examinations:
-            self.keeper.collect(each)
-        self.scores.objective = objective_value(self.scores.metrics, self.plan.run.objective)
-        self.scores.run["finished"] = True
-        run_report.write_report(self.place.path, self.scores)
-        if len(self.scores.rows) > 1:
-            write_model_card(self.place.path, self.scores)
-        self.place.seal()
-        log_scores(self.loggers, self.scores, folder=self.place.path, summary=self.plan.logger.summary)
-        self.keeper.keep()  # last: a run that says that it is finished has all that it leaves
-
-
-def array(values: torch.Tensor) -> np.ndarray:
-    """The same for numpy, which has no bfloat16."""
-    return (values.float() if values.dtype == torch.bfloat16 else values).cpu().numpy()
+        for each in self.evaluators:
+            self.journal.collect(each)
+        scores.objective = objective_value(scores.metrics, self.plan.run.objective)
+        scores.run["finished"] = True
+        run_report.write_report(run.path, scores)
+        if len(scores.rows) > 1:
+            write_model_card(run.path, scores)
+        run.write_checksums()
+        log_scores(self.loggers, scores, folder=run.path, summary=self.plan.logger.summary)
+        self.journal.keep()  # last: a finished run has all of its outputs

@@ -1,75 +1,116 @@
-"""What a run will do: a config read into options and checked, before torch is imported."""
+"""A Hydra config as a Plan: typed sections, and every check that needs neither torch nor text."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from cpt.adapters.options import PartsOptions
 from cpt.core.config import digest, identity, plain_config, redact
+from cpt.core.errors import readable, unknown_name
 from cpt.core.options import Choice
-from cpt.core.rules import TEXT, or_null
+from cpt.core.places import CONF
+from cpt.core.rules import TEXT, is_text, number, or_null, show
+from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data import orders
 from cpt.data.budget import Budget, share_batch
 from cpt.data.options import DataOptions
-from cpt.data.replay import Generated, Mixture
+from cpt.data.replay import NOTHING, Generated, Mixture
 from cpt.data.sources.base import GENERAL, Source
 from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import PAST, BudgetOptions
-from cpt.evaluation.endtasks.tasks import Planned, plan_endtasks
+from cpt.evaluation.endtasks.tasks import Planned, check_given, plan_endtasks
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.objective import objective_value
 from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.probes.options import LMEval, plan_probe
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
-from cpt.optim.options import carried
+from cpt.optim.options import carried, read_optimizer
 from cpt.optim.schedules import Schedule
-from cpt.trainer.checks import read_sections
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
-SHARDED = ("cpt.methods.", "cpt.gradient_masks.")  # whose classes are right where weights are shared out
+Made = TypeVar("Made")
+OWN_CODE = ("cpt.methods.", "cpt.gradient_masks.")  # classes that are known to work with sharded weights
+ELSEWHERE = ("strategy", "experiment", "hydra")  # config groups that set values of other sections
+# Arguments of lightning.Trainer that cpt sets; others would change how much is trained or evaluated.
+SET_BY_CPT = {
+    *("max_steps", "min_steps", "max_epochs", "min_epochs", "max_time", "limit_train_batches"),
+    *("overfit_batches", "fast_dev_run", "limit_val_batches", "limit_test_batches", "limit_predict_batches"),
+    *("val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps", "callbacks", "logger"),
+    *("default_root_dir", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+    *("use_distributed_sampler", "reload_dataloaders_every_n_epochs", "plugins", "barebones"),
+}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A config that has been checked: nothing below the plan reads the config itself."""
+class Checked(Callback):
+    """Hydra callback that rejects an invalid config before a folder is made for it."""
 
-    settings: Mapping[str, Any]  # all of the config, for the folder, the report and W&B, without secrets
-    names: Mapping[str, str]  # what was chosen of method, mask, replay, model
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            read_sections(config)
+        if config.get("plan"):  # Hydra writes neither its files nor a log
+            with read_write(config.hydra), open_dict(config.hydra):
+                config.hydra.output_subdir = None
+                config.hydra.job_logging.root.handlers = ["console"]
+                config.hydra.job_logging.handlers.pop("file", None)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            run = read_sections(config).run
+            if run is not None and run.plan:
+                raise ValueError(f"plan={show(run.plan)} is of one run; allowed: without --multirun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """The typed sections of a config; a section with a missing value (`???`), as in a sweep, is None."""
+
     run: RunOptions
     model: ModelOptions
     freeze: Freeze
     evaluation: EvalOptions
     monitor: MonitorOptions
-    drift: BudgetOptions  # nats by which losses on other text may rise
+    drift: BudgetOptions  # bounds, in nats, of how far losses on other text may rise
     data: DataOptions
     parts: PartsOptions
     method: Choice
     masks: tuple[Choice, ...]
     replay: Mixture
     source: Source
-    order: list[str]  # where the texts decide it, the first named one until cpt.trainer.domain_order
-    budget: Budget
     optim: Choice
-    carry: str  # what of the optimizer goes on from domain to domain: none, moments, all
     schedule: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
-    endtasks: Planned | None
     answers: AnswerOptions | None  # where the domains are tasks
     probe: LMEval | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Sections):
+    """A complete config that has been checked."""
+
+    settings: Mapping[str, Any]  # all of the config without secrets, for the run folder, the report and W&B
+    names: Mapping[str, str]  # of the chosen method, mask, replay and model
+    order: Sequence[str]  # where texts decide it, the first named one until cpt.trainer.domain_order
+    budget: Budget
+    carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
+    endtasks: Planned | None
     config_digest: str  # of what decides the result
-    lost_rate: float | None  # a method's own learning rate that has no effect
+    ignored_rate: float | None  # method.rate, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
 
     @property
     def cap(self) -> int | None:
         """Tokens of each text that are scored at most; None: no bound."""
-        return cast("int | None", self.settings["eval"]["tokens"])
+        return self.settings["eval"]["tokens"]
 
     @property
     def by_texts(self) -> bool:
@@ -78,221 +119,285 @@ class Plan:
 
     @property
     def watches(self) -> bool:
-        """Whether other text is looked at while a domain is learned."""
+        """Whether other text is evaluated while a domain is trained."""
         return self.monitor.every is not None or bool(self.drift.given)
 
     @property
     def keeps(self) -> int:
-        """How many copies of the weights are kept at a time while a domain is learned, to go back to."""
+        """Copies of the weights that a stage keeps to return to."""
         return self.drift.copies or int(self.monitor.keep == "best")
 
     @property
     def mixture(self) -> Mixture:
-        """What is mixed into the batches: by the run, or by a method that has a mixture of its own."""
+        """The replay of the run, or of a method that has its own."""
         own = getattr(self.method.options, "mixture", None)
         return own if isinstance(own, Mixture) else self.replay
 
     @property
     def digests(self) -> dict[str, str]:
-        """What is measured beside the losses, by its name in scores.json, and what it is known by: its
-        options, and the sizes and times of its data."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
-        groups = {"endtasks": "endtask", "answers": "answers", "probes": "probe"}
+        """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
+        in scores.json."""
+        measured = {
+            "endtasks": ("endtask", self.endtasks),
+            "answers": ("answers", self.answers),
+            "probes": ("probe", self.probe),
+        }
         return {
-            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
-            for kind, options in measured.items()
+            kind: digest([self.settings[group], getattr(options, "stamp", "")])
+            for kind, (group, options) in measured.items()
             if options is not None
         }
 
 
+def read_sections(cfg: DictConfig) -> Sections:
+    """Raises ValueError for an unknown key and an invalid value; missing values (`???`) are not checked."""
+    written = as_written(cfg)
+    known = top_level()
+    for key in map(str, cfg):
+        if key not in known and key not in ELSEWHERE and not is_used(key, written):
+            raise ValueError(unknown_name(key, known, whole=", ".join(known)))
+    if missing := [key for key in known if key not in cfg and not OmegaConf.is_missing(cfg, key)]:
+        raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
+    read = partial(read_section, cfg, written=written)
+    number("0 or more").check("method.rate", read("method").values.get("rate", 1))
+    check_given(read("endtask").values)
+    method, model = read("method").choose(needed=True), read("model")
+    is_new = model.values.get("checkpoint", ...) is None  # else not pre-trained, whatever an experiment says
+    model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
+    replay = read("replay")
+    schedule = instantiate_now(read("schedule").choose(needed=True))
+    if schedule is not None and not callable(schedule):
+        name = f"{type(schedule).__module__}.{type(schedule).__name__}"
+        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedules.Linear")
+    logger = read("logger")
+    flags, loggers = logger.split(LoggerOptions)
+    flags["others"] = check_entries(loggers, "logger")
+    return Sections(
+        run=read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
+        freeze=read("freeze").read(Freeze),
+        evaluation=read("eval").read(EvalOptions),
+        monitor=read("monitor").read(MonitorOptions),
+        drift=read("budget").read(BudgetOptions),
+        data=read("data").read(DataOptions),
+        parts=read("parts").read(PartsOptions),
+        model=model.read(ModelOptions),
+        method=None if method is None else replace(method, below="cpt.methods.base.ContinualModule"),
+        masks=tuple(read(f"mask.{name}").choose() for name in check_entries(read("mask").values, "mask")),
+        replay=NOTHING
+        if replay.values.get("_target_", "") is None
+        else of_kind(Mixture, "replay", replay.choose(needed=True)),
+        source=of_kind(Source, "domains", instantiate_now(read("domains").choose(needed=True))),
+        optim=read_optimizer(read("optim")),
+        schedule=schedule,
+        answers=of_kind(AnswerOptions, "answers", read("answers").choose()),
+        probe=of_kind(LMEval, "probe", read("probe").choose()),
+        trainer=read_trainer(read("trainer")),
+        logger=replace(logger, values=flags).read(LoggerOptions),
+        callbacks=check_entries(read("callbacks").values, "callbacks"),
+    )
+
+
+@cache
+def top_level() -> tuple[str, ...]:
+    """The keys at the top of a composed config."""
+    text = OmegaConf.load(CONF / "config.yaml")
+    groups = [name for each in text.pop("defaults") if each != "_self_" for name in each]
+    return tuple(key for key in (*text, *groups) if key not in ELSEWHERE and " " not in key)
+
+
+def instantiate_now(chosen: Any) -> Any:
+    """The object of a Choice, whose class has no Options of its own; else what is given."""
+    return chosen.load()(**chosen.arguments) if isinstance(chosen, Choice) else chosen
+
+
+def of_kind(kind: type[Made], section: str, made: Any) -> Made | None:
+    """`made`; raises ValueError for an object of another class."""
+    if made is not None and not isinstance(made, kind):
+        name = made.target if isinstance(made, Choice) else f"{type(made).__module__}.{type(made).__name__}"
+        raise ValueError(
+            f"{section}._target_={name}; allowed: a class below {kind.__module__}.{kind.__name__}"
+        )
+    return made
+
+
+def read_trainer(given: Section) -> TrainerOptions | None:
+    """The trainer's options; other names go to lightning.Trainer. Raises ValueError for one it lacks."""
+    own, others = given.split(TrainerOptions)
+    others = {name: value for name, value in others.items() if name not in given.used}
+    if taken := SET_BY_CPT & others.keys():
+        name = min(taken)
+        raise ValueError(
+            f"trainer.{name}={show(others[name])} is not taken: cpt sets it (trainer.steps, epochs or tokens: how "
+            "long a domain is trained; every evaluation is complete; callbacks=…, logger=…, hydra.run.dir=…)"
+        )
+    if others:
+        from lightning import Trainer  # seconds, which only these options have to wait for
+
+        theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
+        known = sorted(
+            f"trainer.{name}" for name in {*theirs, *(each.name for each in fields(TrainerOptions))}
+        )
+        for name in others:
+            if name not in theirs:
+                whole = "what conf/trainer lists, and what lightning.Trainer takes"
+                raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
+    return replace(given, values={**own, "others": others}).read(TrainerOptions)
+
+
+def check_entries(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+    """The entries that are not null; raises ValueError for one without a `_target_`."""
+    given = {name: entry for name, entry in entries.items() if entry is not None}
+    for name, entry in given.items():
+        if not isinstance(entry, Mapping) or not is_text(entry.get("_target_")):
+            raise ValueError(
+                f"{group}.{name}={show(entry)} has no class; allowed: null, or "
+                f"+{group}.{name}._target_=module.Class, and what that class takes"
+            )
+    return given
+
+
 def make_plan(cfg: DictConfig) -> Plan:
-    """The plan of a config; raises ValueError for what is wrong with it."""
-    said = read_sections(cfg)
-    settings = with_cap(plain_config(cfg), said.evaluation.cap)  # raises for what is missing
-    objective_value({}, said.run.objective)
-    check_share(said.trainer)
-    check_answered(said.model, said.source)
-    check_schedule(said.schedule, carried(settings["optim"].get("carry", "none")))
-    answers = said.answers if said.source.encoding is not None else None
-    if answers is not None:
-        answers.check_tasks(said.source.domains)
+    """The plan of a config; raises ValueError for an invalid one."""
+    read = read_sections(cfg)
+    settings = with_cap(plain_config(cfg), read.evaluation.cap)  # raises for what is missing
+    objective_value({}, read.run.objective)
+    trainer, source, folder = read.trainer, read.source, settings["from"]
+    processes = trainer.devices if isinstance(trainer.devices, int) else 1
+    share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
+    names = {}
+    for group in ("method", "replay", "model"):
+        if "name" not in settings[group]:
+            raise ValueError(f"{group}.name is missing; needed: {group}.name=…")
+        names[group] = str(settings[group]["name"])
+    or_null(TEXT).check("from", folder)
+    if folder is not None:
+        scores = Path(folder) / "scores.json"
+        if not scores.exists() or not Scores.load(scores).run["finished"]:
+            raise ValueError(f"from={folder} is no finished run; allowed: null, or the folder of one")
+        new = {"config": None, "base": None, "vocabulary": None}  # options of a new model
+        model = replace(read.model, checkpoint=str(Path(folder) / "model"), **new)
+        read = replace(read, model=model)
+        names["model"] = f"{model.name} from {Path(folder).name}"
     order = orders.resolve_order(
-        said.run.order, names=said.source.domains, orders=said.source.named_orders, seed=said.run.seed
+        read.run.order, names=source.domains, orders=source.named_orders, seed=read.run.seed
     )
-    if orders.by_texts(said.run.order):
-        said.source.check_embedding()
     plan = Plan(
+        **vars(read) | {"answers": read.answers if source.encoding is not None else None},
         settings=redact(settings),
-        names=names_of(settings) | begun(settings["from"], said.model.name),
-        run=said.run,
-        model=begin_from(said.model, settings["from"]),
-        freeze=said.freeze,
-        evaluation=said.evaluation,
-        monitor=check_ending(said.monitor, said.schedule),
-        drift=said.drift,
-        data=said.data,
-        parts=said.parts,
-        method=said.method,
-        masks=tuple(said.masks.values()),
-        replay=said.replay,
-        source=said.source,
+        names=names | {"mask": "+".join(settings["mask"]) or "none"},
         order=order,
-        budget=budget_of(said.trainer),
-        optim=said.optim,
+        budget=Budget(
+            steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
+        ),
         carry=carried(settings["optim"].get("carry", "none")),
-        schedule=said.schedule,
-        trainer=said.trainer,
-        logger=said.logger,
-        callbacks=said.callbacks,
-        endtasks=plan_endtasks(settings["endtask"], said.source.domains, order),
-        answers=answers,
-        probe=plan_probe(said.probe),
+        endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_digest=digest(identity(redact(settings))),
-        lost_rate=lost_rate(cfg),
+        ignored_rate=None if OmegaConf.is_interpolation(cfg.optim, "lr") else cfg.method.get("rate", 1),
     )
-    check_generated(plan)
-    return check_sharded(check_drift(plan))
+    plan_probe(plan.probe)
+    if plan.answers is not None:
+        plan.answers.check_tasks(source.domains)
+    if plan.by_texts:
+        source.check_embedding()
+    if isinstance(plan.mixture, Generated):
+        if source.encoding is None:
+            plan.mixture.check_length(plan.model.length)
+        else:
+            plan.mixture.check_examples(batch_size=trainer.batch_size)
+    for conflict in (*conflicts(plan), *drift_conflicts(plan), *sharding_conflicts(plan)):
+        raise ValueError(conflict)
+    return plan
 
 
 def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
-    """A config with this bound of what is scored of each text."""
+    """A config with another bound of how many tokens of each text are scored."""
     return {**settings, "eval": {**settings["eval"], "tokens": cap}}
 
 
-def check_ending(monitor: MonitorOptions, schedule: Schedule) -> MonitorOptions:
-    """The monitor's options; raises ValueError where a stage may end before the step that its schedule
-    branches at."""
-    if monitor.decides and getattr(schedule, "branches", False):
-        raise ValueError(
+def conflicts(plan: Plan) -> Iterator[str]:
+    """Options of different sections that contradict each other, as messages."""
+    source, monitor, branches = plan.source, plan.monitor, getattr(plan.schedule, "branches", False)
+    if source.encoding is not None and plan.model.objective == "masked":
+        yield (
+            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
+            "allowed: a causal model, like model=tiny_gpt2, or an encoder-decoder"
+        )
+    if plan.carry == "all" and branches:
+        yield (
+            f"optim.carry=all makes one domain of all for schedule={type(plan.schedule).__name__}, whose decay "
+            "is a branch of each; allowed: optim.carry=moments, or another schedule"
+        )
+    if monitor.decides and branches:
+        yield (
             "monitor.stop, patience and keep do not go with a schedule whose decay is a branch (wsd, "
-            "infinite): the next domain goes on before it; allowed: stop=null, patience=null, keep=last"
+            "infinite): the next domain starts before it; allowed: stop=null, patience=null, keep=last"
         )
-    return monitor
+    if isinstance(plan.mixture, Generated) and source.chats:
+        yield "replay=generated does not go with chats, which no model learns to write; allowed: replay=past"
 
 
-def check_drift(plan: Plan) -> Plan:
-    """The plan; raises ValueError for a budget that can not be held, or would bound nothing."""
+def drift_conflicts(plan: Plan) -> Iterator[str]:
+    """What keeps a budget from being held, or makes it bound nothing."""
     if not plan.drift.given:
-        return plan
+        return
     given = ", ".join(f"budget.{name}={value}" for name, value in plan.drift.given.items())
-    method, monitor = plan.method.load(), plan.monitor
+    method, monitor, bounds = plan.method.load(), plan.monitor, plan.drift.given
     wrong = {
-        f"method={plan.names['method']}, which learns each domain from the base": method.alone,
-        f"method={plan.names['method']}, which has no past": PAST in plan.drift.given and method.needs_all,
+        f"method={plan.names['method']}, which trains each domain from the base": method.alone,
+        f"method={plan.names['method']}, which has no past": PAST in bounds and method.needs_all,
         "a schedule whose decay is a branch (wsd, infinite)": getattr(plan.schedule, "branches", False),
-        "monitor.keep=best, whose weights may be over it": monitor.keep == "best",
-        "monitor.general=false": GENERAL in plan.drift.given and not monitor.general,
-        "monitor.past=0": PAST in plan.drift.given and not monitor.past,
-        "strategy=fsdp: weights are kept as a whole": plan.trainer.strategy == "fsdp",
+        "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
+        "monitor.general=false": GENERAL in bounds and not monitor.general,
+        "monitor.past=0": PAST in bounds and not monitor.past,
+        "strategy=fsdp: it needs whole weights": plan.trainer.strategy == "fsdp",
     }
-    if found := [reason for reason, holds in wrong.items() if holds]:
-        raise ValueError(
-            f"{given} does not go with {found[0]}; allowed: budget.general=null, budget.past=null"
-        )
-    return plan
+    for why in (why for why, holds in wrong.items() if holds):
+        yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
 
 
-def begin_from(model: ModelOptions, folder: str | None) -> ModelOptions:
-    """The model's options with the last model of another run as its checkpoint. Raises ValueError for a
-    folder that is no finished run's."""
-    if folder is None:
-        return model
-    scores = Path(folder) / "scores.json"
-    if not scores.exists() or not Scores.load(scores).run["finished"]:
-        raise ValueError(f"from={folder} is no finished run; allowed: null, or the folder of one")
-    new = {"config": None, "base": None, "vocabulary": None}  # of a new model
-    return replace(model, checkpoint=str(Path(folder) / "model"), **new)
-
-
-def begun(folder: str | None, name: str) -> dict[str, str]:
-    """What the model is called where it goes on from another run's end. Raises ValueError for what is no
-    folder's name."""
-    or_null(TEXT).check("from", folder)
-    return {} if folder is None else {"model": f"{name} from {Path(folder).name}"}
-
-
-def names_of(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What each group's choice is called; several masks by a plus. Raises ValueError for one without name."""
-    groups = ("method", "replay", "model")
-    if nameless := [group for group in groups if "name" not in settings[group]]:
-        raise ValueError(f"{nameless[0]}.name is missing; needed: {nameless[0]}.name=…")
-    names = {group: str(settings[group]["name"]) for group in groups}
-    return names | {"mask": "+".join(settings["mask"]) or "none"}
-
-
-def budget_of(trainer: TrainerOptions) -> Budget:
-    return Budget(
-        steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
-    )
-
-
-def check_share(trainer: TrainerOptions) -> None:
-    """Raises ValueError for a batch that cannot be shared out among the processes."""
-    processes = trainer.devices if isinstance(trainer.devices, int) else 1
-    share_batch(trainer.batch_size, accumulate=trainer.accumulate_grad_batches, world=max(1, processes))
-
-
-def check_sharded(plan: Plan) -> Plan:
-    """The plan; raises ValueError for what a model that no process has as a whole can not be asked."""
+def sharding_conflicts(plan: Plan) -> Iterator[str]:
+    """What needs the whole model in each process, with strategy=fsdp."""
     if plan.trainer.strategy != "fsdp":
-        return plan
+        return
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
-        if not getattr(chosen.load(), "sharded", chosen.target.startswith(SHARDED)):
-            raise ValueError(
-                f"{group}: {chosen.target} is not right where weights are shared out, or does not say so "
+        if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
+            yield (
+                f"{group}: {chosen.target} does not support sharded weights, or does not say so "
                 "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
             )
-    asked = {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
     if plan.monitor.keep == "best":
-        raise ValueError("monitor.keep=best does not go with strategy=fsdp; allowed: last")
-    for group, value in asked.items():
+        yield "monitor.keep=best does not go with strategy=fsdp; allowed: last"
+    for group, value in {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}.items():
         if value is not None:
-            raise ValueError(
-                f"{group} asks a model as a whole, of which strategy=fsdp leaves every process a share; "
+            yield (
+                f"{group} needs the whole model, of which strategy=fsdp leaves each process a shard; "
                 f"allowed: {group}=none, and {group}=… with strategy=single once the run is finished"
             )
-    return plan
-
-
-def check_generated(plan: Plan) -> None:
-    """Raises ValueError where nothing that is to be replayed can be generated."""
-    mixture = plan.mixture
-    if not isinstance(mixture, Generated):
-        return
-    if plan.source.encoding is None:
-        mixture.check_length(plan.model.length)
-    else:
-        mixture.check_examples(batch_size=plan.budget.batch_size)
-    if plan.source.chats:
-        raise ValueError(
-            "replay=generated does not go with chats, which no model learns to write; allowed: replay=past"
+    if isinstance(plan.mixture, Generated):
+        yield (
+            "replay=generated needs the whole model, of which strategy=fsdp leaves each process a shard; "
+            "allowed: strategy=single, ddp"
         )
-    if plan.trainer.strategy == "fsdp":
-        raise ValueError(
-            "replay=generated asks a model as a whole to write, of which strategy=fsdp leaves every process "
-            "a share; allowed: strategy=single, ddp"
+    if plan.trainer.precision == "bf16-true" and plan.method.load().needs_32_bits:
+        yield (
+            f"trainer.precision=bf16-true does not go with method={plan.names['method']} and strategy=fsdp; "
+            "allowed: 32-true, bf16-mixed"
         )
 
 
-def check_answered(model: ModelOptions, source: Source) -> None:
-    """Raises ValueError for a model that is said to be masked and is to answer."""
-    if source.encoding is not None and model.objective == "masked":
-        raise ValueError(
-            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
-            "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
-        )
-
-
-def check_schedule(schedule: Schedule, carry: str) -> None:
-    """Raises ValueError where a schedule and what the optimizer carries on contradict each other."""
-    if carry == "all" and getattr(schedule, "branches", False):
-        raise ValueError(
-            f"optim.carry=all makes one domain of all for schedule={type(schedule).__name__}, whose decay is "
-            "a branch of each; allowed: optim.carry=moments, or a decay that is none"
-        )
-
-
-def lost_rate(cfg: DictConfig) -> float | None:
-    """A method's own rate where it has no effect: a learning rate that is given stands as it is."""
-    rate = cfg.method.get("rate", 1)
-    return rate if rate != 1 and not OmegaConf.is_interpolation(cfg.optim, "lr") else None
+def why_not_growable(plan: Plan) -> str:
+    """Why the first domains of a plan would have been trained differently without those that follow; empty
+    where they would not."""
+    reasons = {
+        f"order={plan.run.order} gives a further domain its place among those that are learned": plan.by_texts,
+        "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
+        f"method={plan.names['method']} needs all domains before the first is learned": (
+            plan.method.load().needs_all
+        ),
+        "optim.carry=all lets the rate decay over all domains": plan.carry == "all",
+        f"schedule={type(plan.schedule).__name__} has rates that depend on how many domains follow": getattr(
+            plan.schedule, "needs_end", False
+        ),
+        "budget.general and budget.past are shared out among the domains of the order": plan.drift.given,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")

@@ -19,7 +19,7 @@ from cpt.evaluation.probes.options import LMEval
 from cpt.evaluation.probes.results import path_of, pick_metric, read_results, save_results, tell_task
 from cpt.methods.base import ContinualModule
 from cpt.trainer.after_stages import AfterStages
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ class Probing(AfterStages):
 
     options: LMEval
     harness: Harness | None
-    place: RunFolder
+    place: RunDir
     module: ContinualModule
     data: DomainSequence
     tokenizer: PreTrainedTokenizerBase
@@ -106,7 +106,7 @@ class Probing(AfterStages):
 
 def make_probing(
     options: LMEval | None,
-    place: RunFolder,
+    place: RunDir,
     *,
     harness: Harness | None,
     module: ContinualModule,

@@ -14,9 +14,9 @@ from cpt.evaluation.policy import EvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.optim.guard import check_losses
+from cpt.trainer.lightning import make_trainer
 from cpt.trainer.options import TrainerOptions
-from cpt.trainer.run_folder import RunFolder
-from cpt.trainer.trainer import make_trainer
+from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 SHOWN = 6  # texts at both ends of those that a line names
@@ -50,7 +50,7 @@ class Scorer:
         module: ContinualModule,
         data: DomainSequence,
         scores: Scores,
-        place: RunFolder,
+        place: RunDir,
     ) -> None:
         self.options, self.trainer, self.place = options, trainer, place
         self.module, self.data, self.scores = module, data, scores

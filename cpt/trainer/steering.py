@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.budget import LINE, PAST, BudgetOptions, Found, Steered, find_drift, find_way
 from cpt.methods.base import ContinualModule
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 Losses = Mapping[str, Tensor]  # by text [2, documents]: nats and scored tokens
@@ -25,7 +25,7 @@ class Steering:
     those of stages before, and what is new at the stage's first look."""
 
     def __init__(
-        self, options: BudgetOptions, place: RunFolder, *, number: int, stages: int, own: Sequence[str]
+        self, options: BudgetOptions, place: RunDir, *, number: int, stages: int, own: Sequence[str]
     ) -> None:
         self.options, self.place, self.number, self.own = options, place, number, own
         self.steered = Steered(options.allow(number, stages=stages), options.steer)
@@ -91,7 +91,9 @@ class Steering:
 
     def save(self) -> None:
         """Leaves what the stages after this one count from in the run folder."""
-        self.place.save_looks(self.number, {name: each.numpy() for name, each in self.new.items()})
+        self.place.save_arrays(
+            self.place.looks(self.number), {name: each.numpy() for name, each in self.new.items()}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         own = {"new": self.new, "kept": self.kept, "least": self.least}
@@ -103,7 +105,7 @@ class Steering:
         self.least = state.get("least", 0.0)
 
 
-def steer(options: BudgetOptions, place: RunFolder, data: DomainSequence, domain: Domain) -> Steering | None:
+def steer(options: BudgetOptions, place: RunDir, data: DomainSequence, domain: Domain) -> Steering | None:
     """What holds the budget of a stage, where there is one."""
     if not options.given:
         return None

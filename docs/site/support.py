@@ -87,13 +87,13 @@ def overrides(row: str, family: str) -> list[str]:
 
 def attempt(row: str, family: str, *, texts: Path, cache: Path, folder: Path) -> str:
     """Empty where the pair is learned, scored and exported; else the line that says why not."""
-    from cpt.run import run
+    from cpt.train import train
 
     places = [f"domains.root={texts}", f"cache_dir={cache}"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("config", overrides=[*places, *overrides(row, family)])
     try:
-        run(cfg, folder=folder)
+        train(cfg, run_dir=folder)
     except ValueError as error:
         return reason(error)
     except Exception as error:  # what a library raises is told as what it is

@@ -39,7 +39,7 @@ import resource, sys, time
 sys.path[:0] = [{root!r}]
 given = {room} << 20
 kind = resource.{limit}
-import torch, lightning.pytorch, cpt.run, cpt.trainer.loop
+import torch, lightning.pytorch, cpt.train, cpt.trainer.loop
 field = {{"RLIMIT_DATA": "VmData:", "RLIMIT_AS": "VmSize:"}}["{limit}"]
 line = next(each for each in open("/proc/self/status") if each.startswith(field))
 most = int(line.split()[1]) * 1024 + given

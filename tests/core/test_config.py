@@ -12,8 +12,7 @@ from cpt.core.config import list_differences, plain_config
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
 from cpt.optim.schedules import Progress
-from cpt.trainer.checks import read_sections
-from cpt.trainer.plan import make_plan
+from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.processes import ran
 from tests.support.sparing import LOAD
@@ -79,7 +78,7 @@ def test_every_optimizer_instantiates(choice, composed):
 
 @pytest.mark.parametrize("choice", [name for group, name in CHOICES if group == "strategy"])
 def test_every_strategy_makes_a_trainer(choice, composed):
-    from cpt.trainer.trainer import make_trainer
+    from cpt.trainer.lightning import make_trainer
 
     options = read_sections(composed(f"strategy={choice}", "trainer.accelerator=cpu")).trainer
     made = make_trainer(options.lightning, label="")

@@ -23,9 +23,9 @@ from cpt.data.datamodule import Domain, DomainSequence
 from cpt.data.replay import NOTHING, Pool, Replay
 from cpt.data.sampling import From, Stream
 from cpt.models.objectives import Causal
-from cpt.trainer import assembly
+from cpt.trainer import build
+from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
-from cpt.trainer.pretraining import make_base
 from tests.conftest import ROOT, SMALL
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 from tests.support.processes import ended, started
@@ -363,8 +363,8 @@ def test_the_gradient_does_not_depend_on_how_the_mixture_is_cut(config, mixture,
     plan = make_plan(request.getfixturevalue(config)("order=[law,food]"))
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
     start = make_base(plan.model, corpora, accelerator="cpu")
-    module = assembly.make_method(plan, start).double()
-    data = assembly.make_sequence(plan, corpora, start, module)
+    module = build.build_method(plan, start).double()
+    data = build.build_data(plan, corpora, start, module)
     pools = mixture.pools({"law": data.train["law"]}, {}, stage="food", seed=0)
     food = partial(Stream, {"food": data.train["food"]}, objective=data.objective, seed=0, batch_size=8)
     food = partial(food, steps=[9], earlier=pools)

@@ -19,8 +19,8 @@ from transformers import (
 from cpt.gradient_masks.base import recording
 from cpt.models.economy import checkpoint_activations
 from cpt.trainer.plan import make_plan
-from cpt.trainer.readiness import prepare
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.preflight import prepare
+from cpt.trainer.run_dir import RunDir
 from tests.support import making, migu
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -215,4 +215,4 @@ def test_parts_of_a_step_are_told(small, start, tmp_path, caplog):
 def test_compiled_blocks_are_refused(small, tmp_path):
     cfg = small("method=migu", "method.mask.backend=backward", "trainer.compile=true")
     with pytest.raises(ValueError, match="trainer.compile=true does not go with backend=backward"):
-        prepare(make_plan(cfg), RunFolder(tmp_path))
+        prepare(make_plan(cfg), RunDir(tmp_path))

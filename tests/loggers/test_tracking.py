@@ -35,14 +35,14 @@ import sys, pathlib; sys.path.insert(0, {str(ROOT)!r})
 from hydra import compose, initialize_config_dir
 import cpt.core.config
 MASKED = ["mask=migu", "logger.histograms=true"]
-from cpt.run import run
+from cpt.train import train
 with initialize_config_dir({str(ROOT / "conf")!r}, version_base="1.3"):
     for seed in (0, 1):
         cfg = compose("config", overrides={quick!r} + [f"seed={{seed}}"] + MASKED * seed)
-        run(cfg, folder=pathlib.Path({str(folder)!r}) / f"s{{seed}}")
+        train(cfg, run_dir=pathlib.Path({str(folder)!r}) / f"s{{seed}}")
     cfg = compose("config", overrides={quick!r} + ["optim.lr=1e30", "trainer.gradient_clip_val=null"])
     try:
-        run(cfg, folder=pathlib.Path({str(folder)!r}) / "failing")
+        train(cfg, run_dir=pathlib.Path({str(folder)!r}) / "failing")
     except ValueError as error:
         print(error)
 """

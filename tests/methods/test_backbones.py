@@ -9,8 +9,8 @@ from cpt.data.corpora import Corpora
 from cpt.evaluation.endtasks import classifier
 from cpt.evaluation.endtasks.suite import EndTasks
 from cpt.models.forward import body
+from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
-from cpt.trainer.pretraining import make_base
 from tests.support import making
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, options, write_task

@@ -16,9 +16,9 @@ from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
 from cpt.models.snapshots import Snapshot
-from cpt.trainer import assembly, loop
+from cpt.trainer import build, loop
+from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
-from cpt.trainer.pretraining import make_base
 
 
 class Half(GradientMask):
@@ -44,11 +44,11 @@ def fitted(small):
     def fit(*overrides: str, masks: tuple[tuple[str, float], ...] = (), steps: int = 1):
         plan = make_plan(small("order=[law,food]", *overrides))
         texts = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
-        module = assembly.make_method(plan, make_base(plan.model, texts, accelerator="cpu"))
+        module = build.build_method(plan, make_base(plan.model, texts, accelerator="cpu"))
         module.masks.extend(
             Half(acts_on=acts_on, factor=factor, model=module.model) for acts_on, factor in masks
         )
-        data = assembly.make_sequence(plan, texts, make_base(plan.model, texts, accelerator="cpu"), module)
+        data = build.build_data(plan, texts, make_base(plan.model, texts, accelerator="cpu"), module)
         data.enter(data.domains[0])
         old = {name: value.detach().clone() for name, value in module.model.named_parameters()}
         loop.make_trainer(plan.trainer.lightning, label="", steps=steps).fit(module, datamodule=data)
@@ -232,8 +232,8 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
     plan = make_plan(request.getfixturevalue(config)("order=[law]"))
     texts = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
-    module = assembly.make_method(plan, start).double()
-    data = assembly.make_sequence(plan, texts, start, module)
+    module = build.build_method(plan, start).double()
+    data = build.build_data(plan, texts, start, module)
     rows = len(data.train["law"])
     stream = partial(
         Stream, {"law": data.train["law"]}, objective=data.objective, seed=0, batch_size=8, steps=[2 * rows]

@@ -231,14 +231,14 @@ def test_it_learns_in_16_bits(method, precision, small, start, tmp_path):
 
 
 @pytest.mark.parametrize("method", of_each_kind(METHODS))
-@pytest.mark.parametrize("moment", run_few(["save_documents", "tidy"], ["save_documents"]))
+@pytest.mark.parametrize("moment", run_few(["save_documents", "cleanup"], ["save_documents"]))
 def test_killed_between_domains_it_ends_with_the_same_bits(
     method, moment, uninterrupted, monkeypatch, small, start, tmp_path
 ):
     rows = json.loads((uninterrupted(method) / "scores.json").read_text())["rows"]
     for number in range(len(rows)):
         with monkeypatch.context() as patched:
-            patched.setattr(loop.RunFolder, moment, dying(getattr(loop.RunFolder, moment), at=number))
+            patched.setattr(loop.RunDir, moment, dying(getattr(loop.RunDir, moment), at=number))
             with pytest.raises(KilledError):
                 start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)
     start(small(*chosen(method), ORDER, *DROPOUT), tmp_path)

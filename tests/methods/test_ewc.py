@@ -16,9 +16,9 @@ from cpt.methods import ewc as subject
 from cpt.methods.common.consolidation import merge_importances
 from cpt.models.loading import build, load_tokenizer
 from cpt.models.objectives import Causal
-from cpt.trainer.costs import Compute
+from cpt.trainer.base_model import learn_tokenizer
+from cpt.trainer.costs import CostMonitor
 from cpt.trainer.plan import make_plan
-from cpt.trainer.pretraining import learn_tokenizer
 from tests.conftest import ROOT, SMALL
 from tests.support.making import (
     DROPOUT,
@@ -121,7 +121,7 @@ def deberta(tmp_path, small):
 def test_the_fisher_of_deberta_is_the_slow_loop_while_operations_are_counted(ewc, deberta):
     """The hooks by which torch's counter follows modules would break the gradient of single samples there."""
     work = ewc(*deberta, "trainer.probe_samples=12")
-    costs = Compute()
+    costs = CostMonitor()
     work.learn(0, costs)
     found, model = fisher_of(work), work.module.model.eval()
     expected = slow_fisher(model, work.probe(), estimator="per_sample")

@@ -16,7 +16,7 @@ from cpt.core.tensors import NamedTensors
 from cpt.data.batch import Batch
 from cpt.models.snapshots import Snapshot, pull
 from cpt.optim.carry import CarriedState
-from cpt.trainer.assembly import tell_resting
+from cpt.trainer.build import log_ineffective
 from cpt.trainer.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
@@ -297,20 +297,20 @@ def told(caplog) -> list[str]:
 def test_a_method_that_keeps_no_weights_says_so(method, small, start, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     start(small(f"method={method}", ORDER, OFFLOAD), tmp_path)
-    assert told(caplog) == [f"trainer.offload=true without effect: {method} keeps no weights that rest"]
+    assert told(caplog) == [f"trainer.offload=true without effect: {method} keeps no weights to offload"]
 
 
 def test_on_a_processor_it_says_so(small, caplog):
     caplog.set_level(logging.INFO)
     work = made(small("method=ewc", ORDER, OFFLOAD))
-    tell_resting(work.plan, work.module, torch.device("cpu"))
-    assert told(caplog) == ["trainer.offload=true without effect: on a processor all is in the host's memory"]
+    log_ineffective(work.plan, work.module, torch.device("cpu"))
+    assert told(caplog) == ["trainer.offload=true without effect: on a CPU all is in the host's memory"]
     caplog.clear()
-    tell_resting(work.plan, work.module, torch.device("cuda"))
+    log_ineffective(work.plan, work.module, torch.device("cuda"))
     assert not told(caplog)
     moments = made(small(*KEPT["moments"][0], ORDER, OFFLOAD))
-    tell_resting(moments.plan, moments.module, torch.device("cuda"))
-    assert told(caplog) == ["trainer.offload=true without effect: ncl keeps no weights that rest"]
+    log_ineffective(moments.plan, moments.module, torch.device("cuda"))
+    assert told(caplog) == ["trainer.offload=true without effect: ncl keeps no weights to offload"]
 
 
 def test_every_method_is_told_of():

@@ -178,7 +178,7 @@ def test_a_run_learns_scores_and_exports_the_added_words(checkpoint, small, star
     assert exported.config.vocab_size == exported.get_output_embeddings().weight.shape[0] == len(tokenizer)
     assert tokenizer.tokenize("contract") == ["contract"]
     assert list((tmp_path / "run" / "endtasks").rglob("*.parquet"))
-    monkeypatch.setattr("cpt.trainer.loop.Learner.commit", interrupted())
+    monkeypatch.setattr("cpt.trainer.loop.ContinualTrainer.commit_row", interrupted())
     with pytest.raises(KeyboardInterrupt):
         start(cfg, tmp_path / "killed")
     monkeypatch.undo()
@@ -189,10 +189,10 @@ def test_a_run_learns_scores_and_exports_the_added_words(checkpoint, small, star
 
 
 def interrupted():
-    """Learner.commit that is interrupted after the first domain."""
-    from cpt.trainer.loop import Learner
+    """ContinualTrainer.commit_row that is interrupted after the first domain."""
+    from cpt.trainer.loop import ContinualTrainer
 
-    whole = Learner.commit
+    whole = ContinualTrainer.commit_row
 
     def commit(self, row, **costs):
         whole(self, row, **costs)

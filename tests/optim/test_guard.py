@@ -267,16 +267,16 @@ CLOCKS = """
 import os
 import sys
 sys.path.insert(0, {root!r})
-import cpt.trainer.checkpointing as checkpointing
+import cpt.trainer.checkpoint as checkpointing
 
 calls = iter(range(10**6))
 late = os.environ.get("LOCAL_RANK") == "1"  # one process alone has a clock that goes
-checkpointing.monotonic = lambda: 40.0 * next(calls) if late else 0.0
-save = checkpointing.Checkpoint.save
+checkpoint.monotonic = lambda: 40.0 * next(calls) if late else 0.0
+save = checkpoint.StepCheckpoint.save
 def told(self, trainer, module):
     print("saved at", trainer.global_step, "by", trainer.global_rank, flush=True)
     save(self, trainer, module)
-checkpointing.Checkpoint.save = told
+checkpoint.StepCheckpoint.save = told
 sys.argv[0] = __file__
 from cpt.__main__ import main
 

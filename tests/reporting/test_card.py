@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from cpt import card as program
 from cpt.evaluation.scores import Scores
 from cpt.reporting.model_card import write_model_card
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.reporting.test_nasty_names import ALL, NAMES, rendered
 from tests.support.comparing import endtasks, saved
 
@@ -38,7 +38,7 @@ def test_a_run_leaves_a_card_that_is_written_again_and_hides_no_damage(small, st
     path, scores, place = (
         run / "model" / "README.md",
         json.loads((run / "scores.json").read_text()),
-        RunFolder(run),
+        RunDir(run),
     )
     page, data = path.read_text(), ModelCard.load(path).data
     assert data.pipeline_tag == "fill-mask" and data.base_model is None and "ncl" in data.tags

@@ -158,13 +158,13 @@ def test_killed_within_a_domain_it_ends_with_the_same_bits(whole, config, start,
     assert answers_of(tmp_path) == answers_of(whole)
 
 
-@pytest.mark.parametrize("moment", ["save_documents", "tidy"], ids=["before a commit", "after a commit"])
+@pytest.mark.parametrize("moment", ["save_documents", "cleanup"], ids=["before a commit", "after a commit"])
 def test_killed_between_domains_it_ends_with_the_same_bits(
     moment, whole, config, start, tmp_path, monkeypatch
 ):
     for number in range(3):
         with monkeypatch.context() as patched:
-            patched.setattr(loop.RunFolder, moment, dying(getattr(loop.RunFolder, moment), at=number))
+            patched.setattr(loop.RunDir, moment, dying(getattr(loop.RunDir, moment), at=number))
             with pytest.raises(KilledError):
                 start(config(), tmp_path)
     start(config(), tmp_path)
@@ -178,7 +178,7 @@ def test_another_template_is_another_text(config, start, tmp_path, monkeypatch):
     cfg = config("trainer.steps=2", model=folder)
     before = made(cfg).data.train["law"].ids(np.arange(1))
     with monkeypatch.context() as patched:
-        patched.setattr(loop.RunFolder, "tidy", dying(loop.RunFolder.tidy, at=1))
+        patched.setattr(loop.RunDir, "cleanup", dying(loop.RunDir.cleanup, at=1))
         with pytest.raises(KilledError):
             start(cfg, tmp_path / "run")
     write_checkpoint(folder, template=TEMPLATE.replace(":\n", " says "))

@@ -80,7 +80,7 @@ def test_no_flipped_bit_of_the_cache_is_used(done, again, config, start, tmp_pat
 def test_a_damaged_checkpoint_of_a_half_made_base_is_told(done, config, start, tmp_path, monkeypatch):
     own = config(f"cache_dir={tmp_path / 'cache'}")
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
-        patched.setattr("cpt.trainer.pretraining.CHECKPOINT_EVERY", 2)
+        patched.setattr("cpt.trainer.base_model.CHECKPOINT_EVERY", 2)
         patched.setattr("transformers.PreTrainedModel.save_pretrained", killed)
         start(own, tmp_path / "new")
     (left,) = (tmp_path / "cache" / "base").glob("*.partial/base.ckpt")
@@ -102,14 +102,16 @@ def test_a_full_check_comes_before_anything_is_learned(
     """A large artifact is checked by size alone without it."""
     monkeypatch.setattr(shared, "SMALL", 0)
     own = config(f"cache_dir={tmp_path / 'cache'}", "check=full")
-    learn, seen = loop.Learner.learn, []
+    learn, seen = loop.ContinualTrainer.fit, []
     harmed = [*(tmp_path / "cache").glob("packed/law-train-*/rows.arrow")]
     harmed += (tmp_path / "cache").glob("base/*/model.safetensors")
     before = [path.read_bytes() for path in harmed]
     for path in harmed:
         flip(path, path.stat().st_size // 2)
     monkeypatch.setattr(
-        loop.Learner, "learn", lambda self: (seen.extend(path.read_bytes() for path in harmed), learn(self))
+        loop.ContinualTrainer,
+        "fit",
+        lambda self: (seen.extend(path.read_bytes() for path in harmed), learn(self)),
     )
     start(own, tmp_path / "new")
     assert seen == before
@@ -136,7 +138,7 @@ def test_a_finished_run_makes_again_what_it_has_lost(
     assert verify.main([str(again)]) == 1
     assert "the same command makes it again\n" in capsys.readouterr().out
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Learner, "fit", None)
+        patched.setattr(loop.ContinualTrainer, "fit_stage", None)
         start(config(), again)
     assert "made again, without learning" in caplog.text
     assert without_seconds(scores_of(again)) == without_seconds(scores_of(done))
@@ -183,7 +185,7 @@ def test_documents_are_looked_at_when_a_run_goes_on(again, config, start, how, m
     scores["run"]["finished"] = False
     (again / "scores.json").write_text(json.dumps(scores))
     DOCUMENTS[how](again / "documents" / "001.npz")
-    monkeypatch.setattr(loop.Learner, "learn", lambda self: pytest.fail("learned"))
+    monkeypatch.setattr(loop.ContinualTrainer, "fit", lambda self: pytest.fail("learned"))
     message = r"documents/001.npz is .*; bring it back from a copy, or delete .* to learn again"
     with pytest.raises(ValueError, match=message):
         start(config(), again)

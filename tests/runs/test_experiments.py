@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+import torch
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,9 +15,10 @@ from torch.optim import AdamW
 from cpt.core.sections import read_section
 from cpt.data.orders import resolve_order
 from cpt.optim.options import read_optimizer
-from cpt.trainer.assembly import tell_rate
-from cpt.trainer.plan import lost_rate, make_plan
+from cpt.trainer.build import log_ineffective
+from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
+from tests.support.making import made
 from tests.test_commands import compose_run
 
 pytestmark = pytest.mark.slow
@@ -139,17 +141,18 @@ def test_no_experiment_switches_a_methods_rate_off(name, composed):
     """A learning rate that is given stands as it is."""
     needs = [f"experiment={name}", *NEEDS.get(name, [])]
     own = composed(*needs, "method=lora").method.rate
-    assert lost_rate(composed(*needs, "method=lora")) is None
-    assert lost_rate(composed(*needs, "method=das", "optim.lr=0.5")) is None
-    assert lost_rate(composed(*needs, "method=lora", "optim.lr=0.5")) == (own if own != 1 else None)
+    for given in ((), ("method=das", "optim.lr=0.5"), ("optim.lr=0.5",)):
+        cfg = composed(*needs, "method=lora", *given)
+        is_ignored = not OmegaConf.is_interpolation(cfg.optim, "lr") and cfg.method.rate != 1
+        assert is_ignored == (given == ("optim.lr=0.5",) and own != 1)
 
 
-def test_a_line_tells_where_a_rate_has_no_effect(composed, caplog):
+def test_a_line_tells_where_a_rate_has_no_effect(small, caplog):
     caplog.set_level("INFO", logger="cpt")
-    tell_rate(make_plan(composed("experiment=smoke", "method=lora")))
-    assert not caplog.messages
-    tell_rate(make_plan(composed("experiment=smoke", "method=lora", "optim.lr=0.5")))
-    (line,) = caplog.messages
+    for given in ([], ["optim.lr=0.5"]):
+        work = made(small("method=lora", *given))
+        log_ineffective(work.plan, work.module, torch.device("cpu"))
+    (line,) = [each for each in caplog.messages if "optim.lr" in each]
     assert line.startswith("optim.lr=0.5 ") and "method.rate=3 of lora has no effect" in line
 
 

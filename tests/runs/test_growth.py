@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpt.evaluation.scores import Scores
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.methods.test_contract import METHODS
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
@@ -150,7 +150,7 @@ def test_two_starts_of_one_new_folder_do_not_copy_into_it_together(start, small,
     start(small("order=[law]"), tmp_path / "one")
     (tmp_path / "two").mkdir()
     (tmp_path / "two.partial").mkdir()  # the copy of the one that came first
-    with RunFolder(tmp_path / "two").locked():
+    with RunDir(tmp_path / "two").locked():
         with pytest.raises(ValueError, match="another process is at work in"):
             start(small(TWO), tmp_path / "two")
         assert (tmp_path / "two.partial").exists()

@@ -10,7 +10,7 @@ import torch
 from cpt import verify
 from cpt.data.orders import Similarity, arrange_domains
 from cpt.evaluation.scores import Scores
-from cpt.run import is_done
+from cpt.train import is_done
 from cpt.trainer import domain_order
 from cpt.trainer.domain_order import arrange, recall
 from cpt.trainer.plan import make_plan

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from cpt.adapters.bank import Bank, rest_parts
-from cpt.trainer.loop import Learner
+from cpt.trainer import loop
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
 from tests.support.killing import KilledError, Killer
@@ -71,15 +71,15 @@ def same(one: list[dict], other: list[dict]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", run_few(METHODS, ["demix", "hat", "olora"]))
 def test_what_rests_on_disk_is_what_rests_in_memory(learned, tmp_path, monkeypatch, method):
-    rested, rest = [], Learner.rest
+    rested, rest = [], loop.rest_parts
 
-    def watched(self, number):
-        rest(self, number)
-        for bank in (each for each in self.module.modules() if isinstance(each, Bank)):
+    def watched(module, path):
+        rest(module, path)
+        for bank in (each for each in module.modules() if isinstance(each, Bank)):
             rested.append([mapped(each) for each in bank._buffers.values()])
 
     scores, states = learned(tmp_path / "memory", method, "memory")
-    monkeypatch.setattr(Learner, "rest", watched)
+    monkeypatch.setattr(loop, "rest_parts", watched)
     found, stages = learned(tmp_path / "disk", method, "disk")
     assert found == scores
     assert same(stages, states)

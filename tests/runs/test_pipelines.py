@@ -11,8 +11,8 @@ from cpt.core.config import digest
 from cpt.data.corpora import Corpora
 from cpt.data.packing import terminator
 from cpt.models import loading as models
+from cpt.trainer.base_model import learn_tokenizer, make_base
 from cpt.trainer.plan import make_plan
-from cpt.trainer.pretraining import learn_tokenizer, make_base
 from tests.conftest import VOCABULARIES
 
 WORDS = set(VOCABULARIES["general"].split())

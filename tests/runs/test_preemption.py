@@ -290,8 +290,8 @@ def test_slurm_is_no_more_than_an_environment(monkeypatch, composed):
     """Lightning's own order stays: torchrun within a SLURM job is torchrun."""
     from lightning.pytorch.utilities import rank_zero_only
 
-    from cpt.trainer.checks import read_sections
-    from cpt.trainer.trainer import make_trainer
+    from cpt.trainer.lightning import make_trainer
+    from cpt.trainer.plan import read_sections
 
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # which a Trainer sets for the whole process
     slurm = {"NTASKS": 2, "JOB_ID": 7, "PROCID": 0, "LOCALID": 0, "NODELIST": "localhost"}

@@ -9,7 +9,7 @@ import torch
 
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.trainer import raising
+from cpt.trainer import extend
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.killing import KilledError, Killer
@@ -71,7 +71,7 @@ def test_a_run_that_is_killed_while_its_steps_are_raised_goes_on(
         if moment == "step":
             killing(Killer(step=9))
         else:
-            patched.setattr("cpt.trainer.run_folder.RunFolder.remember", die)
+            patched.setattr("cpt.trainer.run_dir.RunDir.write_config", die)
         with pytest.raises(KilledError):
             start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
     killing(None)
@@ -88,7 +88,7 @@ def test_the_steps_that_a_run_had_are_taken_back_after_a_kill(start, small, tmp_
     start(small(*ONE), tmp_path / "raised")
     before = scores_of(tmp_path / "raised")
     with monkeypatch.context() as patched:
-        patched.setattr("cpt.trainer.run_folder.RunFolder.remember", die)
+        patched.setattr("cpt.trainer.run_dir.RunDir.write_config", die)
         with pytest.raises(KilledError):
             start(small(*ONE, "trainer.steps=11"), tmp_path / "raised")
     start(small(*ONE), tmp_path / "raised")
@@ -169,31 +169,29 @@ NEVER = {
     "schedule=constant schedule.warmup=0.5": "schedule=Constant gives step 0 ",
     "schedule=wsd schedule.warmup=0": "schedule=WSD gives step 5 ",
     "schedule=wsd schedule.warmup=0 schedule.decay=0.1": "schedule=WSD gives step 6 0 of",  # the next one
-    "order=[law,food]": "of several domains the first are learned with the steps that they have",
+    "order=[law,food]": "of several domains the first keep their steps",
     "trainer.steps=null trainer.epochs=1": "trainer.steps=null: how much is learned is said by",
     "method=joint": "method=joint divides its steps",
     "method=hat": "what method=hat does in a step depends on how many there are",
     "method=recadam": "what method=recadam does in a step",
     "method=lifelong_moe": "what method=lifelong_moe does in a step",
-    "monitor.every=2": "other text is looked at after the last step",
+    "monitor.every=2": "other text is evaluated after the last step",
     "callbacks=lr_monitor": "callbacks may depend",
     "trainer.strategy=fsdp": "strategy=fsdp keeps the trainer's state in shards",
 }
 
 
 @pytest.mark.parametrize("given", NEVER)
-def test_where_no_more_steps_can_follow_that_is_told(given, small, caplog):
+def test_where_no_more_steps_can_follow_that_is_told(given, small):
     plan = make_plan(small("order=[law]", *CONSTANT, "keep_end=true", *given.split()))
-    with caplog.at_level(logging.INFO):
-        raising.tell_end(plan)
-    assert f"keep_end=true without effect: {NEVER[given]}" in caplog.text
+    assert extend.why_end_is_final(plan).startswith(NEVER[given])
 
 
 def test_a_method_of_ones_own_says_whether_it_counts_steps(small):
     plan = make_plan(small("order=[law]", *CONSTANT, f"method._target_={__name__}.Unsaid"))
-    assert "does not say (counts_steps = False in its class)" in raising.say_why_never(plan)
+    assert "does not say (counts_steps = False in its class)" in extend.why_end_is_final(plan)
     plan = make_plan(small("order=[law]", *CONSTANT, f"method._target_={__name__}.Said"))
-    assert raising.say_why_never(plan) == ""
+    assert extend.why_end_is_final(plan) == ""
 
 
 def test_methods_that_ask_how_many_steps_there_are_say_so():

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 from cpt.core.files import check_archive
 from cpt.core.heartbeat import Heartbeat, ProcessId, utc_now
 from cpt.evaluation.objective import objective_value
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import SHARED
 
 ORDER = "order=[law,food]"
@@ -122,9 +122,9 @@ def test_a_second_start_is_told_who_is_at_work(small, start, tmp_path):
 @pytest.mark.parametrize("held", [True, False])
 def test_a_start_that_is_refused_leaves_the_folder_of_a_younger_one(held, tmp_path):
     """Both begin in a new folder; the other has its config and its lock when this one ends."""
-    place, other = RunFolder(tmp_path / "run"), contextlib.ExitStack()
+    place, other = RunDir(tmp_path / "run"), contextlib.ExitStack()
     with pytest.raises(ValueError, match="refused"), place.unless_refused():
-        place.claim({"name": "x"})
+        place.write_config({"name": "x"})
         if held:
             other.enter_context(FileLock(place.path / ".lock"))
         raise ValueError("refused")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.trainer.stages import open_stage, read_stage
+from cpt.trainer.checkpoint import open_stage, read_stage
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -51,9 +51,9 @@ class Death(Callback):
             os._exit(9)
 
 if {torn}:  # the shards of a stage are written, and then nothing more
-    from cpt.trainer import stages
-    summed = stages.sum_up
-    stages.sum_up = lambda folder: (summed(folder), os._exit(9))
+    from cpt.trainer import checkpoint as stages
+    summed = stages.gather_objects
+    stages.gather_objects = lambda value: (summed(value), os._exit(9))
 
 made = loop.make_trainer
 def watched(options, *, callbacks=(), **others):

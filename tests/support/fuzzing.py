@@ -37,7 +37,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting.run_report import format_scores
 from cpt.sweeps.arguments import check_choices
 from cpt.trainer.plan import make_plan
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT
 from tests.support.comparing import saved
 from tests.support.data_fixtures import SHARED
@@ -223,11 +223,11 @@ def write_run(folder: Path, *, finished: bool) -> Path:
     scores = saved(run, finished=finished)
     add_line(run / "scores.json", scores.line(len(scores.rows) - 1))
     Heartbeat(state="running", began=utc_now()).write(run)
-    place = RunFolder(run)
-    place.claim(SETTINGS)
+    place = RunDir(run)
+    place.write_config(SETTINGS)
     told = {"version": 1, "order": ["law"], "texts": {}, "base": {}, "tokenizer": "0", "endtasks": {}}
-    place.identity.write_text(json.dumps(told))
-    place.outputs.write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
+    place.manifest.write_text(json.dumps(told))
+    (run / "checksums.json").write_text(json.dumps({"files": {"report.md": [3, "0"]}}))
     list_sweep_runs(run.parent, [run])
     for row in range(2):
         place.save_documents(row, {"law": np.ones((2, 3))})
@@ -272,8 +272,8 @@ def read_scores(run: Path) -> None:
 
 
 def read_place(run: Path) -> None:
-    place = RunFolder(run)
-    place.check(SETTINGS)
+    place = RunDir(run)
+    place.check_config(SETTINGS)
     OmegaConf.load(place.config)
     place.lost(full=True)
     place.check_documents([["law"], ["law"]])

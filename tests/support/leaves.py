@@ -18,11 +18,11 @@ from hydra import initialize_config_dir
 from omegaconf import DictConfig
 
 from cpt.core.errors import readable
-from cpt.run import run
 from cpt.sweeps.arguments import check_choices
+from cpt.train import train
 from cpt.trainer.domain_order import arrange
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
 
 WRONG = {
@@ -169,15 +169,15 @@ def read_config(arguments: list[str], folder: Path) -> Plan:
 
 def try_model(arguments: list[str], folder: Path) -> None:
     """As far as the libraries know, on the model's skeleton."""
-    from cpt.trainer.readiness import prepare
+    from cpt.trainer.preflight import prepare
 
-    prepare(arrange(read_config(arguments, folder)), RunFolder(folder))
+    prepare(arrange(read_config(arguments, folder)), RunDir(folder))
 
 
 def plan_run(arguments: list[str], folder: Path) -> None:
     """As far as `plan=json` goes: texts read, each stage tried."""
     check_choices(arguments)
-    run(with_values(*arguments, "plan=json"), folder=folder)
+    train(with_values(*arguments, "plan=json"), run_dir=folder)
 
 
 DEPTHS = {"config": read_config, "model": try_model, "run": plan_run}

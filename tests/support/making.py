@@ -15,9 +15,9 @@ from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.data.sampling import Stream
 from cpt.methods.base import ContinualModule
-from cpt.trainer import assembly, loop
+from cpt.trainer import build, loop
+from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import Plan, make_plan
-from cpt.trainer.pretraining import make_base
 
 ORDER = "order=[law,food]"
 DROPOUT = [f"+model.config.{name}_dropout=0.1" for name in ("attention", "mlp", "embedding")]
@@ -66,8 +66,8 @@ def made(cfg: DictConfig) -> Made:
     plan = make_plan(cfg)
     texts = Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir))
     start = make_base(plan.model, texts, accelerator="cpu")
-    module = assembly.make_method(plan, start)
-    return Made(module, assembly.make_sequence(plan, texts, start, module), plan)
+    module = build.build_method(plan, start)
+    return Made(module, build.build_data(plan, texts, start, module), plan)
 
 
 def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf, open_dict
 
-import cpt.trainer.pretraining
+import cpt.trainer.base_model
 from cpt.core.preemption import GO_ON
 from cpt.data.corpora import Corpora
 from cpt.sweeps.cluster import ClusterLauncher, forward_signals
@@ -340,13 +340,13 @@ def test_jobs_that_start_together_make_one_base(small, cache, tmp_path, monkeypa
         made.append(folder)
         time.sleep(0.2)
 
-    monkeypatch.setattr(cpt.trainer.pretraining, "pretrain", pretrain)
+    monkeypatch.setattr(cpt.trainer.base_model, "pretrain", pretrain)
     jobs = (["seed=1"], ["method=das"], ["order=reverse"], ["trainer.steps=9"])
     plans = [make_plan(small(*each, f"cache_dir={tmp_path}")) for each in jobs]
 
     def work(plan):
         corpora = Corpora.read(plan.source, plan.order, cache=tmp_path)
-        found.append(cpt.trainer.pretraining.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
+        found.append(cpt.trainer.base_model.make_base(plan.model, corpora, accelerator="cpu").checkpoint)
 
     threads = [threading.Thread(target=work, args=[plan]) for plan in plans]
     for thread in threads:

@@ -126,7 +126,7 @@ def test_methods_answer_with_the_part_of_a_task(method, asked, tmp_path):
     scores = asked(tmp_path, *f"method={method}".split(), "trainer.steps=2")
     for told in scores["answers"]["tasks"].values():
         assert all(0 <= value <= 1 for value in told["measures"]["accuracy_ranked"])
-    assert loop.RunFolder(tmp_path).lost(full=True) == []
+    assert loop.RunDir(tmp_path).lost(full=True) == []
 
 
 def test_a_part_answers_its_own_task_and_the_base_what_has_not_been_learned(asked, tmp_path):

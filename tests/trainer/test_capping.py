@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from cpt.evaluation.scores import Scores
 from cpt.reporting.comparison.groups import sections
 from cpt.reporting.comparison.runs import Run, measure_runs
-from cpt.trainer.capping import hold_cap
+from cpt.trainer.manifest import resolve_eval_cap
 from cpt.trainer.plan import make_plan
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.support.making import made
 
 ONE, TWO = "order=[law]", "order=[law,food]"
@@ -71,10 +71,10 @@ def test_the_default_is_the_bound_that_it_says_and_is_told(low, start, small, tm
 
 def test_a_folder_that_says_its_bound_keeps_it(low, start, small, tmp_path):
     start(small(ONE, "eval.tokens=100"), tmp_path)
-    plan = hold_cap(make_plan(small(ONE)), RunFolder(tmp_path))
+    plan = resolve_eval_cap(make_plan(small(ONE)), RunDir(tmp_path))
     assert plan.cap == 100 == plan.settings["eval"]["tokens"]
     assert plan.config_digest == scores_of(tmp_path).config_digest
-    assert hold_cap(make_plan(small(ONE, ALL)), RunFolder(tmp_path)).cap is None
+    assert resolve_eval_cap(make_plan(small(ONE, ALL)), RunDir(tmp_path)).cap is None
 
 
 def test_runs_that_score_other_rows_are_not_compared(low, early, start, small):

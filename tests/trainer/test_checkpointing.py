@@ -7,8 +7,8 @@ import torch
 
 from cpt.optim import guard as guards
 from cpt.optim.guard import Guard
-from cpt.trainer import checkpointing
-from cpt.trainer.checkpointing import Checkpoint
+from cpt.trainer import checkpoint
+from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.options import minutes_of
 
 
@@ -18,8 +18,8 @@ def saved(monkeypatch, tmp_path):
 
     def make(every, *, seconds=0, ends=None):
         clock, guard, steps = [0.0], Guard(), []
-        monkeypatch.setattr(checkpointing, "monotonic", lambda: clock[0])
-        saving = Checkpoint(tmp_path / "state", every=every, guard=guard)
+        monkeypatch.setattr(checkpoint, "monotonic", lambda: clock[0])
+        saving = StepCheckpoint(tmp_path / "state", every=every, guard=guard)
         trainer = SimpleNamespace(global_step=0, max_steps=10, should_stop=False)
         trainer.save_checkpoint = lambda path: steps.append(trainer.global_step)
         module = SimpleNamespace(parameters=lambda: [])
@@ -56,4 +56,4 @@ def test_minutes_are_written_with_their_unit(given, minutes):
 
 def test_what_is_neither_is_refused(tmp_path):
     with pytest.raises(ValueError, match="allowed: 1 or more steps, or like 10min"):
-        Checkpoint(tmp_path, every="soon", guard=Guard())
+        StepCheckpoint(tmp_path, every="soon", guard=Guard())

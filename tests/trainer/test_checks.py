@@ -1,7 +1,6 @@
 """What a config may say: every wrong value, key and combination in one line, before any text is read."""
 
 import importlib
-import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,11 +14,8 @@ from cpt.core.errors import reason
 from cpt.core.options import Options, options_of
 from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
 from cpt.core.sections import GIVEN
-from cpt.trainer import lightning_options
 from cpt.trainer import options as run_options
-from cpt.trainer.assembly import tell_unused_base
-from cpt.trainer.checks import read_sections
-from cpt.trainer.plan import make_plan
+from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.processes import ran
 from tests.support.wrong_options import AT_ONCE
@@ -129,15 +125,6 @@ def test_the_options_that_are_had_at_once_are_those_of_the_file(choice, composed
         ]
 
 
-def test_every_option_of_lightnings_trainer_is_decided_on():
-    from lightning import Trainer
-
-    own = {each.name for each in fields(run_options.TrainerOptions)}
-    decided = {*own, *lightning_options.REFUSED, *lightning_options.PASSED}
-    assert set(inspect.signature(Trainer).parameters) <= decided
-    assert not own & set(lightning_options.REFUSED)
-
-
 def test_the_precisions_are_lightnings():
     from typing import get_args
 
@@ -193,9 +180,9 @@ def test_the_checks_need_no_torch():
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from hydra import compose, initialize_config_dir\n"
-        "import cpt.core.config\nfrom cpt.trainer.checks import read_sections\n"
+        "import cpt.core.config\nfrom cpt.trainer.plan import read_sections\n"
         f"with initialize_config_dir({str(ROOT / 'conf')!r}, version_base='1.3'):\n"
-        "    for given in (['method=das', 'replay=past', '+trainer.detect_anomaly=true'], ['optim=sgd']):\n"
+        "    for given in (['method=das', 'replay=past'], ['optim=sgd']):\n"
         "        read_sections(compose('config', overrides=given))\n"
         "print({'torch', 'lightning', 'datasets', 'transformers'} & set(sys.modules))"
     )
@@ -209,18 +196,12 @@ def test_a_key_that_others_are_made_of_has_an_effect(composed):
 
 
 def test_defaults_are_read_once_from_the_config():
-    from cpt.trainer.checks import top_level
+    from cpt.trainer.plan import top_level
 
     text = OmegaConf.load(ROOT / "conf" / "config.yaml")
     assert {key for key in text if key not in ("defaults", "hydra")} <= set(top_level())
 
 
-def test_a_checkpoint_leaves_the_pre_training_of_an_experiment_out(composed, caplog):
-    caplog.set_level("INFO", logger="cpt")
+def test_a_checkpoint_leaves_the_pre_training_of_an_experiment_out(composed):
     given = composed("model=checkpoint", "model.checkpoint=x", "model.base={steps: 300}", "logger=none")
     assert read_sections(given).model.base is None
-    tell_unused_base(make_plan(given))
-    assert caplog.messages == ["Ignoring model.base: model.checkpoint=x is loaded, not pre-trained here"]
-    tell_unused_base(make_plan(composed("model=checkpoint", "model.checkpoint=x")))
-    tell_unused_base(make_plan(composed()))
-    assert len(caplog.messages) == 1

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from cpt.optim.guard import Guard
-from cpt.trainer.checkpointing import Checkpoint
-from cpt.trainer.costs import Compute, own_names, stored_beside, stored_bytes, trained_parameters
-from cpt.trainer.trainer import make_trainer
+from cpt.trainer.checkpoint import StepCheckpoint
+from cpt.trainer.costs import CostMonitor, own_names, stored_beside, stored_bytes, trained_parameters
+from cpt.trainer.lightning import make_trainer
 from tests.support import making
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -118,11 +118,11 @@ BACKWARD = 2 * 2 * 6 * 4 + 2 * 5 * (2 * 2 * 2 * 2)
 
 
 def fitted(tmp_path, *, before=0, step=1, after=0, steps=3, accumulate=1, checkpoint=None, stop=None):
-    compute, module = Compute(), Counted({"before": before, "step": step, "after": after})
+    compute, module = CostMonitor(), Counted({"before": before, "step": step, "after": after})
     options = {"accumulate_grad_batches": accumulate}
     callbacks = [
         compute,
-        Checkpoint(tmp_path / "state.ckpt", every=1, guard=Guard()),
+        StepCheckpoint(tmp_path / "state.ckpt", every=1, guard=Guard()),
         *([stop] if stop else []),
     ]
     tmp_path.mkdir(exist_ok=True)
@@ -199,7 +199,7 @@ def test_the_pace_is_that_of_the_tokens_since_the_point_before(monkeypatch):
     )
     clock = iter([4.0, 6.0])
     monkeypatch.setattr("cpt.trainer.costs.time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    compute = Compute()
+    compute = CostMonitor()
     compute.paced = 0, 0, 2.0
     for step, compute.tokens in ((2, 100), (4, 260)):
         now = SimpleNamespace(global_step=step, log_every_n_steps=2)

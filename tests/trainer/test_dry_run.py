@@ -209,12 +209,12 @@ def test_more_processes_share_the_work(small, planned, tmp_path):
 
 
 def test_processes_of_one_run_are_refused(small, tmp_path, monkeypatch):
-    from cpt.run import run
+    from cpt.train import train
 
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(ValueError, match="plan=true is made by one process"):
-            run(small("plan=true"), folder=tmp_path / "run")
+            train(small("plan=true"), run_dir=tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpt.evaluation.endtasks import suite
-from cpt.run import is_done
+from cpt.train import is_done
 from cpt.trainer import plan
 from tests.support.endtask_fixtures import QUICK, write_task
 

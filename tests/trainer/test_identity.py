@@ -8,9 +8,9 @@ import shutil
 
 import pytest
 
-from cpt import run as story
+from cpt import train as story
 from cpt.core.naming import name_run
-from cpt.run import is_done
+from cpt.train import is_done
 from cpt.trainer import loop
 from tests.support.endtask_fixtures import QUICK, write_task
 
@@ -52,7 +52,7 @@ def killed(run, monkeypatch):
     """The same, killed after its first domain."""
 
     def go(*overrides):
-        commit = loop.Learner.commit
+        commit = loop.ContinualTrainer.commit_row
 
         def once(self, row, **costs):
             if row == "law":
@@ -60,7 +60,7 @@ def killed(run, monkeypatch):
             commit(self, row, **costs)
 
         with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
-            patched.setattr(loop.Learner, "commit", once)
+            patched.setattr(loop.ContinualTrainer, "commit_row", once)
             run(*overrides)
 
     return go
@@ -94,7 +94,7 @@ def test_text_that_only_looks_changed_goes_on(run, texts, tmp_path, caplog, monk
     for path in texts.glob("*/all.txt"):
         os.utime(path, ns=(1, 1))
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(story, "carry_out", None)  # never called
+    monkeypatch.setattr(story, "fit", None)  # never called
     assert run("order=[law,food]") == scores
     assert "comparing the text of law" in caplog.text
     caplog.clear()
@@ -105,7 +105,7 @@ def test_text_that_only_looks_changed_goes_on(run, texts, tmp_path, caplog, monk
 def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
     scores = run("order=[law,food]")
     texts.rename(tmp_path / "moved")
-    monkeypatch.setattr(story, "carry_out", None)
+    monkeypatch.setattr(story, "fit", None)
     start(config("order=[law,food]", f"domains.root={tmp_path / 'moved'}"), tmp_path / "run")
     assert json.loads((tmp_path / "run" / "scores.json").read_text()) == scores
 
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypa
     (texts / "law" / "README.rst").write_text("no text")
     with pytest.raises(ValueError, match="law/README.rst is not a file of text"):
         run("order=[law,food]")
-    monkeypatch.setattr(story, "carry_out", None)
+    monkeypatch.setattr(story, "fit", None)
     assert run("order=[law,food]", "domains.ignore=[README*]") == scores
     assert name_run(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
 

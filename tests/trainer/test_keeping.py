@@ -14,7 +14,7 @@ from cpt.evaluation import lines
 from cpt.evaluation.lines import lines_file
 from cpt.evaluation.scores import Scores
 from cpt.trainer.keeping import Keeper
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from tests.support.killing import KilledError
 
 FILE = "scores.json"
@@ -228,10 +228,10 @@ def test_a_finished_run_has_no_lines(tmp_path):
 
 def test_a_run_that_begins_anew_forgets_the_lines(tmp_path):
     path, _ = begun(tmp_path)
-    RunFolder(tmp_path).clean()
+    RunDir(tmp_path).clean()
     assert lines_file(path).exists()
     path.unlink()
-    RunFolder(tmp_path).clean()
+    RunDir(tmp_path).clean()
     assert not lines_file(path).exists()
 
 

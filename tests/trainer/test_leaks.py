@@ -8,7 +8,7 @@ from torch import nn
 
 from cpt.gradient_masks.base import GradientMask
 from cpt.models.sensitivity import within_most
-from cpt.trainer.leaks import measure_leak
+from cpt.trainer.callbacks import protected_shares
 from tests.support.killing import KilledError, Killer
 from tests.support.making import ORDER
 
@@ -44,10 +44,10 @@ def test_it_is_the_share_of_the_squared_way():
     began = {"weight": method.model.weight.detach().clone()}
     with torch.no_grad():
         method.model.weight += torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
-    leak, random = measure_leak(method, began, seed=0)
+    leak, random = protected_shares(method, began, seed=0)
     assert leak == pytest.approx(1 / 9)
     assert 0.1 < random < 0.9
-    assert measure_leak(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
+    assert protected_shares(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
 
 
 def test_of_importances_the_largest_twentieth_is_protected():

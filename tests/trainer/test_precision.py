@@ -5,13 +5,14 @@ import logging
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from cpt.models import quick_dropout
 from cpt.trainer import loop
 from cpt.trainer.plan import make_plan
 from cpt.trainer.precision import resolve_precision
-from cpt.trainer.readiness import prepare
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.preflight import prepare
+from cpt.trainer.run_dir import RunDir
 from tests.methods.test_contract import bits
 from tests.support.killing import KilledError, Killer
 
@@ -19,7 +20,10 @@ CPU = torch.device("cpu")
 
 
 def settled(cfg, folder, device=CPU):
-    return resolve_precision(make_plan(cfg), RunFolder(folder), device).trainer
+    plan, scores = make_plan(cfg), RunDir(folder).scores()
+    stored = scores.numerics["precision"] if scores else None
+    config = AutoConfig.for_model(**plan.model.config)
+    return resolve_precision(plan.trainer, config, device, length=plan.model.length, stored=stored)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
 
 def test_an_attention_that_there_is_not_is_told_before_any_text_is_read(small, tmp_path):
     with pytest.raises(ValueError, match="trainer.attention=lightning: .*lightning"):
-        prepare(make_plan(small("trainer.attention=lightning")), RunFolder(tmp_path))
+        prepare(make_plan(small("trainer.attention=lightning")), RunDir(tmp_path))
 
 
 ORDERED, COARSE = "trainer.deterministic=true", "trainer.precision=bf16-mixed"
@@ -97,7 +101,7 @@ ORDERED, COARSE = "trainer.deterministic=true", "trainer.precision=bf16-mixed"
 )
 def test_what_the_defaults_cost_on_a_gpu_is_told(device, given, lines, small, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="cpt"):
-        resolve_precision(make_plan(small(*given)), RunFolder(tmp_path), torch.device(device))
+        settled(small(*given), tmp_path, torch.device(device))
     assert len(caplog.messages) == len(lines)
     assert all(line in told for line, told in zip(lines, caplog.messages, strict=True))
 
@@ -123,11 +127,11 @@ SDPA = "trainer.attention=sdpa"
 )
 def test_what_can_be_drawn_quickly_is_told(device, given, line, small, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="cpt"):
-        plan = resolve_precision(make_plan(small(*given)), RunFolder(tmp_path), torch.device(device))
+        options = settled(small(*given), tmp_path, torch.device(device))
     assert len(caplog.messages) == (line is not None)
     assert line is None or line in caplog.text
     own = "eager" if IN_ATTENTION in given else "auto"
-    assert plan.trainer.attention == ("sdpa" if SDPA in given else own)
+    assert options.attention == ("sdpa" if SDPA in given else own)
 
 
 def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from cpt.models.growth import is_tied
 from cpt.models.loading import build
 from cpt.models.tokenizers import sentinels, train_tokenizer
 from cpt.trainer.plan import make_plan
-from cpt.trainer.readiness import prepare
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.preflight import prepare
+from cpt.trainer.run_dir import RunDir
 from tests.support.chat_fixtures import write_chats, write_checkpoint
 from tests.support.wrong_options import ON_A_CAUSAL, ON_A_DECODER, ON_THE_MODEL
 
@@ -157,7 +157,7 @@ def test_a_logger_whose_package_is_missing_is_told(logger, package, small, unrea
 
 def test_what_is_right_is_built(small, tmp_path):
     cfg = small("callbacks=lr_monitor", "logger=csv", "method=lora", "mask=migu")
-    ready = prepare(make_plan(cfg), RunFolder(tmp_path))
+    ready = prepare(make_plan(cfg), RunDir(tmp_path))
     assert (ready.loggers, list(ready.callbacks), ready.processes) == ([], ["lr_monitor"], 1)
     assert ready.device.type == "cpu"
     assert list(tmp_path.iterdir()) == []
@@ -210,7 +210,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_told_before_any_text_is_read(c
     expected = f"has {rows + 2} entries, its embedding {rows} rows; allowed: model.resize=true"
     with pytest.raises(ValueError, match=expected):
         unread(small(f"model.checkpoint={checkpoint}"))
-    prepare(make_plan(small(f"model.checkpoint={checkpoint}", "model.resize=true")), RunFolder(checkpoint))
+    prepare(make_plan(small(f"model.checkpoint={checkpoint}", "model.resize=true")), RunDir(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -226,13 +226,13 @@ def test_a_tokenizer_larger_than_the_embedding_is_told_before_any_text_is_read(c
 def test_an_exported_model_in_parts_says_which_is_used(attach, told, checkpoint, small, tmp_path, caplog):
     index = {"attach": attach, "options": {}, "parts": ["law", "food"]}
     (checkpoint / "parts.json").write_text(json.dumps(index))
-    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunFolder(tmp_path))
+    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
     (line,) = [record.getMessage() for record in caplog.records if "has parts for" in record.getMessage()]
     assert f"{checkpoint} has parts for law, food; {told}" in line
 
 
 def test_a_whole_checkpoint_says_nothing(checkpoint, small, tmp_path, caplog):
-    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunFolder(tmp_path))
+    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
     assert not [record for record in caplog.records if record.name.startswith("cpt")]
 
 
@@ -240,4 +240,4 @@ def test_an_older_model_file_without_the_new_key_is_taken(small, tmp_path):
     cfg = small()
     OmegaConf.set_struct(cfg, False)
     del cfg.model.resize
-    assert prepare(make_plan(cfg), RunFolder(tmp_path)).callbacks == {}
+    assert prepare(make_plan(cfg), RunDir(tmp_path)).callbacks == {}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cpt.core.preemption import Preempted
-from cpt.run import is_done
-from cpt.trainer import plan, readiness
+from cpt.train import is_done
+from cpt.trainer import plan, preflight
 from cpt.verify import damage_in_run
 from tests.support.probing import FakeHarness, write_probe
 
@@ -19,7 +19,7 @@ from tests.support.probing import FakeHarness, write_probe
 def run(small_gpt2, start, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "plan_probe", lambda options: options)
     monkeypatch.setattr(
-        readiness, "make_harness", lambda plan: FakeHarness(plan.probe) if plan.probe is not None else None
+        preflight, "make_harness", lambda plan: FakeHarness(plan.probe) if plan.probe is not None else None
     )
 
     def go(*overrides, when="last", folder=tmp_path):

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from cpt.adapters.bank import Bank
 from cpt.core.sharding import whole
 from cpt.core.tensors import NamedTensors
-from cpt.trainer import stages
+from cpt.trainer import checkpoint as stages
+from cpt.trainer.checkpoint import check_stage, read_stage, restore_stage, save_stage
 from cpt.trainer.costs import stored_bytes
-from cpt.trainer.run_folder import RunFolder
+from cpt.trainer.run_dir import RunDir
 from cpt.trainer.sharding import share_out_state
-from cpt.trainer.stages import check_stage, read_stage, restore_stage, save_stage
 from cpt.verify import damage_in_run
 
 INSTEAD = "begin anew"
@@ -117,7 +117,7 @@ def test_nothing_is_brought_together_to_be_written(mesh, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("function", ["write_shards", "sum_up", "save_state"])
 def test_a_stage_that_is_half_written_is_none(function, mesh, tmp_path, monkeypatch):
-    place = RunFolder(tmp_path / "run")
+    place = RunDir(tmp_path / "run")
     path, module = place.stage(1), Method(1).share_out(mesh)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(stages, function, killed)
@@ -160,7 +160,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_is_told(what, mesh, tmp_path):
-    place = RunFolder(tmp_path)
+    place = RunDir(tmp_path)
     save_stage(Method(1).share_out(mesh), place.stage(1))
     assert not [line for line in damage_in_run(tmp_path) if "shards" in line]
     [file] = tmp_path.glob("stages/*.shards/*.distcp")
@@ -171,18 +171,18 @@ def test_damage_is_told(what, mesh, tmp_path):
 
 
 def test_a_committed_stage_removes_those_before_with_their_shards(mesh, tmp_path):
-    place = RunFolder(tmp_path)
+    place = RunDir(tmp_path)
     for number in (1, 2):
         save_stage(Method(number).share_out(mesh), place.stage(number))
-    place.tidy(2, keep=True)
+    place.cleanup(2, keep=True)
     place.clean()
     assert len([*(tmp_path / "stages").iterdir()]) == 4
-    place.tidy(2, keep=False)
+    place.cleanup(2, keep=False)
     assert {each.name for each in (tmp_path / "stages").iterdir()} == {"002.pt", "002.1.shards"}
 
 
 def test_to_tidy_looks_at_what_is_there_and_not_at_all_stages_before(tmp_path, monkeypatch):
-    place, looks = RunFolder(tmp_path), []
+    place, looks = RunDir(tmp_path), []
     (tmp_path / "stages").mkdir()
     for name in ("899.pt", "900.pt", "1001.pt", "kept.pt"):
         (tmp_path / "stages" / name).touch()
@@ -191,6 +191,6 @@ def test_to_tidy_looks_at_what_is_there_and_not_at_all_stages_before(tmp_path, m
         monkeypatch.setattr(
             Path, name, lambda *given, own=own, **more: looks.append(own) or own(*given, **more)
         )
-    place.tidy(1000, keep=False)
+    place.cleanup(1000, keep=False)
     assert {each.name for each in (tmp_path / "stages").iterdir()} == {"1001.pt", "kept.pt"}
     assert len(looks) < 15

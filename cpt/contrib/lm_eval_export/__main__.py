@@ -53,7 +53,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     from cpt.data.corpora import Corpora
     from cpt.data.encoding import Encoder
     from cpt.data.prompts import prompts_of
-    from cpt.trainer.pretraining import describe_base
+    from cpt.trainer.base_model import describe_base
 
     plan.source.check_domains(plan.order)
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)

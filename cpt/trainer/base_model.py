@@ -1,5 +1,4 @@
-"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, made once for all
-runs."""
+"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, cached for all runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -30,8 +29,8 @@ from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
 from cpt.optim.guard import Guard
 from cpt.optim.schedules import Linear
-from cpt.trainer.checkpointing import Checkpoint
-from cpt.trainer.trainer import drop_optimizer, make_trainer
+from cpt.trainer.checkpoint import StepCheckpoint
+from cpt.trainer.lightning import drop_optimizer, make_trainer
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -46,7 +45,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Base:
-    """Where the sequence starts: the folder or name of a model, its tokenizer and its objective."""
+    """Where the sequence starts: a model's folder or name, its tokenizer and its objective."""
 
     checkpoint: str
     tokenizer: PreTrainedTokenizerBase
@@ -57,23 +56,39 @@ class Base:
 
     @property
     def seq2seq(self) -> bool:
-        """Whether the model has two stacks."""
+        """Whether the model is an encoder-decoder."""
         return self.objective_name in loading.SEQ2SEQ
 
     def model(self) -> PreTrainedModel:
-        """A fresh copy of the base model, its embedding resized to the tokenizer if that is asked for."""
+        """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
+        mixes samples or documents that share rows."""
+        made = self.load()
+        loading.check_length(self.length, made, self.objective)
+        if self.objective.sharing is not None:
+            try_isolation(made)
+        if self.objective.isolated:
+            try_documents(made, causal=self.objective.causal)
+        return made
+
+    def load(self) -> PreTrainedModel:
         loaded = loading.load_model(self.checkpoint, self.objective_name)
         fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
-        loading.check_length(self.length, loaded, self.objective)
-        try_sharing(loaded, self.objective)
         return loaded
 
 
-def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config, made if it is not in the cache. Where the domains are examples, their
-    answers alone are scored.
+@dataclass(frozen=True)
+class Untrained(Base):
+    """A base that is not pre-trained yet, with random weights."""
 
-    Raises ValueError for an objective that does not fit."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> PreTrainedModel:
+        return loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
+
+
+def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
+    """The base of a model config, pre-trained if it is not in the cache. Raises ValueError for an objective
+    that does not fit."""
     new = describe_base(options, corpora)
     if options.checkpoint is not None:
         return new
@@ -81,36 +96,19 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
         base_folder(options, new, corpora),
         make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
     )
-    untrained = loading.AutoConfig.for_model(**options.config)
-    return assemble_base(options, str(folder), new.tokenizer, untrained, **answering(corpora))
-
-
-@dataclass(frozen=True)
-class Untrained(Base):
-    """A base that is not pre-trained yet: of its sizes, with weights that are drawn."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def model(self) -> PreTrainedModel:
-        """The model at the beginning of its pre-training."""
-        made = loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
-        loading.check_length(self.length, made, self.objective)
-        try_sharing(made, self.objective)
-        return made
+    return replace(run_base(options, new, corpora), checkpoint=str(folder))
 
 
 def find_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config if it is there, else an Untrained one: nothing is pre-trained."""
+    """The base of a model config if it is in the cache, else an Untrained one."""
     new = describe_base(options, corpora)
     if options.checkpoint is not None or base_folder(options, new, corpora).exists():
         return make_base(options, corpora, accelerator=accelerator)
-    untrained = loading.AutoConfig.for_model(**options.config)
-    made = assemble_base(options, "", new.tokenizer, untrained, **answering(corpora))
-    return Untrained(**vars(made), config=options.config)
+    return Untrained(**vars(run_base(options, new, corpora)), config=options.config)
 
 
 def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:
-    """Where the cache has the base of a model config, or will have it."""
+    """The cache entry of a new base."""
     decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
     decides |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
     settings = decides | {"base": asdict(options.base)}
@@ -119,48 +117,32 @@ def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
-    """The base of a model config as far as its tokenizer and options tell, without weights: whole of a
-    checkpoint; of a new model what it is pre-trained as, on text."""
+    """The base of a checkpoint; of a new model its tokenizer and its objective in pre-training."""
     if options.checkpoint is None:
         untrained = loading.AutoConfig.for_model(**options.config)
         name = loading.objective_name(options.objective, untrained)
         learned = learn_tokenizer(corpora.general, options.vocabulary, objective=name, cache=corpora.cache)
-        return assemble_base(options, "", loading.load_tokenizer(learned), untrained)
-    config = loading.configuration(options.checkpoint)
-    tokenizer = loading.load_tokenizer(options.checkpoint)
-    name, how = loading.objective_name(options.objective, config), answering(corpora)
-    if name == "span" and not tokenizers.sentinels(tokenizer):
+        return assemble_base(options, loading.load_tokenizer(learned), untrained)
+    config, tokenizer = loading.configuration(options.checkpoint), loading.load_tokenizer(options.checkpoint)
+    resize = options.resize
+    is_span = loading.objective_name(options.objective, config) == "span"
+    if is_span and not tokenizers.sentinels(tokenizer):
         tokenizers.add_sentinels(tokenizer)
         log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS)
-        return replace(
-            assemble_base(options, options.checkpoint, tokenizer, config, **how),
-            resize=options.resize or entries(tokenizer) > config.get_text_config().vocab_size,
-        )
-    return assemble_base(options, options.checkpoint, tokenizer, config, **how)
+        resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
+    return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
 
 
-def try_sharing(model: PreTrainedModel, objective: Objective) -> None:
-    """Raises ValueError where samples or documents share rows and a model mixes them."""
-    if objective.sharing is not None:
-        try_isolation(model)
-    if objective.isolated:
-        try_documents(model, causal=objective.causal)
-
-
-def answering(corpora: Corpora) -> dict[str, bool]:
-    """Whether answers are learned, and whether their samples share rows."""
-    return {"answers": corpora.encoding is not None, "isolated": corpora.isolated}
+def run_base(options: ModelOptions, new: Base, corpora: Corpora) -> Base:
+    """A new base with the objective of the run."""
+    return assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
 
 
 def assemble_base(
-    options: ModelOptions,
-    checkpoint: str,
-    tokenizer: PreTrainedTokenizerBase,
-    config: Any,
-    *,
-    answers: bool = False,
-    isolated: bool = False,
+    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
 ) -> Base:
+    """A base with its objective on `corpora`, whose answers alone are scored if they are examples; without, on
+    packed text, as in pre-training."""
     name = loading.objective_name(options.objective, config)
     objective = loading.objective(
         name,
@@ -169,34 +151,35 @@ def assemble_base(
         mean_span=options.mean_span,
         start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
     )
-    if answers:
+    isolated = corpora is not None and corpora.isolated
+    if corpora is not None and corpora.encoding is not None:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     else:
         loading.check_text(name, isolated=isolated)
         objective.isolated = isolated
-    return Base(checkpoint, tokenizer, name, objective, options.length, options.resize)
+    return Base(options.checkpoint or "", tokenizer, name, objective, options.length, options.resize)
 
 
 def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
-    """The folder of a tokenizer learned from the general text, for an objective."""
+    """The folder of a tokenizer trained on the general text, for an objective."""
+
+    def batches() -> Iterator[list[str]]:
+        documents = general.documents("train")
+        return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        learned = tokenizers.train_tokenizer(batches(general), vocabulary=vocabulary, objective=objective)
+        learned = tokenizers.train_tokenizer(batches(), vocabulary=vocabulary, objective=objective)
         learned.save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
     return make_once(cache / "tokenizers" / digest(made_of), make=make)
 
 
-def batches(general: Corpus) -> Iterator[list[str]]:
-    documents = general.documents("train")
-    return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
-
-
-def make_learner(options: ModelOptions, new: Base) -> NCL:
-    """What pre-trains a new model, with the model in it."""
+def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
+    """Pre-trains a new model on the general text in one process; a killed one resumes from its checkpoint."""
     how = options.base
+    log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
     model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
     shared = Shared(
@@ -210,14 +193,22 @@ def make_learner(options: ModelOptions, new: Base) -> NCL:
         schedule=Linear(warmup=how.warmup),
         seed=how.seed,
     )
-    return NCL(Options(), shared)
-
-
-def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *, accelerator: str) -> None:
-    """Pre-trains a new model on the general text in one process; a killed one goes on where it was."""
-    how = options.base
-    log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
-    module, data = make_learner(options, new), general_only(options, new, corpora)
+    module, domain = NCL(Options(), shared), Domain(GENERAL, 0, (GENERAL,))
+    packed = corpora.packed(GENERAL, "train", tokenizer=new.tokenizer, length=options.length, packing=CONCAT)
+    data = DomainSequence(
+        [domain],
+        train={GENERAL: packed},
+        held_out={},
+        objective=new.objective,
+        budget=Budget(steps=how.steps, epochs=None, tokens=None, batch_size=how.batch_size),
+        replay=NOTHING,
+        seed=how.seed,
+        accumulate=1,
+        eval_batch_size=how.batch_size,
+        probe_samples=how.batch_size,
+        workers=0,
+    )
+    data.enter(domain)
     checkpoint = folder / "base.ckpt"
     if checkpoint.exists():
         check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
@@ -228,7 +219,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         "gradient_clip_val": how.gradient_clip_val,
     }
     guard = Guard(advice=ADVICE)
-    callbacks = [guard, Checkpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
+    callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None
     with defer_signals():
@@ -238,26 +229,3 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     module.model.save_pretrained(folder)
     new.tokenizer.save_pretrained(folder)
     checkpoint.unlink(missing_ok=True)
-
-
-def general_only(options: ModelOptions, new: Base, corpora: Corpora) -> DomainSequence:
-    """The general text as the only domain."""
-    domain = Domain(GENERAL, 0, (GENERAL,))
-    how = {"tokenizer": new.tokenizer, "length": options.length}
-    packed = corpora.packed(GENERAL, "train", **how, packing=CONCAT)
-    budget = Budget(steps=options.base.steps, epochs=None, tokens=None, batch_size=options.base.batch_size)
-    data = DomainSequence(
-        [domain],
-        train={GENERAL: packed},
-        held_out={},
-        objective=new.objective,
-        budget=budget,
-        replay=NOTHING,
-        seed=options.base.seed,
-        accumulate=1,
-        eval_batch_size=options.base.batch_size,
-        probe_samples=options.base.batch_size,
-        workers=0,
-    )
-    data.enter(domain)
-    return data

@@ -1,0 +1,181 @@
+"""One run, from its config to its report: `train` is what `cpt`, `python -m cpt` and `python run.py` do."""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from cpt.core.cache import full_check
+from cpt.core.errors import reason
+from cpt.core.heartbeat import heartbeat, set_phase
+from cpt.core.preemption import defer_signals
+from cpt.core.processes import is_first_process, is_one_of_several
+from cpt.core.rules import show
+from cpt.evaluation.objective import objective_value
+from cpt.evaluation.scores import Scores
+from cpt.reporting.run_report import format_scores
+from cpt.trainer.domain_order import arrange, recall
+from cpt.trainer.extend import check_extension, extend_steps, find_begun, resume_from_sibling
+from cpt.trainer.manifest import check_manifest, is_unchanged, resolve_eval_cap, write_manifest
+from cpt.trainer.plan import Plan, make_plan
+from cpt.trainer.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | None:
+    """Trains the method of a config on its domains, or resumes it; returns the metric that a sweep minimizes.
+
+    With `plan`, prints the estimated cost and leaves the directory as it is. Raises ValueError for an invalid
+    config, and for one that is not the directory's."""
+    run = RunDir(run_dir)
+    with run.removed_if_rejected():
+        plan = make_plan(cfg)  # the typed config: no text is read, torch is not imported
+        plan.source.check_domains(plan.order)
+        if plan.run.plan:
+            return print_estimate(plan, run)
+        with open_run(plan, run) as plan, full_check(plan.run.check == "full"):
+            plan = arrange(plan)  # by their texts, if the config says so
+            check_manifest(plan, run)
+            scores, lost = run.scores(), []
+            if is_finished(scores, plan) and not (lost := run.lost(full=plan.run.check == "full")):
+                log.info("%s is finished already", run.path)
+            else:
+                if lost:
+                    message = "%s was finished, but %s: made again, without learning"
+                    log.info(message, run.path, "; ".join(lost[:5]))
+                scores = fit(plan, run)
+    log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
+    return objective_value(scores.metrics, plan.run.objective)
+
+
+@contextmanager
+def open_run(plan: Plan, run: RunDir) -> Iterator[Plan]:
+    """The plan with what its directory, or a sibling that it continues, was begun with. The first process holds
+    the lock, writes the config, removes incomplete files, and reports that the run is alive."""
+    if not is_first_process():
+        logging.getLogger("cpt").setLevel(logging.WARNING)
+        yield resolve_eval_cap(plan, find_begun(plan, run))
+        return
+    resume_from_sibling(run, plan)
+    with run.locked():
+        plan = resolve_eval_cap(plan, run)
+        extend_steps(plan, run)
+        run.check_config(plan.settings)
+        if not run.config.exists():
+            run.write_config(plan.settings)
+        run.clean()
+        with heartbeat(run.path):
+            yield plan
+
+
+def fit(plan: Plan, run: RunDir) -> Scores:
+    """Reads the texts, builds the base and the method, and trains every stage that the run directory lacks."""
+    with defer_signals():  # libraries cannot be interrupted while they are imported
+        from cpt.core.threads import keep_threads
+        from cpt.data.corpora import Corpora
+        from cpt.loggers.loggers import About, track
+        from cpt.loggers.wandb_run import run_name
+        from cpt.trainer import build, preflight
+        from cpt.trainer.base_model import make_base
+        from cpt.trainer.callbacks import CustomCallbacks
+        from cpt.trainer.costs import time_phase
+        from cpt.trainer.examinations import make_examinations
+        from cpt.trainer.generators import make_generation
+        from cpt.trainer.loop import ContinualTrainer
+
+    ready = preflight.prepare(plan, run)  # before hours of reading
+    plan, took = ready.plan, dict[str, float]()
+    keep_threads(run.path / "threads", processes=ready.processes)
+    set_phase("reading texts")
+    with time_phase(took, "read the texts"):
+        cache = Path(plan.run.cache_dir)
+        corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
+    set_phase("making the base")
+    with time_phase(took, "make the base"):
+        base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+        method = build.build_method(plan, base)
+    set_phase("tokenising")
+    with time_phase(took, "tokenise"):
+        data = build.build_data(plan, corpora, base, method)
+        pieces = {"module": method, "data": data}
+        evaluators = make_examinations(plan, run, ready, corpora, base, **pieces)
+    build.log_eval_cap(plan, data)
+    build.log_ineffective(plan, method, ready.device)
+    write_manifest(plan, run, corpora, base, evaluators)
+    scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
+    if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
+        scores = new if scores is None else new.take_over(scores)
+    run.check_documents([scores.measured(row) for row in range(len(scores.rows))])
+    for phase, seconds in took.items():
+        scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
+    name, options = run_name(scores.run, plan.settings["order"]), plan.run
+    about = About(name, str(options.name), plan.names["method"], options.tags, plan.settings)
+    with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
+        trainer = ContinualTrainer(
+            plan,
+            run,
+            **pieces,
+            evaluators=evaluators,
+            generation=make_generation(plan, run, corpora, base, **pieces),
+            scores=scores,
+            loggers=loggers,
+            callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
+            device=ready.device,
+        )
+        trainer.fit()  # for each stage: train, save, evaluate, commit
+        trainer.finalize(base)  # model, report, model card
+    return scores
+
+
+def print_estimate(plan: Plan, run: RunDir) -> None:
+    """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
+    if is_one_of_several():
+        raise ValueError(
+            f"plan={show(plan.run.plan)} is made by one process, for all of trainer.devices and "
+            "trainer.num_nodes; allowed: without torchrun or srun"
+        )
+    plan = arrange(plan)
+    plan = resolve_eval_cap(plan, find_begun(plan, run))
+    logger, as_json, is_new = logging.getLogger("cpt"), plan.run.plan == "json", not run.config.exists()
+    level = logger.level
+    logger.setLevel(logging.WARNING if as_json else level)
+    try:
+        if check_extension(plan, run) is None:
+            run.check_config(plan.settings)
+        check_manifest(plan, run, update=False)
+        with defer_signals():
+            from cpt.trainer.dry_run import estimate, format_table
+        cost = estimate(plan, run)
+    finally:
+        logger.setLevel(level)
+    print(json.dumps(cost, indent=1) if as_json else format_table(cost), flush=True)
+    if is_new:
+        run.remove_if_empty()
+
+
+def is_finished(scores: Scores | None, plan: Plan) -> bool:
+    """Whether scores are of a finished run with all that a plan measures."""
+    if scores is None or not scores.run["finished"]:
+        return False
+    is_same = scores.policy == plan.evaluation.policy and scores.run["order"] == plan.order
+    return is_same and all(getattr(scores, kind).get("digest") == own for kind, own in plan.digests.items())
+
+
+def is_done(cfg: DictConfig, run_dir: Path) -> bool:
+    """Whether a directory has the finished run of this config, as far as sizes and times of its texts show.
+    Raises ValueError where that cannot be read."""
+    run = RunDir(run_dir)
+    if not run.config.exists():
+        return False
+    try:
+        plan = recall(make_plan(cfg))
+    except HydraException as error:
+        raise ValueError(reason(error)) from error
+    if plan is None or not run.is_of((plan := resolve_eval_cap(plan, run)).settings):
+        return False
+    return is_finished(run.scores(), plan) and not run.lost(full=False) and is_unchanged(plan, run)

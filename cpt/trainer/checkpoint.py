@@ -1,0 +1,161 @@
+"""Atomic checkpoints: the trainer's state within a stage, and all that a method knows after one.
+
+checkpoints/NUMBER-DOMAIN.ckpt  the trainer's state
+stages/NUMBER.pt                what is whole in each process; of shards, which folder has them
+stages/NUMBER.COUNT.shards/     sharded tensors: every process writes its own rows
+
+A stage's file is written when its folder is complete, and removed before it. Any number of processes reads it,
+with any strategy."""
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+
+from cpt.adapters.bank import load_resting, rest_parts
+from cpt.core.collectives import gather_objects
+from cpt.core.files import check_archive, find_damage, hash_files
+from cpt.core.preemption import leave_all
+from cpt.core.processes import is_first_process, rank_and_world
+from cpt.core.sharding import is_sharded
+from cpt.core.tensors import load_tensors, save_state
+from cpt.optim.guard import Guard
+from cpt.trainer.options import minutes_of
+from cpt.trainer.sharding import layout_of
+from cpt.trainer.shards import SHARDS, fill_in, new_folder, read_shards, remove_others, write_shards
+
+Like = Callable[[str, torch.Size], Tensor | None]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes Lightning's checkpoints next to their place; its own writer needs room in the system's temporary
+    folder."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        save_state(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return fill_in(super().load_checkpoint(path, *args, **kwargs), Path(path), lambda name, shape: None)
+
+
+class StepCheckpoint(Callback):
+    """Saves the trainer's state every `every` optimizer steps or minutes (`10min`, by the clock of any of the
+    processes), after the last step, and when a signal asks the run to leave, which it then does."""
+
+    def __init__(self, path: Path, *, every: int | str, guard: Guard) -> None:
+        self.minutes = minutes_of(every)
+        if self.minutes is None and (not isinstance(every, int) or every < 1):
+            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps, or like 10min")
+        self.path, self.every, self.guard, self.step = path, every, guard, 0
+        self.saved = monotonic()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.step = trainer.global_step
+        if self.guard.policy == "rollback" and self.step == 0:
+            self.save(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step, leaving = trainer.global_step, self.guard.leaving()
+        if step == self.step:  # an accumulated batch
+            return
+        self.step = step
+        if self.minutes is None:
+            is_due = step % int(self.every) == 0
+        else:  # what one process asks for, all hear of in the next step
+            is_due, self.guard.asks = self.guard.asked, monotonic() - self.saved >= 60 * self.minutes
+        if leaving or is_due or step == trainer.max_steps or trainer.should_stop:
+            self.save(trainer, pl_module)
+        if leaving:
+            leave_all(
+                leaving, f"after step {step} of {trainer.max_steps} of {trainer.datamodule.domain.name}"
+            )
+
+    def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.guard.check_weights(trainer, pl_module.parameters())
+        trainer.save_checkpoint(self.path)
+        self.saved, self.guard.asks, self.guard.asked = monotonic(), False, False
+
+
+class PartsToDisk(Callback):
+    """Maps the modules of earlier domains, which a checkpoint has loaded, from the stage file again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rest_parts(pl_module, self.path)
+
+
+def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
+    """Writes a module's state and returns it, sharded tensors as shards. Every process has to call it."""
+    state = module.state_dict()
+    sharded = [name for name, value in state.items() if is_sharded(value)]
+    if not sharded:
+        if is_first_process():
+            save_state(state, path)
+            remove_others(path)
+        return dict(state)
+    parameters = {name: id(each) for name, each in module.named_parameters(remove_duplicate=False)}
+    first: dict[Any, str] = {}  # tied parameters are written once
+    names = {name: first.setdefault(parameters.get(name, name), name) for name in sharded}
+    folder, (rank, _) = new_folder(path), rank_and_world()
+    write_shards({key: state[key] for key in names.values()}, folder)
+    own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if is_first_process() else [])]
+    sums = {name: each for table in gather_objects(hash_files(folder, own)) for name, each in table.items()}
+    if is_first_process():
+        plain = {name: value for name, value in state.items() if name not in names}
+        shards = {"folder": folder.name, "sums": sums, "names": names, "order": [*state]}
+        save_state({**plain, SHARDS: shards}, path)
+        remove_others(path, folder)
+    return dict(state)
+
+
+def open_stage(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors in a stage's file, mapped from it, and its description of shards: empty without any."""
+    stored = load_tensors(path)
+    return stored, stored.pop(SHARDS, {})
+
+
+def check_stage(path: Path, *, instead: str) -> None:
+    """Raises ValueError if a stage's file or a shard is missing or damaged; `instead` says what to do."""
+    check_archive(path, instead=instead)
+    _, shards = open_stage(path)
+    if shards:
+        folder = path.with_name(shards["folder"])
+        if damage := next(find_damage(folder, shards["sums"], full=True), None):
+            raise ValueError(f"{folder}: {damage}; {instead}")
+
+
+def read_stage(path: Path, like: Like = lambda name, shape: None) -> dict[str, Tensor]:
+    """The state after a stage, tensors whole or sharded as another, `like` its name and shape; then every
+    process has to call it."""
+    stored, shards = open_stage(path)
+    if not shards:
+        return stored
+    names, read = shards["names"], read_shards(path.with_name(shards["folder"]), like)
+    return {name: stored[name] if name in stored else read[names[name]] for name in shards["order"]}
+
+
+def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
+    """Loads the state of a stage into a module; `rests` maps the modules of earlier domains from the file, if
+    they are whole. Of a sharded module every process has to call it, and reads its own rows."""
+    stored, shards = open_stage(path)
+
+    def like(name: str, shape: torch.Size) -> Tensor | None:
+        found = layout_of(module, name)
+        return found if found is not None and found.shape == shape else None
+
+    if rests and not shards:
+        load_resting(module, stored)
+    elif any(map(is_sharded, module.parameters())):
+        module.load_state_dict(read_stage(path, like))
+    else:
+        module.load_state_dict(read_stage(path))
+    if rests:
+        rest_parts(module, path)

@@ -1,0 +1,162 @@
+"""lightning.Trainer as cpt uses it: one for each stage or evaluation, resumable at every optimizer step."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from tqdm import tqdm
+
+from cpt.core.errors import reason
+from cpt.core.preemption import leave_together
+from cpt.core.progress import progress_bar
+from cpt.trainer.checkpoint import AtomicCheckpointIO
+from cpt.trainer.options import Fsdp
+from cpt.trainer.sharding import Sharded
+
+NOISE = (
+    ".*LeafSpec.*",  # Lightning's own, on torch 2.13
+    ".*dataloader is not resumable.*",  # it is: its sampler begins at the trainer's step
+    ".*does not have many workers.*",  # on two cores one process is right
+    ".*smaller than the logging interval.*",  # of short runs
+    r"FSDP2-wrapped module \(FSDP\w+(For|LMHead)\w+\) returned a view",  # of logits, which stay as they are
+    ".*in eval mode at the start of training.*",  # a teacher is
+    "GPU available but not used.*",  # trainer.accelerator=cpu was asked for
+    ".*was called before the ``update``.*",  # a process may have no batch of a short text
+)
+
+
+class ProgressBar(Callback):
+    """One bar for each phase, with its name and the time left; in a log file, a line every few seconds."""
+
+    def __init__(self, label: str) -> None:
+        self.label, self.bar = label, tqdm(disable=True)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        hidden = not trainer.is_global_zero
+        self.bar = progress_bar(self.label, total=trainer.max_steps, done=trainer.global_step, hidden=hidden)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        for name, value in trainer.progress_bar_metrics.items():
+            self.bar.set_postfix({name.split("/")[1]: f"{value:.3f}"}, refresh=False)
+        self.bar.update(trainer.global_step - self.bar.n)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        hidden, total = not trainer.is_global_zero, sum(trainer.num_val_batches)
+        self.bar = progress_bar(self.label, total=total, done=0, hidden=hidden)
+
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+    def on_exception(self, *args: Any) -> None:
+        self.bar.close()
+
+
+class LeaveTogether(Callback):
+    """Has all processes leave on a signal at the same place: where they meet first, and after a batch of an
+    evaluation that all of them have."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        leave_together()
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, at: int, *args: Any
+    ) -> None:
+        if at < trainer.val_dataloaders.sampler.common:
+            leave_together("while scoring")
+
+
+def make_trainer(
+    options: Mapping[str, Any],
+    *,
+    label: str,
+    folder: Path | None = None,
+    loggers: Sequence[Logger] = (),
+    steps: int | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Trainer:
+    """A Trainer with `options` of lightning.Trainer for `steps` optimizer steps or, without, an evaluation.
+    What Lightning and its callbacks write on their own goes to a folder, or nowhere. Raises ValueError for
+    options that Lightning rejects."""
+    quiet()
+    strategy = options.get("strategy", "auto")
+    if isinstance(strategy, Fsdp):  # one for each Trainer
+        strategy = Sharded(reshard=strategy.reshard)
+    try:
+        made = Trainer(
+            max_steps=1 if steps is None else steps,
+            max_epochs=-1,
+            limit_val_batches=1.0 if steps is None else 0,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            logger=list(loggers) or False,
+            callbacks=[ProgressBar(label), LeaveTogether(), *callbacks],
+            default_root_dir=folder or os.devnull,  # the working folder otherwise
+            plugins=[AtomicCheckpointIO()],
+            **{**options, "strategy": strategy},
+        )
+    except (MisconfigurationException, TypeError) as error:
+        raise ValueError(f"trainer: {error}") from error
+    # Lightning's handlers: SIGTERM ends the program with exit code 0 and waits for other processes; on SLURM
+    # SIGUSR1 writes a checkpoint into the working folder.
+    made._signal_connector.register_signal_handlers = lambda: None
+    return made
+
+
+def try_trainer(
+    options: Mapping[str, Any], *, loggers: Sequence[Logger] = (), callbacks: Sequence[Callback] = ()
+) -> Trainer:
+    """A trainer with these options on this machine, to see whether Lightning takes them. Raises ValueError
+    where it does not."""
+    strategy = options["strategy"]
+    shown = {**options, "strategy": "fsdp" if isinstance(strategy, Fsdp) else strategy}
+    names = ("accelerator", "devices", "strategy", "precision")
+    with naming_cause(" ".join(f"trainer.{name}={shown[name]}" for name in names)):
+        return make_trainer(options, label="", loggers=loggers, callbacks=callbacks, steps=1)
+
+
+def find_device(options: Mapping[str, Any]) -> torch.device:
+    """The device of this process under these options of lightning.Trainer."""
+    precision = "32-true" if options["precision"] == "auto" else options["precision"]
+    return try_trainer({**options, "precision": precision}).strategy.root_device
+
+
+def drop_optimizer(trainer: Trainer) -> None:
+    """Frees the optimizer's state of a finished phase. The trainer refers to itself and would keep it, twice
+    the weights in bytes, until Python collects such cycles."""
+    trainer.strategy.optimizers = []
+    trainer.strategy.lr_scheduler_configs = []
+
+
+def quiet() -> None:
+    """Silences Lightning's notices, transformers' bars, and the warnings in NOISE."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def naming_cause(section: str) -> Iterator[None]:
+    """Turns any exception of a library into a one-line ValueError that begins with a config section."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{section}: {reason(error).removeprefix('trainer: ')}") from error
