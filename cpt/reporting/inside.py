@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.comparison.overlap import measure_overlap, read_stage
-from cpt.reporting.comparison.panels import overlaps
 from cpt.reporting.drawing import FEW, draw_heat, png, sequential, write_numbers
 from cpt.reporting.frames import shorten
+from cpt.reporting.overlap import measure_overlap, read_stage
 from cpt.reporting.page import Block
+from cpt.reporting.plots import HeatMap, draw_heat_maps
 
 KINDS = {  # what the names of arrays begin with
     "importance": "importance, accumulated",
@@ -31,9 +31,10 @@ def build_inside_blocks(scores: Scores, folder: Path) -> list[Block]:
     of a method that keeps neither."""
     stages = {row: read_stage(folder, number) for number, row in enumerate(scores.rows) if number}
     blocks = [draw_means(kind, {row: each for row, each in stages.items() if each}) for kind in KINDS]
-    shared = measure_overlap(folder, scores.rows)
+    shared = measure_overlap(folder, scores)
     if shared:
-        picture = overlaps(shared)
+        maps = {title: HeatMap(values, names, names) for title, (names, values) in shared.items()}
+        picture = draw_heat_maps(maps, label="similarity of two domains")
         blocks.append(Block(title="What domains share inside the model", picture=picture, name="overlap"))
     there = [block for block in blocks if block.picture]
     return [Block(title="Inside the model", lines=[INSIDE]), *there] if there else []

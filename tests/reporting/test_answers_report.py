@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from tests.reporting.test_run_table import ANSWERS, made
 
 from cpt.evaluation.answers.files import path_of
 from cpt.evaluation.answers.metrics import MEASURES
 from cpt.reporting.answers import NAMES, build_answer_blocks, build_answer_moves, format_answers
 from cpt.reporting.drawing import description
 from cpt.reporting.run_report import write_report
+from tests.reporting.test_frames import ANSWERS, made
 from tests.support.answering import answers, kept, ranked
 
 

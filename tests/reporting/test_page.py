@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image, PngImagePlugin
 
-from cpt.reporting.comparison import charts
+from cpt.reporting import plots
 from cpt.reporting.drawing import description
 from cpt.reporting.page import Block, align_columns, few, inline, write_page
 
@@ -73,9 +73,9 @@ def test_facets_have_a_mapping_for_each_row():
 
 
 def test_a_picture_is_told_in_its_own_words(tmp_path):
-    picture = charts.trade_off({'"das" & co': ([0.25], [50.0])})
+    picture = plots.draw_plane({'"das" & co': ([0.25], [50.0])}, x="FG", y="LC")
     said = description(picture)
-    assert '"das" & co: forgetting 0.25, perplexity 50' in said
+    assert '"das" & co: x 0.25, y 50' in said
     image = Elements(page(tmp_path, Block(title="Trade-off", picture=picture))).all("img")[0]
     assert image["alt"] == f"Trade-off. {said}"
     assert base64.b64decode(image["src"].partition("base64,")[2]) == picture
@@ -96,7 +96,7 @@ def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
         Block(
             title="Table", lines=["A line."], head=HEAD, cells=[["a|b", "<i>"]], folded="more", code="x: 1"
         ),
-        Block(title="Picture", picture=charts.trade_off({})),
+        Block(title="Picture", picture=plots.draw_plane({}, x="FG", y="LC")),
     ]
     page(tmp_path, *blocks)
     parts = (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n")

@@ -13,9 +13,8 @@ import pytest
 
 from cpt.evaluation.metrics import METRICS, describe_metric
 from cpt.evaluation.scores import Scores
-from cpt.reporting import drawing, figures, run_report
+from cpt.reporting import drawing, figures, plots, run_report
 from cpt.reporting import endtasks as endtask_report
-from cpt.reporting.comparison import charts
 from cpt.reporting.frames import perplexity, shorten
 from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
 from tests.support.probing import probes
@@ -340,9 +339,9 @@ def test_labels_are_moved_apart_and_keep_their_order():
 @pytest.mark.slow
 def test_pictures_leave_pyplot_alone():
     code = (
-        "import sys; from cpt import report; from cpt.reporting.comparison import charts; "
+        "import sys; from cpt import report; from cpt.reporting import plots; "
         "assert 'matplotlib' not in sys.modules; "
-        "charts.trade_off({'ncl': ([0.1, 0.2], [50.0, 60.0])}); "
+        "plots.draw_plane({'ncl': ([0.1, 0.2], [50.0, 60.0])}, x='FG', y='LC'); "
         "print([m for m in ('matplotlib.pyplot', 'torch', 'lightning') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -359,7 +358,7 @@ def test_pictures_leave_pyplot_alone():
     ],
 )
 def test_the_trade_off_of_few_runs(groups):
-    assert charts.trade_off(groups).startswith(b"\x89PNG")
+    assert plots.draw_plane(groups, x="FG", y="LC").startswith(b"\x89PNG")
 
 
 def test_reports_come_from_the_file_alone(tmp_path):

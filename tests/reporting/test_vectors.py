@@ -2,11 +2,9 @@
 
 import re
 
-import numpy as np
 import pytest
 
-from cpt.reporting.comparison import charts
-from cpt.reporting.outliers import find_inner, find_window
+from cpt.reporting import plots
 from cpt.reporting.page import Block, name_pictures, write_page
 from cpt.reporting.vectors import inline_svg
 
@@ -16,7 +14,7 @@ MARKS = {"ncl": "ncl: FG 0.15 [0.1, 0.2]", 'das "<&>"': "das, one run"}
 
 @pytest.fixture(scope="module")
 def picture():
-    return charts.trade_off(GROUPS, marks=MARKS)
+    return plots.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
 
 
 def test_marks_and_lines_of_the_legend_say_whose_they_are(picture):
@@ -58,23 +56,3 @@ def test_a_run_page_has_png_alone(tmp_path, picture):
 def test_names_of_pictures_are_safe_and_differ(picture):
     shown = [Block(title=title, picture=picture) for title in ("Ä/../b: c", "ä … b c", "b c", "…", "x" * 99)]
     assert name_pictures(shown) == ["b_c", "b_c-2", "b_c-3", "picture", "x" * 60]
-
-
-def test_what_lies_far_off_is_left_out_of_the_range():
-    assert find_inner(np.array([1.0, 2.0, 3.0, 4.0, 500.0])) == (1, 4)
-    assert find_inner(np.array([1.0, 2.0, 3.0, 4.0, 6.0])) is None
-    assert find_inner(np.array([1.0, 2.0, 3.0, 400.0])) is None  # too few to say
-    points = {str(place): np.array([place, place + 0.5]) for place in range(5)}
-    low, high = find_window(points | {"off": np.array([100.0, 900.0])}, logarithmic=False)
-    assert low < 0 < 4.5 < high < 6
-    assert find_window(points, logarithmic=False) is None
-
-
-def test_one_group_far_off_does_not_press_the_others_together():
-    points = {f"m{place}": ([0.01 * place], [50.0 + place]) for place in range(6)}
-    points["off"] = ([0.02], [5000.0])
-    picture = charts.pareto(points, x="FG", y="LC", logarithmic=False, marks={})
-    low, high = picture.drawn.axes[0].get_ylim()
-    assert 45 < low < 50 and 55 < high < 60
-    labels = [text.get_text() for text in picture.drawn.legends[0].get_texts()]
-    assert "off: off the axes, 0.02, 5000" in labels

@@ -31,7 +31,7 @@ from cpt.core.files import check_archive
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
 from cpt.loggers.wandb_run import AXES, TRAINING, Curves, open_run, publish, publish_stage, run_name
-from cpt.reporting.comparison.runs import find_runs
+from cpt.reporting.load_runs import find_runs
 
 if TYPE_CHECKING:
     import wandb
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     given = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
-        runs, damaged = find_runs(given.folders)
+        found, damaged, _ = find_runs(given.folders)
+        runs = {run.folder: run.scores for run in found}
         print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
         if not runs:
             raise ValueError(f"no readable scores.json below {', '.join(map(str, given.folders))}")
