@@ -25,8 +25,8 @@ from cpt.evaluation.endtasks.metrics import MEANINGS
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
 from cpt.evaluation.probes.results import describe_task
 from cpt.evaluation.scores import Scores
+from cpt.reporting.drawing import find_places
 from cpt.reporting.frames import escape_name, label, shorten, split_variant, summarize_scores
-from cpt.reporting.marks import find_places
 from cpt.reporting.page import few
 
 SUBFOLDERS = {  # of a run folder; none holds another run

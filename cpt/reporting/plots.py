@@ -23,12 +23,11 @@ from cpt.reporting.compare import (
     pareto_front,
     spread_values,
 )
-from cpt.reporting.drawing import FEW, literal, png
+from cpt.reporting.drawing import FEW, literal, name_marks, png
 from cpt.reporting.frames import perplexity
 from cpt.reporting.load_runs import Group, Run, Section
 from cpt.reporting.overlap import measure_overlap
 from cpt.reporting.page import Block, few
-from cpt.reporting.vectors import name_marks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

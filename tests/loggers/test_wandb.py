@@ -9,7 +9,7 @@ import yaml
 
 from cpt.loggers import wandb_run
 from cpt.reporting.frames import choose_headlines, summarize_scores
-from cpt.reporting.tables import stage_row, tabulate, task_rows
+from cpt.reporting.tables import stage_points, tabulate, task_points
 from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.tracked import scores
@@ -39,7 +39,7 @@ def test_a_run_without_end_tasks_or_parts_has_no_such_table_or_picture():
     plain.parts = [{} for _ in plain.rows]
     assert set(tabulate(plain)) == {"matrix", "losses", "metrics", "costs", "seconds", "texts"}
     assert set(wandb_run.pictures(plain)) == {"matrix_image", "stages_image"}
-    assert task_rows(plain) == []
+    assert task_points(plain) == []
 
 
 def test_the_table_of_end_tasks_has_a_line_per_stage_task_seed_and_metric():
@@ -88,7 +88,7 @@ def test_a_number_that_is_not_finite_is_none_in_a_table_and_left_out_of_the_summ
 
 def test_no_key_collides_whatever_domains_are_called():
     made = scores(domains=NASTY)
-    summary, rows = summarize_scores(made), [stage_row(made, len(NASTY)), *task_rows(made)]
+    summary, rows = summarize_scores(made), [stage_points(made, len(NASTY)), *task_points(made)]
     points = {key for row in rows for key in row} | set(tabulate(made)) | {"report", "trainer/global_step"}
     points |= {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
     assert not points & set(summary)

@@ -9,7 +9,7 @@ import pytest
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import COST_COLUMNS, KINDS, SUMMARIZED, escape_name, summarize_scores, tidy_scores
-from cpt.reporting.tables import stage_row, tabulate
+from cpt.reporting.tables import stage_points, tabulate
 from tests.support.answering import answers
 from tests.support.probing import probes
 
@@ -261,12 +261,12 @@ def test_escaped_names_differ_and_have_no_slash():
 def test_the_points_of_a_stage_are_of_its_row_and_not_of_the_whole_matrix(monkeypatch):
     scores = made()
     monkeypatch.setattr(Scores, "matrix", property(lambda self: pytest.fail("the whole matrix is looked at")))
-    points = stage_row(scores, 1)
+    points = stage_points(scores, 1)
     assert points["ppl/law"] == pytest.approx(math.exp(3.0)) and points["stages/learned"] == points["ppl/law"]
     assert (
         points["stages/tokens"] == 1000 and points["stages/seconds"] == 2.0 and points["stages/memory"] == 90
     )
-    later = stage_row(scores, 2)
+    later = stage_points(scores, 2)
     assert (
         later["stages/tokens"] == 3000 and later["stages/seconds"] == 6.0 and later["stages/trained"] == 800
     )

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from cpt.reporting.drawing import own_place
 from cpt.reporting.load_runs import (
     build_sections,
     differing_settings,
@@ -14,7 +15,6 @@ from cpt.reporting.load_runs import (
     name_orders,
     restrict_scores,
 )
-from cpt.reporting.marks import own_place
 from tests.support.answering import answers
 from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
 

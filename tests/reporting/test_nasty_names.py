@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cpt.reporting import run_report
+from cpt.reporting import run_page
 from cpt.reporting.frames import strip_controls
 from cpt.reporting.page import Block, align_columns, markdown, write_page
 from tests.reporting.test_page import Elements
@@ -119,10 +119,10 @@ def test_a_page_has_no_element_from_a_name(tmp_path):
 
 
 def test_the_report_of_a_run_with_such_names(tmp_path, monkeypatch):
-    for name in ("heatmap", "stages", "mixtures"):
+    for name in ("draw_matrix", "draw_text_curves"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
     names = ["law\n# x", "<script>alert(1)</script>", "a|b"]
-    run_report.write_report(tmp_path, made(order=names, nll=NLL))
+    run_page.write_report(tmp_path, made(order=names, nll=NLL))
     text = (tmp_path / "report.md").read_text()
     assert "<script" not in text
     assert not re.search(r"^# x", text, re.MULTILINE)

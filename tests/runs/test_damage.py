@@ -8,7 +8,7 @@ import pytest
 
 from cpt.evaluation.scores import Scores
 from cpt.report import main
-from cpt.reporting import plots, run_report
+from cpt.reporting import plots, run_page
 from tests.support.comparing import endtasks, made, saved
 
 WRONG = (None, "x", -1, 1.5, True, [], {}, [[]], [None], {"a": None}, 10**400)
@@ -69,7 +69,7 @@ def survived(top, data, at, wrong):
     except ValueError as error:
         assert "\n" not in str(error)
         return False
-    run_report.format_scores(scores)
+    run_page.format_scores(scores)
     folder = top / "runs" / str(len(list(top.glob("runs/*"))))
     folder.mkdir(parents=True)
     scores.save(folder / "scores.json")

@@ -236,7 +236,7 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
             self.code = exit_code
 
     run = Run()
-    monkeypatch.setattr(rebuild, "open_run", lambda *args, **about: run)
+    monkeypatch.setattr(rebuild, "init_wandb", lambda *args, **about: run)
     assert (
         rebuild.sync_runs(
             {folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online"
@@ -252,12 +252,12 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
 
 def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
     runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(rebuild, "open_run", refusing(ConnectionError("W&B: no answer")))
+    monkeypatch.setattr(rebuild, "init_wandb", refusing(ConnectionError("W&B: no answer")))
     with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
         rebuild.sync_runs(runs, project=None, entity=None, mode="online")
     few = dict(list(runs.items())[:2])
     assert rebuild.sync_runs(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(rebuild, "open_run", refusing(ValueError("W&B: no key")))
+    monkeypatch.setattr(rebuild, "init_wandb", refusing(ValueError("W&B: no key")))
     with pytest.raises(ValueError, match="W&B: no key"):
         rebuild.sync_runs(few, project=None, entity=None, mode="online")
 

@@ -6,9 +6,9 @@ import warnings
 import pytest
 
 from cpt.contrib.wandb_tools import workspace as program
-from cpt.loggers.wandb_run import describe_run, pictures
+from cpt.loggers.wandb import describe_run, pictures
 from cpt.reporting.frames import choose_headlines, summarize_scores
-from cpt.reporting.tables import stage_row, tabulate, task_rows
+from cpt.reporting.tables import stage_points, tabulate, task_points
 from tests.support.tracked import scores
 
 
@@ -23,7 +23,7 @@ def workspace():
 
 def test_the_workspace_shows_numbers_that_there_are(workspace):
     made = scores()
-    curves = {key for row in [stage_row(made, 2), *task_rows(made)] for key in row} | set(
+    curves = {key for row in [stage_points(made, 2), *task_points(made)] for key in row} | set(
         summarize_scores(made)
     )
     panels = [panel for section in workspace.sections for panel in section.panels]
