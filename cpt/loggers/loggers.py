@@ -1,4 +1,4 @@
-"""The loggers of a run: metrics.csv in the run folder, Weights & Biases, and custom ones of Lightning's interface."""
+"""The loggers of a run: metrics.csv in the run folder, Weights & Biases, and custom ones."""
 
 import csv
 import math
@@ -20,8 +20,8 @@ from cpt.reporting.tables import stage_points
 
 
 class LongCSV(Logger):
-    """metrics.csv with the columns step, name, value. Lines are only appended: Lightning's own CSVLogger deletes the
-    file of a run that is resumed. Of two lines with one step and name, the later one counts."""
+    """metrics.csv with the columns step, name, value, which a resumed run appends to, other than Lightning's
+    CSVLogger. Of two lines with one step and name, the later one counts."""
 
     name, version = "csv", ""
 
@@ -80,7 +80,7 @@ def track(
         if options.get("wandb") and rank_zero_only.rank:
             loggers.append(WandbLogger(save_dir=str(folder)))
         elif options.get("wandb"):
-            # Made here: Lightning would pass an option that W&B warns of, and join a run that is still open. One run
+            # Lightning would pass an option that W&B warns of, and join a run that is still open. One run
             # folder is one W&B run, also after a restart.
             run = init_wandb(
                 digest([about.group, folder.name]),
@@ -116,8 +116,7 @@ def enter_domain(loggers: Sequence[Logger], domain: str, *, tokens: float) -> No
 
 @rank_zero_only
 def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mapping[str, np.ndarray]) -> None:
-    """The last row of the matrix and what the run has cost, over `stage`; on W&B with `logger.histograms` also
-    histograms of the distributions."""
+    """The last row of the matrix and what the run has cost, over `stage`; on W&B histograms if asked for."""
     row = len(scores.rows) - 1
     for logger in loggers:
         if isinstance(logger, WandbCurves):
@@ -131,8 +130,7 @@ def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mappi
 
 @rank_zero_only
 def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path, summary: str) -> None:
-    """All that the report contains for W&B, whose summary has the headlines or all numbers; METRIC/UNIT for custom
-    loggers."""
+    """All that the report contains for W&B, METRIC/UNIT for custom loggers."""
     for logger in loggers:
         if isinstance(logger, WandbCurves):
             publish(logger.experiment, scores, folder=folder, summary=summary)

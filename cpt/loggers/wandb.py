@@ -32,9 +32,9 @@ LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an or
 
 
 def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: Any) -> wandb.Run:
-    """A W&B run with its files below the folder; an existing one of this identifier is continued. `about`: for
-    wandb.init, `settings` as a mapping. ValueError for what W&B refuses, ConnectionError where it cannot be reached
-    or keeps no such run."""
+    """A W&B run with its files below the folder; an existing one of this identifier is continued. `about`: of
+    wandb.init, `settings` as a mapping. Raises ValueError for what W&B refuses, ConnectionError where it
+    cannot be reached or keeps no such run."""
     import wandb
 
     if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
@@ -69,9 +69,9 @@ def run_name(run: Mapping[str, Any], order: Any) -> str:
 
 
 class Curves:
-    """The curves of training over the tokens of the whole run, a key each: `train/lm/DOMAIN` of metrics.csv is
-    `train/loss`. `per_domain`: also the keys of metrics.csv, over the steps of their domain. `high`: a file that
-    remembers how far the curves go, so that steps which a resumed run repeats are not logged twice."""
+    """Curves of training over the tokens of the whole run: `train/lm/DOMAIN` of metrics.csv is `train/loss`.
+    `per_domain`: also the keys of metrics.csv, over the steps of their domain. `high`: a file that remembers
+    how far the curves go, so that steps which a resumed run repeats are not logged twice."""
 
     def __init__(self, run: wandb.Run, *, per_domain: bool = False, high: Path | None = None) -> None:
         self.run, self.per_domain, self.high = run, per_domain, high

@@ -1,7 +1,7 @@
 """What all figures share: colours, axes, heat maps, and their PNG, SVG and PDF files.
 
-Colours are safe for the colour-blind: ColorBrewer's RdBu for changes, those of Okabe and Ito (2008) for series,
-with a violet for their yellow. A picture describes what it shows in PNG's text chunk "Description"."""
+Colours are safe for the colour-blind: ColorBrewer's RdBu for changes, those of Okabe and Ito (2008) for
+series, with a violet for their yellow. PNG's text chunk "Description" says what a picture shows."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
 PLACES = 72  # combinations of colour and marker
-METHODS = (  # the place of each; neighbours differ in colour and marker
-    "ncl das ewc kd derpp demix migu replay lora adapter joint one hat none prompt cpt_plugin agem dga elle ema "
-    "inclora l2 lifelong_moe mas merge merge_lora moelora nlora olora osf peft progprompt recadam reptile sapt "
-    "si wise_ft"
-).split()
+METHODS = (  # in the order of their places; neighbours differ in colour and marker
+    "ncl", "das", "ewc", "kd", "derpp", "demix", "migu", "replay", "lora", "adapter", "joint", "one",
+    "hat", "none", "prompt", "cpt_plugin", "agem", "dga", "elle", "ema", "inclora", "l2", "lifelong_moe",
+    "mas", "merge", "merge_lora", "moelora", "nlora", "olora", "osf", "peft", "progprompt", "recadam",
+    "reptile", "sapt", "si", "wise_ft",
+)  # fmt: skip
 SVG_COLORS = {"#000000": "ink", "#ffffff": "paper", "#e6e6e6": "line", "#595959": "rule"}  # CSS variables
 VECTORS = {"svg.fonttype": "none", "svg.hashsalt": "cpt", "pdf.fonttype": 42}  # 42: as publishers require
 
@@ -89,8 +90,8 @@ def name_marks(group: str, artists: Iterable[Artist]) -> None:
 
 
 def inline_svg(picture: Picture, *, prefix: str, told: str) -> str:
-    """The picture as an element of a page that loads nothing: ids with a prefix, marks with `data-group` and a
-    title. One without a raster takes the page's colours for ink and paper."""
+    """The picture as an element of a page that loads nothing: ids with a prefix, marks with `data-group` and
+    a title. One without a raster takes the page's colours for ink and paper."""
     text = picture.svg.decode()
     text = text[text.index("<svg") :]
     text = re.sub(

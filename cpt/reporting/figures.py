@@ -102,8 +102,8 @@ def draw_text_curves(scores: Scores) -> Picture:
 
 
 def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[float, float]]) -> Picture:
-    """A panel for each of CURVES over the tokens of the whole run, the index of the frames; `borders`: where each
-    stage begins and ends."""
+    """A panel for each of CURVES over the tokens of the whole run, the index of the frames; `borders`: where
+    each stage begins and ends."""
     shown = [term for term in CURVES if any(term in curves for curves in stages.values())]
     drawn = figure((10, 1.2 + 1.7 * len(shown)))
     grid = drawn.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]

@@ -29,8 +29,8 @@ class Block:
     """A section of a report; one without lines, picture, cells and code is left out.
 
     On the HTML page a `sortable` table is sorted by its columns. The filters of the page act on the rows of
-    every `filtered` table and on the marks of their groups in pictures: a search over the title and the columns
-    of words, and a list of values for each name in `facets`, a mapping for each row of cells."""
+    `filtered` tables and on the marks of their groups in pictures: a search over the title and the columns of
+    words, and a list of values for each name in `facets`, a mapping for each row of cells."""
 
     title: str = ""
     lines: Sequence[str] = ()
@@ -48,8 +48,7 @@ class Block:
 
 
 def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool = False) -> Path:
-    """Writes STEM.html, STEM.md and its pictures STEM-NAME.png, with `vectors` also as SVG and PDF. Returns the
-    path of the HTML page."""
+    """Writes STEM.html, STEM.md and STEM-NAME.png, with `vectors` also SVG and PDF."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
     parts, seen = [f"# {quote_markup(title, IN_CELL)}"], Counter[str]()
     for block in shown:

@@ -57,9 +57,9 @@ MEASURE_NAMES = {
     "first_character": "first character of what is written",
 }
 MOVED = (
-    "From a task's own stage, or the base, to the last model. 1→0: right before and no longer, 0→1: the reverse; "
-    "of a graded measure: fell, rose. Beyond chance: max(0, share - (1 - a) (1 - b) / (C - 1)) for the accuracies "
-    "a, b and C classes, as if each example were known or guessed (arXiv 2510.17776)."
+    "From a task's own stage, or the base, to the last model. 1→0: right before and no longer, 0→1: the "
+    "reverse. Beyond chance: max(0, share - (1 - a) (1 - b) / (C - 1)) for accuracies a, b and C classes, as if "
+    "each example were known or guessed (arXiv 2510.17776)."
 )
 MOVED_HEAD = ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
@@ -81,8 +81,7 @@ MAX_PARTS = 30
 
 
 def write_report(folder: Path, scores: Scores | None = None) -> Path:
-    """Writes report.md and report.html into a run folder, of the given scores or of its scores.json. Returns the
-    path of the latter."""
+    """Writes report.md and report.html into a run folder, of `scores` or its scores.json."""
     folder = Path(folder)
     scores = scores or Scores.load(folder / "scores.json")
     blocks = [
@@ -169,7 +168,7 @@ def format_matrix(scores: Scores) -> list[list[str]]:
 
 
 def format_metric(scores: Scores, name: str) -> list[str]:
-    """The cells of METRIC_HEAD; dashes where no term was measured, and how many terms were if some are missing."""
+    """The cells of METRIC_HEAD; dashes where no term was measured, the count of terms if some are missing."""
     metric, about = scores.metrics[name], describe_metric(METRICS[name].compute)
     terms, bounds, medians = metric.get("terms"), metric.get("interval", {}), metric.get("median")
     name += f" ({terms[0]:,} of {terms[1]:,})" if terms else ""
@@ -186,6 +185,7 @@ def format_metric(scores: Scores, name: str) -> list[str]:
 def show_run(scores: Scores) -> Block:
     run, growth, numerics = scores.run, scores.growth, scores.numerics
     stored = megabytes(scores.stored[-1] if scores.stored else 0)
+    stored += "" if growth is None else f", {megabytes(growth)} more with each domain"
     skipped = [f"{count} of {row}" for row, count in zip(scores.rows, scores.skipped, strict=False) if count]
     spikes = [
         f"{row}: {each[0]:.0f}, first at step {each[1]:.0f}, {each[2]:.4g} against a median of {each[3]:.4g}"
@@ -201,11 +201,8 @@ def show_run(scores: Scores) -> Block:
         "seed": str(run["seed"]),
         "state": f"{scores.state}; {scores.seconds:,.1f} seconds",
         "trained": f"{max(scores.trained, default=0):,} parameters",
-        "stored beside the model": stored
-        + ("" if growth is None else f", {megabytes(growth)} more with each domain"),
-        "steps left out": f"{', '.join(skipped)}: loss or gradient were not finite (on_nonfinite)"
-        if skipped
-        else "",
+        "stored beside the model": stored,
+        "steps left out, loss or gradient not finite (on_nonfinite)": ", ".join(skipped),
         "losses that jumped": "; ".join(spikes),
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",
         "load the model (from this folder)": scores.loading,
@@ -218,9 +215,8 @@ def show_run(scores: Scores) -> Block:
     if numerics:
         attention = numerics["attention"].replace("auto", "default")
         cells["computed"] = f"in {numerics['precision']}, attention by {attention}"
-    return Block(
-        head=["run", run["name"]], cells=[[name, text] for name, text in cells.items() if text], words=2
-    )
+    known = [[name, text] for name, text in cells.items() if text]
+    return Block(head=["run", run["name"]], cells=known, words=2)
 
 
 def show_matrix(scores: Scores) -> list[Block]:
@@ -252,8 +248,8 @@ def show_training(scores: Scores, folder: Path) -> Block:
         ]
         cells.append([name, str(len(losses)), *ends, *medians])
     lines = [
-        "From metrics.csv, a point each `trainer.log_every_n_steps`: the loss on the batch of that step, the norm of "
-        "the gradient before clipping, the learning rate, the pace. Upright lines: a stage begins."
+        "From metrics.csv, a point each `trainer.log_every_n_steps`; gradient norm: before clipping. Upright "
+        "lines: a stage begins."
     ]
     missing = [name for name in scores.learned if name not in stages]
     lines += [f"Without a point: {few(missing, between=', ')}."] if missing else []
@@ -265,20 +261,16 @@ def show_training(scores: Scores, folder: Path) -> Block:
 def find_begins(scores: Scores) -> dict[str, tuple[float, float]]:
     """Where each learned stage begins and ends, in tokens; all are equally long where these are unknown."""
     ends = np.cumsum(scores.seen if any(scores.seen) else [0, *[1] * (len(scores.rows) - 1)]).tolist()
-    return {
-        row: (ends[at - 1], ends[at]) for at, row in enumerate(scores.rows) if at and row in scores.learned
-    }
+    return {row: tuple(ends[at - 1 : at + 1]) for at, row in enumerate(scores.rows) if row in scores.learned}
 
 
 def read_training(path: Path, scores: Scores) -> dict[str, pandas.DataFrame]:
-    """`train/TERM/STAGE` of metrics.csv: by stage, in the order learned, a column per term over the tokens of the
-    whole run. Of two lines with one step the later counts, a damaged line is left out. Where a step's tokens are
-    unknown, the stage's are spread over its steps."""
-    columns = ["step", "name", "value"]
+    """`train/TERM/STAGE` of metrics.csv: by stage a column per term over the tokens of the whole run. Of two
+    lines with one step the later counts, a damaged line is left out. Where a step's tokens are unknown, the
+    stage's are spread over its steps."""
+    how = {"names": ["step", "name", "value"], "on_bad_lines": "skip", "dtype": str}
     try:
-        lines = pandas.read_csv(
-            path, names=columns, on_bad_lines="skip", encoding_errors="replace", dtype=str
-        )
+        lines = pandas.read_csv(path, encoding_errors="replace", **how)
     except (OSError, ValueError):
         return {}
     for column in ("step", "value"):
@@ -289,9 +281,8 @@ def read_training(path: Path, scores: Scores) -> dict[str, pandas.DataFrame]:
     for name, (begin, end) in find_begins(scores).items():
         if name in table.index:
             curves = table.loc[name].dropna(axis="columns", how="all")
-            spread = pandas.Series(
-                (end - begin) * (curves.index + 1) / (curves.index.max() + 1), curves.index
-            )
+            steps = curves.index.to_series()
+            spread = (end - begin) * (steps + 1) / (steps.max() + 1)
             tokens = curves.pop("tokens").fillna(spread) if "tokens" in curves else spread
             found |= {name: curves.set_index(begin + tokens)} if len(curves.columns) else {}
     return found
@@ -307,9 +298,7 @@ def show_monitor(scores: Scores) -> Block:
     for name, stage in scores.monitor.items():
         rises = {text: values[-1] - values[0] for text, values in stage["nll"].items()}
         own = [name] if name in rises else [text for text in rises if text != GENERAL]
-        worst = max(
-            (text for text in rises if text not in (*own, GENERAL)), key=rises.__getitem__, default=""
-        )
+        worst = max(sorted(rises.keys() - {*own, GENERAL}), key=rises.__getitem__, default="")
         general, ended = "–", stage["ended"] or "–"
         if GENERAL in rises:
             general = f"{signed(rises[GENERAL])} [{', '.join(map(signed, stage['rise'][GENERAL][-1]))}]"
@@ -327,15 +316,11 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("; ".join([*drifts, f"kept step {budget['kept']}", f"gone back {back} times"]))
         elif budgeted:
             cells[-1].append("–")
+    head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
     lines = [
-        "Validation text, since the first evaluation of each stage: the domain itself, texts learned before it, the "
-        "general text with its 95 % interval (bootstrap over documents)."
+        "Change of validation losses since the first evaluation of each stage; of the general text with its "
+        "95 % interval (bootstrap over documents)."
     ]
-    if budgeted:
-        head.append("Budget of drift")
-        lines.append(
-            "Budget of drift: the upper end of each 95 % interval at the kept step, of what was allowed by then."
-        )
     picture, folded = figures.draw_monitor(scores), f"{len(cells)} stages"
     how = {"title": "Other text while each domain is learned", "name": "monitor", "picture": picture}
     return Block(lines=lines, head=head, cells=cells, folded=folded, **how)
@@ -365,15 +350,11 @@ def show_parts(scores: Scores) -> Block:
 
 def show_metrics(scores: Scores) -> Block:
     lines = [
-        "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general text. A "
-        "metric in a unit is that of the matrix in this unit; a median is over the same terms. In brackets: 95 % "
-        "bootstrap over documents."
+        "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general "
+        "text. In brackets: 95 % bootstrap over documents."
     ]
     if any("terms" in metric for metric in scores.metrics.values()):
-        lines.append(
-            "Not every cell of the matrix was measured (eval.rows, eval.columns). A metric is the mean of the terms "
-            "that were: in brackets how many, of how many."
-        )
+        lines.append("(n of m): the mean of the n terms that were measured (eval.rows, eval.columns).")
     cells = [format_metric(scores, name) for name in scores.metrics]
     return Block(title="Metrics", lines=lines, head=METRIC_HEAD, cells=cells, words=3, chosen=(0, 1, 3, 4, 5))
 
@@ -388,31 +369,23 @@ def show_similarity(scores: Scores) -> Block:
         told = f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
     title = "Similarity of the domains' texts, in the order learned"
     cells = format_rows(given["names"], np.column_stack([matrix, given["general"]]), show="{:.2f}".format)
-    how = {
-        "head": ["", *given["names"], GENERAL],
-        "cells": cells,
-        "folded": f"{len(cells)} x {len(cells)} cosines",
-    }
     lines, picture = [f"{told} Embedding: {given['embedding']}."], figures.draw_similarity(scores, told)
-    return Block(title=title, lines=lines, picture=picture, name="similarity", **how)
+    how = {"picture": picture, "name": "similarity", "folded": f"{len(cells)} x {len(cells)} cosines"}
+    return Block(title=title, lines=lines, head=["", *given["names"], GENERAL], cells=cells, **how)
 
 
 def show_generated(folder: Path) -> Block:
     """How much text was generated before each stage, and how it begins."""
-    cells = []
+    cells, show = [], lambda nats: perplexity(exp(nats))
     for path in sorted(folder.glob("generated/*/facts.json")):
         for text, facts in json.loads(path.read_text(encoding="utf-8")).items():
             counts = [f"{facts[name]:,}" for name in ("tokens", "real", "texts")]
-            own, theirs = (
-                "–" if facts[name] is None else perplexity(exp(facts[name]))
-                for name in ("nll", "nll_left_out")
-            )
+            own, theirs = (format_known(facts[name], show) for name in ("nll", "nll_left_out"))
             stage = path.parent.name.partition("-")[2]
             cells.append([stage, text, facts["excerpt"], *counts, own, f"{facts['left_out']:,}", theirs])
     line = (
-        "Written by the model before the stage, and replayed in it in place of the text of past domains. Real: tokens "
-        "of kept beginnings. Perplexity: to the model that wrote it. Left out: the highest perplexities, and what is "
-        "no example of its task. All of it: generated/STAGE/TEXT.jsonl."
+        "Written by the model before the stage and replayed in it (generated/STAGE/TEXT.jsonl). Real: tokens "
+        "of kept beginnings. Left out: the highest perplexities, and what is no example of its task."
     )
     head = ["stage", "in place of", "begins", "tokens", "real", "texts", "perplexity", "left out", "theirs"]
     how = {"head": head, "cells": cells, "words": 3, "folded": f"{len(cells)} texts of past domains"}
@@ -425,8 +398,8 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
         return []
     tasks, seeds = given["tasks"], few([*map(str, given["seeds"])], between=", ")
     lines = [
-        "A[t][u]: test score on the end task of domain u after fine-tuning the model of stage t, a mean over seeds; n: "
-        "the last stage in which the task was measured. All scores and shares are in %.",
+        "A[t][u]: test score on the end task of domain u after fine-tuning the model of stage t, a mean over "
+        "seeds; n: the last stage in which the task was measured. All scores and shares are in %.",
         f"{len(tasks)} tasks, seeds {seeds}, endtask.when={given['when']}, {given['seconds']:,.1f} seconds.",
     ]
     found = task_metrics.summarise_endtasks(given, scores.rows)
@@ -441,23 +414,17 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
     names = name_measures({task: ENDTASK_NAMES[given["metric"][task]] for task in tasks})
     try:
         moved = transitions_of(folder, scores.rows, given)
-        changes, about = (
-            [[task, *format_moved(counts)] for task, counts in moved.items()],
-            [MOVED] * bool(moved),
-        )
+        changes = [[task, *format_moved(counts)] for task, counts in moved.items()]
+        about = [MOVED] * bool(moved)
     except ValueError as error:
         changes, about = [], [str(error)]
     title = "End tasks: what became of the predictions"
+    moved_head = ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]
     return [
         summarize_tasks("End tasks", lines, found, ENDTASK_MEANINGS, {}),
         Block(title=f"End tasks: {names}", picture=picture, name="endtasks", head=head, cells=tables[0]),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
-        Block(
-            title=title,
-            lines=about,
-            head=["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD],
-            cells=changes,
-        ),
+        Block(title=title, lines=about, head=moved_head, cells=changes),
     ]
 
 
@@ -500,8 +467,8 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
         return []
     names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
     lines = [
-        "a[i][j]: score on the held-out examples of task j after i stages, without fine-tuning; all in %, higher is "
-        "better except for invalid answers. [95 % bootstrap over the examples of each task].",
+        "a[i][j]: score on the held-out examples of task j after i stages, without fine-tuning, in %. [95 % "
+        "bootstrap over the examples of each task].",
         f"answers.when={scores.answers['when']}, {scores.answers['seconds']:,.1f} seconds.",
     ]
     there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
@@ -562,9 +529,8 @@ def format_answers(scores: Scores) -> list[list[str]]:
     cells = format_rows([scores.rows[row] for row in asked], matrix[asked], show=percent)
     levels = {name: [task[name] for task in tasks.values()] for name in ("chance", "majority")}
     known = {name: values for name, values in levels.items() if any(value is not None for value in values)}
-    return cells + format_rows(
-        list(known), np.array([*known.values()], float).reshape(-1, len(tasks)), show=percent
-    )
+    shares = np.array([*known.values()], float).reshape(-1, len(tasks))
+    return cells + format_rows(list(known), shares, show=percent)
 
 
 def show_probes(scores: Scores) -> Block:
@@ -591,7 +557,7 @@ def show_probes(scores: Scores) -> Block:
         for name, task in tasks.items()
     ]
     line = (
-        f"Tasks of the lm-evaluation-harness {scores.probes['harness']}, in the harness's own units; ± standard error "
+        f"Tasks of the lm-evaluation-harness {scores.probes['harness']}, in its own units; ± standard error "
         "over the examples. Last row: what a guess reaches."
     )
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
@@ -615,17 +581,15 @@ def show_costs(scores: Scores) -> Block:
         for row, costs in noted.items()
     ]
     line = (
-        "Tokens: read by the optimizer steps, replayed ones too. FLOPs: counted, forward, backward and extra passes; "
-        "without scoring and end tasks. Memory: peak, on a GPU what is allocated, on a CPU what is resident. Stored: "
-        "beside the model. The last line: the whole run, or the most of a stage."
+        "Tokens: with replayed ones. FLOPs: counted, of all passes but those of scoring and end tasks. "
+        "Memory: peak, on a GPU allocated, on a CPU resident. Last line: the whole run, or the most of a stage."
     )
     folded = f"{len(noted)} stages" if len(noted) > 2 * FEW else ""
     return Block(title="Compute", lines=[line], head=["after", *COST_FORMATS], cells=cells, folded=folded)
 
 
 def show_diagnostics(scores: Scores, folder: Path) -> list[Block]:
-    """What a method keeps of each domain inside the model, from `diagnostics/`: the means by part of the model,
-    and how far domains share what was chosen."""
+    """What a method keeps of each domain: means by part of the model, and how far domains share it."""
     stages = {row: read_stage(folder, number) for number, row in enumerate(scores.rows) if number}
     blocks = []
     for kind, title in DIAGNOSTICS.items():
@@ -648,8 +612,8 @@ def show_diagnostics(scores: Scores, folder: Path) -> list[Block]:
         picture = draw_heat_maps(maps, label="similarity of two domains")
         blocks.append(Block(title="What domains share inside the model", picture=picture, name="overlap"))
     line = (
-        "Mean over the units of each part of the model, after each stage; from `diagnostics/`. Similarity of two "
-        "domains: the soft Jaccard index of what the method chose for each."
+        "Means over the units of each part of the model, from `diagnostics/`. Similarity of two domains: the "
+        "soft Jaccard index of what the method chose for each."
     )
     return [Block(title="Inside the model", lines=[line]), *blocks] if blocks else []
 

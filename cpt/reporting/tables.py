@@ -34,9 +34,8 @@ SUMMED = {
 
 
 def tabulate(scores: Scores) -> dict[str, DataFrame]:
-    """Every table that has lines, by name, with None for what is missing or not finite: `matrix` (perplexities, a
-    column per text), `losses` (a line per cell), COLUMNS, `costs`, `texts`. The last stages come first, as W&B
-    shows 10,000 lines."""
+    """Every table that has lines, with None for what is missing or not finite: `matrix` (perplexities, a
+    column per text), `losses` (a line per cell), COLUMNS, `costs`, `texts`. The last stages come first."""
     frame = tidy_scores(scores).rename(columns={"row": "after"})
     kinds, tables = {kind: lines.copy() for kind, lines in frame.groupby("kind")}, {}
 
@@ -85,8 +84,8 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
 
 
 def stage_points(scores: Scores, row: int) -> dict[str, float]:
-    """The points of a row over `stage`: `ppl/TEXT`; under `stages/`, `learned` is the mean perplexity over the
-    domains learned so far, `tokens`, `flops` and `seconds` are sums so far, the others of the stage itself."""
+    """The points of a row over `stage`: `ppl/TEXT`; of `stages/…` `learned` is the mean perplexity over the
+    domains so far, `tokens`, `flops` and `seconds` are sums so far, the others of the stage itself."""
     losses = {each.text: each.value for each in list_losses(scores, [row]) if each.unit == "perplexity"}
     points = {
         "stage": row,
@@ -99,7 +98,7 @@ def stage_points(scores: Scores, row: int) -> dict[str, float]:
         points[f"stages/{shown}"] = sum(costs_by_stage(scores, name)[: row + 1])
     for name in ("memory", "trained", "stored"):
         points |= {f"stages/{name}": value for value in costs_by_stage(scores, name)[row : row + 1]}
-    return points | {"stages/leak": leak[0] for leak in scores.leak[row : row + 1] if leak}
+    return points | ({"stages/leak": scores.leak[row][0]} if any(scores.leak[row : row + 1]) else {})
 
 
 def task_points(scores: Scores) -> list[dict[str, float]]:
