@@ -46,23 +46,13 @@ def draw_matrix(scores: Scores) -> Picture:
         perplexities = np.exp(scores.matrix)
     ends = zip(scores.domains, perplexities[0].tolist(), perplexities[-1].tolist(), strict=True)
     ends = [f"{text} {perplexity(first)} to {perplexity(last)}" for text, first, last in ends]
-    return draw_heat(
-        change,
-        rows=scores.rows,
-        columns=scores.domains,
-        label="change in nats per token\n(blue: better than base)",
-        told=f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {few(ends, between='; ')}.",
-        x="test text",
-        y="model after stage",
-        numbers=perplexities,
-        show=perplexity,
-        white=np.abs(change) > 0.6 * scale["vmax"],
-        framed=[(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned],
-        last_apart=GENERAL in scores.domains,
-        extend="both" if np.nanmax(np.abs(change), initial=0) > scale["vmax"] else "neither",
-        cmap=diverging(),
-        **scale,
-    )
+    told = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {few(ends, between='; ')}."
+    label = {"label": "change in nats per token\n(blue: better than base)", "cmap": diverging(), **scale}
+    label["extend"] = "both" if np.nanmax(np.abs(change), initial=0) > scale["vmax"] else "neither"
+    cells = {"numbers": perplexities, "show": perplexity, "white": np.abs(change) > 0.6 * scale["vmax"]}
+    cells["framed"] = [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]
+    axes = {"x": "test text", "y": "model after stage", "last_apart": GENERAL in scores.domains}
+    return draw_heat(change, rows=scores.rows, columns=scores.domains, told=told, **label, **cells, **axes)
 
 
 def draw_text_curves(scores: Scores) -> Picture:
@@ -185,20 +175,10 @@ def draw_parts(scores: Scores) -> Picture:
         for text, row in zip(scores.domains, weights, strict=True)
         if row.any()
     ]
-    return draw_heat(
-        weights,
-        rows=scores.domains,
-        columns=names,
-        label="mean weight",
-        told=f"Heaviest part of the last model for each text. {few(heaviest, between='; ')}.",
-        x="part of",
-        y="test text",
-        white=weights > 0.6,
-        margin=3.2,
-        cmap=sequential(),
-        vmin=0,
-        vmax=1,
-    )
+    told = f"Heaviest part of the last model for each text. {few(heaviest, between='; ')}."
+    axes = {"x": "part of", "y": "test text", "margin": 3.2, "white": weights > 0.6}
+    scale = {"label": "mean weight", "cmap": sequential(), "vmin": 0, "vmax": 1}
+    return draw_heat(weights, rows=scores.domains, columns=names, told=told, **axes, **scale)
 
 
 def draw_similarity(scores: Scores, told: str) -> Picture:
@@ -207,20 +187,10 @@ def draw_similarity(scores: Scores, told: str) -> Picture:
     values = np.column_stack([scores.similarity["matrix"], scores.similarity["general"]]).astype(float)
     np.fill_diagonal(values, np.nan)
     bound = float(np.nanmax(np.abs(values), initial=0)) or 1.0
-    return draw_heat(
-        values,
-        rows=names,
-        columns=[*names, GENERAL],
-        label="cosine of mean embeddings, centred\n(red: alike)",
-        told=told,
-        x="domain, in the order learned",
-        y="domain, in the order learned",
-        white=np.abs(values) > 0.6 * bound,
-        last_apart=True,
-        cmap=diverging(),
-        vmin=-bound,
-        vmax=bound,
-    )
+    axes = dict.fromkeys(("x", "y"), "domain, in the order learned") | {"last_apart": True}
+    scale = {"label": "cosine of mean embeddings, centred\n(red: alike)", "vmin": -bound, "vmax": bound}
+    how = {"cmap": diverging(), "white": np.abs(values) > 0.6 * bound, **axes, **scale}
+    return draw_heat(values, rows=names, columns=[*names, GENERAL], told=told, **how)
 
 
 def draw_endtasks(scores: Scores) -> Picture:
@@ -241,34 +211,17 @@ def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *,
     last = [
         f"{task} {100 * score:.1f} %" for task, score in zip(tasks, matrix[-1], strict=True) if score == score
     ]
-    return draw_heat(
-        100 * matrix,
-        rows=rows,
-        columns=tasks,
-        label="score, % (dark: better)",
-        told=f"{kind} of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}",
-        x="task",
-        y="model after stage",
-        show="{:.1f}".format,
-        white=(np.nanmin(matrix) + np.nanmax(matrix)) / 2 < matrix,
-        framed=[(rows.index(task), column) for column, task in enumerate(tasks) if task in rows],
-        cmap=sequential(),
-    )
+    told = f"{kind} of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"
+    axes = {"x": "task", "y": "model after stage", "label": "score, % (dark: better)", "cmap": sequential()}
+    cells = {"show": "{:.1f}".format, "white": (np.nanmin(matrix) + np.nanmax(matrix)) / 2 < matrix}
+    cells["framed"] = [(rows.index(task), column) for column, task in enumerate(tasks) if task in rows]
+    return draw_heat(100 * matrix, rows=rows, columns=tasks, told=told, **axes, **cells)
 
 
 def draw_diagnostics(means: DataFrame, title: str) -> Picture:
     """Means of what a method keeps, [part of the model, stage]."""
     values = means.to_numpy()
     first, last = (f"{means[name].mean():.3f} after {name}" for name in means.columns[[0, -1]])
-    return draw_heat(
-        values,
-        rows=list(means.index),
-        columns=list(means.columns),
-        label="mean",
-        told=f"{title}: mean {first}, {last}.",
-        x="after stage",
-        white=values > 0.6 * np.nanmax(values),
-        margin=4.2,
-        cmap=sequential(),
-        vmin=0,
-    )
+    told, names = f"{title}: mean {first}, {last}.", {"rows": list(means.index), "columns": list(means)}
+    how = {"label": "mean", "x": "after stage", "margin": 4.2, "cmap": sequential(), "vmin": 0}
+    return draw_heat(values, told=told, white=values > 0.6 * np.nanmax(values), **names, **how)

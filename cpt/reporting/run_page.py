@@ -30,6 +30,7 @@ from cpt.reporting.frames import (
     decimals,
     format_interval,
     label,
+    list_answers,
     list_costs,
     megabytes,
     percent,
@@ -58,8 +59,8 @@ MEASURE_NAMES = {
 }
 MOVED = (
     "From a task's own stage, or the base, to the last model. 1→0: right before and no longer, 0→1: the "
-    "reverse. Beyond chance: max(0, share - (1 - a) (1 - b) / (C - 1)) for accuracies a, b and C classes, as if "
-    "each example were known or guessed (arXiv 2510.17776)."
+    "reverse. Beyond chance: max(0, share - (1 - a) (1 - b) / (C - 1)) for accuracies a, b and C classes, as "
+    "if each example were known or guessed (arXiv 2510.17776)."
 )
 MOVED_HEAD = ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
@@ -472,16 +473,8 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
         f"answers.when={scores.answers['when']}, {scores.answers['seconds']:,.1f} seconds.",
     ]
     there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
-    last = pandas.DataFrame(  # the last value of each measure
-        {
-            task: {
-                name: [np.nan, *(v for v in values if v is not None)][-1]
-                for name, values in each["measures"].items()
-            }
-            for task, each in tasks.items()
-        },
-        index=there,
-    ).T
+    final = {(each.text, each.metric): each.value for each in list_answers(scores)}  # the last row counts
+    last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
     found = list(follow_answers(folder, scores.rows, scores.answers))
     moves = [each for each in found if isinstance(each, Moved)]
     changes = [
@@ -493,32 +486,21 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
     about = [MOVED] * bool(moves)
     about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
     about += [str(each) for each in found if isinstance(each, ValueError)]
+    title = f"Answers to each task (column) after each stage (row): {names}"
+    matrix = {
+        "title": title,
+        "lines": ["Framed: a task's own stage."],
+        "picture": figures.draw_answers(scores),
+    }
+    found, measures = scores.answers["metrics"], ["task", *(MEASURE_NAMES[name] for name in there)]
+    moved = {"title": "Answers: what became of the examples"}
+    moved["head"] = ["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"]
+    moved["folded"] = f"{len(moves)} comparisons" if len(moves) > 2 * FEW else ""
     return [
-        Block(
-            title=f"Answers to each task (column) after each stage (row): {names}",
-            lines=["Framed: a task's own stage. Dark: better."],
-            picture=figures.draw_answers(scores),
-            name="answers",
-            head=["after", *tasks],
-            cells=format_answers(scores),
-        ),
-        summarize_tasks(
-            "Scores", lines, scores.answers["metrics"], ANSWER_MEANINGS, scores.answers["intervals"]
-        ),
-        Block(
-            title="Answers of the last model",
-            head=["task", *(MEASURE_NAMES[name] for name in there)],
-            cells=format_rows(list(tasks), last.to_numpy(float), show=percent),
-            folded=f"{len(there)} measures of {len(tasks)} tasks",
-        ),
-        Block(
-            title="Answers: what became of the examples",
-            lines=about,
-            head=["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"],
-            cells=changes,
-            words=2,
-            folded=f"{len(moves)} comparisons" if len(moves) > 2 * FEW else "",
-        ),
+        Block(name="answers", head=["after", *tasks], cells=format_answers(scores), **matrix),
+        summarize_tasks("Scores", lines, found, ANSWER_MEANINGS, scores.answers["intervals"]),
+        Block(title="Answers of the last model", head=measures, cells=last, folded=f"{len(last)} tasks"),
+        Block(lines=about, cells=changes, words=2, **moved),
     ]
 
 
@@ -582,7 +564,7 @@ def show_costs(scores: Scores) -> Block:
     ]
     line = (
         "Tokens: with replayed ones. FLOPs: counted, of all passes but those of scoring and end tasks. "
-        "Memory: peak, on a GPU allocated, on a CPU resident. Last line: the whole run, or the most of a stage."
+        "Memory: peak, on a GPU allocated, on a CPU resident. Last line: the whole run, or the largest."
     )
     folded = f"{len(noted)} stages" if len(noted) > 2 * FEW else ""
     return Block(title="Compute", lines=[line], head=["after", *COST_FORMATS], cells=cells, folded=folded)

@@ -10,7 +10,6 @@ import yaml
 from cpt.loggers import wandb_run
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.reporting.tables import stage_points, tabulate, task_points
-from cpt.trainer.plan import make_plan
 from tests.conftest import ROOT
 from tests.support.tracked import scores
 
@@ -121,12 +120,6 @@ def test_each_parameter_of_the_sweep_is_a_valid_override(sweep, composed, monkey
             assert (cfg.method.name if name == "method" else cfg.optim.lr) == value
             assert cfg.domains.score_on == "valid"  # what is chosen on the test texts is no result
             assert (cfg.name, cfg.logger.wandb, cfg.logger.mode) == ("s1", True, "online")
-
-
-def test_combinations_of_the_sweep_are_plans(sweep, composed):
-    for end in (0, -1):
-        chosen = [f"{name}={candidates(parameter)[end]}" for name, parameter in sweep["parameters"].items()]
-        assert make_plan(composed(*chosen)).order
 
 
 def test_the_sweep_runs_the_program_and_minimises_a_number_that_there_is(sweep):
