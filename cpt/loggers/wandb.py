@@ -140,31 +140,19 @@ def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "hea
 
 def describe_run(scores: Scores) -> dict[str, Any]:
     """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
-    given = conditions(scores)
-    measured = describe_conditions(given)
-    return {
-        "label": label(scores.run),
-        "measured": measured,
-        "group": f"{label(scores.run)} | {measured}",
-        "conditions": given,
-        **{key: scores.run[key] for key in ("order", "finished", "objective", "variant")},
-        "texts": {text: dict(about) for text, about in scores.texts.items()},
-        "versions": scores.versions,
-        "digest": scores.config_digest,
-        "needs_domain": scores.needs_domain,
-        "loading": scores.loading,
-    }
+    name, given = label(scores.run), conditions(scores)
+    about = {"label": name, "measured": describe_conditions(given), "conditions": given}
+    about |= {"group": f"{name} | {about['measured']}", "digest": scores.config_digest}
+    about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
+    about |= {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
+    return about
 
 
 def pictures(scores: Scores) -> dict[str, Any]:
     """The heat maps and the curves of the report."""
     import wandb
 
-    drawn = {}
-    if scores.rows:
-        drawn = {"matrix": figures.draw_matrix(scores), "stages": figures.draw_text_curves(scores)}
-    if scores.rows and any(scores.parts):
-        drawn["parts"] = figures.draw_parts(scores)
-    if task_points(scores):
-        drawn["endtasks"] = figures.draw_endtasks(scores)
-    return {f"{name}_image": wandb.Image(Image.open(BytesIO(png))) for name, png in drawn.items()}
+    draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
+    draw |= {"parts": figures.draw_parts} if any(scores.parts) else {}
+    draw |= {"endtasks": figures.draw_endtasks} if task_points(scores) else {}
+    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}

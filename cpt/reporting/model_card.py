@@ -72,35 +72,31 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     if len(scores.domains) > FEW:
         matrix = list(zip(matrix[0], matrix[1], matrix[-1], strict=True))
     else:
-        found += [
-            (text, "last", ppl) for text, ppl in zip(scores.domains, np.exp(scores.matrix[-1]), strict=True)
-        ]
-    results = [
-        EvalResult(
-            task_type=PIPELINES.get(run["objective"], "text2text-generation"),
-            dataset_type=strip_controls(text),
-            dataset_name=strip_controls(text),
-            dataset_split=scores.conditions.get("score_on", "test"),
-            metric_type="perplexity",
-            metric_name=name,
-            metric_value=float(f"{value:.6g}"),
-        )
-        for text, name, value in found
-        if value is not None and isfinite(value)
-    ]
+        last = np.exp(scores.matrix[-1]).tolist()
+        found += [(strip_controls(text), "last", ppl) for text, ppl in zip(scores.domains, last, strict=True)]
+    pipeline, split = PIPELINES.get(run["objective"]), scores.conditions.get("score_on", "test")
+    measured = {"dataset_split": split, "task_type": pipeline or "text2text-generation"}
+    results = []
+    for text, name, value in found:
+        if value is not None and isfinite(value):
+            of = {
+                "dataset_type": text,
+                "dataset_name": text,
+                "metric_type": "perplexity",
+                "metric_name": name,
+            }
+            results.append(EvalResult(**of, **measured, metric_value=float(f"{value:.6g}")))
     metrics = [format_metric(scores, name) for name in scores.metrics]
-    tasks = [
-        [each.text or "all tasks", each.metric, each.row or "–",
-         percent(each.value) + format_interval(each.low, each.high, percent)]
-        for kind in ("task", "score", "probe")
-        for each in KINDS[kind](scores)
-        if each.unit in ("share", "") and "/" not in each.metric and each.value is not None
-    ]  # fmt: skip
+    tasks = []
+    for each in (each for kind in ("task", "score", "probe") for each in KINDS[kind](scores)):
+        if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
+            share = percent(each.value) + format_interval(each.low, each.high, percent)
+            tasks.append([each.text or "all tasks", each.metric, each.row or "–", share])
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base["name"] if from_hub else None,
             library_name="transformers",
-            pipeline_tag=PIPELINES.get(run["objective"]),
+            pipeline_tag=pipeline,
             tags=["continual-pretraining", "continual-learning", "cpt", run["method"]],
             datasets=data_sets or None,
             model_name=title,
