@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cpt.loggers import wandb_run
+from cpt.loggers import wandb
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from cpt.reporting.tables import stage_points, tabulate, task_points
 from tests.conftest import ROOT
@@ -28,7 +28,7 @@ def test_all_numbers_are_in_the_summary_where_they_are_asked_for():
     known = summarize_scores(scores())
     for asked, expected in (("all", known), ("headlines", choose_headlines(scores()))):
         run = Run()
-        wandb_run.publish(run, scores(), folder=Path("nowhere"), summary=asked)
+        wandb.publish(run, scores(), folder=Path("nowhere"), summary=asked)
         assert run.summary == pytest.approx(expected)
     assert len(known) > 80
 
@@ -37,7 +37,7 @@ def test_a_run_without_end_tasks_or_parts_has_no_such_table_or_picture():
     plain = scores(endtasks=False)
     plain.parts = [{} for _ in plain.rows]
     assert set(tabulate(plain)) == {"matrix", "losses", "metrics", "costs", "seconds", "texts"}
-    assert set(wandb_run.pictures(plain)) == {"matrix_image", "stages_image"}
+    assert set(wandb.pictures(plain)) == {"matrix_image", "stages_image"}
     assert task_points(plain) == []
 
 
