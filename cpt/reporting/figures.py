@@ -27,7 +27,7 @@ from cpt.reporting.drawing import (
     sequential,
     ticks,
 )
-from cpt.reporting.frames import perplexity
+from cpt.reporting.frames import perplexity, shorten
 from cpt.reporting.page import few
 
 CURVES = {
@@ -222,6 +222,7 @@ def draw_diagnostics(means: DataFrame, title: str) -> Picture:
     """Means of what a method keeps, [part of the model, stage]."""
     values = means.to_numpy()
     first, last = (f"{means[name].mean():.3f} after {name}" for name in means.columns[[0, -1]])
-    told, names = f"{title}: mean {first}, {last}.", {"rows": list(means.index), "columns": list(means)}
+    told, rows = f"{title}: mean {first}, {last}.", [part.removeprefix("model.") for part in means.index]
+    names = {"rows": [shorten(part, width=34) for part in rows], "columns": list(means)}
     how = {"label": "mean", "x": "after stage", "margin": 4.2, "cmap": sequential(), "vmin": 0}
     return draw_heat(values, told=told, white=values > 0.6 * np.nanmax(values), **names, **how)

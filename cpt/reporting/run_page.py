@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import exp, isfinite, isnan
+from math import exp, isnan
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,7 @@ from cpt.reporting.overlap import measure_overlap, read_stage
 from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.plots import HeatMap, draw_heat_maps
 
+Show, Cells = Callable[[float], str], list[list[str]]
 FORMATS = dict(zip(UNITS, (decimals, perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
 METRIC_HEAD += ("medians: nats, perplexity, bits per byte",)
@@ -139,33 +140,25 @@ def shorten_table(names: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     return align_columns(Block(head=head, cells=rows))
 
 
-def format_known(value: float | None, show: Callable[[float], str]) -> str:
+def format_known(value: float | None, show: Show) -> str:
     """A dash where the value is missing."""
     return "–" if value is None or isnan(value) else show(value)
 
 
-def format_rows(
-    names: Sequence[str],
-    values: np.ndarray,
-    spreads: np.ndarray | None = None,
-    *,
-    show: Callable[[float], str],
-) -> list[list[str]]:
-    """Each row's name and its values [row, column], with their `spreads` where these are known."""
-    spreads = np.full_like(values, np.nan) if spreads is None else spreads
-    return [
-        [
-            name,
-            *(format_known(v, show) + f" ± {show(s)}" * bool(isfinite(s)) for v, s in zip(*row, strict=True)),
-        ]
-        for name, *row in zip(names, values.tolist(), spreads.tolist(), strict=True)
+def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
+    """Each row's name and its values [row, column], with their deviations where these are known."""
+    cells = [
+        [name, *(format_known(value, show) for value in row)] for name, row in zip(names, values.tolist())
     ]
+    for row, column in np.argwhere(np.isfinite(sds)).tolist() if sds is not None else ():
+        cells[row][1 + column] += f" ± {show(sds[row, column])}"
+    return cells
 
 
-def format_matrix(scores: Scores) -> list[list[str]]:
+def format_matrix(scores: Scores) -> Cells:
     """The rows of the matrix, as perplexities."""
     with np.errstate(over="ignore"):
-        return format_rows(scores.rows, np.exp(scores.matrix), show=perplexity)
+        return format_rows(scores.rows, np.exp(scores.matrix), perplexity)
 
 
 def format_metric(scores: Scores, name: str) -> list[str]:
@@ -369,7 +362,7 @@ def show_similarity(scores: Scores) -> Block:
         neighbours, pairs = np.diagonal(matrix, 1).mean(), matrix[~np.eye(len(matrix), dtype=bool)].mean()
         told = f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
     title = "Similarity of the domains' texts, in the order learned"
-    cells = format_rows(given["names"], np.column_stack([matrix, given["general"]]), show="{:.2f}".format)
+    cells = format_rows(given["names"], np.column_stack([matrix, given["general"]]), "{:.2f}".format)
     lines, picture = [f"{told} Embedding: {given['embedding']}."], figures.draw_similarity(scores, told)
     how = {"picture": picture, "name": "similarity", "folded": f"{len(cells)} x {len(cells)} cosines"}
     return Block(title=title, lines=lines, head=["", *given["names"], GENERAL], cells=cells, **how)
@@ -410,7 +403,7 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
         means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
         measured = np.flatnonzero(np.isfinite(means).any(1))
         rows = [scores.rows[row] for row in measured]
-        tables.append(format_rows(rows, means[measured], spreads[measured], show=percent))
+        tables.append(format_rows(rows, means[measured], percent, spreads[measured]))
     picture, head = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b"", ["after", *tasks]
     names = name_measures({task: ENDTASK_NAMES[given["metric"][task]] for task in tasks})
     try:
@@ -504,15 +497,15 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
     ]
 
 
-def format_answers(scores: Scores) -> list[list[str]]:
+def format_answers(scores: Scores) -> Cells:
     """The rows in which tasks were evaluated, and what a guess and the most frequent answer reach."""
     tasks, matrix = scores.answers["tasks"], matrix_of(scores.answers)
     asked = np.flatnonzero(np.isfinite(matrix).any(1))
-    cells = format_rows([scores.rows[row] for row in asked], matrix[asked], show=percent)
+    cells = format_rows([scores.rows[row] for row in asked], matrix[asked], percent)
     levels = {name: [task[name] for task in tasks.values()] for name in ("chance", "majority")}
     known = {name: values for name, values in levels.items() if any(value is not None for value in values)}
     shares = np.array([*known.values()], float).reshape(-1, len(tasks))
-    return cells + format_rows(list(known), shares, show=percent)
+    return cells + format_rows(list(known), shares, percent)
 
 
 def show_probes(scores: Scores) -> Block:
@@ -524,14 +517,9 @@ def show_probes(scores: Scores) -> Block:
         pandas.DataFrame({name: pandas.Series(task[kind], dtype=float) for name, task in tasks.items()})
         for kind in ("values", "errors")
     )
-    measured = values.index[values.notna().any(axis=1)]
-    cells = format_rows(
-        [scores.rows[row] for row in measured],
-        values.loc[measured].to_numpy(),
-        errors.loc[measured].to_numpy(),
-        show=decimals,
-    )
-    chance = ["chance", *(format_known(task["chance"], decimals) for task in tasks.values())]
+    cells = format_rows(scores.rows[: len(values)], values.to_numpy(), decimals, errors.to_numpy())
+    cells = [row for row in cells if set(row[1:]) != {"–"}]
+    cells.append(["chance", *(format_known(task["chance"], decimals) for task in tasks.values())])
     facts = [
         f"{name}: {task['examples']:,} examples"
         + f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
@@ -543,9 +531,7 @@ def show_probes(scores: Scores) -> Block:
         "over the examples. Last row: what a guess reaches."
     )
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
-    return Block(
-        title="Probes", lines=[line, few(facts, between="; ") + "."], head=head, cells=[*cells, chance]
-    )
+    return Block(title="Probes", lines=[line, few(facts, between="; ") + "."], head=head, cells=cells)
 
 
 def show_costs(scores: Scores) -> Block:
@@ -557,10 +543,9 @@ def show_costs(scores: Scores) -> Block:
     noted = {str(row): costs for row, costs in stages.items() if None not in map(costs.get, needed)}
     if not noted:
         return Block()
-    noted["whole run"] = whole
     cells = [
         [row, *(format_known(costs[cost], show) for cost, show in COST_FORMATS.values())]
-        for row, costs in noted.items()
+        for row, costs in [*noted.items(), ("whole run", whole)]
     ]
     line = (
         "Tokens: with replayed ones. FLOPs: counted, of all passes but those of scoring and end tasks. "
@@ -578,7 +563,7 @@ def show_diagnostics(scores: Scores, folder: Path) -> list[Block]:
         means = pandas.DataFrame(
             {
                 row: {
-                    shorten(name.partition("/")[2].removeprefix("model."), width=34): float(values.mean())
+                    name.partition("/")[2]: float(values.mean())
                     for name, values in arrays.items()
                     if name.startswith(f"{kind}/") and values.size and np.isfinite(values).all()
                 }
