@@ -147,9 +147,8 @@ def format_known(value: float | None, show: Show) -> str:
 
 def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
     """Each row's name and its values [row, column], with their deviations where these are known."""
-    cells = [
-        [name, *(format_known(value, show) for value in row)] for name, row in zip(names, values.tolist())
-    ]
+    rows = zip(names, values.tolist(), strict=True)
+    cells = [[name, *(format_known(value, show) for value in row)] for name, row in rows]
     for row, column in np.argwhere(np.isfinite(sds)).tolist() if sds is not None else ():
         cells[row][1 + column] += f" ± {show(sds[row, column])}"
     return cells
