@@ -8,19 +8,29 @@ by one seed alone, and missed on the others."""
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from cpt.contrib.advise.choice import Point, Wish, choose, find_front, shortfall
-from cpt.contrib.advise.measuring import QUANTITIES, trade
+from cpt.contrib.advise.results import QUANTITIES, Point, Wish, choose, find_front, trade, worth
 from cpt.evaluation.metrics import Layout
 
 PUBLISHED = Path(__file__).parent.parent / "docs/results/scores.jsonl"
 SHARE = "mixture.past="
 WISHES = [*(Wish(None, weight) for weight in (0.5, 1.0, 2.0)), *(Wish(bound, 1.0) for bound in (0.1, 0.2))]
+
+
+def shortfall(points: Mapping[str, Point], arm: str, wish: Wish) -> float:
+    """The share of the best allowed worth that an arm misses: 0 on the front, nan where it breaks the bound
+    or the best is worth nothing."""
+    bound = math.inf if wish.bound is None else wish.bound
+    weight = wish.weight if wish.bound is None else 0.0
+    allowed = {name: worth(point, weight) for name, point in points.items() if point.forgotten <= bound}
+    best = max(allowed.values(), default=0.0)
+    return (best - allowed[arm]) / best if arm in allowed and best > 0 else math.nan
 
 
 def main() -> None:

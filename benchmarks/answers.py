@@ -34,11 +34,10 @@ from transformers import (
     TrainerCallback,
 )
 
-from cpt.data.batch import inputs_of, labels_of
+from cpt.data.collate import inputs_of, labels_of
 from cpt.data.corpora import Corpora
-from cpt.evaluation.answers.asking import Question, write_answers
+from cpt.evaluation.task_answers import Question, write_answers
 from cpt.models.forward import in_mode
-from cpt.trainer.answers import question_of
 
 Times = dict[str, float]  # wall and cpu, seconds
 
@@ -224,7 +223,7 @@ def make_course(chosen: argparse.Namespace) -> Course:
     )
     texts = Corpora.read(place.plan.source, place.plan.order, cache=Path(chosen.cache))
     how = {"tokenizer": place.start.tokenizer, "length": place.start.length, "seq2seq": True}
-    questions = [question_of(each) for each in texts.prompts(place.plan.order[0], "test", **how)]
+    questions = [Question.of_prompt(each) for each in texts.prompts(place.plan.order[0], "test", **how)]
     begin = {name: value.detach().clone() for name, value in place.module.model.state_dict().items()}
     return Course(place, begin, questions, chosen.tokens, chosen.questions)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from cpt.data.examples import Example
+from cpt.data.example import Example
 
 WORD = re.compile(r"\w+")
 DECAY = 1e-4  # half of it is the weight of the squares

@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cpt.evaluation.endtasks.metrics import cube, pick_final
 from cpt.evaluation.pairs import LEVEL
 from cpt.evaluation.statistics import Difference, compare_pairs
+from cpt.evaluation.task_metrics import cube, pick_final
 from cpt.reporting.compare import Contrast, correct_holm
 from cpt.reporting.load_runs import Group, Pair, Run, Section
 

@@ -31,10 +31,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from cpt.evaluation.endtasks import classifier, suite
-from cpt.evaluation.endtasks.encoding import Encoded, FineTuning
-from cpt.evaluation.endtasks.tasks import Settings
-from cpt.models.tokenizers import train_tokenizer
+from cpt.core.progress import progress_bar
+from cpt.evaluation import finetune as classifier
+from cpt.evaluation.finetune import EncodedExamples, FinetuneJob
+from cpt.evaluation.finetune_tasks import FinetuneOptions
+from cpt.models.loading import train_tokenizer
 
 Run = Callable[[], object]  # gives the Trainer's result, where it has one
 CPU, SEED, CLASSES = torch.device("cpu"), 7, 6
@@ -67,14 +68,14 @@ class Course:
         )
         return AutoModelForMaskedLM.from_config(config)
 
-    def job(self, **chosen: Any) -> FineTuning:
+    def job(self, **chosen: Any) -> FinetuneJob:
         draw = np.random.default_rng(0)
         ids = [
             torch.from_numpy(draw.integers(5, VOCABULARY, size=draw.integers(SHORTEST, LONGEST)))
             for _ in range(self.examples)
         ]
-        rows = Encoded(ids, None, torch.from_numpy(draw.integers(CLASSES, size=self.examples)))
-        settings = Settings(
+        rows = EncodedExamples(ids, None, torch.from_numpy(draw.integers(CLASSES, size=self.examples)))
+        settings = FinetuneOptions(
             epochs=1,
             lr=LR,
             weight_decay=WEIGHT_DECAY,
@@ -89,20 +90,20 @@ class Course:
             select="last",
         )
         settings = replace(settings, **chosen)
-        return FineTuning("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
+        return FinetuneJob("task", rows, None, rows, CLASSES, settings, pad=1, eval_batch_size=64)
 
     def start(self, model: PreTrainedModel) -> classifier.Classifier:
-        classifier.seed_generators(CPU, SEED)
-        return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
+        with classifier.forked_generators(CPU, SEED):
+            return classifier.Classifier(model, classes=CLASSES, dropout=self.dropout, frozen=False)
 
 
-def ours(made: classifier.Classifier, job: FineTuning) -> Run:
+def ours(made: classifier.Classifier, job: FinetuneJob) -> Run:
     """An epoch of cpt's, with its bar."""
-    optimizer, schedule = classifier.optimizer_of(made, job)
+    optimizer, schedule = classifier.make_optimizer(made, job)
 
     def run() -> None:
-        with suite.progress_bar("cpt", total=job.steps, hidden=False) as bar:
-            classifier.learn_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1, step=bar.update)
+        with progress_bar("cpt", total=job.steps, hidden=False) as bar:
+            classifier.train_epoch(made, job, optimizer, schedule, seed=SEED, epoch=1, step=bar.update)
 
     return run
 
@@ -119,7 +120,7 @@ class WithLoss(nn.Module):
         return {"loss": functional.cross_entropy(logits.float(), labels), "logits": logits}
 
 
-def theirs(made: classifier.Classifier, job: FineTuning) -> Run:
+def theirs(made: classifier.Classifier, job: FinetuneJob) -> Run:
     """An epoch of the Trainer's over the same rows in the same order, with its bar."""
     order = [row for rows in job.batches(SEED, 1) for row in rows]
     rows = [{"input_ids": job.train.ids[r].tolist(), "labels": int(job.train.labels[r])} for r in order]
@@ -142,12 +143,12 @@ def theirs(made: classifier.Classifier, job: FineTuning) -> Run:
         args=settings,
         train_dataset=rows,
         data_collator=DataCollatorWithPadding(tokenizer),
-        optimizers=classifier.optimizer_of(made, job),
+        optimizers=classifier.make_optimizer(made, job),
     )
     return trainer.train
 
 
-SUBJECTS: dict[str, tuple[Callable[[classifier.Classifier, FineTuning], Run], dict[str, Any]]] = {
+SUBJECTS: dict[str, tuple[Callable[[classifier.Classifier, FinetuneJob], Run], dict[str, Any]]] = {
     "cpt": (ours, {}),
     "cpt grouped": (ours, {"grouped": 20}),
     "cpt grouped bf16": (ours, {"grouped": 20, "precision": "bf16-mixed"}),

@@ -26,7 +26,7 @@ from typing import Any
 
 from measuring import ROOT, save
 
-from cpt.evaluation import lines as added
+from cpt.evaluation import journal as added
 
 POLL_S = 0.05
 FEW = 10  # domains of an end, early or late, that stand for it
@@ -81,14 +81,14 @@ def processor_seconds(place: Path) -> float:
 def count_rows(folder: Path) -> int:
     file = folder / "scores.json"
     try:
-        return added.count_rows(file, len(json.loads(file.read_text(encoding="utf-8"))["rows"]))
+        return added.rows_so_far(file, len(json.loads(file.read_text(encoding="utf-8"))["rows"]))
     except FileNotFoundError:
         return 0
 
 
 def when_written(folder: Path) -> Iterator[int]:
     """Times of what a row is written to."""
-    for file in (folder / "scores.json", added.lines_file(folder / "scores.json")):
+    for file in (folder / "scores.json", added.journal_file(folder / "scores.json")):
         with contextlib.suppress(FileNotFoundError):
             yield file.stat().st_mtime_ns
 

@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.sampling import Stream
+from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualModule
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.base_model import Base, make_base
 from cpt.trainer.build import build_data, build_method
 from cpt.trainer.plan import Plan, make_plan
@@ -80,7 +80,7 @@ class Ground:
     def steps(self) -> int:
         return self.data.steps(self.data.domain)
 
-    def stream(self) -> Stream:
+    def stream(self) -> TrainStream:
         return self.loader().dataset
 
     def loader(self) -> torch.utils.data.DataLoader:

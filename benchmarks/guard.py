@@ -17,7 +17,7 @@ from ground import ground
 from lightning.pytorch.callbacks import Callback
 from measuring import RESULTS
 
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.lightning import make_trainer
 
 SHAPES = {
@@ -36,7 +36,7 @@ class Timed(Callback):
 
     def __init__(self, module: Any, *, clipped: bool) -> None:
         self.steps, self.guarding, self.own, self.module = [], [], 0.0, module
-        self.guard = Guard()
+        self.guard = NanGuard()
         for name in ("see", "allows"):
             self.time(self.guard, name)
         if not clipped:

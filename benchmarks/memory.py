@@ -56,15 +56,15 @@ def make_model(size: str, cache: Path, **changes: int) -> Path:
     import torch
 
     from cpt.core.cache import make_once
-    from cpt.models import loading, tokenizers
+    from cpt.models import loading
 
     def make(folder: Path) -> None:
         torch.manual_seed(0)
         text = [path.read_text(encoding="utf-8") for path in (ROOT / "cpt").rglob("*.py")]
         objective = OBJECTIVES[size]
-        learned = tokenizers.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
+        learned = loading.train_tokenizer(iter([text]), vocabulary=ENTRIES, objective=objective)
         config = loading.AutoConfig.for_model(**SIZES[size] | changes)
-        loading.AUTO[objective].from_config(config).save_pretrained(folder)
+        loading.AUTO_MODELS[objective].from_config(config).save_pretrained(folder)
         learned.save_pretrained(folder)
 
     name = "-".join(["random", size, *(f"{key}{value}" for key, value in changes.items())])

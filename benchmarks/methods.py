@@ -22,7 +22,7 @@ from stage import Beat, Chunks, Rhythm, Subject, joined, played, prepare, times,
 from subjects import Pulse, fit
 from variants import DENSE, TARGETS, VARIANTS
 
-from cpt.data.batch import inputs_of, labels_of
+from cpt.data.collate import inputs_of, labels_of
 from cpt.methods.base import ContinualModule
 from cpt.trainer.costs import own_names, stored_bytes, trained_parameters
 

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from measuring import busy, rotated, save, spread, wait_until_quiet
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
 
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer
 
@@ -80,7 +80,7 @@ def fit(place: Ground, callbacks: list[Callback], *, resumed: Path | None) -> fl
 def checkpoint(place: Ground, folder: Path, *, step: int) -> Path:
     """What cpt saves after a step."""
     path = folder / f"{step}.ckpt"
-    fit(place, [StepCheckpoint(path, every=step, guard=Guard()), After(step)], resumed=None)
+    fit(place, [StepCheckpoint(path, every=step, guard=NanGuard()), After(step)], resumed=None)
     return path
 
 

@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_dir
 
 from cpt.core.places import CONF
 from cpt.data.corpora import Corpora
-from cpt.data.examples import Example, read_example
-from cpt.evaluation.answers.results import matrix_of
+from cpt.data.example import Example, read_example
+from cpt.evaluation.task_metrics import matrix_of
 from cpt.reporting import compare
 from cpt.reporting.load_runs import Run, Section
 from cpt.reporting.page import Block, markdown

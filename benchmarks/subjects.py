@@ -18,8 +18,8 @@ from variants import QUICK
 from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
 from cpt.loggers.loggers import About, track
-from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.models.memory import draw_quickly
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import make_trainer
 
@@ -69,7 +69,7 @@ def fit(
     says whether the heap keeps what a step frees, as it does there."""
     if keeping:
         keep_free()
-    options, guard = place.plan.trainer, Guard()
+    options, guard = place.plan.trainer, NanGuard()
     place.data.enter(domain)
     place.module.enter(domain)
     place.module.train()
@@ -134,7 +134,7 @@ def bare(course: Course, beat: Beat) -> None:
 def dense(course: Course, beat: Beat) -> None:
     """The loop with the model's own loss, whose head is computed at every position: what part of cpt's gain
     is the head."""
-    from cpt.data.batch import inputs_of, labels_of
+    from cpt.data.collate import inputs_of, labels_of
 
     loop(
         course,
@@ -210,7 +210,7 @@ def batches(place: Ground) -> tuple[Any, Any]:
     import torch
     from transformers import default_data_collator
 
-    from cpt.data.batch import labels_of
+    from cpt.data.collate import labels_of
 
     stream = place.stream()
     whole = [stream[number] for number in range(len(stream))]

@@ -75,7 +75,7 @@ def write_text(root: Path, megabytes: int, files: Sequence[str]) -> None:
 def prepare(chosen: argparse.Namespace) -> Path:
     """The folder of the text and of a tokenizer that has learned from its beginning, made once."""
     from cpt.core.cache import make_once
-    from cpt.models.tokenizers import train_tokenizer
+    from cpt.models.loading import train_tokenizer
 
     def make(folder: Path) -> None:
         write_text(folder / "root", chosen.megabytes, chosen.text)

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 # The names that your own methods, masks and sources are written with (`from cpt import Options`), and the
 # modules that they are read from when they are asked for: importing cpt imports no torch.
 PUBLIC = {
-    "Batch": "cpt.data.batch",
+    "Batch": "cpt.data.collate",
     "Constraint": "cpt.gradient_masks.base",
     "ContinualModule": "cpt.methods.base",
     "Domain": "cpt.data.datamodule",
@@ -17,10 +17,10 @@ PUBLIC = {
     "Rule": "cpt.core.rules",
     "Scores": "cpt.evaluation.scores",
     "Shared": "cpt.methods.base",
-    "Snapshot": "cpt.models.snapshots",
+    "Snapshot": "cpt.models.weights",
     "Source": "cpt.data.sources.base",
     "TEXT": "cpt.core.rules",
-    "TaskSource": "cpt.evaluation.endtasks.tasks",
+    "TaskSource": "cpt.evaluation.finetune_tasks",
     "YES_NO": "cpt.core.rules",
     "between": "cpt.core.rules",
     "number": "cpt.core.rules",

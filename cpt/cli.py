@@ -1,10 +1,8 @@
-"""The command line: the config that Hydra composes of conf/ and the arguments, and the run or sweep that it asks
-for."""
+"""The command line: a config, composed by Hydra of conf/ and the arguments, and the run or sweep of it."""
 
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweep launcher)
-from cpt.core.errors import readable
 from cpt.core.heartbeat import die_with_parent
 from cpt.core.output import closing_output
 from cpt.core.places import CONF
 from cpt.core.threads import choose_spins
 from cpt.sweeps.arguments import check_choices, leave_to_jobs
 from cpt.trainer.help import FLAG, describe_options
+from cpt.trainer.plan import readable_errors
 
 report_errors = utils.run_and_report
 
@@ -48,10 +46,6 @@ def app(cfg: DictConfig) -> Any:
 
     with readable_errors():  # inside Hydra's own report of an error in a run
         return train(cfg, run_dir=Path(HydraConfig.get().runtime.output_dir))
-
-
-def readable_errors() -> AbstractContextManager[None]:
-    return readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR"))
 
 
 def run_step(step: Callable[[], Any]) -> Any:

@@ -4,114 +4,108 @@ Exit code 0 only where the run's last model has gained on what is new and nothin
 allowed, by the whole of each 95 % interval over documents, and the exported model is undamaged. 1: that
 fails. 2: it could not be determined or read. A gain does not judge a corpus. Nothing is measured again."""
 
-from __future__ import annotations
-
 import argparse
-import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cpt.core.errors import readable
 from cpt.core.output import run_program
-from cpt.evaluation.gate import Bounds, Change, Verdict, judge
-from cpt.evaluation.scores import Scores
+from cpt.data.sources.base import GENERAL
+from cpt.evaluation.change import Change, Losses, compare_losses
+from cpt.evaluation.scores import Scores, encode
 from cpt.trainer.run_dir import RunDir
 
-ROW = "{:24}{:>9}{:>9}{:>9}  {:20}{:>9}  {}"
+HEAD = f"{'text':24}{'before':>9}{'after':>9}{'change':>9}{'at most':>31}"
+ROW = "{text:24}{before:9.4f}{after:9.4f}{change:+9.4f}  [{low:+.4f}, {high:+.4f}]  {most:+9.4f}  {verdict}"
 CLOSED, UNKNOWN = 1, 2  # exit codes: fails; could not be determined or read
 NOTE = "a gain does not judge a corpus: a model also gains on text that nobody wants it to learn"
 SHOWN = 5  # texts that the last line names
 
 
+@dataclass(frozen=True)
+class BoundedChange(Change):
+    """The change of a new or an old text, and by how many nats per token it may grow."""
+
+    new: bool
+    most: float
+
+    @property
+    def verdict(self) -> str:
+        if self.high <= self.most:  # all of the interval lies where it may
+            return "gained" if self.new else "held"
+        if self.low > self.most:
+            return "gained too little" if self.new else "fell"
+        return "not shown"
+
+
+def judge_run(
+    scores: Scores, before: Losses, after: Losses, *, since: int, gain: float, loss: float
+) -> tuple[list[BoundedChange], list[str]]:
+    """The changes from a row to the last one, and the texts that were not measured in both. New text, that
+    was learned between them, must gain `gain` nats per token; text that was learned until then and the
+    general text may lose `loss`."""
+    new, old = scores.rows[since + 1 :], [*scores.rows[1 : since + 1], GENERAL]
+    if not set(new) <= set(scores.domains):  # joint: one row for all
+        new = scores.run["order"]
+    columns = {name: scores.domains.index(name) for name in (*new, *old) if name in scores.domains}
+    ends = scores.nll[since], scores.nll[-1]
+    known = [name for name, column in columns.items() if None not in (row[column] for row in ends)]
+    changes = [
+        BoundedChange(**vars(each), new=each.text in new, most=-gain if each.text in new else loss)
+        for each in compare_losses(known, before, after)
+    ]
+    return changes, [name for name in columns if name not in known]
+
+
 def main(arguments: Sequence[str]) -> int:
-    given = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    said = "nats per token that {} text {} (default: 0)"
+    parser.add_argument("--gain", type=float, default=0.0, help=said.format("new", "must gain"))
+    parser.add_argument("--loss", type=float, default=0.0, help=said.format("old", "may lose"))
+    said = "the row that is compared with: base, or a domain (default: the last but one)"
+    parser.add_argument("--since", metavar="ROW", help=said)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    given = parser.parse_args(arguments)
     with readable(errors_only=True, code=UNKNOWN):
         for name in ("gain", "loss"):
             if not math.isfinite(getattr(given, name)):
                 raise ValueError(f"--{name}={getattr(given, name)}; allowed: nats per token, a finite number")
         place = RunDir(given.run)
-        scores = read_finished(place)
-        since = find_row(scores, given.since)
-        rows = place.load_documents([since, len(scores.rows) - 1])
-        verdict = judge(scores, rows, since=since, bounds=Bounds(gain=given.gain, loss=given.loss))
+        if (scores := place.scores()) is None:
+            raise ValueError(f"{place.path} holds no scores.json; needed: the folder of a finished run")
+        if not scores.run["finished"]:
+            raise ValueError(f"{place.path} is {scores.state}; needed: a finished run")
+        if scores.alone or len(scores.rows) < 2:
+            method = f"method={scores.run['method']}"
+            raise ValueError(f"{place.path}: {method} has no model that goes on from another's")
+        if given.since is not None and given.since not in scores.rows[:-1]:
+            allowed = ", ".join(scores.rows[:-1])
+            raise ValueError(f"--since={given.since} is no row before the last; allowed: {allowed}")
+        place.check_documents(len(scores.rows))
+        since = len(scores.rows) - 2 if given.since is None else scores.rows.index(given.since)
+        losses = place.load_documents([since, len(scores.rows) - 1])
+        changes, unmeasured = judge_run(scores, *losses, since=since, gain=given.gain, loss=given.loss)
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
+    failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in ("gained", "held"))]
+    failed += [f"{name} not measured" for name in unmeasured]
     if given.json:
-        opens = verdict.opens and not damage
-        text = json.dumps({"opens": opens, "damage": damage, "note": NOTE} | asdict(verdict))
-        print(json.dumps(json.loads(text, parse_constant=lambda constant: None)))  # nan is not JSON
+        told = {"opens": not failed, "damage": damage, "note": NOTE, "since": scores.rows[since]}
+        told |= {"row": scores.rows[-1], "changes": [*map(asdict, changes)], "unmeasured": unmeasured}
+        print(encode(told))
     else:
-        print("\n".join(tell(verdict, damage)))
-    if damage or verdict.fails:
+        print(f"after {scores.rows[-1]}, compared with {scores.rows[since]}; nats per token [95 % interval]")
+        print(HEAD)
+        for each in changes:
+            print(ROW.format(**vars(each), change=each.difference, verdict=each.verdict))
+        shown = ", ".join(failed[:SHOWN]) + f" and {len(failed) - SHOWN} more" * (len(failed) > SHOWN)
+        print(NOTE)
+        print(f"closed: {shown}" if failed else "open: what is new was gained, and nothing old was lost")
+    if damage or any(each.low > each.most for each in changes):
         return CLOSED
-    return 0 if verdict.opens else UNKNOWN
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
-    made.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    made.add_argument(
-        "--gain", type=float, default=0.0, help="nats per token that new text must gain (default: 0)"
-    )
-    made.add_argument(
-        "--loss", type=float, default=0.0, help="nats per token that old text may lose (default: 0)"
-    )
-    made.add_argument(
-        "--since",
-        metavar="ROW",
-        help="the row that is compared with: base, or a domain (default: the last but one)",
-    )
-    made.add_argument("--json", action="store_true", help="for programs")
-    return made
-
-
-def read_finished(place: RunDir) -> Scores:
-    """The scores of a run that has learned something. Raises ValueError for others, and damaged ones."""
-    scores = place.scores()
-    if scores is None:
-        raise ValueError(f"{place.path} holds no scores.json; needed: the folder of a finished run")
-    if not scores.run["finished"]:
-        raise ValueError(f"{place.path} is {scores.state}; needed: a finished run")
-    if scores.alone or len(scores.rows) < 2:
-        raise ValueError(
-            f"{place.path}: method={scores.run['method']} has no model that goes on from another's"
-        )
-    place.check_documents([scores.measured(row) for row in range(len(scores.rows))])
-    return scores
-
-
-def find_row(scores: Scores, name: str | None) -> int:
-    """The place of a row before the last."""
-    if name is None:
-        return len(scores.rows) - 2
-    if name not in scores.rows[:-1]:
-        raise ValueError(f"--since={name} is no row before the last; allowed: {', '.join(scores.rows[:-1])}")
-    return scores.rows.index(name)
-
-
-def tell(verdict: Verdict, damage: Sequence[str] = ()) -> Iterator[str]:
-    """The table, and what follows from it and from the damage of the exported model."""
-    yield f"after {verdict.row}, compared with {verdict.since}; nats per token [95 % interval]"
-    yield ROW.format("text", "before", "after", "change", "", "at most", "")
-    yield from map(tell_change, verdict.changes)
-    if verdict.unmeasured:
-        yield f"not measured in both rows (eval.rows, eval.columns): {shorten(verdict.unmeasured)}"
-    yield NOTE
-    failed = [*damage, *(f"{each.text} {each.verdict}" for each in verdict.changes if not each.passes)]
-    failed += [f"{name} not measured" for name in verdict.unmeasured]
-    yield f"closed: {shorten(failed)}" if failed else "open: what is new was gained, and nothing old was lost"
-
-
-def tell_change(change: Change) -> str:
-    numbers = (f"{change.before:.4f}", f"{change.after:.4f}", f"{change.difference:+.4f}")
-    bounds = f"[{change.low:+.4f}, {change.high:+.4f}]"
-    return ROW.format(change.text, *numbers, bounds, f"{change.most:+.4f}", change.verdict)
-
-
-def shorten(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest
+    return UNKNOWN if failed else 0
 
 
 if __name__ == "__main__":

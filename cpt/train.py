@@ -15,10 +15,10 @@ from cpt.core.heartbeat import heartbeat, set_phase
 from cpt.core.preemption import defer_signals
 from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.rules import show
-from cpt.evaluation.objective import objective_value
+from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
 from cpt.trainer.domain_order import arrange, recall
-from cpt.trainer.extend import check_extension, extend_steps, find_begun, resume_from_sibling
+from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
 from cpt.trainer.manifest import check_manifest, is_unchanged, resolve_eval_cap, write_manifest
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir
@@ -37,11 +37,11 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
         plan.source.check_domains(plan.order)
         if plan.run.plan:
             return print_estimate(plan, run)
-        with open_run(plan, run) as plan, full_check(plan.run.check == "full"):
+        with open_run_dir(plan, run) as plan, full_check(plan.run.check == "full"):
             plan = arrange(plan)  # by their texts, if the config says so
             check_manifest(plan, run)
             scores, lost = run.scores(), []
-            if is_finished(scores, plan) and not (lost := run.lost(full=plan.run.check == "full")):
+            if is_complete(scores, plan) and not (lost := run.lost(full=plan.run.check == "full")):
                 log.info("%s is finished already", run.path)
             else:
                 if lost:
@@ -55,12 +55,12 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
 
 
 @contextmanager
-def open_run(plan: Plan, run: RunDir) -> Iterator[Plan]:
-    """The plan with what its directory, or a sibling that it continues, was begun with. The first process holds
-    the lock, writes the config, removes incomplete files, and reports that the run is alive."""
+def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
+    """The plan as its directory, or a sibling that it continues, was begun. The first process holds the lock,
+    writes the config, removes incomplete files, and reports that the run is alive."""
     if not is_first_process():
         logging.getLogger("cpt").setLevel(logging.WARNING)
-        yield resolve_eval_cap(plan, find_begun(plan, run))
+        yield resolve_eval_cap(plan, find_started(plan, run))
         return
     resume_from_sibling(run, plan)
     with run.locked():
@@ -75,7 +75,7 @@ def open_run(plan: Plan, run: RunDir) -> Iterator[Plan]:
 
 
 def fit(plan: Plan, run: RunDir) -> Scores:
-    """Reads the texts, builds the base and the method, and trains every stage that the run directory lacks."""
+    """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
     with defer_signals():  # libraries cannot be interrupted while they are imported
         from cpt.core.threads import keep_threads
         from cpt.data.corpora import Corpora
@@ -85,8 +85,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
         from cpt.trainer.base_model import make_base
         from cpt.trainer.callbacks import CustomCallbacks
         from cpt.trainer.costs import time_phase
-        from cpt.trainer.examinations import make_examinations
-        from cpt.trainer.generators import make_generation
+        from cpt.trainer.evaluators import make_evaluators
         from cpt.trainer.loop import ContinualTrainer
 
     ready = preflight.prepare(plan, run)  # before hours of reading
@@ -104,14 +103,16 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     with time_phase(took, "tokenise"):
         data = build.build_data(plan, corpora, base, method)
         pieces = {"module": method, "data": data}
-        evaluators = make_examinations(plan, run, ready, corpora, base, **pieces)
+        generated, given = run.path / "generated", {"corpora": corpora, "base": base, "seed": plan.run.seed}
+        data.replay_source = method.replay.open_source(generated, **pieces, **given)
+        evaluators = make_evaluators(plan, run, ready, corpora, base, **pieces)
     build.log_eval_cap(plan, data)
     build.log_ineffective(plan, method, ready.device)
     write_manifest(plan, run, corpora, base, evaluators)
     scores, new = run.scores(), build.empty_scores(plan, corpora, base, data)
     if scores is None or scores.run["order"] != new.run["order"]:  # domains were added
         scores = new if scores is None else new.take_over(scores)
-    run.check_documents([scores.measured(row) for row in range(len(scores.rows))])
+    run.check_documents(len(scores.rows))
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     name, options = run_name(scores.run, plan.settings["order"]), plan.run
@@ -122,7 +123,6 @@ def fit(plan: Plan, run: RunDir) -> Scores:
             run,
             **pieces,
             evaluators=evaluators,
-            generation=make_generation(plan, run, corpora, base, **pieces),
             scores=scores,
             loggers=loggers,
             callbacks=CustomCallbacks(ready.callbacks, run.path / "callbacks"),
@@ -141,7 +141,7 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
             "trainer.num_nodes; allowed: without torchrun or srun"
         )
     plan = arrange(plan)
-    plan = resolve_eval_cap(plan, find_begun(plan, run))
+    plan = resolve_eval_cap(plan, find_started(plan, run))
     logger, as_json, is_new = logging.getLogger("cpt"), plan.run.plan == "json", not run.config.exists()
     level = logger.level
     logger.setLevel(logging.WARNING if as_json else level)
@@ -159,7 +159,7 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
         run.remove_if_empty()
 
 
-def is_finished(scores: Scores | None, plan: Plan) -> bool:
+def is_complete(scores: Scores | None, plan: Plan) -> bool:
     """Whether scores are of a finished run with all that a plan measures."""
     if scores is None or not scores.run["finished"]:
         return False
@@ -179,4 +179,4 @@ def is_done(cfg: DictConfig, run_dir: Path) -> bool:
         raise ValueError(reason(error)) from error
     if plan is None or not run.is_of((plan := resolve_eval_cap(plan, run)).settings):
         return False
-    return is_finished(run.scores(), plan) and not run.lost(full=False) and is_unchanged(plan, run)
+    return is_complete(run.scores(), plan) and not run.lost(full=False) and is_unchanged(plan, run)

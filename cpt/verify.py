@@ -12,11 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cpt.core.files import find_damage, read_checksums
+from cpt.core.files import find_damage, read_checked_json, read_checksums
 from cpt.core.output import run_program
 from cpt.core.tensors import check_state
-from cpt.data.generated import load_kept
-from cpt.evaluation.probes.results import load_results
+from cpt.evaluation.predictions import load_results
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.manifest import Manifest
 from cpt.trainer.run_dir import RunDir
@@ -26,32 +25,33 @@ CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.verify", description=__doc__)
-    what = "run folders, caches, or folders that hold them (default: outputs and $CPT_CACHE)"
+    allowed = "run folders, caches, or folders that hold them"
+    what = f"{allowed} (default: outputs and $CPT_CACHE)"
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
     default = [
-        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and Path(each).is_dir()
+        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and os.path.isdir(each)
     ]
-    given, runs, caches, lines = parser.parse_args(arguments).folders or default, 0, 0, list[str]()
+    given, found = parser.parse_args(arguments).folders or default, dict[Path, list[str]]()
     if absent := [str(path) for path in given if not path.is_dir()]:
-        print(f"cpt: no folder {', '.join(absent)}; allowed: run folders, caches, and folders that hold them")
+        print(f"cpt: no folder {', '.join(absent)}; allowed: {allowed}")
         return 1
     for at, folders, files in (each for path in given for each in os.walk(path.resolve())):
-        is_run = "config.yaml" in files or "scores.json" in files
-        if is_run or CACHED.fullmatch("/".join(Path(at).parts[-2:])):
-            lines += damage_in_run(Path(at)) if is_run else error_of(check_folder, Path(at))
-            runs, caches = runs + is_run, caches + (not is_run)
+        path, runs = Path(at), ("config.yaml" in files or "scores.json" in files)
+        if runs or CACHED.fullmatch("/".join(path.parts[-2:])):
+            found[path] = list(damage_in_run(path) if runs else error_of(check_folder, path))
             folders.clear()
-    print(*lines, f"{caches} folders of caches, {runs} runs: {len(lines)} damaged", sep="\n")
+    lines = [line for path in sorted(found) for line in found[path]]
+    print(*lines, f"{len(found)} folders: {len(lines)} damaged", sep="\n")
     return 1 if lines else 0
 
 
 def damage_in_run(folder: Path) -> Iterator[str]:
     """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
     run = RunDir(folder)
-    checks = {
+    checks: dict[str, Callable[[Path], object]] = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
-        "generated/kept/*.json": partial(load_kept, instead=run.restore_hint),
+        "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
         "endtasks/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
         "answers/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
@@ -82,7 +82,7 @@ def check_folder(folder: Path) -> None:
 def check_scores(run: RunDir) -> None:
     """Raises ValueError for damaged scores, documents and, of a finished run, model, report and stages."""
     scores = run.scores()
-    run.check_documents([scores.measured(row) for row in range(len(scores.rows))])
+    run.check_documents(len(scores.rows))
     if scores.run["finished"]:
         if lost := run.lost(full=True):
             raise ValueError(f"{run.path}: {'; '.join(lost)}")

@@ -175,26 +175,19 @@ def run_tests(worker: Worker, tests: Sequence[str]) -> None:
     failed.write_text("")
 
     class Chosen:
-        """All of a file means its quick tests, or those that are not the campaign's where none is quick; the
-        first one that fails is noted."""
+        """All of a file but its campaign, and the tests that are named; the first one that fails is noted."""
 
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-            chosen = [item for item in items if is_chosen(item)]
-            files = {file_of(item) for item in chosen}
-            slow = [item for item in items if file_of(item) in set(tests) - files]
-            items[:] = chosen + [item for item in slow if not item.get_closest_marker("campaign")]
+            items[:] = [item for item in items if is_chosen(item)]
 
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:
                 failed.write_text(report.nodeid)
 
-    def file_of(item: pytest.Item) -> str:
-        return item.nodeid.partition("::")[0]
-
     def is_chosen(item: pytest.Item) -> bool:
-        slow = item.get_closest_marker("slow") or item.get_closest_marker("campaign")
-        return not slow or item.nodeid in tests or item.nodeid.partition("[")[0] in tests
+        named = item.nodeid in tests or item.nodeid.partition("[")[0] in tests
+        return named or not item.get_closest_marker("campaign")
 
     options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short", "-m", ""]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported by now

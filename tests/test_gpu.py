@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from cpt.models.economy import EvenHead
+from cpt.models.memory import EvenHead
 from tests.methods.test_contract import LEARNING, bits, chosen
 from tests.methods.test_offload import KEPT, OFFLOAD
 from tests.support.killing import KilledError, Killer

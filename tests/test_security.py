@@ -183,9 +183,9 @@ def test_a_folder_is_claimed_again_with_the_secret_that_it_does_not_remember(tmp
     settings = {"seed": 0, "method": {"api_key": CANARY}}
     place.write_config(settings)
     assert CANARY not in place.config.read_text()
-    place.check(settings)
+    place.check_config(settings)
     with pytest.raises(ValueError, match="seed: 0 -> 1"):
-        place.check(settings | {"seed": 1})
+        place.check_config(settings | {"seed": 1})
 
 
 def test_a_run_writes_nothing_secret_of_its_environment(corpora, cache, tmp_path):

@@ -1,11 +1,10 @@
-"""Small networks beside the sub-layers of an unmodified Hugging Face model, which are trained in its place.
+"""Bottleneck adapters in a frozen Hugging Face model: in series with a sub-layer's output projection (Houlsby
+et al., ICML 2019) or a block's last residual sum (Pfeiffer et al., EACL 2021), or parallel to a sub-layer, as
+plug-ins (Ke et al., EMNLP 2022). They are children of the projection or block and act by forward hooks, so
+that a copy of the model has copies of them. The second layer starts at zero: the model is then the base, bit
+for bit."""
 
-A bottleneck stands behind a sub-layer's output projection, before dropout and the residual sum (Houlsby et
-al., ICML 2019), or behind a block's last residual sum (Pfeiffer et al., EACL 2021); a plug-in stands parallel
-to the sub-layer (Ke et al., EMNLP 2022). All are children of the projection or the block and act by forward
-hooks, so that a copy of the model has copies of them. Their second map is zero at first: the model is then
-the base, bit for bit."""
-
+import re
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from cpt.adapters.bank import Scope
+from cpt.adapters.domain_store import Scope
 from cpt.models.units import Projection, blocks, sublayers
 
-SUB_LAYERS = {"ffn": ("neurons",), "houlsby": ("heads", "neurons")}
-STD = 0.02  # of a new first map
+INIT_STD = 0.02  # of a new first layer
+QUERY = re.compile(r"(w?q|query)(?![a-z])\w*", re.IGNORECASE)
 
 
 class Bottleneck(nn.Module):
@@ -34,8 +33,8 @@ class Bottleneck(nn.Module):
 
     @torch.no_grad()
     def reset(self, generator: torch.Generator | None = None) -> None:
-        """Draws the first map anew, on the CPU, and sets all else to zero."""
-        self.down.weight.copy_(STD * torch.randn(self.down.weight.shape, generator=generator))
+        """Draws the first layer's weight on the CPU, and sets all else to zero."""
+        self.down.weight.copy_(INIT_STD * torch.randn(self.down.weight.shape, generator=generator))
         for tensor in (self.down.bias, self.up.weight, self.up.bias):
             tensor.zero_()
 
@@ -46,13 +45,6 @@ class Bottleneck(nn.Module):
     def add(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """The projection's forward hook."""
         return output + self(output).to(output)
-
-    def follow_block(self, block: nn.Module) -> None:
-        """Hooks that add to the last residual sum of a block, whether a norm follows it or not."""
-        for module in block.modules():
-            if "Norm" in type(module).__name__:
-                module.register_forward_hook(self.note)
-        block.register_forward_hook(self.add_to_sum)
 
     def note(self, norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         """The forward hook of the norms in a block."""
@@ -70,35 +62,83 @@ class Bottleneck(nn.Module):
 
 
 def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:
-    """Puts bottlenecks, of the hidden size over `reduction`, behind the last residual sum of each block
-    (`pfeiffer`), behind its FFN (`ffn`) or behind attention and FFN (`houlsby`); gives what is to be trained.
-    A model takes them once. Raises ValueError for a bottleneck without a unit."""
-    added, width = {}, model.config.hidden_size
+    """Adds bottlenecks, of the hidden size over `reduction`, after the last residual sum of each block
+    (`pfeiffer`), its FFN (`ffn`) or attention and FFN (`houlsby`), once per model. Raises ValueError for a
+    bottleneck without a unit."""
+    width = model.config.hidden_size
     if reduction > width:
         raise ValueError(f"method.reduction={reduction}; allowed: 1 to {width}, the model's hidden size")
-    size = width // reduction
-    for name, module in bottleneck_places(model, placement):
+    if placement == "pfeiffer":
+        places = blocks(model)
+    else:
+        kinds = ("neurons",) if placement == "ffn" else ("heads", "neurons")
+        places = [(place.out.name, place.out.module) for place in sublayers(model, kinds)]
+    added: dict[str, nn.Module] = {}
+    for name, module in places:
         if hasattr(module, "adapter"):
             raise ValueError(f"{name} has an adapter already")
-        part = Bottleneck(width, size, activation=activation, like=next(module.parameters()))
-        part.follow_block(module) if placement == "pfeiffer" else module.register_forward_hook(part.add)
+        like = next(module.parameters())
+        part = Bottleneck(width, width // reduction, activation=activation, like=like)
+        if placement == "pfeiffer":
+            for inner in module.modules():
+                if "Norm" in type(inner).__name__:
+                    inner.register_forward_hook(part.note)
+            module.register_forward_hook(part.add_to_sum)
+        else:
+            module.register_forward_hook(part.add)
         module.add_module("adapter", part)
         added[f"{name}.adapter"] = part
     return scope_of(added)
 
 
-def bottleneck_places(model: PreTrainedModel, placement: str) -> list[tuple[str, nn.Module]]:
-    """What bottlenecks stand behind, by name: blocks, or output projections of sub-layers."""
-    if placement == "pfeiffer":
-        return blocks(model)
-    return [(place.out.name, place.out.module) for place in sublayers(model, SUB_LAYERS[placement])]
+class Plugin(Bottleneck):
+    """Parallel to a sub-layer: up(relu(down(x))) of its input [..., width] through `size`, or relu of it."""
+
+    def __init__(self, width: int, size: int, *, output_relu: bool, like: Tensor) -> None:
+        super().__init__(width, size, activation="relu", like=like)
+        self.last = nn.ReLU() if output_relu else nn.Identity()
+        self.input: Tensor | None = None  # of the sub-layer, while it runs
+        drawn = INIT_STD * torch.randn(self.up.weight.shape)
+        if output_relu:
+            self.up.weight.data.copy_(drawn)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.last(super().forward(hidden))
+
+    def take(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """The pre-hook of a layer that reads the sub-layer's input."""
+        self.input = args[0]
+
+    def add(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The output projection's forward hook."""
+        hidden, self.input = self.input, None
+        return output + self(hidden).to(output)
+
+
+def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, output_relu: bool) -> Scope:
+    """Adds a plug-in parallel to each attention and each FFN, its inner size as a share of the hidden size,
+    once per model."""
+    added: dict[str, nn.Module] = {}
+    for kind, share in (("heads", attention), ("neurons", ffn)):
+        for place in sublayers(model, (kind,)):
+            like, width = place.out.module.weight, place.out.outputs
+            part = Plugin(width, max(1, round(share * width)), output_relu=output_relu, like=like)
+            place.out.module.add_module("plugin", part)
+            # The queries' layer of an attention, as keys and values may come from an encoder.
+            maps = [source for source, _ in place.sources]
+            entrance = next((m for m in maps if QUERY.fullmatch(m.name.rpartition(".")[2])), maps[0])
+            entrance.module.register_forward_pre_hook(part.take)
+            place.out.module.register_forward_hook(part.add)
+            added[f"{place.out.name}.plugin"] = part
+    return scope_of(added)
 
 
 def scope_of(parts: dict[str, nn.Module]) -> Scope:
-    """All parameters of the parts, and their linear maps."""
+    """All parameters of bottlenecks or plug-ins, and their linear layers."""
     names = [f"{name}.{key}" for name, part in parts.items() for key, _ in part.named_parameters()]
-    linears = [
-        (f"{name}.{key}", getattr(part, key)) for name, part in parts.items() for key in ("down", "up")
+    maps = [
+        Projection(f"{name}.{key}", layer, 0, (torch.arange(layer.out_features),))
+        for name, part in parts.items()
+        for key, layer in (("down", part.down), ("up", part.up))
     ]
-    maps = [Projection(name, each, 0, (torch.arange(each.out_features),)) for name, each in linears]
     return Scope(tuple(names), tuple(maps))

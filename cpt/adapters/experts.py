@@ -4,14 +4,13 @@
     y = sum over the k experts e with the largest z_e of  g_e(x) FFN_e(x),    g = softmax of these k z_e
     z_0 = 0,    z_e = w_e x + log o for the newest experts,    z_e = w_e x for the others
 
-Expert 0 is the model's own FFN; by itself it is run as ever. Each token is computed by its k experts and by
-no other, and none is dropped. o in [0, 1] is how far the newest experts are open: at 0 no token goes to them.
-
-Hooks on the FFN's own maps do it, so that whatever stands between these is computed for all experts at once:
-a map that reads x gets the tokens of expert 0, and what the others make of theirs is put behind that."""
+Expert 0 is the model's own FFN, no token is dropped, and o in [0, 1] is the opening of the newest experts.
+Hooks on the FFN's own linear layers append the other experts' outputs, so that what is between is computed at
+once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import log
@@ -20,62 +19,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.sharding import whole
-from cpt.models.isolation import text_of, text_of_target
-from cpt.models.stacks import SOURCE, TARGET
-from cpt.models.units import Between, Projection
+from cpt.data.collate import Batch
+from cpt.models.block_attention import present_in, present_in_target
+from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
+from cpt.models.objectives import Objective
+from cpt.models.options import Freeze
+from cpt.models.units import Projection, SubLayer, projections, sublayers
+from cpt.models.weights import frozen_parameters
 
-STD = 0.02  # of new router rows
-PASSING = ("plan", "features", "passed")  # of one pass, and no part of a copy
+MIXTURE = "mixture"  # the name of a MoELayer in its block
 
 
 class TextRows(nn.Module):
-    """Gives what a map makes of tokens that are no padding: where a mask may look at it."""
+    """Passes on a layer's outputs at tokens that are no padding, where a mask may observe them."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows
 
 
-class Texts:
-    """Where text stands in what a model is run on, [B, T] by SOURCE and TARGET; None: everywhere."""
+class TextMask:
+    """Where text is in a pass, [B, T] by SOURCE_TOKENS and TARGET_TOKENS; None: everywhere. Its hooks are
+    methods, so that a copy of a model has its own."""
 
     def __init__(self) -> None:
         self.present: dict[str, Tensor | None] = {}
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """The model's pre-hook."""
-        self.present = {SOURCE: text_of(kwargs)}
-        if "decoder_input_ids" in kwargs:
-            self.present[TARGET] = text_of_target(kwargs["decoder_input_ids"], module.config.pad_token_id)
+        self.present = {SOURCE_TOKENS: present_in(kwargs)}
+        if (ids := kwargs.get("decoder_input_ids")) is not None:
+            self.present[TARGET_TOKENS] = present_in_target(ids, module.config.pad_token_id)
 
     def close(self, *args: Any) -> None:
         self.present = {}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which expert computes which tokens of x, in a pass of one FFN: rows [N k, D], expert after expert."""
+class Dispatch:
+    """The tokens of x by experts, in a pass of one FFN: rows [N k, D], expert after expert."""
 
     x: Tensor
     rows: Tensor
     counts: list[int]  # of each expert's rows
-    back: Tensor  # [N k]: where the rows of each token stand, token after token
+    back: Tensor  # [N k]: where the rows of each token are, token after token
     gates: Tensor  # [N, k]
     text: Tensor | None  # [N k] bool: which rows are no padding; None: all
 
-    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Rows [..., N k, D] by experts."""
-        return rows.split(self.counts, dim=-2)
-
 
 @dataclass(frozen=True)
-class Passed:
-    """What a pass has made of N tokens, padding left out."""
+class RoutingRecord:
+    """The routing of a pass's N tokens without padding."""
 
     probabilities: Tensor  # [N, E], softmax of all z
-    gates: Tensor  # [N, k], of which the largest comes first
+    gates: Tensor  # [N, k], descending
     chosen: Tensor  # [N, k]
     experts: int
 
@@ -92,58 +92,49 @@ class Passed:
 
 
 class Expert(nn.Module):
-    """A copy of an FFN's linear maps, in their order."""
+    """Linear layers of zeros like those of an FFN, in their order."""
 
     def __init__(self, maps: Sequence[Projection]) -> None:
         super().__init__()
-        self.maps = nn.ModuleList(map(new_map, maps))
-        self.seen = nn.ModuleList(TextRows() for _ in maps)
+        self.maps, self.seen = nn.ModuleList(), nn.ModuleList(TextRows() for _ in maps)
+        for like in maps:
+            with torch.device("meta"):
+                if isinstance(like.module, Conv1D):
+                    new: nn.Module = Conv1D(like.outputs, like.inputs)
+                else:
+                    new = nn.Linear(like.inputs, like.outputs, bias=like.module.bias is not None)
+            weight = like.module.weight
+            self.maps.append(new.to_empty(device=weight.device).to(weight.dtype))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
-    def run(self, number: int, rows: Tensor, text: Tensor | None) -> Tensor:
-        """What a map makes of rows [..., n, d_in], of which `text` [n] says which are no padding."""
-        output = self.maps[number](rows)
-        if self.seen[number]._forward_hooks:
-            self.seen[number](output if text is None else output[..., text, :])
-        return output
 
-
-class Group(nn.Module):
-    """The experts that came together, and their router rows, [e, D]."""
+class ExpertGroup(nn.Module):
+    """The experts of one domain, and their router rows, [e, D]."""
 
     def __init__(self, maps: Sequence[Projection], count: int) -> None:
         super().__init__()
         weight = maps[0].module.weight
         self.experts = nn.ModuleList(Expert(maps) for _ in range(count))
-        self.router = nn.Parameter((STD * torch.randn(count, maps[0].inputs)).to(weight.device, weight.dtype))
+        self.router = nn.Parameter(
+            (0.02 * torch.randn(count, maps[0].inputs)).to(weight.device, weight.dtype)
+        )
 
 
-def new_map(like: Projection) -> nn.Module:
-    """A linear map of zeros of the kind, shape and type of another."""
-    own = like.module
-    with torch.device("meta"):
-        if isinstance(own, Conv1D):
-            made: nn.Module = Conv1D(like.outputs, like.inputs)
-        else:
-            made = nn.Linear(like.inputs, like.outputs, bias=own.bias is not None)
-    made = made.to_empty(device=own.weight.device).to(own.weight.dtype)
-    for parameter in made.parameters():
-        nn.init.zeros_(parameter)
-    return made
+class MoELayer(nn.Module):
+    """The experts of an FFN besides its own layers, in groups, one for each domain; it sees the tokens of a
+    `side`, SOURCE_TOKENS or TARGET_TOKENS."""
 
-
-class Mixture(nn.Module):
-    """The experts of an FFN beside its own maps, in groups: one for each domain."""
-
-    def __init__(self, place: Between, *, top_k: int, texts: Texts, side: str | None) -> None:
+    def __init__(self, place: SubLayer, *, top_k: int, texts: TextMask, side: str | None) -> None:
         super().__init__()
-        self.own = (*(source for source, _ in place.sources), place.out)  # the model's
+        self.own = tuple(place.projections)  # the model's
         self.top_k, self.texts, self.side = top_k, texts, side
         self.groups = nn.ModuleList()
         self.opening = 1.0  # o
-        self.among: range | None = None  # the experts that work now; None: all
-        self.plan: Plan | None = None
-        self.features: Tensor | None = None  # what the map that ends the FFN reads
-        self.passed: Passed | None = None
+        self.among: range | None = None  # the active experts; None: all
+        self.dispatch: Dispatch | None = None
+        self.features: Tensor | None = None  # the input of the FFN's last layer
+        self.passed: RoutingRecord | None = None
         for number, each in enumerate(self.own[:-1]):
             each.module.register_forward_pre_hook(self.read)
             each.module.register_forward_hook(partial(self.widen, number))
@@ -151,30 +142,27 @@ class Mixture(nn.Module):
         self.own[-1].module.register_forward_hook(self.combine)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | dict.fromkeys(PASSING)
+        return self.__dict__ | {"dispatch": None, "features": None, "passed": None}  # of one pass
 
     @property
     def experts(self) -> list[Expert]:
         """All but expert 0, in order."""
         return [expert for group in self.groups for expert in group.experts]
 
-    @property
-    def count(self) -> int:
-        return 1 + sum(len(group.experts) for group in self.groups)
-
     def members(self, group: int) -> range:
-        """The numbers of a group's experts; -1: that of the FFN which the model had."""
+        """The numbers of a group's experts; BASE: that of the model's FFN."""
         sizes = [1, *(len(each.experts) for each in self.groups)]
         start = sum(sizes[: group + 1])
         return range(start, start + sizes[group + 1])
 
     def grow(self, count: int) -> None:
-        """Adds so many experts, all of whose weights are zero; draws their router rows."""
-        self.groups.append(Group(self.own, count).train(self.training))
+        """Adds `count` experts with weights of zero, and draws their router rows."""
+        self.groups.append(ExpertGroup(self.own, count).train(self.training))
 
     @torch.no_grad()
     def copy(self, group: int) -> None:
-        """Makes the newest experts copies of those of a group, one after another; -1: of the model's FFN."""
+        """Makes the newest experts copies of those of a group, one after another; BASE: of the model's
+        FFN."""
         source, experts = self.members(group), self.experts
         for number, expert in enumerate(self.groups[-1].experts):
             copied = source[number % len(source)] - 1
@@ -184,46 +172,37 @@ class Mixture(nn.Module):
                     parameter.copy_(whole(getattr(other, name)))
 
     @property
-    def noted(self) -> Passed:
-        """What there is to know of the last pass, with more than one expert."""
+    def noted(self) -> RoutingRecord:
+        """The record of the last pass with more than one expert."""
         assert self.passed is not None
         return self.passed
 
-    def own_parameters(self) -> Iterator[nn.Parameter]:
-        """Those of expert 0."""
-        for each in self.own:
-            yield from each.module.parameters()
-
-    @property
-    def works(self) -> range:
-        return range(self.count) if self.among is None else self.among
-
-    def logits(self, x: Tensor) -> Tensor:
-        """z [N, E] of tokens [N, D], in 32 bits or more."""
-        rows = torch.cat([group.router for group in self.groups])
-        wide = torch.promote_types(rows.dtype, torch.float32)
+    def route(self, x: Tensor, active: range) -> Dispatch:
+        """Chooses the experts of each token of x [..., D], with z in 32 bits or more."""
+        flat, count = x.flatten(0, -2), 1 + len(self.experts)
+        router = torch.cat([group.router for group in self.groups])
+        wide = torch.promote_types(router.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            found = functional.pad(functional.linear(x.to(wide), rows.to(wide)), (1, 0))
-        if self.opening == 1:
-            return found
-        offset = log(self.opening) if self.opening > 0 else -torch.inf
-        newest = self.members(len(self.groups) - 1)
-        return torch.cat([found[:, : newest.start], found[:, newest.start :] + offset], dim=1)
-
-    def route(self, x: Tensor) -> Plan:
-        """Chooses the experts of each token of x [..., D]."""
-        flat, works = x.flatten(0, -2), self.works
-        logits = self.logits(flat)[:, works.start : works.stop]
-        highest, chosen = logits.topk(min(self.top_k, len(works)))
-        gates, chosen = highest.softmax(-1), chosen + works.start
+            logits = functional.pad(functional.linear(flat.to(wide), router.to(wide)), (1, 0))
+        if self.opening != 1:
+            offset = log(self.opening) if self.opening > 0 else -torch.inf
+            start = self.members(len(self.groups) - 1).start
+            logits = torch.cat([logits[:, :start], logits[:, start:] + offset], dim=1)
+        logits = logits[:, active.start : active.stop]
+        highest, chosen = logits.topk(min(self.top_k, len(active)))
+        gates, chosen = highest.softmax(-1), chosen + active.start
         sorted_, order = chosen.flatten().sort(stable=True)
-        others = torch.arange(1, self.count, device=x.device)
+        others = torch.arange(1, count, device=x.device)
         starts = [0, *torch.searchsorted(sorted_, others).tolist(), len(order)]
-        text = self.text_in(len(flat))
-        self.pass_on(logits, gates, chosen, text)
+        present = self.texts.present.get(self.side) if self.side else None
+        text = present.flatten().bool() if present is not None and present.numel() == len(flat) else None
+        found = (logits.softmax(-1), gates, chosen)
+        if text is not None:
+            found = (found[0][text], gates[text], chosen[text])
+        self.passed = RoutingRecord(*found, experts=count)
         times = gates.shape[1]
         rows = flat[:, None].expand(-1, times, -1).reshape(-1, flat.shape[1]).index_select(0, order)
-        return Plan(
+        return Dispatch(
             x=x,
             rows=rows.view(*[1] * (x.ndim - 2), *rows.shape),
             counts=[end - start for start, end in pairwise(starts)],
@@ -232,57 +211,152 @@ class Mixture(nn.Module):
             text=None if text is None else text.repeat_interleave(times)[order],
         )
 
-    def text_in(self, tokens: int) -> Tensor | None:
-        """Which of so many tokens are no padding, [N] bool; None: all, or it can not be told."""
-        present = self.texts.present.get(self.side) if self.side else None
-        return present.flatten().bool() if present is not None and present.numel() == tokens else None
-
-    def pass_on(self, logits: Tensor, gates: Tensor, chosen: Tensor, text: Tensor | None) -> None:
-        """Notes what there is to know of the pass afterwards."""
-        found = (logits.softmax(-1), gates, chosen)
-        if text is not None:
-            found = (found[0][text], gates[text], chosen[text])
-        self.passed = Passed(*found, experts=self.count)
-
     def read(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """The pre-hook of maps that read x: the tokens of expert 0."""
-        if self.count == 1 or self.works == range(1):
-            self.plan = self.passed = None
+        """The pre-hook of layers that read x: selects the tokens of expert 0."""
+        count = 1 + len(self.experts)
+        active = range(count) if self.among is None else self.among
+        if count == 1 or active == range(1):
+            self.dispatch = self.passed = None
             return None
-        if self.plan is None or self.plan.x is not args[0]:
-            self.plan = self.route(args[0])
-        return (self.plan.split(self.plan.rows)[0],)
+        if self.dispatch is None or self.dispatch.x is not args[0]:
+            self.dispatch = self.route(args[0], active)
+        return (self.dispatch.rows.split(self.dispatch.counts, dim=-2)[0],)
 
     def widen(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """The hook of the same: behind expert 0's what the others make of their tokens, [..., N k, F]."""
-        return output if self.plan is None else self.beside(number, output, self.plan.rows)
+        """Their forward hook: appends the other experts' outputs, [..., N k, F]."""
+        return output if self.dispatch is None else self.append(number, output, self.dispatch.rows)
 
-    def beside(self, number: int, output: Tensor, rows: Tensor) -> Tensor:
-        """A map's output on the rows of expert 0, and behind it those of the other experts' own maps."""
-        assert self.plan is not None
-        shares, text = self.plan.split(rows)[1:], self.plan.text
-        texts = [None] * len(shares) if text is None else text.split(self.plan.counts)[1:]
-        made = [
-            expert.run(number, own, present)
-            for expert, own, present in zip(self.experts, shares, texts, strict=True)
-        ]
-        return torch.cat([output, *made], dim=-2)
+    def append(self, number: int, output: Tensor, rows: Tensor) -> Tensor:
+        """A layer's output on the rows of expert 0, followed by those of the other experts' own layers."""
+        assert self.dispatch is not None
+        counts, text = self.dispatch.counts, self.dispatch.text
+        shares = rows.split(counts, dim=-2)[1:]
+        texts = [None] * len(shares) if text is None else text.split(counts)[1:]
+        outputs = [output]
+        for expert, own, present in zip(self.experts, shares, texts, strict=True):
+            made = expert.maps[number](own)
+            if expert.seen[number]._forward_hooks:
+                expert.seen[number](made if present is None else made[..., present, :])
+            outputs.append(made)
+        return torch.cat(outputs, dim=-2)
 
     def narrow(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """The pre-hook of the map that ends the FFN: the rows of expert 0."""
-        if self.plan is None:
+        """The pre-hook of the FFN's last layer: selects the rows of expert 0."""
+        if self.dispatch is None:
             return None
         self.features = args[0]
-        return (self.plan.split(args[0])[0],)
+        return (args[0].split(self.dispatch.counts, dim=-2)[0],)
 
     def combine(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Its hook: for each token the sum of what its experts make of it, by its gates, [..., D]."""
-        plan = self.plan
-        if plan is None:
+        """Its forward hook: for each token the sum of its experts' outputs by its gates, [..., D]."""
+        dispatch = self.dispatch
+        if dispatch is None:
             return output
         assert self.features is not None
-        made = self.beside(len(self.own) - 1, output, self.features).flatten(0, -2)
-        self.plan = self.features = None
-        by_token = made.index_select(0, plan.back).view(*plan.gates.shape, -1)
-        summed = (plan.gates[..., None].to(made) * by_token).sum(1)
-        return summed.view(*plan.x.shape[:-1], -1)
+        made = self.append(len(self.own) - 1, output, self.features).flatten(0, -2)
+        self.dispatch = self.features = None
+        by_token = made.index_select(0, dispatch.back).view(*dispatch.gates.shape, -1)
+        summed = (dispatch.gates[..., None].to(made) * by_token).sum(1)
+        return summed.view(*dispatch.x.shape[:-1], -1)
+
+
+def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
+    """The names of the blocks whose FFN becomes a mixture: the last of `every` each, except frozen ones.
+    Raises ValueError where there are none."""
+    places = sublayers(model, ("neurons",))
+    if every > len(places):
+        raise ValueError(f"method.every={every}; allowed: 1 to {len(places)}, the model's blocks")
+    frozen = {id(parameter) for parameter in frozen_parameters(model, freeze)}
+    found = [p for p in places[every - 1 :: every] if id(p.out.module.weight) not in frozen]
+    if not found:
+        raise ValueError(
+            f"freeze leaves no FFN that method.every={every} makes a mixture; allowed: a smaller "
+            "method.every or fewer of freeze.layers, and no freeze.only"
+        )
+    return [place.name for place in found]
+
+
+def mixtures_of(model: nn.Module) -> dict[str, MoELayer]:
+    """The mixtures in a model, by name, in the order of its blocks."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+
+
+def attach_mixtures(
+    model: PreTrainedModel, *, blocks: Sequence[str], top_k: int, groups: Sequence[int] = ()
+) -> Scope:
+    """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones; returns what
+    is new. Raises ValueError for an FFN of unknown form."""
+    found = {place.name: place for place in sublayers(model, ("neurons",))}
+    texts = TextMask()
+    model.register_forward_pre_hook(texts.open, with_kwargs=True)
+    model.register_forward_hook(texts.close, always_call=True)
+    sides = {name: tokens_of(model, found[name].out.name) for name in blocks}
+    for name in blocks:
+        mixture = MoELayer(found[name], top_k=top_k, texts=texts, side=sides[name])
+        model.get_submodule(name).add_module(MIXTURE, mixture)
+        for count in groups:
+            mixture.grow(count)
+    return with_newest(model, Scope((), ()))
+
+
+def scope_beside(model: PreTrainedModel, chosen: Sequence[str]) -> Scope:
+    """All of a model without mixtures except the FFNs of the chosen blocks, by name."""
+    places = [place for place in sublayers(model, ("neurons",)) if place.name in chosen]
+    own = {each.name for place in places for each in place.projections}
+    names = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in own]
+    return Scope(tuple(names), tuple(each for each in projections(model) if each.name not in own))
+
+
+def with_newest(model: nn.Module, scope: Scope) -> Scope:
+    """A scope extended by the newest experts and their router rows; of mixtures without any, by expert 0."""
+    maps: list[Projection] = []
+    for name, mixture in mixtures_of(model).items():
+        maps += mixture.own if not mixture.groups else ()
+        last = len(mixture.groups) - 1
+        for number, expert in enumerate(mixture.groups[last].experts if mixture.groups else ()):
+            for place, own in enumerate(mixture.own):
+                path = f"{name}.groups.{last}.experts.{number}.maps.{place}"
+                maps.append(replace(own, name=path, module=expert.maps[place], measured=expert.seen[place]))
+    inside = {id(parameter) for each in maps for parameter in each.module.parameters()}
+    inside |= {id(each.groups[-1].router) for each in mixtures_of(model).values() if each.groups}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in inside]
+    return Scope((*scope.names, *names), (*scope.maps, *maps))
+
+
+@contextmanager
+def working(model: nn.Module, group: int, *, before: bool = False) -> Iterator[None]:
+    """Only the experts of a group are active inside the context, or those `before` it; BASE: the own FFN."""
+    mixtures = list(mixtures_of(model).values())
+    for each in mixtures:
+        members = each.members(group)
+        each.among = range(members.start) if before else members
+    try:
+        yield
+    finally:
+        for each in mixtures:
+            each.among = None
+
+
+class GatedScorer(DomainScorer):
+    """Scores all texts with all experts, and records how much of a text each domain's experts had."""
+
+    def __init__(self, model: PreTrainedModel, objective: Objective) -> None:
+        super().__init__()
+        self.mixtures, self.objective = [*mixtures_of(model).values()], objective
+
+    @property
+    def parts(self) -> list[int]:
+        return [BASE, *range(len(self.mixtures[0].groups))]
+
+    def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
+        nll, parts = self.objective.nll(model, batch), self.parts
+        if "idle" in batch:
+            return nll
+        if len(parts) == 1:
+            shares = torch.full((1, 1), float(len(nll)), dtype=torch.double, device=nll.device)
+        else:  # gates summed over tokens and mixtures
+            sums = torch.stack([each.noted.taken for each in self.mixtures]).sum(0)
+            own = [self.mixtures[0].members(part) for part in parts]
+            shares = torch.stack([sums[each.start : each.stop].sum() for each in own])[:, None]
+        self.take(domain, parts, shares)
+        return nll

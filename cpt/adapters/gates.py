@@ -3,16 +3,15 @@ to the task (HAT; Serra et al., ICML 2018).
 
     a        = sigmoid(s e)                                 the gate, with s rising to s_max        (eq. 1, 3)
     q'       = q s_max (cosh(s e) + 1) / (s (cosh(e) + 1))  the gradient of e, compensated          (eq. 5)
-    a^(<=t)  = max(a^t, a^(<=t-1))                          what the domains so far have taken
+    a^(<=t)  = max(a^t, a^(<=t-1))                          units claimed by the domains so far
     step_ij <- (1 - min(a_i^(<t), a_j^(<t))) step_ij        of a weight between two units           (eq. 2)
-    R        = sum a (1 - a^(<t)) / sum (1 - a^(<t))        what a domain takes of what is free     (eq. 4)
+    R        = sum a (1 - a^(<t)) / sum (1 - a^(<t))        a domain's share of the free units      (eq. 4)
 
-Since da/de = s / (2 (cosh(s e) + 1)), q' is s_max sigmoid'(e) dL/da, which can not overflow. Gates are
-binarised, e > 0, wherever a model is not trained: then what a domain computes does not depend at all on what
-other domains change. The released code (ContinualLM) uses sigmoid(s_max e) there, which leaks, and cuts cosh
-off at e^50."""
+Since da/de = s / (2 (cosh(s e) + 1)), q' is s_max sigmoid'(e) dL/da, which cannot overflow. In evaluation
+gates are binary, e > 0, so that what a domain computes does not depend on what other domains change. The
+released code (ContinualLM) uses sigmoid(s_max e) there, which leaks, and clips cosh at e^50."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cpt.models.units import Part, Units, shared_members
+from cpt.models.units import Part, Projection, Units, row_parts, shared_members
 
 
 class _Compensated(torch.autograd.Function):
@@ -41,12 +40,12 @@ class _Compensated(torch.autograd.Function):
 
 
 def soft(e: Tensor, s: float, *, s_max: float) -> Tensor:
-    """The gates in training, sigmoid(s e), of e's shape; their gradient is compensated for s."""
+    """The gates in training, sigmoid(s e), of e's shape, with the compensated gradient."""
     return _Compensated.apply(e, s, s_max)
 
 
 def hard(e: Tensor) -> Tensor:
-    """The gates wherever nothing is trained, exactly 0 or 1, of e's shape and dtype."""
+    """The gates in evaluation, exactly 0 or 1, of e's shape and dtype."""
     return (e > 0).to(e)
 
 
@@ -56,16 +55,14 @@ def anneal(progress: float, *, s_max: float) -> float:
 
 
 def regulariser(gates: Tensor, taken: Tensor) -> Tensor:
-    """The share of the free units that a domain uses, a scalar, from its gates and what is taken, both
-    [units]; 0 if nothing is free."""
+    """R, a scalar, from a domain's gates and the claimed units, both [units]; 0 if nothing is free."""
     free = 1 - taken
     return (gates * free).sum() / free.sum().clamp_min(1)
 
 
 class Gate(nn.Module):
-    """Multiplies the activations [..., D] of `count` units, D / count features each, by their gates.
-
-    They are soft in train mode at a given `s`, hard in eval mode and where s is None."""
+    """Multiplies the activations [..., D] of `count` units, D / count features each, by their gates: soft in
+    train mode at a given `s`, hard in eval mode and where s is None."""
 
     stays_in_end_tasks = True  # what a domain has closed stays closed
 
@@ -75,29 +72,18 @@ class Gate(nn.Module):
         self.s_max, self.s = s_max, None
 
     def forward(self, x: Tensor) -> Tensor:
-        gates = self.gates().to(x.dtype)
+        is_soft = self.s is not None and self.training
+        gates = (soft(self.e, self.s, s_max=self.s_max) if is_soft else hard(self.e)).to(x.dtype)
         if x.shape[-1] == len(gates):
             return x * gates
         return (x.unflatten(-1, (len(gates), -1)) * gates.unsqueeze(-1)).flatten(-2)
 
-    def gates(self) -> Tensor:
-        """The gates as they are now, [count]."""
-        if self.s is None or not self.training:
-            return hard(self.e)
-        return soft(self.e, self.s, s_max=self.s_max)
-
-    def attach(self, group: Units) -> None:
-        """Makes this a child of the module that gates the group, in front of it or behind."""
-        group.gate.add_module(f"{group.kind}_gate", self)
-        if group.side == "in":
-            group.gate.register_forward_pre_hook(self.before)
-        else:
-            group.gate.register_forward_hook(self.behind)
-
     def before(self, module: nn.Module, args: tuple) -> tuple:
+        """The pre-hook of a module that reads the units."""
         return self(args[0]), *args[1:]
 
-    def behind(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def after(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        """The forward hook of a module that writes the units."""
         return self(output)
 
 
@@ -117,7 +103,7 @@ class Gates:
         return [group.count for group in self.groups]
 
     def e(self) -> Tensor:
-        """All that is learned of the gates, group after group, [units]."""
+        """All e, group after group, [units]."""
         return torch.cat([part.e for part in self.parts])
 
     def soft(self, s: float) -> Tensor:
@@ -125,7 +111,7 @@ class Gates:
         return soft(self.e(), s, s_max=self.s_max)
 
     def hard(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """The gates of a part, by the names of its parameters, [units]."""
+        """The gates of stored parameters, by name, [units]."""
         return hard(torch.cat([weights[name] for name in self.names]))
 
     def split(self, gates: Tensor) -> dict[str, Tensor]:
@@ -133,34 +119,39 @@ class Gates:
         return dict(zip([group.name for group in self.groups], gates.split(self.sizes), strict=True))
 
     def set(self, s: float | None) -> None:
-        """How soft the gates are in train mode; None: hard."""
+        """Sets how soft the gates are in train mode; None: hard."""
         for part in self.parts:
             part.s = s
 
     @torch.no_grad()
     def redraw(self, generator: torch.Generator, *, std: float = 1.0) -> None:
-        """A new e from N(0, std^2), drawn on the CPU."""
+        """Draws e from N(0, std^2), on the CPU."""
         for part in self.parts:
             part.e.copy_(std * torch.randn(len(part.e), generator=generator))
 
     @torch.no_grad()
     def clamp(self, limit: float) -> None:
-        """Keeps every |e| within the limit, where the compensated gradient does not vanish."""
+        """Clamps |e| to the limit, where the compensated gradient does not vanish."""
         for part in self.parts:
             part.e.clamp_(-limit, limit)
 
     def folded(self, gates: Tensor) -> dict[nn.Parameter, Tensor]:
-        """The parameters that read or write gated activations, and the values with which they compute the
-        same without gates, given these gates [units]."""
+        """The parameters that read or write gated activations, with values that compute the same without
+        gates as with these [units]."""
         found: dict[nn.Parameter, Tensor] = {}
-        for group, part in zip(self.groups, gates.split(self.sizes), strict=True):
-            for parameter, factor in at_the_gate(group, part):
-                found[parameter] = found.get(parameter, parameter.detach()) * factor
+        for group, own in zip(self.groups, gates.split(self.sizes), strict=True):
+            for part in group.parts:
+                if part.module is group.gate:
+                    parameter = getattr(part.module, part.attribute)
+                    shape = [1] * parameter.ndim
+                    shape[part.axis] = -1
+                    factor = own.to(parameter)[part.members[:, 0].to(own.device)].view(shape)
+                    found[parameter] = found.get(parameter, parameter.detach()) * factor
         return found
 
     @torch.no_grad()
     def fold(self, gates: Tensor) -> None:
-        """Puts gates [units] into the weights; the gate modules stay, and of 0 and 1 change nothing more."""
+        """Multiplies gates [units] into the weights; the gate modules stay, and of 0 and 1 change nothing."""
         for parameter, values in self.folded(gates).items():
             parameter.copy_(values)
 
@@ -170,35 +161,25 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
     groups = tuple(groups)
     parts = tuple(Gate(group.count, s_max=s_max) for group in groups)
     for group, part in zip(groups, parts, strict=True):
-        part.to(group.gate.weight.device).attach(group)
+        part.to(group.gate.weight.device)
+        group.gate.add_module(f"{group.kind}_gate", part)
+        if group.side == "in":
+            group.gate.register_forward_pre_hook(part.before)
+        else:
+            group.gate.register_forward_hook(part.after)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Gates(groups, parts, tuple(names[id(part.e)] for part in parts), s_max)
 
 
 def bottleneck_units(name: str, down: nn.Linear, up: nn.Linear) -> list[Units]:
-    """The units of an adapter up(f(down(x))): its neurons, gated in front of up, and its outputs, behind
-    it."""
+    """The units of an adapter up(f(down(x))): its neurons, gated before up, and its outputs, after it."""
     neurons, outputs = (shared_members(each.out_features, each.out_features, 1) for each in (down, up))
-    inner = (*output_parts(down, neurons), Part(up, "weight", 1, neurons))
+    inner = (*row_parts(Projection(name, down, 0, ()), neurons), Part(up, "weight", 1, neurons))
+    outer = tuple(row_parts(Projection(name, up, 0, ()), outputs))
     return [
         Units(f"{name}.neurons", "neurons", len(neurons), up, "in", inner),
-        Units(f"{name}.outputs", "outputs", len(outputs), up, "out", tuple(output_parts(up, outputs))),
+        Units(f"{name}.outputs", "outputs", len(outputs), up, "out", outer),
     ]
-
-
-def output_parts(linear: nn.Linear, members: Tensor) -> list[Part]:
-    """The output features of a linear map, weight and bias."""
-    return [Part(linear, name, 0, members) for name, _ in linear.named_parameters(recurse=False)]
-
-
-def at_the_gate(group: Units, gates: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """What of a group's parameters its gate acts on, with the gates broadcastable to each."""
-    for part in group.parts:
-        if part.module is group.gate:
-            parameter = getattr(part.module, part.attribute)
-            shape = [1] * parameter.ndim
-            shape[part.axis] = -1
-            yield parameter, gates.to(parameter)[part.members[:, 0].to(gates.device)].view(shape)
 
 
 def owned_parameters(groups: Iterable[Units]) -> set[nn.Parameter]:

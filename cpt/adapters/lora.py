@@ -1,18 +1,15 @@
-"""LoRA (Hu et al., ICLR 2022) on an unmodified Hugging Face model, by the layers of peft.
+"""LoRA (Hu et al., ICLR 2022) and other tuners of peft on an unmodified Hugging Face model.
 
     h = W x + alpha / r B A x,    A [r, d_in] uniform as nn.Linear draws it, B [d_out, r] = 0, W frozen
 
-The newest pair (A, B) of each map is peft's adapter `default` and the only thing that is trained. Pairs of
-earlier domains are added to W, or kept along the rank of a second, frozen adapter `earlier`:
-sum_k B_k A_k = [B_1 … B_t] [A_1; …; A_t].
-
-peft's own PeftModel is not used to save: it can not wrap a model that has its layers already. The files are
-written in its format, with its state_dict and config. Its tying of adapters is not used either: the tied pair
-would be two parameters over one storage, and two storages after a move to a GPU."""
+The newest adapter (A, B) of each layer is peft's `default`, which alone is trained. Those of earlier domains
+are merged into W, or kept along the rank of a frozen adapter `earlier`: sum_k B_k A_k = [B_1 … B_t] [A_1; …;
+A_t]. Files are written here in peft's format, as PeftModel can not wrap a model that has its layers
+already."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -21,30 +18,30 @@ from urllib.parse import quote
 
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from cpt.adapters.bank import Scope
+from cpt.adapters.domain_store import Scope
+from cpt.core.errors import reason
 from cpt.core.rules import show
 from cpt.core.sharding import shard_like
-from cpt.models.stacks import tokens_of
-from cpt.models.units import Projection, projections
+from cpt.models.forward import tokens_of
+from cpt.models.units import Projection, projections, sublayers
 
 NEWEST, EARLIER = "default", "earlier"
-EARLIER_KEYS = [f"lora_{half}.{EARLIER}.weight" for half in "AB"] + [
-    f"lora_embedding_{half}.{EARLIER}" for half in "AB"
-]
+LoraFactors = tuple[nn.Parameter, nn.Parameter]  # A [r, d_in] and B [d_out, r]
 
 
 class FusedLoraLinear(Linear):
-    """peft's linear layer with its last product added in place: y = (W x + b) + alpha / r B (A x).
-
-    peft makes B (A x) [N, d_out], scales it and adds it, which at rank 8 takes longer than the products.
-    addmm does all three. In 32 bits the last digits differ; in 16 bits a sum is rounded once, not thrice."""
+    """peft's linear layer with y = (W x + b) + alpha / r B (A x) computed by one addmm in place of a product,
+    a scaling and a sum, which at rank 8 take longer than the products. In 32 bits the last digits differ; in
+    16 bits a sum is rounded once, not thrice."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if args or kwargs or self.disable_adapters or self.merged or self.lora_variant:
@@ -61,7 +58,7 @@ class FusedLoraLinear(Linear):
         return result
 
 
-def attach_pairs(
+def attach_lora(
     model: PreTrainedModel,
     *,
     r: int,
@@ -70,54 +67,73 @@ def attach_pairs(
     targets: str | Sequence[str],
     embeddings: bool,
 ) -> Scope:
-    """Puts a pair beside each linear map of the targets: `all-linear`, a regular expression for whole names,
-    or a list of names or their ends. The language-model head is none of them. With `embeddings`, the input
-    embedding has a pair as well; a head that is tied to it becomes a matrix of its own, which is not trained.
+    """Adds an adapter to each linear layer of the targets (`find_targets`). With `embeddings`, the input
+    embedding has one too; a head that is tied to it gets a matrix of its own, which is not trained.
 
-    Raises ValueError for targets that there are not, and for embeddings of a model with a decoder."""
+    Raises ValueError for targets without a match, and for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         raise ValueError(
             f"method.embeddings=true does not go with a {model.config.model_type}, whose encoder and decoder "
             "look tokens up apart; allowed: false"
         )
-    maps, segments = find_targets(model, targets), find_fused(model)
+    maps = find_targets(model, targets)
+    try:  # output features that are ranked together
+        segments = {each.name: each.segments for each in projections(model)}
+    except ValueError:  # of blocks of unknown form
+        segments = {}
+    adapted = [*maps]
+    if embeddings:
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is not None and head.weight is table.weight:
+            head.weight = nn.Parameter(table.weight.detach().clone())
+            model.config.tie_word_embeddings = False
+        adapted.append(next(name for name, module in model.named_modules() if module is table))
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=[*maps, *([untied_embedding(model)] if embeddings else [])],
+        target_modules=adapted,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
     )
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
-    for layer in layers(model).values():
+    for layer in lora_layers(model).values():
         layer.train(layer.get_base_layer().training)
         if type(layer) is Linear:
             layer.__class__ = FusedLoraLinear  # its modules and their names stay
         if NEWEST in layer.lora_B:
-            by_columns(layer.lora_B[NEWEST].weight)
+            # Column after column in memory: B's gradient is then a product with r rows, which takes an eighth
+            # of the time of one with r columns on a CPU.
+            weight = layer.lora_B[NEWEST].weight
+            weight.data = weight.data.T.contiguous().T
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    # The head's own maps see the scored positions alone: they have no part in masks.
-    inner = [name for name in maps if tokens_of(model, name) is not None]
-    return Scope(names, tuple(halves(model, {name: segments.get(name) for name in inner})))
-
-
-def by_columns(weight: nn.Parameter) -> None:
-    """Lays a matrix out column after column in memory: the gradient of B [d_out, r] is then a product with r
-    rows, which takes an eighth of the time that one with r columns takes on a CPU."""
-    weight.data = weight.data.T.contiguous().T
+    trained = []
+    for name in maps:
+        if tokens_of(model, name) is None:  # the head's own layers see scored positions only: no masks
+            continue
+        layer = model.get_submodule(name)
+        a, b = layer.lora_A[NEWEST], layer.lora_B[NEWEST]
+        ranked = segments.get(name) or (
+            torch.arange(b.out_features),
+        )  # rows of B: by the whole layer's output
+        trained.append(Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)))
+        trained.append(Projection(f"{name}.lora_B", b, 0, ranked, measured=layer))
+    return Scope(names, tuple(trained))
 
 
 def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, nn.Module]:
-    """The linear maps that are meant, by name; raises ValueError if there are none."""
-    head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
+    """The linear layers meant by `all-linear`, a regular expression for whole names, or a list of names or
+    their ends, without the language-model head, by name; raises ValueError if there are none."""
+    head, linear = model.get_output_embeddings(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and module is not head:
+            linear[name] = module
     if targets == "all-linear":
         return linear
-    found = {name: module for name, module in linear.items() if meant(name, targets)}
+    if isinstance(targets, str):
+        found = {name: module for name, module in linear.items() if re.fullmatch(targets, name)}
+    else:
+        ends = tuple(f".{end}" for end in targets)
+        found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
     if not found:
         raise ValueError(
             f"method.targets={show(targets)}; allowed: all-linear, a regular expression or a list that "
@@ -126,46 +142,13 @@ def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[s
     return found
 
 
-def meant(name: str, targets: str | Sequence[str]) -> bool:
-    """Whether a map is one of the targets, by the rule of peft."""
-    if isinstance(targets, str):
-        return re.fullmatch(targets, name) is not None
-    return any(name == end or name.endswith(f".{end}") for end in targets)
-
-
-def find_fused(model: PreTrainedModel) -> dict[str, tuple[Tensor, ...]]:
-    """The output features that are ranked together, by name of map; nothing where blocks are not known."""
-    try:
-        return {each.name: each.segments for each in projections(model)}
-    except ValueError:
-        return {}
-
-
-def untied_embedding(model: PreTrainedModel) -> str:
-    """The name of the input embedding, whose head has a copy of it from now on if it was tied."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and head.weight is table.weight:
-        head.weight = nn.Parameter(table.weight.detach().clone())
-        model.config.tie_word_embeddings = False
-    return next(name for name, module in model.named_modules() if module is table)
-
-
-def halves(model: PreTrainedModel, segments: Mapping[str, tuple[Tensor, ...] | None]) -> Iterator[Projection]:
-    """A and B of each map: rows of A are ranked by their own output A x, rows of B by the whole layer's."""
-    for name, ranked in segments.items():
-        layer = model.get_submodule(name)
-        a, b = layer.lora_A[NEWEST], layer.lora_B[NEWEST]
-        yield Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),))
-        yield Projection(f"{name}.lora_B", b, 0, ranked or (torch.arange(b.out_features),), measured=layer)
-
-
-def layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """The layers with pairs, by name."""
+def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
+    """The layers with adapters, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def pair_of(layer: LoraLayer, adapter: str = NEWEST) -> tuple[nn.Parameter, nn.Parameter]:
-    """A [r, d_in] and B [d_out, r] of a layer."""
+def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
+    """A [r, d_in] and B [d_out, r] of a layer's adapter."""
     if adapter in layer.lora_A:
         return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
@@ -176,126 +159,160 @@ def has_earlier(layer: LoraLayer) -> bool:
 
 
 @torch.no_grad()
-def draw_pair(model: nn.Module, seed: int) -> None:
-    """Draws the newest pairs anew, with product 0. Sets the global generator, since peft draws from it and
-    all processes must draw the same."""
+def reset_newest(model: nn.Module, seed: int) -> None:
+    """Draws the newest adapters, with product 0. Sets the global generator, since peft draws from it and all
+    processes must draw the same."""
     torch.manual_seed(seed)
-    for layer in layers(model).values():
+    for layer in lora_layers(model).values():
         layer.reset_lora_parameters(NEWEST, True)
 
 
 @torch.no_grad()
-def merge(model: nn.Module) -> None:
-    """Adds the newest pairs to the frozen weights; they themselves stay as they are."""
-    for layer in layers(model).values():
+def merge_newest(model: nn.Module) -> None:
+    """Adds the newest adapters to the frozen weights; they themselves stay as they are."""
+    for layer in lora_layers(model).values():
         weight = layer.get_base_layer().weight
         weight.add_(shard_like(layer.get_delta_weight(NEWEST).to(weight.dtype), weight))
 
 
-@torch.no_grad()
-def set_aside(model: PreTrainedModel) -> None:
-    """Puts copies of the newest pairs behind those of earlier domains, which are frozen."""
-    for layer in layers(model).values():
-        hold(layer, model.peft_config[NEWEST], *join_pairs(layer))
-
-
-def join_pairs(layer: LoraLayer) -> tuple[Tensor, Tensor]:
-    """All pairs of a layer along the rank: A [t r, d_in], B [d_out, t r]."""
-    pairs = [pair_of(layer, EARLIER)] if has_earlier(layer) else []
-    a, b = zip(*pairs, pair_of(layer), strict=True)
+def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
+    """All adapters of a layer along the rank: A [t r, d_in], B [d_out, t r]."""
+    earlier = [factors_of(layer, EARLIER)] if has_earlier(layer) else []
+    a, b = zip(*earlier, factors_of(layer), strict=True)
     return torch.cat(a), torch.cat(b, dim=1)
 
 
 @torch.no_grad()
-def hold(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
-    """Makes A and B the earlier pairs of a layer; the newest one is trained or not as before."""
-    trained = pair_of(layer)[0].requires_grad
-    # Without dropout, which would tell pairs that are kept apart from pairs in W.
+def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
+    """Makes A and B the earlier adapters of a layer; the newest one is trained or not as before."""
+    trained = factors_of(layer)[0].requires_grad
+    # Without dropout, which would distinguish adapters that are kept from merged ones.
     plain = replace(config, lora_dropout=0.0, init_lora_weights=False)
     layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=plain)
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
     layer.set_adapter([NEWEST, EARLIER])
-    for parameter in pair_of(layer):
+    for parameter in factors_of(layer):
         parameter.requires_grad_(trained)
-    for parameter, value in zip(pair_of(layer, EARLIER), (a, b), strict=True):
+    for parameter, value in zip(factors_of(layer, EARLIER), (a, b), strict=True):
         parameter.requires_grad_(False).copy_(value)
 
 
-def begin(model: PreTrainedModel, *, stored: str, seed: int) -> None:
-    """Begins a new pair: the last one goes to the frozen weights or to the earlier pairs."""
-    (merge if stored == "merged" else set_aside)(model)
-    draw_pair(model, seed)
+def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
+    """Starts a new adapter: the last one is merged into the frozen weights (`merged`), or joins the earlier
+    ones (`pairs`)."""
+    if stored == "merged":
+        merge_newest(model)
+    else:
+        for layer in lora_layers(model).values():
+            set_earlier(layer, model.peft_config[NEWEST], *join_adapters(layer))
+    reset_newest(model, seed)
 
 
-def follow(model: PreTrainedModel) -> None:
-    """Lets the model take a state_dict with more earlier pairs than it has, or fewer."""
-    model.register_load_state_dict_pre_hook(take_shape)
+def resize_on_load(model: PreTrainedModel) -> None:
+    """Lets the model load a state_dict with more earlier adapters than it has, or fewer."""
+    model.register_load_state_dict_pre_hook(_fit_earlier)
 
 
-def take_shape(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
-    """Gives each layer as many earlier pairs as the state has."""
-    for name, layer in layers(model).items():
-        own = {key.removeprefix(f"{prefix}{name}."): value for key, value in state.items()}
-        stored = [own[key] for key in EARLIER_KEYS if key in own]
+def _fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: str, *args: Any) -> None:
+    names = [f"lora_{half}.{EARLIER}.weight" for half in "AB"]
+    names += [f"lora_embedding_{half}.{EARLIER}" for half in "AB"]
+    for name, layer in lora_layers(model).items():
+        keys = [f"{prefix}{name}.{key}" for key in names]
+        stored = [state[key] for key in keys if key in state]
         if stored:
-            hold(layer, model.peft_config[NEWEST], *stored)
+            set_earlier(layer, model.peft_config[NEWEST], *stored)
         elif has_earlier(layer):
             layer.delete_adapter(EARLIER)
 
 
-def without_pairs(model: PreTrainedModel, *, merged: bool) -> PreTrainedModel:
-    """A copy as its authors wrote it, all of it trainable, with all pairs added to its weights or without."""
+def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
+    """An unmodified copy, all of it trainable, with what peft's layers have learned in its weights or
+    without."""
     copy = deepcopy(model)
-    for name, layer in layers(copy).items():
+    for name, layer in [each for each in copy.named_modules() if isinstance(each[1], BaseTunerLayer)]:
         if merged:
             layer.merge()
         copy.set_submodule(name, layer.get_base_layer())
-    del copy.peft_config
+    if hasattr(copy, "peft_config"):
+        del copy.peft_config
     return copy.requires_grad_(True)
 
 
-def newest_pairs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All pairs as one by the names of the newest: what peft loads as a single adapter."""
+def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All adapters as one, by the names of the newest: what peft loads as a single adapter."""
     found = {}
-    for layer in layers(model).values():
-        found |= {id(p): value for p, value in zip(pair_of(layer), join_pairs(layer), strict=True)}
+    for layer in lora_layers(model).values():
+        found |= {id(p): value for p, value in zip(factors_of(layer), join_adapters(layer), strict=True)}
     return {name: found[id(p)] for name, p in model.named_parameters() if id(p) in found}
 
 
-def export_pairs(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Writes the base to `folder` and each part, pairs by the names of the newest, to adapters/<name> in it,
-    as peft does; gives the Python expression that loads it with the last part."""
-    base = without_pairs(model, merged=False)
+def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Writes the base to `folder` and each domain's adapter, of any rank, by the names of the newest, to
+    adapters/<name> in peft's format; returns the Python expression that loads it with the last one."""
+    base, config = without_tuners(model, merged=False), model.peft_config[NEWEST]
     base.save_pretrained(folder)
     for name, weights in parts.items():
         place = folder / "adapters" / quote(name, safe=" ")
         place.mkdir(parents=True, exist_ok=True)
-        save_pairs(place, model, weights, base=folder)
+        how = {"adapter_name": NEWEST, "save_embedding_layers": False}
+        state = get_peft_model_state_dict(model, state_dict=dict(weights), **how)
+        written = {
+            f"base_model.model.{key}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for key, value in state.items()
+        }
+        save_file(written, place / "adapter_model.safetensors")
+        rank = len(next(value for key, value in weights.items() if "_A." in key))
+        # alpha grows with the rank, as alpha / r is what the adapters were trained with
+        scaled = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
+        scaled.base_model_name_or_path = str(folder.resolve())
+        if model.config.is_encoder_decoder:
+            scaled.task_type = "SEQ_2_SEQ_LM"
+        elif type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+            scaled.task_type = "CAUSAL_LM"
+        else:  # peft has no task for a masked model
+            kind = type(model)
+            scaled.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        scaled.save_pretrained(place)
     loading = f"transformers.{type(base).__name__}.from_pretrained({json.dumps(str(folder))})"
     return f"peft.PeftModel.from_pretrained({loading}, {json.dumps(str(place))})"
 
 
-def save_pairs(place: Path, model: PreTrainedModel, weights: Mapping[str, Tensor], *, base: Path) -> None:
-    """Writes one adapter, of whatever rank its weights have, in peft's format, with what AutoPeftModel… needs
-    to load it: the base's folder, and its task or, for a masked model, which has none in peft, its class."""
-    config = model.peft_config[NEWEST]
-    state = get_peft_model_state_dict(
-        model, state_dict=dict(weights), adapter_name=NEWEST, save_embedding_layers=False
-    )
-    rank = len(next(value for name, value in weights.items() if "_A." in name))
-    written = {
-        f"base_model.model.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, value in state.items()
-    }
-    save_file(written, place / "adapter_model.safetensors")
-    # alpha grows with the rank, as alpha / r is what the pairs were learned with
-    scaled = replace(config, r=rank, lora_alpha=config.lora_alpha * rank / config.r, inference_mode=True)
-    scaled.base_model_name_or_path = str(base.resolve())
-    if model.config.is_encoder_decoder:
-        scaled.task_type = "SEQ_2_SEQ_LM"
-    elif type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-        scaled.task_type = "CAUSAL_LM"
+def attach_tuner(
+    model: PreTrainedModel, tuner: str, *, targets: str | Sequence[str], arguments: Mapping[str, Any]
+) -> Scope:
+    """Adds a tuner of peft to the layers of the targets: of `auto`, all linear layers but the head, for
+    ln_tuning the norms; else as for LoRA. Only what it adds is trained.
+
+    Raises ValueError for unknown arguments, and for a model that the tuner does not support."""
+    kind = "LORA" if tuner == "dora" else tuner.upper()
+    if targets == "auto" and tuner == "ln_tuning":
+        norms = [name for name, m in model.named_modules() if type(m).__name__.endswith("Norm")]
+        given: dict[str, Any] = {"target_modules": norms}
     else:
-        kind = type(model)
-        scaled.auto_mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    scaled.save_pretrained(place)
+        found = find_targets(model, "all-linear" if targets == "auto" else targets)
+        given = {"target_modules": list(found)}
+        conv = any(isinstance(module, Conv1D) for module in found.values())
+        given |= {"fan_in_fan_out": True} if conv and tuner in ("dora", "ia3", "vera") else {}
+        given |= {"use_dora": True} if tuner == "dora" else {}
+        given |= {"init_weights": True} if tuner == "fourierft" else {}  # starts as the base
+        if tuner == "ia3":
+            down = {place.out.name for place in sublayers(model, ("neurons",))}
+            given["feedforward_modules"] = [name for name in found if name in down]
+    given |= dict(arguments)
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    known = [name for name in config.__dataclass_fields__ if name not in ("peft_type", "task_type")]
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"method.arguments.{unknown[0]} is not known; allowed: {', '.join(known)}")
+    try:
+        made = config(**given)
+        if kind == "VERA":  # whose layers share what peft does not give to a model that it only injects into
+            PEFT_TYPE_TO_TUNER_MAPPING[kind](model, {NEWEST: made}, NEWEST)
+        else:
+            inject_adapter_in_model(made, model, adapter_name=NEWEST)
+    except (TypeError, ValueError, NotImplementedError, ImportError) as error:
+        shown = ", ".join(f"{name}: {show(value)}" for name, value in arguments.items())
+        raise ValueError(
+            f"method.tuner={tuner} with method.arguments={{{shown}}} does not go with a "
+            f"{model.config.model_type}: {reason(error)}"
+        ) from error
+    return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

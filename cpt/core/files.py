@@ -7,6 +7,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -118,3 +119,22 @@ def find_damage(folder: Path, table: Table, *, full: bool) -> Iterator[str]:
                 yield f"{name} differs from its checksum"
         except OSError as error:  # a bad disk, or another process has just removed it
             yield f"{name} cannot be read ({error.strerror})"
+
+
+def write_checked_json(path: Path, value: Any) -> None:
+    """Writes a JSON value with its hash, atomically."""
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
+    replace(path, json.dumps({"kept": value, "own": digest}))
+
+
+def read_checked_json(path: Path, *, instead: str) -> Any:
+    """Raises ValueError for a file that is missing or damaged; `instead` says what to do about it."""
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known["own"] != xxhash.xxh3_128_hexdigest(json.dumps(known["kept"]).encode()):
+            raise ValueError("it differs from its checksum")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is gone; {instead}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {instead}") from None
+    return known["kept"]

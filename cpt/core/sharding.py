@@ -135,4 +135,4 @@ def average_gradients(module: nn.Module) -> None:
         distributed.all_reduce(joint)
         joint /= distributed.get_world_size()
         for each, mean in zip(alike, joint.split([p.numel() for p in alike]), strict=True):
-            each.grad = torch.empty_like(each).copy_(mean.view_as(each))  # as it lies: see cpt.optim.layout
+            each.grad = torch.empty_like(each).copy_(mean.view_as(each))  # as it lies: see cpt.optim.state

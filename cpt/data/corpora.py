@@ -9,13 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from cpt.core.config import digest
-from cpt.data.answered import encode_corpus, examples_of
 from cpt.data.corpus import Corpus, make_corpus
-from cpt.data.encoding import Encoder
-from cpt.data.forms import common_choices, encode_forms
 from cpt.data.packing import Packed, pack
-from cpt.data.prompts import Prompt, prompts_of
 from cpt.data.sources.base import CONCAT, GENERAL, Encoding, Source
+from cpt.data.tokenized_tasks import Encoder, Prompt, encode_corpus, read_examples
 
 
 @dataclass(frozen=True)
@@ -89,21 +86,6 @@ class Corpora:
             raise ValueError("the domains are raw text, which asks nothing; allowed: domains=tasks")
         return Encoder(tokenizer, length, self.encoding, seq2seq)
 
-    def forms(self, name: str, encoder: Encoder, *, sign: str) -> Packed:
-        """The training examples of a domain in the form in which they are written."""
-        return encode_forms(
-            self.by_name[name],
-            encoder=encoder,
-            sign=sign,
-            name=name,
-            cache=self.cache,
-            tokenizer_digest=self.tokenizer_digest(encoder.tokenizer),
-        )
-
-    def choices(self, name: str) -> tuple[str, ...]:
-        """The choices that all training examples of a domain have."""
-        return common_choices(examples_of(self.by_name[name], "train"))
-
     def tokenizer_digest(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """A hash of what decides the rows of the domains: what the tokenizer gives, and where they may be
         chats its template."""
@@ -122,7 +104,8 @@ class Corpora:
         """The examples of a domain's split as prompts, in the order of its rows."""
         if self.encoding is None:
             raise ValueError(f"domain {name} is raw text, which asks nothing; allowed: domains=tasks")
-        return prompts_of(self.by_name[name], split, Encoder(tokenizer, length, self.encoding, seq2seq))
+        encoder = Encoder(tokenizer, length, self.encoding, seq2seq)
+        return map(encoder.prompt, read_examples(self.by_name[name], split))
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -1,5 +1,7 @@
-"""How texts are made ready, whatever they are."""
+"""Options of the data, without torch: processes that tokenize, and how much of each domain is trained on."""
 
+import math
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from cpt.core.options import Options, option
@@ -8,9 +10,49 @@ from cpt.core.rules import or_null, whole
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(Options):
-    """How the work on texts is carried out; nothing of it decides what comes out."""
+    """How texts are prepared; nothing of it changes the result."""
 
     workers: int | None = option(
         "processes that tokenise a text; null: one per core that the run may use, fewer for small texts",
         or_null(whole(1)),
     )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a domain is trained: one of `steps`, `epochs` and `tokens`, in global batches of `batch_size`
+    samples."""
+
+    steps: int | None
+    epochs: float | None
+    tokens: int | None
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        names = ("steps", "epochs", "tokens")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        whole_steps = self.steps is None or float(self.steps).is_integer()
+        if len(given) != 1 or min(given.values()) <= 0 or not whole_steps or self.batch_size < 1:
+            shown = " ".join(f"trainer.{name}={value}" for name, value in given.items()) or "none"
+            raise ValueError(
+                f"the budget of a domain is {shown}, trainer.batch_size={self.batch_size}; allowed: exactly "
+                "one of trainer.steps (whole), trainer.epochs, trainer.tokens above 0 (the others null), and "
+                "batches of 1 or more"
+            )
+
+    def steps_for(self, text: Sized, *, length: float) -> int:
+        """Optimizer steps for a text whose samples have `length` tokens on average."""
+        if self.steps is not None:
+            return int(self.steps)
+        samples = self.epochs * len(text) if self.epochs is not None else (self.tokens or 0) / length
+        return max(1, math.ceil(samples / self.batch_size))
+
+
+def share_batch(batch_size: int, *, accumulate: int, world: int) -> int:
+    """Samples of a process's micro-batch; raises ValueError if the global batch does not divide evenly."""
+    if accumulate < 1 or batch_size % (accumulate * world):
+        raise ValueError(
+            f"trainer.batch_size={batch_size} is not a multiple of "
+            f"trainer.accumulate_grad_batches={accumulate} times {world} processes"
+        )
+    return batch_size // (accumulate * world)

@@ -1,4 +1,4 @@
-"""In which order domains are learned: a named order, a list, or one that the similarity of their texts gives.
+"""Orders of the domains: named ones, words, lists, and orders by the similarity of the domains' texts.
 
 Yildiz et al. 2024 (arXiv 2402.17400) order coarse domains by the similarity of their mean embeddings, and
 fine ones within them. Where a chain starts, how it continues and what breaks a tie is our choice."""
@@ -10,19 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from cpt.core.rules import show
-from cpt.data.sources.base import PACKAGES
 from cpt.data.sources.m2d2 import parse_name
 
-RESERVED = ("base", "joint", "general")
-SWAPPED = "swapped"  # alone, or after another word: its second half first
+SWAPPED = "swapped"  # alone, or after another word: the second half first
 BY_TEXTS = ("similar", "similar_tree", "dissimilar")
 WORDS = ("reverse", "random", *BY_TEXTS)
 DECIMALS = 4  # of a cosine: a smaller difference is a tie, on any machine
@@ -37,30 +33,28 @@ def resolve_order(
     orders: Sequence[Sequence[str]] | Mapping[int, Sequence[str]] | None,
     seed: int,
 ) -> list[str]:
-    """The domains to learn: a named order by number, a word about the first, or the given list. An order that
-    the texts give (`by_texts`) is the first one until `arrange_domains`.
-
-    Raises ValueError for an order or a domain that does not exist; the message lists what does.
-    """
+    """The domains to train on: a named order by its number, a word about the first one, one domain, or the
+    list as it is. Orders by similarity are the first one until `arrange_domains`. Raises ValueError for an
+    order or a domain that does not exist."""
     given = orders or [sorted(names)]
     numbered = given.items() if isinstance(given, Mapping) else enumerate(given)
     named = {int(number): list(each) for number, each in numbered}
     chosen = named.get(order) if isinstance(order, int) else None
     if isinstance(order, str):
-        first, (stem, swapped) = next(iter(named.values())), split_word(order)
-        words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
-        if stem in BY_TEXTS:
-            chosen = first
-        elif order and stem in words:
-            chosen = swap_halves(words[stem]) if swapped else words[stem]
-        elif order in names:
-            chosen = [order]
-        if stem == "similar_tree" and len(groups := group_places(first)) in (1, len(first)):
+        first, (stem, is_swapped) = next(iter(named.values())), split_word(order)
+        if stem == "similar_tree" and len(groups := group_coarse(first)) in (1, len(first)):
             raise ValueError(
                 f"order=similar_tree: the {len(first)} domains are within {len(groups)} coarse ones, by "
                 "their names; allowed: order=similar, or several coarse ones like those of cs.AI, cs.LG and "
                 "math.AG"
             )
+        words = {"": first, "reverse": first[::-1], "random": random.Random(seed).sample(first, len(first))}
+        if stem in BY_TEXTS:
+            chosen = first
+        elif order and stem in words:
+            chosen = swap_halves(words[stem]) if is_swapped else words[stem]
+        elif order in names:
+            chosen = [order]
     elif isinstance(order, Sequence):
         chosen = [str(name) for name in order]
     if chosen is None:
@@ -73,7 +67,7 @@ def resolve_order(
         raise ValueError(f"order: unknown domain {', '.join(unknown)}; there are: {', '.join(sorted(names))}")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise ValueError(f"order={show(chosen)} must name at least one domain, and each only once")
-    if reserved := sorted(set(chosen) & set(RESERVED)):
+    if reserved := sorted({"base", "joint", "general"} & set(chosen)):
         raise ValueError(
             f"a domain may not be called {', '.join(reserved)}: scores.json uses it; allowed: another name"
         )
@@ -82,10 +76,8 @@ def resolve_order(
 
 def split_word(word: str) -> tuple[str, bool]:
     """A word without the suffix that swaps its halves, and whether it has one."""
-    if word == SWAPPED:
-        return "", True
-    stem = word.removesuffix(f"_{SWAPPED}")
-    return (stem, stem != word) if stem in WORDS else (word, False)
+    stem = "" if word == SWAPPED else word.removesuffix(f"_{SWAPPED}")
+    return (stem, stem != word) if word == SWAPPED or stem in WORDS else (word, False)
 
 
 def swap_halves(order: Sequence[str]) -> list[str]:
@@ -95,14 +87,14 @@ def swap_halves(order: Sequence[str]) -> list[str]:
 
 
 def by_texts(order: int | str | Sequence[str]) -> bool:
-    """Whether the similarity of the texts gives an order."""
+    """Whether the similarity of the texts decides an order."""
     return isinstance(order, str) and split_word(order)[0] in BY_TEXTS
 
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosines between the mean embeddings of domains, [N, N], and with the general text, [N]: of their
-    differences from the mean of the domains, without which all would be close to 1. `names` are sorted."""
+    """Cosines between the mean embeddings of domains, [N, N], and with that of the general text, [N], minus
+    the mean over domains, without which all would be close to 1. `names` are sorted."""
 
     names: list[str]
     matrix: np.ndarray
@@ -111,16 +103,19 @@ class Similarity:
     @classmethod
     def of(cls, means: Mapping[str, np.ndarray], *, general: np.ndarray) -> "Similarity":
         """From the mean embedding of each domain, [D], and that of the general text."""
-        names = sorted(means)
-        table = np.stack([np.asarray(means[name], float) for name in names])
-        middle = table.mean(0)
-        units = unit_rows(table - middle)
-        towards = units @ unit_rows((np.asarray(general, float) - middle)[None])[0]
-        return cls(names, round_cosines(units @ units.T), round_cosines(towards))
+        rows = np.stack(
+            [np.asarray(each, float) for each in (*(means[name] for name in sorted(means)), general)]
+        )
+        rows = rows - rows[:-1].mean(0)
+        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+        units = rows / np.where(lengths > 0, lengths, 1)
+        return cls(
+            sorted(means), round_cosines(units[:-1] @ units[:-1].T), round_cosines(units[:-1] @ units[-1])
+        )
 
     @classmethod
-    def load(cls, told: Mapping[str, Any]) -> "Similarity":
-        return cls(list(told["names"]), np.array(told["matrix"]), np.array(told["general"]))
+    def load(cls, values: Mapping[str, Any]) -> "Similarity":
+        return cls(list(values["names"]), np.array(values["matrix"]), np.array(values["general"]))
 
     def tell(self, order: Sequence[str]) -> dict[str, Any]:
         """The same as JSON values, in an order of the names."""
@@ -129,48 +124,38 @@ class Similarity:
         return {"names": list(order), "matrix": matrix.tolist(), "general": self.general[places].tolist()}
 
 
-def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Rows [N, D] of length 1; those of length 0 are unchanged."""
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return rows / np.where(lengths > 0, lengths, 1)
-
-
 def round_cosines(values: np.ndarray) -> np.ndarray:
     return np.round(np.clip(values, -1, 1), DECIMALS) + 0.0  # no -0
 
 
 def arrange_domains(word: str, given: Similarity) -> list[str]:
     """The order that a word of BY_TEXTS gives, from the domain nearest to the general text on: always the
-    nearest next (similar), or the farthest (dissimilar). similar_tree: coarse domains, by the mean similarity
-    of their members; within each its members, from the one nearest to the last learned on."""
-    stem, swapped = split_word(word)
-    order: list[int] = []
+    nearest next (similar) or the farthest (dissimilar). similar_tree: coarse domains, by the mean similarity
+    of their members; within each its members, from the one nearest to the last trained on."""
+
+    def chain(matrix: np.ndarray, start: np.ndarray) -> list[int]:
+        """The greatest of `start` first, then the remaining one that is greatest in the row of the last."""
+        found, left = [int(np.argmax(start))], np.ones(len(start), bool)
+        while len(found) < len(start):
+            left[found[-1]] = False
+            found.append(int(np.argmax(np.where(left, matrix[found[-1]], -np.inf))))
+        return found
+
+    (stem, is_swapped), matrix, order = split_word(word), given.matrix, list[int]()
     if stem == "similar_tree":
-        groups = sorted(group_places(given.names).items())
-        between = [[given.matrix[np.ix_(a, b)].mean() for _, b in groups] for _, a in groups]
-        towards = [given.general[members].mean() for _, members in groups]
-        for number in chain(round_cosines(np.array(between)), round_cosines(np.array(towards))):
-            members = groups[number][1]
-            start = given.matrix[order[-1]] if order else given.general
-            order += [members[at] for at in chain(given.matrix[np.ix_(members, members)], start[members])]
+        groups = [members for _, members in sorted(group_coarse(given.names).items())]
+        between = np.array([[matrix[np.ix_(a, b)].mean() for b in groups] for a in groups])
+        towards = np.array([given.general[members].mean() for members in groups])
+        for members in (groups[at] for at in chain(round_cosines(between), round_cosines(towards))):
+            start = matrix[order[-1]] if order else given.general
+            order += [members[at] for at in chain(matrix[np.ix_(members, members)], start[members])]
     else:
-        order = chain(-given.matrix if stem == "dissimilar" else given.matrix, given.general)
+        order = chain(-matrix if stem == "dissimilar" else matrix, given.general)
     names = [given.names[place] for place in order]
-    return swap_halves(names) if swapped else names
+    return swap_halves(names) if is_swapped else names
 
 
-def chain(matrix: np.ndarray, start: np.ndarray) -> list[int]:
-    """The places 0..N-1: the greatest of `start` first, then always the remaining one that is greatest in the
-    row of the last; of equals the first."""
-    left = np.ones(len(start), bool)
-    order = [int(np.argmax(start))]
-    while len(order) < len(start):
-        left[order[-1]] = False
-        order.append(int(np.argmax(np.where(left, matrix[order[-1]], -np.inf))))
-    return order
-
-
-def group_places(names: Sequence[str]) -> dict[str, list[int]]:
+def group_coarse(names: Sequence[str]) -> dict[str, list[int]]:
     """The places of names by their coarse domain."""
     groups: dict[str, list[int]] = {}
     for place, name in enumerate(names):
@@ -179,8 +164,8 @@ def group_places(names: Sequence[str]) -> dict[str, list[int]]:
 
 
 def embed_by_words(texts: Mapping[str, Iterable[list[str]]]) -> dict[str, np.ndarray]:
-    """Mean TF-IDF vector of each text, [BUCKETS]: a document is the logarithms of its words' counts, hashed,
-    of length 1; a word weighs by how few of all documents have it."""
+    """Mean TF-IDF vector of each text, [BUCKETS]: a document is the logarithms of its hashed words' counts,
+    of length 1; words are weighted by inverse document frequency."""
     sums, counts = {name: np.zeros(BUCKETS) for name in texts}, dict.fromkeys(texts, 0)
     having = np.zeros(BUCKETS)
     for name, batches in texts.items():
@@ -212,36 +197,3 @@ def embed_by_vectors(
             total, count = total + vectors.sum(0), count + len(batch)
         means[name] = total / max(1, count)
     return means
-
-
-def static_encoder() -> Callable[[list[str]], np.ndarray]:
-    """A document is the mean of its tokens' rows of a table, that of the package wordllama (256 numbers a
-    token). Its own loader is not used: it looks for the tokenizer on the network."""
-    from safetensors.numpy import load_file
-    from tokenizers import Tokenizer
-
-    spec = find_spec(PACKAGES["static"])
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    tables, tokenizers = (
-        sorted(path for place in places for path in Path(place).glob(pattern))
-        for pattern in ("weights/*_256.safetensors", "tokenizers/*.json")
-    )
-    if not tables or not tokenizers:
-        raise ValueError(f"the package wordllama in {', '.join(places)} has no table or no tokenizer with it")
-    (table,) = load_file(tables[0]).values()
-    tokenizer = Tokenizer.from_file(str(tokenizers[0]))
-
-    def encode(documents: list[str]) -> np.ndarray:
-        encoded = tokenizer.encode_batch(documents, add_special_tokens=False)
-        rows = [table[each.ids].astype(np.float32) for each in encoded]
-        return np.stack([each.mean(0) if len(each) else np.zeros(each.shape[1], each.dtype) for each in rows])
-
-    return encode
-
-
-def sentence_encoder(folder: str) -> Callable[[list[str]], np.ndarray]:
-    """A document is embedded by a sentence-transformers model."""
-    from sentence_transformers import SentenceTransformer
-
-    model: Any = SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)
-    return lambda documents: model.encode(documents, show_progress_bar=False, convert_to_numpy=True)

@@ -17,7 +17,7 @@ from cpt.core.growing import Growing
 from cpt.core.progress import DELAY, progress_bar
 from cpt.core.randomness import shuffle
 from cpt.data.arrow import END, schema_of
-from cpt.data.batch import Sizes
+from cpt.data.collate import Sizes
 from cpt.data.corpus import SPLITS, Corpus
 from cpt.data.fitting import Alone, Cut, Fit
 from cpt.data.sources.base import CONCAT, ISOLATED, PER_DOCUMENT

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cpt.core.randomness import key, sample_keys
-from cpt.data.examples import read_example
+from cpt.data.example import read_example
 from cpt.data.sources.base import EXAMPLES, TEXT
 
 SPLITS = ("train", "valid", "test")

@@ -12,7 +12,7 @@ import numpy as np
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, or_null
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.gate import REPLICATES, Losses
+from cpt.evaluation.change import REPLICATES, Losses
 from cpt.evaluation.metrics import bootstrap
 
 NATS = or_null(number("above 0"))

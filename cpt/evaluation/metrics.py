@@ -1,4 +1,4 @@
-"""Every metric as a mean of terms of a run's matrix of losses, its median beside it, and their intervals.
+"""Metrics of a run's matrix of losses: each a mean of terms, with its median and a bootstrap interval.
 
 The functions below give the terms, [..., K], whose mean their docstrings say. A cell that was not measured is
 nan; so are the terms that need it, and the mean is over those that are left.
@@ -13,6 +13,7 @@ Yildiz et al. 2024 (arXiv 2402.17400): ZS, CPT, LC, transfer relative to zero-sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +37,7 @@ def zero_shot(nll: Array, *, domains: int) -> Array:
 
 def just_learned(nll: Array, *, domains: int) -> Array:
     """Loss on each domain just after it was learned: `mean_{j<=n} L[j][j]`."""
-    return _diagonal(nll)
+    return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
 
 
 def last(nll: Array, *, domains: int) -> Array:
@@ -47,7 +48,7 @@ def last(nll: Array, *, domains: int) -> Array:
 def forgetting(nll: Array, *, domains: int) -> Array:
     """Forgetting since each domain was learned, > 0 is bad: `mean_{j<n} (L[n][j] - L[j][j])`."""
     earlier = nll.shape[-2] - 2
-    return nll[..., -1, :earlier] - _diagonal(nll)[..., :earlier]
+    return nll[..., -1, :earlier] - just_learned(nll, domains=domains)[..., :earlier]
 
 
 def forgetting_from_best(nll: Array, *, domains: int) -> Array:
@@ -95,11 +96,6 @@ def general_drift(nll: Array, *, domains: int) -> Array:
 def intransigence(diagonal: Array, *, one: Array) -> Array:
     """Cost against learning each domain alone (method `one`), > 0 is bad: `mean_j (L[j][j] - ONE[j][j])`."""
     return (np.asarray(diagonal) - np.asarray(one)).mean(-1)
-
-
-def _diagonal(nll: Array) -> Array:
-    """L[j][j] for the stages j = 1..n, as [..., n]."""
-    return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
 
 
 class Metric(NamedTuple):
@@ -160,16 +156,6 @@ def terms(nll: Array, *, layout: Layout) -> dict[str, Array]:
     return {name: metric.compute(aligned, domains=domains) for name, metric in there.items()}
 
 
-def metrics(nll: Array, *, layout: Layout, higher: bool = False) -> dict[str, Array]:
-    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]. With
-    `higher` it is of scores, not of losses: a level is then their mean, and a gain is still a gain."""
-    found = {
-        name: average(each, ~np.isnan(each), nested=METRICS[name].nested)
-        for name, each in terms(-nll if higher else nll, layout=layout).items()
-    }
-    return {name: -value if higher and METRICS[name].level else value for name, value in found.items()}
-
-
 @np.errstate(invalid="ignore")
 def average(values: Array, there: Array, *, nested: bool = False) -> Array:
     """The mean of the terms that are there, [..., K] or nested [..., i, j]; nan where none is."""
@@ -180,26 +166,14 @@ def average(values: Array, there: Array, *, nested: bool = False) -> Array:
     return average(means, counts > 0) if nested else means
 
 
-@np.errstate(invalid="ignore", over="ignore")
-def compute_medians(nats: Array, *, layout: Layout) -> dict[str, dict[str, float]]:
-    """{metric: {unit: median}} of one matrix [row, column]: over the terms that were measured, of nested ones
-    over all of them; nan where none was. Where a few domains are outliers the mean is theirs."""
-    units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
-    there = {name: ~np.isnan(each) for name, each in units["nats"].items()}
-    return {
-        name: {
-            unit: float(np.median(units[unit][name][seen])) if seen.any() else float("nan") for unit in UNITS
-        }
-        for name, seen in there.items()
+def metrics(nll: Array, *, layout: Layout, higher: bool = False) -> dict[str, Array]:
+    """Every metric whose terms exist; nll is [..., row, column] as in the layout, each value [...]. With
+    `higher` it is of scores, not of losses: a level is then their mean, and a gain is still a gain."""
+    found = {
+        name: average(each, ~np.isnan(each), nested=METRICS[name].nested)
+        for name, each in terms(-nll if higher else nll, layout=layout).items()
     }
-
-
-def count_terms(nll: Array, *, layout: Layout) -> dict[str, tuple[int, int]]:
-    """How many terms of each metric were measured, and how many there are, of one matrix [row, column]."""
-    there = np.where(np.isnan(nll), np.nan, 0.0)
-    seen = {name: (~np.isnan(each)).sum() for name, each in terms(there, layout=layout).items()}
-    whole = {name: (~np.isnan(each)).sum() for name, each in terms(np.zeros_like(nll), layout=layout).items()}
-    return {name: (int(count), int(whole[name])) for name, count in seen.items()}
+    return {name: -value if higher and METRICS[name].level else value for name, value in found.items()}
 
 
 @np.errstate(over="ignore")
@@ -210,13 +184,32 @@ def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
-def compute_values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
+def compute_values(nats: Array, *, layout: Layout, reduce: Callable[..., Array] = average) -> dict:
     """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
     units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
     there = {name: ~np.isnan(each) for name, each in units["nats"].items()}  # not in another: it may overflow
     return {
-        name: {unit: average(units[unit][name], seen, nested=METRICS[name].nested) for unit in UNITS}
+        name: {unit: reduce(units[unit][name], seen, nested=METRICS[name].nested) for unit in UNITS}
         for name, seen in there.items()
+    }
+
+
+def compute_medians(nats: Array, *, layout: Layout) -> dict[str, dict[str, float]]:
+    """{metric: {unit: median}} of one matrix [row, column]: over the terms that were measured, of nested ones
+    over all of them; nan where none was. A mean is dominated by outliers, a median is not."""
+
+    def median(values: Array, there: Array, **_: bool) -> float:
+        return float(np.median(values[there])) if there.any() else math.nan
+
+    return compute_values(nats, layout=layout, reduce=median)
+
+
+def count_terms(nll: Array, *, layout: Layout) -> dict[str, tuple[int, int]]:
+    """How many terms of each metric were measured, and how many there are, of one matrix [row, column]."""
+    whole = terms(np.zeros_like(nll), layout=layout)
+    return {
+        name: (int((~np.isnan(each)).sum()), int((~np.isnan(whole[name])).sum()))
+        for name, each in terms(np.where(np.isnan(nll), np.nan, 0.0), layout=layout).items()
     }
 
 
@@ -226,14 +219,21 @@ def intervals(
     """95 % percentile bootstrap over documents (Efron 1979): {metric: {unit: [low, high]}}.
 
     Per column, nll_sums is [row, document] (nats; nan in a row that was not measured), counts [document]
-    (scored tokens). Documents are redrawn
-    within their column, alike for every row: differences are paired. Tokens per byte is taken as known.
+    (scored tokens). Documents are redrawn within their column, alike for every row: differences are paired.
+    Tokens per byte is taken as known. Raises ValueError for other shapes, and for a column without a token.
     """
-    samples = _samples(nll_sums, counts=counts, layout=layout)
-    compute = partial(compute_values, layout=layout)
-    return bootstrap(samples, compute, replicates=replicates, seed=seed)
+    samples = []
+    for name, sums, count in zip(layout.domains, nll_sums, counts, strict=True):
+        if np.shape(sums) != (len(layout.rows), len(count)):
+            raise ValueError(f"{name}: nll_sums is {np.shape(sums)}, needed {(len(layout.rows), len(count))}")
+        scored = np.asarray(count) > 0
+        if not scored.any():
+            raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
+        samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
+    return bootstrap(samples, partial(compute_values, layout=layout), replicates=replicates, seed=seed)
 
 
+@np.errstate(invalid="ignore")
 def bootstrap(
     samples: Sequence[Sequence[Array]],
     compute: Callable[[Array], dict[str, dict[str, Array]]],
@@ -251,25 +251,8 @@ def bootstrap(
         size = min(chunk, replicates - first)
         drawn = [_resample(*s, generator=g, size=size) for s, g in zip(samples, generators, strict=True)]
         parts.append(compute(np.stack(drawn, -1)))
-    return {m: {u: _bounds([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
-
-
-@np.errstate(invalid="ignore")
-def _bounds(parts: Arrays) -> list[float]:
-    return np.percentile(np.concatenate(parts), [2.5, 97.5]).tolist()
-
-
-def _samples(nll_sums: Arrays, *, counts: Arrays, layout: Layout) -> list[list[Array]]:
-    """Per column, sums and counts of the documents that have scored tokens; ValueError if there are none."""
-    samples = []
-    for name, sums, count in zip(layout.domains, nll_sums, counts, strict=True):
-        if np.shape(sums) != (len(layout.rows), len(count)):
-            raise ValueError(f"{name}: nll_sums is {np.shape(sums)}, needed {(len(layout.rows), len(count))}")
-        scored = np.asarray(count) > 0
-        if not scored.any():
-            raise ValueError(f"{name}: none of {len(count)} documents has a scored token, one is needed")
-        samples.append([np.asarray(array, float)[..., scored] for array in (sums, count)])
-    return samples
+    whole = {m: {u: np.concatenate([part[m][u] for part in parts]) for u in parts[0][m]} for m in parts[0]}
+    return {m: {u: np.percentile(x, [2.5, 97.5]).tolist() for u, x in us.items()} for m, us in whole.items()}
 
 
 def _resample(sums: Array, count: Array, *, generator: np.random.Generator, size: int) -> Array:
@@ -278,3 +261,19 @@ def _resample(sums: Array, count: Array, *, generator: np.random.Generator, size
     drawn = generator.integers(documents, size=(size, documents)) + np.arange(size)[:, None] * documents
     weight = np.bincount(drawn.ravel(), minlength=size * documents).reshape(size, documents).astype(float)
     return (weight @ sums.T) / (weight @ count)[:, None]  # a row of nan gives nan
+
+
+def objective_value(
+    metrics: dict[str, dict], objective: str | Sequence[str]
+) -> float | list[float | None] | None:
+    """What a sweeper minimises, METRIC.UNIT of a finished run, or a list of such; None where the run has no
+    such metric. Raises ValueError for an unknown one."""
+    if not isinstance(objective, str):
+        return [objective_value(metrics, each) for each in objective]
+    metric, _, unit = objective.partition(".")
+    if metric not in METRICS or unit not in UNITS:
+        raise ValueError(
+            f"objective={objective}; allowed: METRIC.UNIT of {', '.join(METRICS)} and {', '.join(UNITS)}"
+        )
+    value = metrics.get(metric, {}).get(unit)
+    return value if value is None or math.isfinite(value) else None

@@ -13,7 +13,7 @@ from cpt.core.options import Options, option
 from cpt.core.randomness import key, shuffle
 from cpt.core.rules import YES_NO, Rule, is_steps, number, one_of, or_null, whole
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.gate import Bounds, Losses, compare
+from cpt.evaluation.change import Losses, compare_losses
 
 STEPS = Rule(is_steps, "a whole number, 1 or more")
 
@@ -75,10 +75,10 @@ class Watched:
     ended: str = ""  # why the stage ended before its last step
     kept: int | None = None  # of keep=best: the step whose weights it ended with
 
-    def add(self, step: int, began: Losses, now: Losses, *, own: Sequence[str]) -> None:
+    def add(self, step: int, began: Losses, now: Losses) -> None:
         """Adds a look; `began` are the losses by document at the first one."""
         self.steps.append(step)
-        for change in compare(list(now), [began, now], new=set(own), bounds=Bounds(0.0, 0.0)):
+        for change in compare_losses(list(now), began, now):
             self.nll.setdefault(change.text, []).append(change.after)
             self.rise.setdefault(change.text, []).append([change.low, change.high])
 

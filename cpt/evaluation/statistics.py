@@ -37,7 +37,7 @@ class Difference(NamedTuple):
     p_t: float | None = None
 
 
-NOTHING = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
+NO_DIFFERENCE = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
 
 
 def interval(
@@ -60,10 +60,15 @@ def intervals_of_means(series: Array, replicates: int = REPLICATES, seed: int = 
     bounds = middle + np.array([-1, 1]) * quantile * stats.sem(series, axis=-1)[:, None]
     varied = np.ptp(series, axis=-1) > EQUAL * np.abs(series).max(-1)  # of equal ones nothing is redrawn
     if size >= BOOTSTRAPPED and varied.any():
-        level = 1 - 2 * stats.norm.sf(quantile * np.sqrt(size / (size - 1)))
-        options = {"n_resamples": replicates, "confidence_level": level, "method": "BCa", "axis": -1}
         drawn = stats.bootstrap(
-            (series[varied],), _mean_of_rows, rng=np.random.default_rng(seed), **options
+            (series[varied],),
+            # numpy adds in another order where rows are apart
+            lambda rows, axis: np.ascontiguousarray(rows).mean(axis),
+            n_resamples=replicates,
+            confidence_level=1 - 2 * stats.norm.sf(quantile * np.sqrt(size / (size - 1))),
+            method="BCa",
+            axis=-1,
+            rng=np.random.default_rng(seed),
         ).confidence_interval
         bounds[varied] = np.stack([drawn.low, drawn.high], -1)
     return bounds
@@ -76,29 +81,35 @@ def compare_pairs(
 
     The p-value is that of a sign-flip test: under no difference each pair's sign is a coin, p is the share of
     signs whose mean is at least as far from 0. All 2^n signs up to n = 12, else 10000 drawn ones and p =
-    (1 + count) / (1 + 10000). `p_t` is that of the paired t test.
+    (1 + count) / (1 + 10000). `p_t` is that of the paired t test; None for fewer than LEAST or equal values.
     """
     shared = [key for key in values if key in baseline]
     difference = np.array([[values[key], baseline[key]] for key in shared], dtype=float).reshape(-1, 2)
     difference = _drop_unknown(difference[:, 0] - difference[:, 1])
-    if not len(difference):
-        return NOTHING
-    low, high = interval(difference, seed=seed)
-    return Difference(
-        mean=float(difference.mean()),
-        low=low,
-        high=high,
-        p=_sign_flip(difference, seed=seed),
-        n=len(difference),
-        p_t=_paired_t(difference),
-    )
+    size, p_t = len(difference), None
+    if not size:
+        return NO_DIFFERENCE
+    mean, (low, high) = float(difference.mean()), interval(difference, seed=seed)
+    if size == 1:
+        p = 1.0  # scipy needs two
+    elif size <= EXACT:
+        options = {"permutation_type": "samples", "n_resamples": np.inf}  # every sign of every pair
+        p = float(stats.permutation_test((difference,), np.mean, **options).pvalue)
+    else:  # our own stream, as the p-values that were published have it
+        signs = np.random.default_rng(seed).integers(2, size=(FLIPS, size), dtype=np.int8) * 2 - 1
+        p = _drawn_p(signs @ difference / size, mean)
+    if size >= LEAST and np.ptp(difference) > EQUAL * np.abs(difference).max():
+        ratio = abs(difference.mean()) / stats.sem(difference)
+        p_t = float(2 * stats.t.sf(ratio, size - 1))
+    return Difference(mean, low, high, p, size, p_t)
 
 
 def rank_rows(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
     """Mean rank of each name over the keys for which all have a finite value; the lowest value is rank 1,
     equal ones share the mean of their ranks. nan where there is no such key."""
     rows = list(table.values())
-    keys = [key for key in rows[0] if all(_is_known(row.get(key)) for row in rows)] if rows else []
+    first = rows[0] if rows else {}
+    keys = [key for key in first if all(len(_drop_unknown([row.get(key)])) for row in rows)]
     if not keys:
         return dict.fromkeys(table, np.nan)
     placed = stats.rankdata([[row[key] for key in keys] for row in rows], axis=0)
@@ -118,18 +129,47 @@ def compare_examples(
     or easy for all of them. Examples are redrawn within their task (interval), or swapped between the two
     (p: Fisher's test with random signs). ValueError if there are other numbers of examples.
     """
-    return compare_differences(_by_task(_pair_arrays(one, other)).values(), seed=seed)
+    if not isinstance(one, Mapping):
+        pairs: Mapping = {None: (one, other)}
+    else:
+        pairs = one if other is None else {key: (one[key], other[key]) for key in one if key in other}
+    seeds = defaultdict(list)
+    for key, pair in pairs.items():
+        task = key[0] if isinstance(key, tuple) else key
+        first, second = (np.asarray(given, dtype=float) for given in pair)
+        if first.size != second.size or any(len(each) != len(first) for each in seeds[task]):
+            raise ValueError(f"{task}: predictions for other numbers of test examples; needed: the same ones")
+        seeds[task].append(first - second)
+    return compare_differences((np.mean(each, axis=0) for each in seeds.values()), seed=seed)
 
 
 def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
     """The same of differences by example, [example] for each task: one task after another, of which no more
-    is held than how often each value occurs."""
-    strata = [_count_levels(difference) for difference in tasks if len(difference)]
+    is held than how often each value occurs, since examples with one value are alike."""
+    strata = [np.unique(each.round(12), return_counts=True) for each in tasks if len(each)]
     if not strata:
-        return NOTHING
+        return NO_DIFFERENCE
     generator = np.random.default_rng(seed)
-    drawn = np.mean([_redraw(*stratum, generator=generator) for stratum in strata], axis=0)
-    flipped = np.mean([_flip_signs(*stratum, generator=generator) for stratum in strata], axis=0)
+
+    def redraw(level: Array, count: Array, part: int) -> Array:
+        """Means of redrawn examples."""
+        return generator.multinomial(count.sum(), count / count.sum(), size=part) @ level / count.sum()
+
+    def flip_signs(level: Array, count: Array, part: int) -> Array:
+        """Means of examples with random signs: of m alike, a binomial number keeps its sign."""
+        kept = generator.binomial(count, 0.5, size=(part, len(count)))
+        return (2 * kept - count) @ level / count.sum()
+
+    def draw(make: Callable[[Array, Array, int], Array], total: int) -> Array:
+        """`total` draws for each task, few held at a time; the mean over tasks."""
+        found = []
+        for level, count in strata:
+            part = max(1, AT_ONCE // len(count))
+            sizes = [min(part, total - begin) for begin in range(0, total, part)]
+            found.append(np.concatenate([make(level, count, size) for size in sizes]))
+        return np.mean(found, axis=0)
+
+    drawn, flipped = draw(redraw, REPLICATES), draw(flip_signs, FLIPS)
     mean = float(np.mean([level @ count / count.sum() for level, count in strata]))
     low, high = np.percentile(drawn, LEVELS).tolist()
     return Difference(mean, low, high, _drawn_p(flipped, mean), int(sum(count.sum() for _, count in strata)))
@@ -146,87 +186,7 @@ def _drop_unknown(values: Sequence[float | None]) -> Array:
     return values[np.isfinite(values)]
 
 
-def _mean_of_rows(drawn: Array, axis: int) -> Array:
-    return np.ascontiguousarray(drawn).mean(axis)  # numpy adds in another order where rows are apart
-
-
-def _is_known(value: float | None) -> bool:
-    return value is not None and bool(np.isfinite(value))
-
-
-def _sign_flip(difference: Array, *, seed: int) -> float:
-    size = len(difference)
-    if size == 1:
-        return 1.0  # scipy needs two
-    if size > EXACT:  # our own stream, as the p-values that were published have it
-        signs = np.random.default_rng(seed).integers(2, size=(FLIPS, size), dtype=np.int8) * 2 - 1
-        return _drawn_p(signs @ difference / size, float(difference.mean()))
-    options = {"permutation_type": "samples", "n_resamples": np.inf}  # every sign of every pair
-    return float(stats.permutation_test((difference,), np.mean, **options).pvalue)
-
-
-def _paired_t(difference: Array) -> float | None:
-    """None for fewer than LEAST differences, and for equal ones, of which t is not defined."""
-    if len(difference) < LEAST or np.ptp(difference) <= EQUAL * np.abs(difference).max():
-        return None
-    ratio = abs(difference.mean()) / stats.sem(difference)
-    return float(2 * stats.t.sf(ratio, len(difference) - 1))
-
-
 def _drawn_p(flipped: Array, mean: float) -> float:
     """The observed mean is one of the flips: p is never 0."""
     as_far = np.abs(flipped) >= abs(mean) * (1 - 1e-9)  # equal sums differ by their rounding
     return float((1 + as_far.sum()) / (1 + len(flipped)))
-
-
-def _pair_arrays(one: Mapping | Array, other: Mapping | Array | None) -> dict[Hashable, tuple[Array, Array]]:
-    if isinstance(one, Mapping):
-        return dict(one) if other is None else {key: (one[key], other[key]) for key in one if key in other}
-    return {None: (one, other)}
-
-
-def _by_task(pairs: Mapping[Hashable, tuple[Array, Array]]) -> dict[Hashable, Array]:
-    """Difference by example, [example], a mean over the seeds of a task."""
-    seeds = defaultdict(list)
-    for key, pair in pairs.items():
-        first, second = (np.asarray(given, dtype=float) for given in pair)
-        seeds[key[0] if isinstance(key, tuple) else key].append(
-            first - second if first.size == second.size else None
-        )
-    for task, differences in seeds.items():
-        if any(given is None for given in differences) or len({len(given) for given in differences}) > 1:
-            raise ValueError(f"{task}: predictions for other numbers of test examples; needed: the same ones")
-    return {task: np.mean(differences, axis=0) for task, differences in seeds.items() if len(differences[0])}
-
-
-def _count_levels(difference: Array) -> tuple[Array, Array]:
-    """The different values and how often each occurs: all that resampling needs to know, since examples with
-    one value are alike."""
-    levels, counts = np.unique(difference.round(12), return_counts=True)
-    return levels, counts
-
-
-def _redraw(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
-    """Means of redrawn examples, [replicate]."""
-    size = counts.sum()
-    return _in_parts(
-        lambda part: generator.multinomial(size, counts / size, size=part) @ levels / size,
-        REPLICATES,
-        len(counts),
-    )
-
-
-def _flip_signs(levels: Array, counts: Array, *, generator: np.random.Generator) -> Array:
-    """Means of examples with random signs, [flip]: of m alike, a binomial number keeps its sign."""
-
-    def draw(part: int) -> Array:
-        kept = generator.binomial(counts, 0.5, size=(part, len(counts)))
-        return (2 * kept - counts) @ levels / counts.sum()
-
-    return _in_parts(draw, FLIPS, len(counts))
-
-
-def _in_parts(draw: Callable[[int], Array], count: int, width: int) -> Array:
-    """So many draws of `width` numbers each, of which few are held at a time."""
-    part = max(1, AT_ONCE // width)
-    return np.concatenate([draw(min(part, count - begin)) for begin in range(0, count, part)])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.core.sharding import local, rows_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.options import ACTS_ON
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection

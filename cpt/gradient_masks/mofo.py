@@ -23,8 +23,8 @@ from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
 from cpt.core.sharding import local, whole
 from cpt.gradient_masks.base import Constraint, Step
-from cpt.models.freezing import biases, norms
 from cpt.models.units import Projection
+from cpt.models.weights import find_trainable
 
 MOMENTA = ("exp_avg", "momentum_buffer")  # what optimizers of torch call it
 
@@ -80,7 +80,9 @@ class MomentumFilter(Constraint):
         if self.share == 1:
             return
         for model in self.watched:
-            left = {*norms(model), *biases(model)} if self.released else ()
+            left = (
+                {*find_trainable(model, "norms"), *find_trainable(model, "biases")} if self.released else ()
+            )
             yield from (parameter for parameter in model.parameters() if parameter not in left)
 
     def constrain(self, steps: Sequence[Step], optimizer: Optimizer) -> None:

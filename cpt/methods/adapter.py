@@ -20,12 +20,12 @@ import torch
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import Bank
 from cpt.adapters.bottleneck import Bottleneck, attach_bottlenecks
+from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 STARTS = ("base", "previous")
@@ -58,7 +58,7 @@ class Adapter(ContinualModule):
         super().__init__(options, shared, scope=scope)
         self.names = scope.names
         if options.per_domain:
-            self.keep_parts(Bank(self.model, scope.names), options.routing)
+            self.keep_parts(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base":

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, whole
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, slot_of

@@ -15,24 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from cpt.adapters.bank import Bank, Scope, beyond
+from cpt.adapters.domain_store import DomainParams, DomainScorer, Router, Scope
 from cpt.adapters.options import Routing
-from cpt.adapters.routing import Router, Scorer
 from cpt.core.options import Options
 from cpt.core.randomness import key
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import Mixture
+from cpt.data.replay import ReplayConfig
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import Before, GradientMask, Held, Protection
 from cpt.methods.staged import Staged
-from cpt.models.freezing import frozen_parameters
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
-from cpt.models.snapshots import Snapshot
-from cpt.optim.carry import CarriedState
-from cpt.optim.guard import Guard
-from cpt.optim.schedules import Progress
+from cpt.models.weights import Snapshot, frozen_parameters
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Progress
+from cpt.optim.state import CarriedState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class Shared:
     objective: Objective
     length: int  # tokens of a sample
     masks: Sequence[GradientMask]  # of the config; a method's own come after them
-    replay: Mixture
+    replay: ReplayConfig
     freeze: Freeze
     optimizer: Callable[..., Optimizer]  # of parameter groups
     schedule: Callable[[Progress], float]
@@ -78,9 +76,9 @@ class ContinualModule(Staged):
         self.make_optimizer, self.schedule, self.seed = shared.optimizer, shared.schedule, shared.seed
         self.carried: CarriedState | None = None
         self.trunk: Snapshot | None = None  # where a domain's decay is a branch
-        self.bank: Bank | None = None
-        self.router: Scorer | None = None
-        self.guard = Guard()
+        self.bank: DomainParams | None = None
+        self.router: DomainScorer | None = None
+        self.guard = NanGuard()
         self.pending: list[Before] = []
         self.held: list[Held] = []
         self.shaped: list[Domain] = []  # the stages whose shape the model has
@@ -96,10 +94,10 @@ class ContinualModule(Staged):
     @property
     def frozen(self) -> list[nn.Parameter]:
         """What of the model as it is now is not trained, whatever the method."""
-        inside = beyond(self.model, self.scope) if self.scope else []
+        inside = self.scope.others(self.model) if self.scope else []
         return frozen_parameters(self.model, self.freezing) + inside
 
-    def keep_parts(self, bank: Bank, routing: Routing) -> None:
+    def keep_parts(self, bank: DomainParams, routing: Routing) -> None:
         """Keeps a part per domain from now on, and scores texts with the parts that the routing says."""
         self.bank, self.router = bank, Router(bank, routing, self.objective)
 
@@ -187,7 +185,7 @@ class ContinualModule(Staged):
         base), where nothing beside parts is ever trained: it scores the same until it is trained itself. None
         where more decides."""
         alone = type(self).nll is ContinualModule.nll and type(self.router) is Router
-        if not alone or type(self.bank) is not Bank or self.scope is None:
+        if not alone or type(self.bank) is not DomainParams or self.scope is None:
             return None
         if not set(self.scope.names) <= set(self.bank.names):
             return None

@@ -22,14 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.bottleneck import Plugin, attach_plugins
+from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.gates import Gate, Gates, anneal, attach_gates, bottleneck_units, hard, regulariser
 from cpt.adapters.options import GateOptions, Routing
-from cpt.adapters.plugin import Plugin, attach_plugins
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, between, number, one_of
-from cpt.data.batch import Batch
-from cpt.gradient_masks.taken import Taken
+from cpt.data.collate import Batch
+from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import Units, blocks
 
@@ -75,7 +75,7 @@ class CPTPluginOptions(GateOptions):
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """What cpt.adapters.plugin.attach_plugins is told."""
+        """What cpt.adapters.bottleneck.attach_plugins is told."""
         return {name: getattr(self, name) for name in ("attention", "ffn", "output_relu")}
 
 
@@ -96,12 +96,12 @@ class CPTPlugin(ContinualModule):
         trained = replace(scope, names=scope.names + gates.names + own)
         super().__init__(options, shared, scope=trained)
         self.plugins, self.norms, self.gates = scope.names, own, gates
-        self.masks.append(Taken(gates.groups, acts_on="update"))
+        self.masks.append(ClaimedUnits(gates.groups, acts_on="update"))
         base = {name: model.get_parameter(name) for name in own} | closed_gates(gates)
-        self.keep_parts(Bank(model, gates.names + own, base=base), options.routing)
+        self.keep_parts(DomainParams(model, gates.names + own, base=base), options.routing)
 
     @property
-    def taken(self) -> Taken:
+    def taken(self) -> ClaimedUnits:
         """What the domains so far have opened, and the protection of it."""
         return self.masks[-1]
 
@@ -124,7 +124,7 @@ class CPTPlugin(ContinualModule):
         self.gates.clamp(self.options.limit)
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
-        self.taken.raise_to(hard(self.gates.e().detach()))
+        self.taken.update_max(hard(self.gates.e().detach()))
         super().after_domain(probe)
 
     def backbone(self, domain: int) -> PreTrainedModel:

@@ -9,7 +9,7 @@ apart from what was known (eq. 6):
     L        = L_lm + lambda L_con
 
 The soft mask scales the step itself: scaled gradients, as in the released code, are divided out again by
-Adam. cpt.gradient_masks.importance and cpt.methods.common.contrast hold the formulas."""
+Adam. cpt.gradient_masks.soft and cpt.methods.common.contrast hold the formulas."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,10 +19,9 @@ from torch import Tensor
 
 from cpt.core.options import option
 from cpt.core.rules import YES_NO
-from cpt.data.batch import Batch
-from cpt.gradient_masks.importance import domain_losses
+from cpt.data.collate import Batch
 from cpt.gradient_masks.options import SoftMaskOptions
-from cpt.gradient_masks.soft import Proxy, SoftMask
+from cpt.gradient_masks.soft import Proxy, SoftMask, domain_losses
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
 from cpt.methods.common.options import ContrastOptions
@@ -58,7 +57,7 @@ class DAS(ContinualModule):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.first:
-            self.soft.raise_to(self.proxy.measure(self.soft, probe))
+            self.soft.update_max(self.proxy.measure(self.soft, probe))
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         return self.contrast.losses(batch, soft=self.soft, step=self.trainer.global_step)
@@ -66,4 +65,4 @@ class DAS(ContinualModule):
     def after_domain(self, probe: Iterable[Batch]) -> None:
         if self.options.domains:
             losses = partial(domain_losses, objective=self.objective)
-            self.soft.raise_to(self.soft.measure(self.model, probe, losses))
+            self.soft.update_max(self.soft.measure(self.model, probe, losses))

@@ -21,16 +21,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE, Bank, Scope
 from cpt.adapters.bottleneck import attach_bottlenecks
+from cpt.adapters.domain_store import BASE, DomainParams, Scope
 from cpt.adapters.options import BottleneckOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.candidates import measure_perplexities
-from cpt.models.swapping import swap_weights
 from cpt.models.units import sublayers
+from cpt.models.weights import swap_weights
 
 EXPERTS = ("ffn", "adapter")
 STARTS = ("nearest", "previous", "base")
@@ -73,7 +73,7 @@ class DEMIX(ContinualModule):
             else feed_forwards(shared.model)
         )
         super().__init__(options, shared, scope=scope)
-        self.keep_parts(Bank(self.model, scope.names), options.routing)
+        self.keep_parts(DomainParams(self.model, scope.names), options.routing)
         self.register_buffer("sources", torch.empty(0, dtype=torch.long))
         self.register_buffer("perplexities", torch.empty(0, dtype=torch.double))
 

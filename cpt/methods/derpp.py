@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_whole, number, one_of, or_null, show
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
 from cpt.models.forward import at, nll_of

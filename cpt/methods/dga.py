@@ -6,20 +6,20 @@ measured on the domain's own text, are protected, and a contrast keeps the domai
     I_h    = 1/N sum_n |dKL(f1(x_n) || f2(x_n))/dg_h|       f1, f2: two dropout passes of the base
     step_h <- (1 - I_h) * step_h,    L = L_lm + lambda L_con
 
-The formulas are those of DAS (cpt.gradient_masks.importance, cpt.methods.common.contrast)."""
+The formulas are those of DAS (cpt.gradient_masks.soft, cpt.methods.common.contrast)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.options import SoftMaskOptions
 from cpt.gradient_masks.soft import Proxy, SoftMask
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.contrast import Contrast
 from cpt.methods.common.options import ContrastOptions
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE
-from cpt.adapters.prompt import attach_prompt, draw_prompt
-from cpt.adapters.routing import Scorer
+from cpt.adapters.domain_store import BASE, DomainScorer
+from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, between, is_list, number, show, whole
-from cpt.data.batch import Batch, label_batch
+from cpt.data.collate import Batch, label_batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.prompt import check_rows, check_tokens
@@ -41,8 +40,8 @@ from cpt.models import growth
 from cpt.models.forward import in_mode
 from cpt.models.loading import skeleton
 from cpt.models.objectives import Objective
-from cpt.models.swapping import swap_weights
 from cpt.models.units import sublayers
+from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
 TRIED = 16  # tokens of the rows that the loss is compared on
@@ -97,7 +96,7 @@ class ELLEOptions(Options):
         }
 
 
-class ByPrompt(Scorer):
+class ByPrompt(DomainScorer):
     """Reads each text with the prompt of its domain."""
 
     needs_domain = True

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from cpt.core.options import option
 from cpt.core.rules import number
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.consolidation import join
 from cpt.methods.common.options import ConsolidationOptions
-from cpt.models.sensitivity import fisher, keep_important
-from cpt.models.snapshots import Snapshot, pull
+from cpt.models.fisher import fisher, keep_important
+from cpt.models.weights import Snapshot, quadratic_penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class EWC(ContinualModule):
     def penalty(self) -> Tensor:
         """lambda/2 sum_i F_i (theta_i - theta*_i)^2 over the trained parameters."""
         kept = self.anchor.named(), self.fisher.named()
-        return self.options.strength * pull(self.model, *kept, elsewhere=self.anchor.offloaded)
+        return self.options.strength * quadratic_penalty(self.model, *kept, elsewhere=self.anchor.offloaded)
 
     def protects(self) -> dict[nn.Parameter, Protection]:
         return keep_important(self.model, self.fisher.named()) | super().protects()

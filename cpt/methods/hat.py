@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import bottleneck, export
-from cpt.adapters.bank import Bank, Scope
+from cpt.adapters.domain_store import DomainParams, Scope
 from cpt.adapters.gates import Gates, anneal, attach_gates, bottleneck_units, owned_parameters, regulariser
 from cpt.adapters.options import BottleneckOptions, GateOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, some_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
+from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.gradient_masks.options import ACTS_ON
-from cpt.gradient_masks.taken import Taken
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.units import find_units as find_units
 
@@ -90,7 +90,7 @@ class HAT(ContinualModule):
             scope, gates = None, attach_gates(shared.model, groups, s_max=options.s_max)
         super().__init__(options, shared, scope=scope)
         self.gates = gates
-        self.masks.append(Taken(gates.groups, acts_on=options.acts_on))
+        self.masks.append(ClaimedUnits(gates.groups, acts_on=options.acts_on))
         self.remember(options.routing)
 
     def remember(self, routing: Routing) -> None:
@@ -98,10 +98,10 @@ class HAT(ContinualModule):
         side = -self.options.limit if self.options.form == "adapter" else self.options.limit
         base = {name: torch.full_like(self.model.get_parameter(name), side) for name in self.gates.names}
         if base:
-            self.keep_parts(Bank(self.model, self.gates.names, base=base), routing)
+            self.keep_parts(DomainParams(self.model, self.gates.names, base=base), routing)
 
     @property
-    def taken(self) -> Taken:
+    def taken(self) -> ClaimedUnits:
         return self.masks[-1]
 
     def activate(self, domain: int) -> None:
@@ -133,7 +133,7 @@ class HAT(ContinualModule):
     def after_domain(self, probe: Iterable[Batch]) -> None:
         super().after_domain(probe)
         if self.bank is not None:
-            self.taken.raise_to(self.opened(self.domain.index))
+            self.taken.update_max(self.opened(self.domain.index))
 
     def opened(self, domain: int) -> Tensor:
         """The gates of a domain, 0 or 1, [units]."""

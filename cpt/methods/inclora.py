@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import lora
 from cpt.adapters.options import StoredPairOptions
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 
@@ -31,17 +31,17 @@ class IncLoRA(ContinualModule):
     options: IncLoRAOptions
 
     def __init__(self, options: IncLoRAOptions, shared: Shared) -> None:
-        super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
-        lora.follow(self.model)
+        super().__init__(options, shared, scope=lora.attach_lora(shared.model, **options.pair))
+        lora.resize_on_load(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
+            lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_pairs(self.model, merged=True)
+        return lora.without_tuners(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})
+        return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.forward import at, divergence, nll_of
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 DISTILLED = ("logits", "hidden")
 TEACHERS = ("run", "bf16-mixed")

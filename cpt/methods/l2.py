@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.snapshots import Snapshot, pull
+from cpt.models.weights import Snapshot, quadratic_penalty
 
 TOWARDS = ("previous", "base")
 
@@ -46,4 +46,6 @@ class L2(ContinualModule):
 
     def penalty(self) -> Tensor:
         """lambda/2 ||theta - theta*||^2 over the trained parameters."""
-        return self.options.strength * pull(self.model, self.anchor.named(), elsewhere=self.anchor.offloaded)
+        return self.options.strength * quadratic_penalty(
+            self.model, self.anchor.named(), elsewhere=self.anchor.offloaded
+        )

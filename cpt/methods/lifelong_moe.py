@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE, Scope
-from cpt.adapters.experts import Mixture
-from cpt.adapters.upcycling import (
-    NAME,
-    Gated,
+from cpt.adapters.domain_store import BASE, Scope
+from cpt.adapters.experts import (
+    MIXTURE,
+    GatedScorer,
+    MoELayer,
     attach_mixtures,
     choose_blocks,
     mixtures_of,
@@ -44,14 +44,13 @@ from cpt.core.collectives import sum_in_place
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, whole
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.candidates import measure_perplexities
-from cpt.models.forward import divergence, in_mode, nll_of
-from cpt.models.sharding import named_weights, rest
-from cpt.models.stacks import TARGET
-from cpt.models.swapping import swap_weights
+from cpt.models.forward import TARGET_TOKENS, divergence, in_mode, nll_of
+from cpt.models.fsdp import named_weights, reshard
+from cpt.models.weights import swap_weights
 
 log = logging.getLogger(__name__)
 STARTS = ("base", "last", "nearest")
@@ -107,7 +106,7 @@ class LifelongMoE(ContinualModule):
         super().__init__(options, shared, scope=scope and with_newest(shared.model, scope))
         self.beside_mixtures = scope
         if self.mixtures:
-            self.router = Gated(self.model, shared.objective)
+            self.router = GatedScorer(self.model, shared.objective)
         self.teacher = NamedTensors(self.dense() if options.strength else {})
         self.shares = NamedTensors()
         self.firsts: Tensor | None = None  # of a step so far, [M, E]
@@ -123,7 +122,7 @@ class LifelongMoE(ContinualModule):
             log.info("method.top_k=1: each gate is 1, so that only the balance of experts moves the router")
 
     @property
-    def mixtures(self) -> list[Mixture]:
+    def mixtures(self) -> list[MoELayer]:
         return [*mixtures_of(self.model).values()]
 
     def shape(self, stage: Domain) -> None:
@@ -153,7 +152,7 @@ class LifelongMoE(ContinualModule):
             self.perplexities = self.measure(probe, candidates)
         ranked = zip(self.perplexities.tolist() or [0.0], candidates, strict=True)
         source = min(ranked, key=lambda pair: pair[0])[1]
-        rest(self.model)
+        reshard(self.model)
         for mixture in self.mixtures:
             mixture.copy(source)
         earlier = self.sources[: self.domain.index]
@@ -218,10 +217,10 @@ class LifelongMoE(ContinualModule):
         ]
         return {"balance": self.options.balance * torch.stack(terms).mean()}
 
-    def places(self, mixture: Mixture) -> int:
+    def places(self, mixture: MoELayer) -> int:
         """How many tokens of a full row pass a mixture."""
         read, written = self.objective.sides(self.length)
-        return written if mixture.side == TARGET and written is not None else read
+        return written if mixture.side == TARGET_TOKENS and written is not None else read
 
     def see_gradients(self) -> None:
         if self.firsts is not None:
@@ -237,7 +236,7 @@ class LifelongMoE(ContinualModule):
         if not self.mixtures:
             return super().export(folder, order)
         groups = [len(group.experts) for group in self.mixtures[0].groups]
-        blocks = [name.removesuffix(f".{NAME}") for name in mixtures_of(self.model)]
+        blocks = [name.removesuffix(f".{MIXTURE}") for name in mixtures_of(self.model)]
         how = {"blocks": blocks, "top_k": self.options.top_k, "groups": groups}
         names = [f"{name}." for name in mixtures_of(self.model)]
         part = {n: p for n, p in self.model.named_parameters() if n.startswith(tuple(names))}

@@ -12,11 +12,11 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.adapters.bank import Bank
+from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.options import PairOptions, Routing
 from cpt.core.options import option
 from cpt.core.rules import YES_NO, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 STARTS = ("base", "previous")
@@ -38,21 +38,23 @@ class LoRA(ContinualModule):
     options: LoRAOptions
 
     def __init__(self, options: LoRAOptions, shared: Shared) -> None:
-        scope = lora.attach_pairs(shared.model, **options.pair)
+        scope = lora.attach_lora(shared.model, **options.pair)
         super().__init__(options, shared, scope=scope)
         if options.per_domain:
-            self.keep_parts(Bank(self.model, scope.names), options.routing)
+            self.keep_parts(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base" and self.domain.index > 0:
-            lora.draw_pair(self.model, self.drawing().initial_seed())
+            lora.reset_newest(self.model, self.drawing().initial_seed())
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_pairs(super().backbone(domain), merged=True)
+        return lora.without_tuners(super().backbone(domain), merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
         if self.bank is None:
-            return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})
-        return lora.export_pairs(folder, self.model, {n: self.bank.weights(k) for k, n in enumerate(order)})
+            return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})
+        return lora.export_adapters(
+            folder, self.model, {n: self.bank.weights(k) for k, n in enumerate(order)}
+        )

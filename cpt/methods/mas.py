@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from cpt.core.options import option
 from cpt.core.rules import number, one_of
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.consolidation import join
 from cpt.methods.common.options import ConsolidationOptions
+from cpt.models.fisher import keep_important, sensitivity
 from cpt.models.forward import at
-from cpt.models.sensitivity import keep_important, sensitivity
-from cpt.models.snapshots import Snapshot, pull
+from cpt.models.weights import Snapshot, quadratic_penalty
 
 OUTPUTS = ("logits", "hidden")
 
@@ -52,7 +52,7 @@ class MAS(ContinualModule):
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         kept = self.anchor.named(), self.importance.named()
-        half = pull(self.model, *kept, elsewhere=self.anchor.offloaded)
+        half = quadratic_penalty(self.model, *kept, elsewhere=self.anchor.offloaded)
         return super().losses(batch) | {"mas": 2 * self.options.strength * half}
 
     def protects(self) -> dict[nn.Parameter, Protection]:

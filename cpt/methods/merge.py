@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.merging import Merging, put
 from cpt.methods.common.options import MergingOptions
-from cpt.models.sensitivity import fisher
-from cpt.models.sharding import named_weights
+from cpt.models.fisher import fisher
+from cpt.models.fsdp import named_weights
 
 log = logging.getLogger(__name__)
 

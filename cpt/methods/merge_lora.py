@@ -18,12 +18,12 @@ from cpt.core.rules import or_null, whole
 from cpt.core.sharding import local, rows_of, with_rows
 from cpt.core.sharding import whole as all_rows
 from cpt.core.tensors import PreciseTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.common.merging import Merging, put
 from cpt.methods.common.options import MergingOptions
-from cpt.models.sensitivity import fisher
-from cpt.models.sharding import named_weights
+from cpt.models.fisher import fisher
+from cpt.models.fsdp import named_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class MergeLoRA(ContinualModule):
     options: MergeLoRAOptions
 
     def __init__(self, options: MergeLoRAOptions, shared: Shared) -> None:
-        super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
+        super().__init__(options, shared, scope=lora.attach_lora(shared.model, **options.pair))
         self.merging = Merging(options, self.model, self.maps())
         if options.truncated is not None:
             self.base = PreciseTensors(self.maps(), persistent=False)
@@ -51,18 +51,18 @@ class MergeLoRA(ContinualModule):
     def maps(self) -> dict[str, nn.Parameter]:
         """The frozen weights beside which pairs are learned, by name."""
         present = named_weights(self.model)
-        names = [f"{name}.base_layer.weight" for name in lora.layers(self.model)]
+        names = [f"{name}.base_layer.weight" for name in lora.lora_layers(self.model)]
         return {name: present[name] for name in names}
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         self.merging.begin(self.model)
         if self.domain.index > 0:
-            lora.draw_pair(self.model, self.drawing().initial_seed())
+            lora.reset_newest(self.model, self.drawing().initial_seed())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         seed = self.drawing().initial_seed()
-        lora.merge(self.model)
-        lora.draw_pair(self.model, seed)  # with product 0
+        lora.merge_newest(self.model)
+        lora.reset_newest(self.model, seed)  # with product 0
         found = self.measure(probe) if self.options.rule == "fisher" else {}
         rows = self.merging.end(self.model, self.maps(), fisher=found, seed=seed)
         if self.options.truncated is not None:
@@ -88,7 +88,7 @@ class MergeLoRA(ContinualModule):
             rows[name].copy_(base + rows_of(truncate(all_rows(added), rank), parameter))
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_pairs(self.model, merged=True)
+        return lora.without_tuners(self.model, merged=True)
 
 
 def truncate(matrix: Tensor, rank: int) -> Tensor:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpt.adapters import export
-from cpt.adapters.mixtures import attach_experts
 from cpt.adapters.options import MapPairOptions
+from cpt.adapters.routed_lora import attach_experts
 from cpt.core.options import option
 from cpt.core.rules import whole
 from cpt.methods.base import ContinualModule, Shared

@@ -23,7 +23,7 @@ from cpt.adapters import lora
 from cpt.adapters.options import StoredPairOptions
 from cpt.core.options import option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 Pair = tuple[Tensor, Tensor]  # A [r, d_in], B [d_out, r]
@@ -79,12 +79,12 @@ class NLoRA(ContinualModule):
     options: NLoRAOptions
 
     def __init__(self, options: NLoRAOptions, shared: Shared) -> None:
-        super().__init__(options, shared, scope=lora.attach_pairs(shared.model, **options.pair))
-        lora.follow(self.model)
+        super().__init__(options, shared, scope=lora.attach_lora(shared.model, **options.pair))
+        lora.resize_on_load(self.model)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
+            lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def losses(self, batch: Batch) -> dict[str, Tensor]:
         terms = super().losses(batch)
@@ -94,13 +94,13 @@ class NLoRA(ContinualModule):
 
     def sparsity(self) -> Tensor:
         """The norm that the options say, of the newest pairs of all maps, a scalar."""
-        newest = [lora.pair_of(layer) for layer in lora.layers(self.model).values()]
+        newest = [lora.factors_of(layer) for layer in lora.lora_layers(self.model).values()]
         return product_norm(newest) if self.options.penalty == "product" else factors_norm(newest)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_pairs(self.model, merged=True)
+        return lora.without_tuners(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})
+        return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})

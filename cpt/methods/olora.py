@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cpt.adapters import lora
-from cpt.adapters.bank import Bank
+from cpt.adapters.domain_store import DomainParams
 from cpt.adapters.options import StoredPairOptions
 from cpt.core.options import option
 from cpt.core.rules import number, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 PENALTIES = ("l1", "squared")
@@ -69,11 +69,11 @@ class OLoRA(ContinualModule):
     options: OLoRAOptions
 
     def __init__(self, options: OLoRAOptions, shared: Shared) -> None:
-        scope = lora.attach_pairs(shared.model, **options.pair)
+        scope = lora.attach_lora(shared.model, **options.pair)
         super().__init__(options, shared, scope=scope)
-        lora.follow(self.model)
+        lora.resize_on_load(self.model)
         halves = [name for name in scope.names if ".lora_A." in name or "embedding_A" in name]
-        self.kept = Bank(self.model, halves)
+        self.kept = DomainParams(self.model, halves)
         self.trained = [self.model.get_parameter(name) for name in scope.names]
         self.groups: list[Group] | None = None  # made at a domain's first step
 
@@ -83,7 +83,7 @@ class OLoRA(ContinualModule):
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.domain.index > 0:
-            lora.begin(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
+            lora.begin_adapter(self.model, stored=self.options.stored, seed=self.drawing().initial_seed())
 
     def after_domain(self, probe: Iterable[Batch]) -> None:
         self.kept.keep(self.model, self.domain.index)
@@ -107,9 +107,9 @@ class OLoRA(ContinualModule):
         return pair_overlap(self.groups, penalty=self.options.penalty)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return lora.without_pairs(self.model, merged=True)
+        return lora.without_tuners(self.model, merged=True)
 
     def export(self, folder: Path, order: Sequence[str]) -> str:
         if self.options.exported == "merged":
             return super().export(folder, order)
-        return lora.export_pairs(folder, self.model, {order[-1]: lora.newest_pairs(self.model)})
+        return lora.export_adapters(folder, self.model, {order[-1]: lora.joined_weights(self.model)})

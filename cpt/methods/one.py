@@ -6,9 +6,9 @@ ACL 2020), which intransigence compares with."""
 from collections.abc import Iterable
 
 from cpt.core.options import Options
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 
 class One(ContinualModule):

@@ -32,12 +32,12 @@ from torch import Tensor, ones
 
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, or_null
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
-from cpt.gradient_masks.subspaces import Subspaces
+from cpt.gradient_masks.subspace import Subspaces
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.influence import measure_similarity
-from cpt.models.units import blocks, matrices, projections
+from cpt.models.fisher import measure_similarity
+from cpt.models.units import blocks, projections, weight_matrices
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,9 @@ class OSF(ContinualModule):
     def __init__(self, options: OSFOptions, shared: Shared) -> None:
         super().__init__(options, shared)
         self.subspaces = Subspaces(acts_on=options.acts_on, protected=options.sides)
-        self.subspaces.over(matrices(self.model) if options.protect == "all" else projections(self.model))
+        self.subspaces.over(
+            weight_matrices(self.model) if options.protect == "all" else projections(self.model)
+        )
         self.masks.append(self.subspaces)
         self.blocks = [name for name, _ in blocks(self.model)]
         self.similarity: Tensor

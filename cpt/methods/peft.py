@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.domain_store import BASE, DomainParams
+from cpt.adapters.lora import attach_tuner, without_tuners
 from cpt.adapters.options import TARGETS, Routing
-from cpt.adapters.tuners import attach_tuner, without_tuner
 from cpt.core.options import Options, option
 from cpt.core.rules import MAPPING, YES_NO, one_of
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 
 TUNERS = (
@@ -48,11 +48,11 @@ class Peft(ContinualModule):
         scope = attach_tuner(shared.model, options.tuner, **how)
         super().__init__(options, shared, scope=scope)
         if options.per_domain:
-            self.keep_parts(Bank(self.model, scope.names), options.routing)
+            self.keep_parts(DomainParams(self.model, scope.names), options.routing)
 
     def before_domain(self, probe: Iterable[Batch]) -> None:
         if self.bank is not None and self.options.start == "base":
             self.bank.put(self.model, BASE)
 
     def backbone(self, domain: int) -> PreTrainedModel:
-        return without_tuner(super().backbone(domain))
+        return without_tuners(super().backbone(domain))

@@ -3,9 +3,9 @@ that stands in front of those of the domains before it, which are frozen too.
 
     min_{P_t}  -log p(y | [P_t; P_{t-1}; ...; P_1; e(x)]),    each P_k [n, D]
 
-The chain stands where `method=prompt` puts its prompt (`cpt.adapters.prompt`): behind the first token, with
-encoder and decoder in front. Text of domain k is scored with the chain from P_k on, so that what is known of
-it never changes. With `residual`, as the paper has it, what stands in P_t's place while it learns is
+The chain stands where `method=prompt` puts its prompt (`cpt.adapters.soft_prompt`): behind the first token,
+with encoder and decoder in front. Text of domain k is scored with the chain from P_k on, so that what is
+known of it never changes. With `residual`, as the paper has it, what stands in P_t's place while it learns is
 P_t + W_up relu(W_down P_t), W_up = 0 at first; what that comes to is kept, and the maps begin anew. The
 released code names a form of the maps that is not there, and keeps a domain's prompt as it was before the
 first epoch where that epoch's accuracy is 0."""
@@ -21,15 +21,15 @@ from transformers import PreTrainedModel
 
 from cpt.adapters import export
 from cpt.adapters.options import Routing
-from cpt.adapters.prompt import PromptChain, attach_prompt, draw_prompt
+from cpt.adapters.soft_prompt import PromptChain, attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import one_of, or_null, whole
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule, Shared
 from cpt.methods.prompt import check_rows, check_tokens
 from cpt.models.loading import positions_of
-from cpt.models.swapping import swap_weights
+from cpt.models.weights import swap_weights
 
 STARTS = ("vocabulary", "previous")
 STD = 0.02  # of W_down

@@ -3,10 +3,10 @@ that stand among a text's embeddings.
 
     min_P  -log p(y | [e(x_1); P; e(x_2); ...; e(x_T)]),    P [n, D]
 
-P stands behind the first token (`cpt.adapters.prompt`), in the paper before the text. Each domain has its own
-prompt (Prompt-ONE), or one learns on through all of them; without a prompt the model is the base. In the
-released code (ContinualLM) pre-training fails for want of a module; it would put the prompt behind the text,
-after positions have been added, add positions again, and leave a prompt's vector where classifiers read
+P stands behind the first token (`cpt.adapters.soft_prompt`), in the paper before the text. Each domain has
+its own prompt (Prompt-ONE), or one prompt is trained on all of them; without a prompt the model is the base.
+In the released code (ContinualLM) pre-training fails for want of a module; it would put the prompt after the
+text, after positions have been added, add positions again, and leave a prompt vector where classifiers read
 <s>."""
 
 from collections.abc import Iterable, Sequence
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE, Bank
+from cpt.adapters.domain_store import BASE, DomainParams
 from cpt.adapters.options import Routing
-from cpt.adapters.prompt import attach_prompt, draw_prompt
+from cpt.adapters.soft_prompt import attach_prompt, draw_prompt
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, one_of, whole
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.loading import positions_of
-from cpt.models.swapping import swap_weights
+from cpt.models.weights import swap_weights
 
 STARTS = ("vocabulary", "previous")
 ONLY = 0  # where the bank keeps the one prompt of all domains
@@ -58,7 +58,7 @@ class Prompt(ContinualModule):
         scope = attach_prompt(shared.model, **self.prompting)
         super().__init__(options, shared, scope=scope)
         [self.name] = scope.names
-        bank = Bank(self.model, scope.names, base={self.name: self.prompt[:0]})
+        bank = DomainParams(self.model, scope.names, base={self.name: self.prompt[:0]})
         if options.per_domain:
             self.keep_parts(bank, options.routing)
         else:

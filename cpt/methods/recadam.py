@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, number, one_of
 from cpt.core.sharding import local
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Constraint, Step
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.sharding import named_weights
-from cpt.models.snapshots import Snapshot
+from cpt.models.fsdp import named_weights
+from cpt.models.weights import Snapshot
 
 log = logging.getLogger(__name__)
 MOST = 2.0  # of eta gamma: from there on a weight is thrown past theta* as far as it was away

@@ -7,7 +7,7 @@ for bit."""
 from dataclasses import dataclass, replace
 
 from cpt.core.options import Options, option
-from cpt.data.replay import NOTHING, Mixture
+from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.methods.base import ContinualModule, Shared
 
 
@@ -15,7 +15,7 @@ from cpt.methods.base import ContinualModule, Shared
 class ExperienceReplayOptions(Options):
     """Options of REPLAY."""
 
-    mixture: Mixture = option("how much earlier text is mixed in: one of conf/replay")
+    mixture: ReplayConfig = option("how much earlier text is mixed in: one of conf/replay")
 
 
 class ExperienceReplay(ContinualModule):
@@ -26,7 +26,7 @@ class ExperienceReplay(ContinualModule):
     options: ExperienceReplayOptions
 
     def __init__(self, options: ExperienceReplayOptions, shared: Shared) -> None:
-        if shared.replay != NOTHING:
+        if shared.replay != NO_REPLAY:
             raise ValueError(
                 "method=replay has a mixture of its own; allowed: replay=none, with changes to method.mixture"
             )

@@ -15,9 +15,9 @@ import torch
 
 from cpt.core.options import Options, option
 from cpt.core.rules import Rule, is_number, is_whole, number
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 
 log = logging.getLogger(__name__)
 

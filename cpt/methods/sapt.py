@@ -1,7 +1,7 @@
 """SAPT (Zhao et al., ACL 2024) and, as another key and query of it, MoCL (Wang et al., NAACL 2024): a new
 LoRA pair per domain, and all pairs weighed by attention of the text to a key of each.
 
-    h = W x + alpha / r sum_k a_k B_k A_k x,    a of the text (`cpt.adapters.routed_pairs`)
+    h = W x + alpha / r sum_k a_k B_k A_k x,    a of the text (`cpt.adapters.routed_lora`)
 
     attention   L = L_lm + lambda 1/B sum over rows of domains i < t of KL(mean a of domain i || a(row))
     cosine      L = L_lm + lambda 1/B sum over rows of domain t of (1 - cos(e(row), k_t))
@@ -25,15 +25,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE, DomainScorer
 from cpt.adapters.options import MapPairOptions
-from cpt.adapters.routed_pairs import SampleRouter, attach_routed, begin_routed, routed_part, router_of
-from cpt.adapters.routing import Scorer
+from cpt.adapters.routed_lora import SampleRouter, attach_routed, begin_routed, routed_part, router_of
 from cpt.core.collectives import sum_in_place
 from cpt.core.options import option
 from cpt.core.rules import number, one_of, whole
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule, Shared
 from cpt.models.objectives import Objective
 
@@ -58,7 +57,7 @@ class SAPTOptions(MapPairOptions):
     )
 
 
-class Attending(Scorer):
+class Attending(DomainScorer):
     """Scores all texts with all pairs, weighed by their attention."""
 
     def __init__(self, router: SampleRouter, objective: Objective, attention: NamedTensors) -> None:

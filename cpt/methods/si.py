@@ -19,12 +19,12 @@ from cpt.core.options import Options, option
 from cpt.core.rules import number
 from cpt.core.sharding import local
 from cpt.core.tensors import NamedTensors, PreciseTensors
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.gradient_masks.base import Protection
 from cpt.methods.base import ContinualModule, Shared
-from cpt.models.sensitivity import keep_important
-from cpt.models.sharding import named_weights
-from cpt.models.snapshots import Snapshot, pull
+from cpt.models.fisher import keep_important
+from cpt.models.fsdp import named_weights
+from cpt.models.weights import Snapshot, quadratic_penalty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SI(ContinualModule):
         """c sum_i Omega_i (theta_i - theta*_i)^2 over the trained parameters."""
         strength = 2 * self.options.strength
         kept = self.anchor.named(), self.importance.named()
-        return strength * pull(self.model, *kept, elsewhere=self.anchor.offloaded)
+        return strength * quadratic_penalty(self.model, *kept, elsewhere=self.anchor.offloaded)
 
     @torch.no_grad()
     def see_gradients(self) -> None:

@@ -11,12 +11,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from cpt.core.randomness import key
 from cpt.core.sharding import average_gradients, clip_gradients, total_norm
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import Before, Constraint, Held, recording, scale_
 from cpt.models.forward import in_mode
-from cpt.optim.layout import lay_out_moments, unfuse_mixed
+from cpt.optim.state import lay_out_moments, unfuse_mixed
 
 MOST = 3  # names that a message lists
 

@@ -1,36 +1,38 @@
-"""A model with a body and a head, run on tokens: what it gives at some positions, and what is made of it."""
+"""A forward pass of a model with a body and a head: logits at some positions, hidden states, KL divergence;
+the mode and the dropout rate of a pass, and the tokens that a module sees."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
-from cpt.data.batch import Batch
-from cpt.models.sharding import call_within
+from cpt.data.collate import Batch
+from cpt.models.fsdp import call_within
+from cpt.models.units import ATTENTION
+
+SOURCE_TOKENS, TARGET_TOKENS = "source", "target"
+CROSS = re.compile(r"enc|cross", re.IGNORECASE)  # in the name of a decoder's attention to the encoder
+MEMORY = re.compile(r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE)  # its layers that read it
 
 
 def logits_and_hidden(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], *, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Logits [K, V] at K positions of the flattened inputs [B, T], and the last hidden states [B, T, D] at
-    all of them; of a model with a decoder, of what that takes.
-
-    The body's output is cut down to these positions before the model's own head sees it: a hook for the one
-    call, so that the head is computed nowhere else and the model stays as its authors wrote it."""
+    all; of a model with a decoder, of the decoder's. A hook selects the positions before the head runs."""
     hidden: list[Tensor] = []
 
-    def cut(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def select(module: nn.Module, inputs: Any, output: Any) -> Any:
         hidden.append(output.last_hidden_state)
         output.last_hidden_state = at(hidden[0], positions)[None]
         return output
 
-    handle = body(model).register_forward_hook(cut)
+    handle = body(model).register_forward_hook(select)
     try:
         return model(**inputs, **uncached(model)).logits[0], hidden[0]
     finally:
@@ -38,15 +40,14 @@ def logits_and_hidden(
 
 
 def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The last hidden states [B, T, D] of what the model reads: of the encoder, where there is one. The head
-    is not computed."""
+    """The last hidden states [B, T, D] of the encoder, or of the body where there is none, without a head."""
     inner = reader(model)
     read = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     return call_within(model, inner, **read, **uncached(inner)).last_hidden_state
 
 
 def at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Hidden states [K, D] at positions [K] of the flattened batch, of those [B, T, D] everywhere."""
+    """Hidden states [K, D] at positions [K] of the flattened batch, from [B, T, D]."""
     return hidden.flatten(0, 1).index_select(0, positions)
 
 
@@ -71,7 +72,7 @@ def divergence(one: Tensor, other: Tensor) -> Tensor:
 
 @contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Train or eval mode while it lasts; then every part is in its own mode again."""
+    """Train or eval mode inside the context; then every submodule has its previous mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:
@@ -79,6 +80,43 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for part, before in modes:
             part.training = before
+
+
+def dropout_of(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
+    """Modules, attributes and rates of all dropout in a model, in modules and plain attributes; `layerdrop`,
+    which skips whole layers, is none."""
+    found = []
+    for module in model.modules():
+        names = ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if "dropout" in n]
+        found += [(module, n, getattr(module, n)) for n in names if type(getattr(module, n)) in (float, int)]
+    return found
+
+
+@contextmanager
+def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
+    """Train mode with every dropout at `rate` (None: at its own rate) inside the context."""
+    own = dropout_of(model)
+    try:
+        for module, name, before in own:
+            setattr(module, name, before if rate is None else rate)
+        with in_mode(model, training=True):
+            yield
+    finally:
+        for module, name, before in own:
+            setattr(module, name, before)
+
+
+def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
+    """Raises ValueError if two passes in train mode with dropout at `rate` could not differ; `option` gives
+    the rate, `without` names the alternative that needs no such passes."""
+    own = [before for *_, before in dropout_of(model)]
+    if not any(own if rate is None else [rate] * len(own)):
+        given = "null" if rate is None else rate
+        reason = "all its dropout rates are 0" if own else "it has no dropout"
+        raise ValueError(
+            f"two passes of {type(model).__name__} with method.{option}={given} would not differ: {reason}; "
+            f"allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
+        )
 
 
 def body(model: PreTrainedModel) -> nn.Module:
@@ -92,11 +130,32 @@ def body(model: PreTrainedModel) -> nn.Module:
 
 
 def reader(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that stands for what it reads: the encoder, or the body where there is no other.
-    A classifier is put on it."""
+    """The encoder of a model, or its body where there is none: a classifier is put on it."""
     return model.get_encoder() if model.config.is_encoder_decoder else body(model)
 
 
 def uncached(model: PreTrainedModel) -> dict[str, bool]:
-    """Switches off the key-value cache, which models with one fill even in training."""
+    """The argument that disables the key-value cache, which some models fill even in training."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def tokens_of(model: PreTrainedModel, name: str) -> str | None:
+    """The tokens that a module sees: SOURCE_TOKENS, all of a model without a decoder; TARGET_TOKENS in a
+    decoder, except keys and values of its cross attention; None in a head, which sees scored places only."""
+    names = {module: other for other, module in model.named_modules()}
+
+    def within(outer: nn.Module) -> bool:
+        return not names[outer] or name.startswith(f"{names[outer]}.")
+
+    if not model.config.is_encoder_decoder:
+        return SOURCE_TOKENS if within(model.base_model) else None
+    if within(model.get_encoder()):
+        return SOURCE_TOKENS
+    decoder = body(model)
+    if not within(decoder):
+        return None
+    attention = ATTENTION.match(name, len(names[decoder]) + 1)
+    if attention is None or not CROSS.search(attention.group().rpartition(".")[2]):
+        return TARGET_TOKENS
+    parts = name[attention.end() + 1 :].split(".")
+    return SOURCE_TOKENS if any(MEMORY.fullmatch(part) for part in parts) else TARGET_TOKENS

@@ -1,12 +1,13 @@
-"""From a checkpoint or a configuration to a Hugging Face model and its tokenizer, unmodified. Code that a
-checkpoint brings is refused, and nobody is asked whether to run it."""
+"""Hugging Face models and tokenizers: of a checkpoint, or new from a configuration and from text. Code that a
+checkpoint brings is never run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,42 +18,36 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-)
+from transformers.models.auto import modeling_auto
 
-from cpt.data.layout import Sharing
+from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
-from cpt.models.answers import Answers, CausalAnswers, Seq2SeqAnswers
-from cpt.models.growth import untie_head
-from cpt.models.objectives import Causal, Masked, Objective
-from cpt.models.span import Span
-from cpt.models.tokenizers import SPECIAL, sentinels
+from cpt.models.growth import is_tied
+from cpt.models.objectives import Answers, Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
 
-AUTO = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
-SEQ2SEQ = ("span",)  # objectives of models with two stacks
+AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
+SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
+SENTINELS = 100  # added to a tokenizer that has none
+SPECIAL_TOKENS = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
 
 
 def objective_name(wanted: str, config: PretrainedConfig) -> str:
     """`masked`, `causal` or `span`; for `auto`, what the checkpoint was saved as, else what its architecture
-    is for: `span` of encoder and decoder."""
-    if wanted not in (*AUTO, "auto"):
-        raise ValueError(f"model.objective={wanted}; allowed: {', '.join(AUTO)}, auto")
+    is for. Raises ValueError for an objective that the configuration has no model for."""
+    if wanted not in (*AUTO_MODELS, "auto"):
+        raise ValueError(f"model.objective={wanted}; allowed: {', '.join(AUTO_MODELS)}, auto")
     saved = (config.architectures or [""])[0]
-    both = config.is_encoder_decoder and not saved.endswith("ForCausalLM")
-    possible = {
-        "masked": type(config) in MODEL_FOR_MASKED_LM_MAPPING and not both,
-        "causal": type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-        and not saved.endswith("ForMaskedLM")
-        and not both,
-        "span": type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING and both,
-    }
-    if saved.endswith(("ForCausalLM", "LMHeadModel")):
-        possible["masked"] = False
-    found = [name for name, can in possible.items() if can]
+    causal, masked = saved.endswith(("ForCausalLM", "LMHeadModel")), saved.endswith("ForMaskedLM")
+    if config.is_encoder_decoder and not saved.endswith("ForCausalLM"):
+        possible = {"span": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING}
+    else:
+        possible = {
+            "masked": () if causal else modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+            "causal": () if masked else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        }
+    found = [name for name, mapping in possible.items() if type(config) in mapping]
     if not found or (wanted != "auto" and wanted not in found):
         raise ValueError(
             f"model.objective={wanted} does not go with a {config.model_type} {saved or 'model'}; "
@@ -61,7 +56,7 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
     return found[0] if wanted == "auto" else wanted
 
 
-def objective(
+def text_objective(
     name: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -69,43 +64,38 @@ def objective(
     mean_span: float | None = None,
     start: int | None = None,
 ) -> Objective:
-    """The objective by name; `start` is what a decoder begins with, None for the padding, as T5's does."""
+    """The objective of raw text; `start` is a decoder's first token, None for the padding, as T5's."""
     if name != "span":
         return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
-    if tokenizer.pad_token_id is None or tokenizer.eos_token_id is None:
+    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if pad is None or end is None:
         raise ValueError(
             f"the tokenizer {tokenizer.name_or_path} has no padding or no end; allowed: one that has both"
         )
-    return Span(
-        rate=mask_rate,
-        mean=mean_span,
-        sentinels=sentinels(tokenizer),
-        end=tokenizer.eos_token_id,
-        pad=tokenizer.pad_token_id,
-        start=tokenizer.pad_token_id if start is None else start,
-    )
+    ids = {
+        "sentinels": sentinel_ids(tokenizer),
+        "end": end,
+        "pad": pad,
+        "start": pad if start is None else start,
+    }
+    return Span(rate=mask_rate, mean=mean_span, **ids)
 
 
-def check_answers(name: str, *, isolated: bool) -> None:
-    """Raises ValueError for an objective whose models cannot answer, or not with samples that share rows."""
-    if name == "masked":
+def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
+    """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
+    separate the samples or documents of a row."""
+    if name == "masked" and answers:
         raise ValueError(
             "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
             "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
         )
     if name in SEQ2SEQ and isolated:
+        instead = "none, or a causal model, like model=tiny_gpt2"
+        if not answers:
+            instead = "concat, per_document, or a model of one stack, like model=tiny_roberta"
         raise ValueError(
             "domains.packing=isolated does not go with a model of two stacks; allowed: "
-            "domains.packing=none, or a causal model, like model=tiny_gpt2"
-        )
-
-
-def check_text(name: str, *, isolated: bool) -> None:
-    """Raises ValueError for an objective whose models cannot keep the documents of a row apart."""
-    if name in SEQ2SEQ and isolated:
-        raise ValueError(
-            "domains.packing=isolated does not go with a model of two stacks; allowed: "
-            "domains.packing=concat, per_document, or a model of one stack, like model=tiny_roberta"
+            f"domains.packing={instead}"
         )
 
 
@@ -119,7 +109,7 @@ def answers_objective(
 ) -> Answers:
     """The objective of domains of examples: their answers; `raw` is that of raw text. With `isolated`,
     samples share rows."""
-    check_answers(name, isolated=isolated)
+    check_packing(name, isolated=isolated, answers=True)
     pad = padding_id(tokenizer)
     if name in SEQ2SEQ:
         start = getattr(config, "decoder_start_token_id", None)
@@ -128,8 +118,8 @@ def answers_objective(
 
 
 def sharing_of(config: PretrainedConfig) -> Sharing:
-    """How samples share rows for a model: of D features, whose attention to T tokens takes 4 T D operations
-    at a place, and whose linear maps take 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
+    """How samples share rows for a model of D features: attention to T tokens takes 4 T D operations at a
+    place, its linear layers 24 D^2 (Kaplan et al., arXiv 2001.08361, table 1)."""
     text = config.get_text_config()
     return Sharing(6 * text.hidden_size, getattr(text, "max_position_embeddings", None))
 
@@ -147,7 +137,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
     """The model of a checkpoint in float32 and train mode, with the head that the objective needs; an adapter
     in its folder, as `method.exported=peft` writes it, is merged."""
-    model = AUTO[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
+    model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     if adapter := find_adapter(checkpoint):
         from peft import PeftModel
 
@@ -170,12 +160,12 @@ def load_tokenizer(checkpoint: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
-def build(
+def build_model(
     config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, objective: str, *, seed: int
 ) -> PreTrainedModel:
     """A new model of a configuration (`model_type` and its arguments) for a tokenizer."""
     fields, known = dict(config), tokenizer.get_vocab()
-    ids = {f"{name}_token_id": known[token] for name, token in SPECIAL.items() if token in known}
+    ids = {f"{name}_token_id": known[token] for name, token in SPECIAL_TOKENS.items() if token in known}
     if objective == "span":
         ids |= {"decoder_start_token_id": ids["pad_token_id"]}
     else:
@@ -183,17 +173,17 @@ def build(
     full = AutoConfig.for_model(fields.pop("model_type"), vocab_size=len(tokenizer), **ids, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AUTO[objective].from_config(full)
-        if fields.get("tie_word_embeddings") is False:
-            untie_head(model)  # transformers 5 ties that of every T5
+        model = AUTO_MODELS[objective].from_config(full)
+        if fields.get("tie_word_embeddings") is False and is_tied(model):
+            # transformers 5 ties every T5: a head of its own, with logits of size 1, N(0, 1 / D)
+            head = model.get_output_embeddings()
+            head.weight = nn.Parameter(torch.randn_like(head.weight) * head.weight.shape[1] ** -0.5)
         return model
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """The longest sequence a model takes; None where its positions have no end.
-
-    RoBERTa's learned positions start behind the padding id, so it takes fewer than it has.
-    """
+    """The longest sequence that a model takes; None: unbounded. RoBERTa's learned positions begin after the
+    padding id."""
     limit = getattr(model.config, "max_position_embeddings", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
@@ -216,6 +206,61 @@ def check_length(length: int, model: PreTrainedModel, objective: Objective) -> N
 
 
 def skeleton(model: PreTrainedModel) -> PreTrainedModel:
-    """A model of the same class and configuration, as its authors wrote it and without storage."""
+    """An unmodified model of the same class and configuration, without storage."""
     with torch.device("meta"):
         return type(model)(deepcopy(model.config))
+
+
+def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE (Radford et al. 2019) learned from texts, for a `masked`, `causal` or `span` model.
+
+    A text becomes `<s> … </s>`, `<s> …` (packing ends documents), or `… </s>` with sentinels as the last ids,
+    as T5's. The mask token includes the blank before it."""
+    span, start, end = objective == "span", SPECIAL_TOKENS["bos"], SPECIAL_TOKENS["eos"]
+    names = ("pad", "eos", "unk") if span else tuple(SPECIAL_TOKENS)
+    tokens = {
+        f"{name}_token": AddedToken(SPECIAL_TOKENS[name], special=True, lstrip=name == "mask")
+        for name in names
+    }
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - SENTINELS * span,
+        special_tokens=list(tokens.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    single, pair = {
+        "masked": (f"{start} $A {end}", f"{start} $A {end} {end} $B {end}"),
+        "causal": (f"{start} $A", f"{start} $A {end} {start} $B"),
+        "span": (f"$A {end}", f"$A {end} $B {end}"),
+    }[objective]
+    ids = [(token, bpe.token_to_id(token)) for token in (start, end) if token in pair.split()]
+    bpe.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
+    if not span:
+        tokens |= {"cls_token": tokens["bos_token"], "sep_token": tokens["eos_token"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
+    if span:
+        add_sentinels(tokenizer)
+    return tokenizer
+
+
+def add_sentinels(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Adds <extra_id_0> … <extra_id_99> to a tokenizer, <extra_id_0> with the last id."""
+    names = [f"<extra_id_{number}>" for number in reversed(range(SENTINELS))]
+    tokenizer.add_tokens([AddedToken(name, special=True) for name in names], special_tokens=True)
+
+
+def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of <extra_id_0>, <extra_id_1>, …; mT5's are words of its vocabulary, with a blank before
+    them."""
+    known, found = tokenizer.get_vocab(), []
+    for number in range(len(known)):
+        names = (f"<extra_id_{number}>", f"\u2581<extra_id_{number}>")
+        own = next((known[name] for name in names if name in known), None)
+        if own is None:
+            break
+        found.append(own)
+    return found

@@ -85,9 +85,7 @@ class ModelOptions(Options):
         or_null(number("above 0 and below 1")),
     )
     mean_span: float | None = option(
-        "mean tokens of a hidden span; null: for other models",
-        or_null(between(1, 10_000)),
-        default=None,
+        "mean tokens of a hidden span; null: for other models", or_null(between(1, 10_000)), default=None
     )
     length: int = option("tokens per sample", whole(2))
     resize: bool = option(

@@ -1,26 +1,28 @@
-"""Heads, neurons, output units and tokens of an unmodified Hugging Face model: where they live, and gates.
+"""Heads, neurons, output features and tokens of any Hugging Face model, found by the shapes of its modules.
 
-Places are told by shape. A block is a member of a ModuleList all of whose members hold an attention; in it,
-units stand between linear maps that write them (sources) and one that reads them (out): heads between query,
-key, value and the output projection, neurons between up (and gate) and down. Only what no shape tells is
-named: how a model type lays out what it fuses into one weight."""
+A block is a member of a ModuleList all of whose members hold an attention. Within a block, units lie between
+the linear layers that write them (sources) and the one that reads them (out): heads between query, key, value
+and the output projection, neurons between up (and gate) and down. Only the layout of fused weights is looked
+up by model type."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-KINDS = ("heads", "neurons", "outputs", "tokens")
+UNIT_KINDS = ("heads", "neurons", "outputs", "tokens")
 ATTENTION = re.compile(r".*?(?:attention|attn)[^.]*(?=\.)", re.IGNORECASE)
-# Where all maps are square, only the last part of its name tells a source from an out.
-SOURCE = re.compile(r"(w?[qkv]|w?qkv|query|key|value|up|gate|wi)(?![a-z])\w*", re.IGNORECASE)
+# Where all layers are square, only the last part of its name distinguishes a source from an out.
+SOURCE_NAME = re.compile(r"(w?[qkv]|w?qkv|query|key|value|up|gate|wi)(?![a-z])\w*", re.IGNORECASE)
 MIXING_NORM = {"heads": r"(q|k|v|query|key|value)_\w*norm|attn_sub_norm", "neurons": "ffn_sub_norm"}
 FUSED = {"gpt2": "apart", "modernbert": "apart", "phi3": "apart", "bloom": "by head", "gpt_neox": "by head"}
-Written = tuple["Projection", Tensor]  # a map that writes units, with the members of its output features
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one kind at one place, gated at the features that go "in" or "out" of `gate`; tokens, at
-    the output of every part's module: an encoder and a decoder have a table each."""
+    """The units of one kind in one place, gated at the features that go "in" or "out" of `gate`; tokens, at
+    the output of every part's module, as an encoder and a decoder have a table each."""
 
     name: str
     kind: str
@@ -49,9 +51,9 @@ class Units:
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map of a block, the weight's axis over output features, and the sets of them that are ranked
-    together: a fused map's Q, K, V or gate, up apart. Where they are ranked by another module's output than
-    its own, that is `measured`."""
+    """A linear layer, the weight's axis over output features, and the sets of these that are ranked together:
+    Q, K, V or gate, up of a fused layer separately. `measured` is the module whose output ranks them, if it
+    is not the layer itself."""
 
     name: str
     module: nn.Module
@@ -69,13 +71,20 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Between:
-    """`count` units within the module `name`: the maps that write them and the one that reads them."""
+class SubLayer:
+    """An attention (`heads`) or feed-forward network (`neurons`) in the module `name`: `count` units, the
+    layers that write them, each with the members [outputs, r] of its output features, and the one that reads
+    them."""
 
     name: str
+    kind: str
     count: int
-    sources: list[Written]
+    sources: list[tuple[Projection, Tensor]]
     out: Projection
+
+    @property
+    def projections(self) -> list[Projection]:
+        return [*(source for source, _ in self.sources), self.out]
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -85,7 +94,7 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and not name.startswith(inside):
             layers = [(f"{name}.{number}", layer) for number, layer in module.named_children()]
-            if all(len(maps_by_attention(*layer)) > 1 for layer in layers):
+            if all(len(linear_by_attention(*layer)) > 1 for layer in layers):
                 found += layers
                 inside += (f"{name}.",)
     if not found:
@@ -93,33 +102,65 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def find_units(model: nn.Module, kinds: Sequence[str]) -> list[Units]:
-    """The units of the kinds wanted, block by block, tokens last; ValueError for a kind that is not one, and
-    for units that can not be told or separated."""
-    if not kinds or not set(kinds) <= set(KINDS):
-        raise ValueError(f"units={list(kinds)}; allowed: one or more of {', '.join(KINDS)}")
+def sublayers(model: PreTrainedModel, kinds: Collection[str]) -> list[SubLayer]:
+    """The attentions (`heads`) and feed-forward networks (`neurons`), block by block."""
     found = []
     for name, block in blocks(model):
+        linear = linear_by_attention(name, block)
         if "heads" in kinds:
-            found += [inner_units(model, heads, "heads") for heads in attentions(model, name, block)]
+            found += [find_sublayer(model, path, "heads", own) for path, own in linear.items() if path]
         if "neurons" in kinds:
-            found.append(inner_units(model, feed_forward(model, name, block), "neurons"))
-        if "outputs" in kinds:
-            found.append(output_units(feed_forward(model, name, block)))
-    return found + ([token_units(model)] if "tokens" in kinds else [])
-
-
-def projections(model: nn.Module) -> list[Projection]:
-    """All linear maps within the blocks, sources before their out."""
-    found = []
-    for inner in sublayers(model, ("heads", "neurons")):
-        found += [source for source, _ in inner.sources] + [inner.out]
+            paths = tuple(f"{path}." for path in linear if path)
+            rest = [n for n, p in block.named_parameters(name) if p.ndim > 1 and not n.startswith(paths)]
+            # Experts are no linear layers and must not be overlooked.
+            own = linear[""] if len(linear[""]) == len(rest) else []
+            found.append(find_sublayer(model, name, "neurons", own))
     return found
 
 
-def matrices(model: nn.Module) -> list[Projection]:
-    """All matrices of a model that are the weight of a module, a tied one once: linear maps, embeddings, the
-    head."""
+def find_units(model: PreTrainedModel, kinds: Sequence[str]) -> list[Units]:
+    """The units of some UNIT_KINDS, block by block, tokens last. Raises ValueError for another kind, and for
+    units that are not found or not separable: those with a norm over more features than those of one unit."""
+    if not kinds or not set(kinds) <= set(UNIT_KINDS):
+        raise ValueError(f"units={list(kinds)}; allowed: one or more of {', '.join(UNIT_KINDS)}")
+    found = []
+    for place in sublayers(model, {"neurons" if kind == "outputs" else kind for kind in kinds}):
+        size, out = place.out.inputs // place.count, place.out
+        if place.kind in kinds:
+            for name, module in model.get_submodule(place.name).named_modules(prefix=place.name):
+                shape, last = getattr(getattr(module, "weight", None), "shape", ()), name.rpartition(".")[2]
+                if re.fullmatch(MIXING_NORM[place.kind], last) and len(shape) == 1 and shape[0] > size:
+                    raise ValueError(
+                        f"{place.kind} can not be separated: {name} normalises {shape[0]} features at once"
+                    )
+            parts = [part for source in place.sources for part in row_parts(*source)]
+            columns = shared_members(place.count, place.count, size)
+            parts.append(Part(out.module, "weight", 1 - out.axis, columns))
+            name = f"{place.name}.{place.kind}"
+            found.append(Units(name, place.kind, place.count, out.module, "in", tuple(parts)))
+        if place.kind == "neurons" and "outputs" in kinds:
+            parts = row_parts(out, shared_members(out.outputs, out.outputs, 1))
+            name = f"{place.name}.outputs"
+            found.append(Units(name, "outputs", out.outputs, out.module, "out", tuple(parts)))
+    if "tokens" in kinds:
+        # T5 and BART never call the table that they name as such, but their encoder's and decoder's.
+        main = model.get_input_embeddings()
+        inner = [part.get_input_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)]
+        tables = [table for table in dict.fromkeys(inner) if table.weight.shape == main.weight.shape]
+        members = shared_members(main.num_embeddings, main.num_embeddings, 1)
+        parts = tuple(Part(table, "weight", 0, members) for table in tables)
+        name = next(name for name, module in model.named_modules() if module is main)
+        found.append(Units(f"{name}.tokens", "tokens", main.num_embeddings, main, "out", parts))
+    return found
+
+
+def projections(model: PreTrainedModel) -> list[Projection]:
+    """All linear layers of the blocks, sources before their out."""
+    return [each for place in sublayers(model, ("heads", "neurons")) for each in place.projections]
+
+
+def weight_matrices(model: nn.Module) -> list[Projection]:
+    """All matrices that are the weight of a module, a tied one once: linear layers, embeddings, the head."""
     found: dict[nn.Parameter, Projection] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -128,18 +169,9 @@ def matrices(model: nn.Module) -> list[Projection]:
     return list(found.values())
 
 
-def sublayers(model: nn.Module, kinds: Sequence[str]) -> list[Between]:
-    """The attentions (`heads`) and feed-forward networks (`neurons`) that are wanted, block by block."""
-    found = []
-    for name, block in blocks(model):
-        found += attentions(model, name, block) if "heads" in kinds else []
-        found += [feed_forward(model, name, block)] if "neurons" in kinds else []
-    return found
-
-
 def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The factor of what a step does to each parameter of the group, broadcastable to it, when unit k keeps
-    keep[k] of [0, 1]: a feature of several units keeps their minimum, one of none keeps all."""
+    """The factor of each parameter's update, broadcastable to it, when unit k keeps keep[k] of [0, 1]: a
+    feature of several units keeps their minimum, one of no unit everything."""
     padded, seen = torch.cat([keep.view(group.count), keep.new_ones(1)]), set()
     for part in group.parts:
         parameter = getattr(part.module, part.attribute)
@@ -149,38 +181,52 @@ def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]
             yield parameter, factor.view(*ones[: part.axis], -1, *ones[part.axis + 1 :])
 
 
-def inner_units(model: nn.Module, between: Between, kind: str) -> Units:
-    """Units between maps; ValueError where a norm runs over more features than those of one unit."""
-    size = between.out.inputs // between.count
-    for name, module in model.get_submodule(between.name).named_modules(prefix=between.name):
-        shape = getattr(getattr(module, "weight", None), "shape", ())
-        if re.fullmatch(MIXING_NORM[kind], name.rpartition(".")[2]) and len(shape) == 1 and shape[0] > size:
-            raise ValueError(f"{kind} can not be separated: {name} normalises {shape[0]} features at once")
-    parts = [part for source in between.sources for part in row_parts(*source)]
-    columns = shared_members(between.count, between.count, size)
-    parts.append(Part(between.out.module, "weight", 1 - between.out.axis, columns))
-    return Units(f"{between.name}.{kind}", kind, between.count, between.out.module, "in", tuple(parts))
+@contextmanager
+def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Multiplies the activation of each unit by its gate, [count] or per sample [B, count], inside the
+    context; groups without a gate are unchanged. Checkpointed layers need the context in backward too, or
+    `keep_activations`."""
+    with ExitStack() as hooks:
+        for group in groups:
+            if (gate := gates.get(group.name)) is None:
+                continue
+            if gate.ndim not in (1, 2) or gate.shape[-1] != group.count:
+                raise ValueError(f"{group.name} has {group.count} units; given gates of {list(gate.shape)}")
+            if group.kind == "tokens":
+                hook = partial(_scale_tokens, gate)
+                handles = [part.module.register_forward_hook(hook) for part in group.parts]
+            elif group.side == "in":
+                hook = partial(_scale_inputs, gate)
+                handles = [group.gate.register_forward_pre_hook(hook)]
+            else:
+                hook = partial(_scale_features, gate)
+                handles = [group.gate.register_forward_hook(hook)]
+            for handle in handles:
+                hooks.callback(handle.remove)
+        yield
 
 
-def output_units(between: Between) -> Units:
-    down, count = between.out, between.out.outputs
-    parts = row_parts(down, shared_members(count, count, 1))
-    return Units(f"{between.name}.outputs", "outputs", count, down.module, "out", tuple(parts))
+def _scale_tokens(gate: Tensor, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    found = gate[args[0]] if gate.ndim == 1 else gate.gather(1, args[0])  # of ids [B, T]
+    return output * found.unsqueeze(-1).to(output)
 
 
-def token_units(model: PreTrainedModel) -> Units:
-    """The rows of the input embedding. T5 and BART never call the table that they name as such, but their
-    encoder's and decoder's, tied to it or not."""
-    main = model.get_input_embeddings()
-    inner = [part.get_input_embeddings() for part in model.modules() if isinstance(part, PreTrainedModel)]
-    tables = [table for table in dict.fromkeys(inner) if table.weight.shape == main.weight.shape]
-    name, count = next(n for n, module in model.named_modules() if module is main), main.num_embeddings
-    parts = tuple(Part(table, "weight", 0, shared_members(count, count, 1)) for table in tables)
-    return Units(f"{name}.tokens", "tokens", count, main, "out", parts)
+def _scale_inputs(gate: Tensor, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return _scale_features(gate, module, args, args[0]), *args[1:]
 
 
-def maps_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
-    """A block's linear maps in order of definition, by the attention that holds them; "" for no attention."""
+def _scale_features(gate: Tensor, module: nn.Module, args: Any, x: Tensor) -> Tensor:
+    """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
+    wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
+    if gate.ndim == 1:
+        return x * wide
+    if len(x) % len(gate) or (x.ndim > 2 and len(x) != len(gate)):
+        raise ValueError(f"gates of {len(gate)} samples; given activations of {list(x.shape)}")
+    return (x.view(len(gate), -1, x.shape[-1]) * wide.unsqueeze(1)).view(x.shape)
+
+
+def linear_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]]:
+    """A block's linear layers in order of definition, by the attention that holds them; "" for none."""
     found: dict[str, list[Projection]] = {"": []}
     for full, module in block.named_modules(prefix=name):
         if isinstance(module, nn.Linear | Conv1D):
@@ -190,69 +236,59 @@ def maps_by_attention(name: str, block: nn.Module) -> dict[str, list[Projection]
     return found
 
 
-def attentions(model: PreTrainedModel, name: str, block: nn.Module) -> list[Between]:
-    return [
-        between(model, path, "heads", maps) for path, maps in maps_by_attention(name, block).items() if path
-    ]
-
-
-def feed_forward(model: PreTrainedModel, name: str, block: nn.Module) -> Between:
-    """The neurons of a block. Experts, which are no linear maps, must not be overlooked."""
-    found = maps_by_attention(name, block)
-    paths = tuple(f"{path}." for path in found if path)
-    matrices = [n for n, p in block.named_parameters(name) if p.ndim > 1 and not n.startswith(paths)]
-    return between(model, name, "neurons", found[""] if len(found[""]) == len(matrices) else [])
-
-
-def between(model: PreTrainedModel, name: str, kind: str, maps: Sequence[Projection]) -> Between:
-    """Units of a module by the widths of its maps, the last of which to the hidden size is the out."""
-    module, config = model.get_submodule(name), model.config
-    wide = [m for m in maps if m.outputs == config.hidden_size]
-    out = next((m for m in reversed(wide) if not SOURCE.fullmatch(m.name.rpartition(".")[2])), None)
-    sources = [m for m in maps if m is not out]
-    if out is not None and all(source.inputs == config.hidden_size for source in sources):
-        units = head_count(module, config.num_attention_heads) if kind == "heads" else out.inputs
+def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence[Projection]) -> SubLayer:
+    """The units of a module from the widths of its linear layers, the last of which to the hidden size is the
+    out. Raises ValueError where the widths fit no known form."""
+    module, hidden = model.get_submodule(name), model.config.hidden_size
+    wide = [each for each in linear if each.outputs == hidden]
+    out = next((w for w in reversed(wide) if not SOURCE_NAME.fullmatch(w.name.rpartition(".")[2])), None)
+    sources = [each for each in linear if each is not out]
+    if out is not None and all(source.inputs == hidden for source in sources):
+        if kind == "heads":
+            keys = (
+                "num_heads",
+                "num_attention_heads",
+                "n_heads",
+            )  # a decoder may have others than its encoder
+            told = (getattr(part, key, None) for part in module.modules() for key in keys)
+            units = next(
+                (count for count in told if isinstance(count, int)), model.config.num_attention_heads
+            )
+            shares = [(units, count, count) for count in range(1, units + 1) if units % count == 0]  # Q, K, V
+        else:
+            units = out.inputs
+            shares = [(units,), (units, units)]  # up, or gate and up
         size, widths = out.inputs // units, [source.outputs for source in sources]
-        for counts in possible_shares(kind, units) if size * units == out.inputs else ():
-            apart = sorted(widths) == sorted(count * size for count in counts)
-            if apart or widths == [sum(counts) * size]:
-                split = [(width // size,) for width in widths] if apart else [counts]
-                pairs = zip(sources, split, strict=True)
-                return Between(
-                    name, units, [written_units(*pair, units, config.model_type) for pair in pairs], out
-                )
+        for counts in shares if size * units == out.inputs else ():
+            separate = sorted(widths) == sorted(count * size for count in counts)
+            if separate or widths == [sum(counts) * size]:
+                split = [(width // size,) for width in widths] if separate else [counts]
+                written = [
+                    split_source(source, own, units, model.config.model_type)
+                    for source, own in zip(sources, split, strict=True)
+                ]
+                return SubLayer(name, kind, units, written, out)
     raise ValueError(
         f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; "
         f"up, perhaps gate (apart or fused) and down; found {list_matrices(module, name)}"
     )
 
 
-def possible_shares(kind: str, units: int) -> list[tuple[int, ...]]:
-    """What the sources may write: heads of Q, K and V; neurons of up, or of gate and up."""
-    groups = [count for count in range(1, units + 1) if kind == "heads" and units % count == 0]
-    return [(units, count, count) for count in groups] or [(units,), (units, units)]
-
-
-def written_units(source: Projection, counts: Sequence[int], units: int, model_type: str) -> Written:
-    """A source, a segment for each count of units that it writes, and the members of its output features."""
-    features, size = torch.arange(source.outputs), source.outputs // sum(counts)
-    segments = features.split([count * size for count in counts])
+def split_source(
+    source: Projection, counts: Sequence[int], units: int, model_type: str
+) -> tuple[Projection, Tensor]:
+    """A source with a segment for each count of units that it writes, and the members of its features."""
+    rows, size = torch.arange(source.outputs), source.outputs // sum(counts)
+    segments = rows.split([count * size for count in counts])
     if len(counts) > 1 and model_type not in FUSED:
         given = f"{source.name} {list(source.module.weight.shape)} is a fused map of a {model_type}"
         raise ValueError(f"{given}; layouts are known for {', '.join(FUSED)}")
     if len(counts) > 1 and FUSED[model_type] == "by head":
-        segments = features.view(units, len(counts), size).transpose(0, 1).flatten(1).unbind()
+        segments = rows.view(units, len(counts), size).transpose(0, 1).flatten(1).unbind()
     members = torch.full((source.outputs, units // min(counts)), -1)
     for segment, count in zip(segments, counts, strict=True):
         members[segment, : units // count] = shared_members(units, count, size)
     return replace(source, segments=segments), members
-
-
-def head_count(attention: nn.Module, default: int) -> int:
-    """Query heads of an attention by its own word: a decoder may have other than its encoder."""
-    names = ("num_heads", "num_attention_heads", "n_heads")
-    told = (getattr(module, name, None) for module in attention.modules() for name in names)
-    return next((count for count in told if isinstance(count, int)), default)
 
 
 def shared_members(heads: int, groups: int, size: int) -> Tensor:
@@ -260,11 +296,10 @@ def shared_members(heads: int, groups: int, size: int) -> Tensor:
     return torch.arange(heads).view(groups, -1).repeat_interleave(size, dim=0)
 
 
-def row_parts(linear: Projection, members: Tensor) -> Iterator[Part]:
-    """The output features of a map: of its weight and of its bias, if it has one."""
-    yield Part(linear.module, "weight", linear.axis, members)
-    if linear.module.bias is not None:
-        yield Part(linear.module, "bias", 0, members)
+def row_parts(linear: Projection, members: Tensor) -> list[Part]:
+    """The output features of a linear layer: of its weight, and of its bias if it has one."""
+    bias = [Part(linear.module, "bias", 0, members)] if linear.module.bias is not None else []
+    return [Part(linear.module, "weight", linear.axis, members), *bias]
 
 
 def list_matrices(module: nn.Module, name: str = "") -> str:

@@ -20,8 +20,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.conditions import conditions, describe_conditions
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting.drawing import FEW
 from cpt.reporting.frames import KINDS, format_interval, megabytes, percent, strip_controls
 from cpt.reporting.page import IN_CELL, TEMPLATES, few, quote_markup

@@ -1,8 +1,8 @@
-"""The base model: a checkpoint as it is, or a new model pre-trained on the general text, cached for all runs."""
+"""The base model: a checkpoint, or a new model pre-trained on the general text and cached for all runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,21 @@ from cpt.core.config import digest
 from cpt.core.options import Options
 from cpt.core.preemption import defer_signals
 from cpt.core.tensors import check_state
-from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora, tokenizer_digest
 from cpt.data.corpus import Corpus
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import NOTHING
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY
 from cpt.data.sources.base import CONCAT, GENERAL
 from cpt.methods.base import Shared
 from cpt.methods.ncl import NCL
-from cpt.models import loading, tokenizers
+from cpt.models import loading
+from cpt.models.block_attention import try_isolation
 from cpt.models.growth import entries, fit_rows
-from cpt.models.isolation import try_documents, try_isolation
 from cpt.models.objectives import Objective
 from cpt.models.options import NOT_FROZEN, ModelOptions
-from cpt.optim.guard import Guard
-from cpt.optim.schedules import Linear
+from cpt.optim.nan_guard import NanGuard
+from cpt.optim.schedulers import Linear
 from cpt.trainer.checkpoint import StepCheckpoint
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 
@@ -53,6 +53,7 @@ class Base:
     objective: Objective
     length: int
     resize: bool = False
+    untrained: Mapping[str, Any] | None = None  # the config of a model that is not pre-trained yet
 
     @property
     def seq2seq(self) -> bool:
@@ -65,25 +66,18 @@ class Base:
         made = self.load()
         loading.check_length(self.length, made, self.objective)
         if self.objective.sharing is not None:
-            try_isolation(made)
+            try_isolation(made, documents=False)
         if self.objective.isolated:
-            try_documents(made, causal=self.objective.causal)
+            try_isolation(made, documents=True, causal=self.objective.causal)
         return made
 
     def load(self) -> PreTrainedModel:
+        if self.untrained is not None:
+            return loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
         loaded = loading.load_model(self.checkpoint, self.objective_name)
-        fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint, resize=self.resize)
+        if self.resize:
+            fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint)
         return loaded
-
-
-@dataclass(frozen=True)
-class Untrained(Base):
-    """A base that is not pre-trained yet, with random weights."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def load(self) -> PreTrainedModel:
-        return loading.build(self.config, self.tokenizer, self.objective_name, seed=0)
 
 
 def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
@@ -100,11 +94,11 @@ def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> B
 
 
 def find_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config if it is in the cache, else an Untrained one."""
+    """The base of a model config if it is in the cache, else an untrained one."""
     new = describe_base(options, corpora)
     if options.checkpoint is not None or base_folder(options, new, corpora).exists():
         return make_base(options, corpora, accelerator=accelerator)
-    return Untrained(**vars(run_base(options, new, corpora)), config=options.config)
+    return replace(run_base(options, new, corpora), untrained=options.config)
 
 
 def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:
@@ -126,9 +120,9 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     config, tokenizer = loading.configuration(options.checkpoint), loading.load_tokenizer(options.checkpoint)
     resize = options.resize
     is_span = loading.objective_name(options.objective, config) == "span"
-    if is_span and not tokenizers.sentinels(tokenizer):
-        tokenizers.add_sentinels(tokenizer)
-        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, tokenizers.SENTINELS)
+    if is_span and not loading.sentinel_ids(tokenizer):
+        loading.add_sentinels(tokenizer)
+        log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, loading.SENTINELS)
         resize = resize or entries(tokenizer) > config.get_text_config().vocab_size
     return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
 
@@ -141,10 +135,9 @@ def run_base(options: ModelOptions, new: Base, corpora: Corpora) -> Base:
 def assemble_base(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
 ) -> Base:
-    """A base with its objective on `corpora`, whose answers alone are scored if they are examples; without, on
-    packed text, as in pre-training."""
+    """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
     name = loading.objective_name(options.objective, config)
-    objective = loading.objective(
+    objective = loading.text_objective(
         name,
         tokenizer,
         mask_rate=options.mask_rate,
@@ -155,7 +148,7 @@ def assemble_base(
     if corpora is not None and corpora.encoding is not None:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     else:
-        loading.check_text(name, isolated=isolated)
+        loading.check_packing(name, isolated=isolated, answers=False)
         objective.isolated = isolated
     return Base(options.checkpoint or "", tokenizer, name, objective, options.length, options.resize)
 
@@ -169,7 +162,7 @@ def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: 
 
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        learned = tokenizers.train_tokenizer(batches(), vocabulary=vocabulary, objective=objective)
+        learned = loading.train_tokenizer(batches(), vocabulary=vocabulary, objective=objective)
         learned.save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
@@ -180,14 +173,14 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
     """Pre-trains a new model on the general text in one process; a killed one resumes from its checkpoint."""
     how = options.base
     log.info("pre-training the base model %s on the general text: %d steps", options.name, how.steps)
-    model = loading.build(options.config, new.tokenizer, new.objective_name, seed=how.seed)
+    model = loading.build_model(options.config, new.tokenizer, new.objective_name, seed=how.seed)
     loading.check_length(options.length, model, new.objective)
     shared = Shared(
         model=model.train(),
         objective=new.objective,
         length=options.length,
         masks=(),
-        replay=NOTHING,
+        replay=NO_REPLAY,
         freeze=NOT_FROZEN,
         optimizer=instantiate(how.optim, _convert_="all"),
         schedule=Linear(warmup=how.warmup),
@@ -201,7 +194,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         held_out={},
         objective=new.objective,
         budget=Budget(steps=how.steps, epochs=None, tokens=None, batch_size=how.batch_size),
-        replay=NOTHING,
+        replay=NO_REPLAY,
         seed=how.seed,
         accumulate=1,
         eval_batch_size=how.batch_size,
@@ -218,7 +211,7 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         "log_every_n_steps": 10,
         "gradient_clip_val": how.gradient_clip_val,
     }
-    guard = Guard(advice=ADVICE)
+    guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
     path = str(checkpoint) if checkpoint.exists() else None

@@ -1,9 +1,8 @@
-"""Callbacks of a stage: the user's own, from the config groups `callbacks` and `logger`, and the movement in the
-protected subspace.
+"""The user's callbacks and loggers, from the config, and a callback for movement in the protected subspace.
 
 A user's callback is one instance for the whole run and sees the training of every stage; not the base's
-pre-training, evaluation, or end tasks. Its state_dict is in the checkpoint within a stage, and at a stage's end
-in RUN/callbacks, so that a run resumes with it after any kill."""
+pre-training, evaluation, or end tasks. Its state_dict is in the checkpoint within a stage, and at a stage's
+end in RUN/callbacks, so that a run resumes with it after any kill."""
 
 import inspect
 import logging
@@ -25,7 +24,7 @@ from cpt.core.randomness import key
 from cpt.core.sharding import is_sharded
 from cpt.core.signatures import check_arguments, target
 from cpt.core.tensors import load_tensors, save_state
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule
 from cpt.trainer.monitor import Monitor
 
@@ -53,9 +52,9 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
     for name, each in built.items():
         entry = f"callbacks.{name}={type(each).__name__}"
         if isinstance(each, CHANGES_RESULT):
+            allowed = "the options of trainer, optim and schedule; method=ema averages weights"
             raise ValueError(
-                f"{entry} is not taken: the options of trainer, optim and schedule say how a domain is trained; "
-                "method=ema averages weights"
+                f"{entry} is not taken, as it changes how a domain is trained; allowed: {allowed}"
             )
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
             raise ValueError(f"{entry} writes to loggers, but there is none; allowed: logger=csv, …")
@@ -85,10 +84,8 @@ def make_entry(section: str, entry: Mapping[str, Any], kind: type, **defaults: A
 def check_callback_state(name: str, callback: Callback) -> None:
     """Raises ValueError for a state that a checkpoint cannot restore."""
     if not is_plain(state := callback.state_dict()):
-        raise ValueError(
-            f"callbacks.{name}: its state_dict is {state}; allowed: tensors, numbers, texts, and lists and "
-            "mappings of them, which a killed run can read again"
-        )
+        allowed = "tensors, numbers, texts, and lists and mappings of them, which a checkpoint restores"
+        raise ValueError(f"callbacks.{name}: its state_dict is {state}; allowed: {allowed}")
 
 
 def is_plain(value: Any) -> bool:
@@ -108,7 +105,7 @@ class CustomCallbacks(Callback):
         self.at = 0  # the stage after which they have their state
 
     def entering(self, number: int) -> list[Callback]:
-        """The callbacks for the training of a stage, counted from 1, with their state after the one before."""
+        """The callbacks for a stage, counted from 1, with their state after the one before."""
         if not self.callbacks:
             return []
         path = self.folder / f"{number - 1:03d}.pt"
@@ -136,11 +133,9 @@ class CustomCallbacks(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
         if trainer.global_step < trainer.max_steps and not any(each.watched.ended for each in monitors):
-            raise ValueError(
-                f"the stage was ended at step {trainer.global_step} of {trainer.max_steps} by one of the "
-                f"callbacks {', '.join(self.callbacks)}; allowed: callbacks that let it end. trainer.steps, "
-                "trainer.epochs or trainer.tokens say how long a domain is learned"
-            )
+            told = f"the stage was ended at step {trainer.global_step} of {trainer.max_steps}"
+            names = ", ".join(self.callbacks)
+            raise ValueError(f"{told} by one of the callbacks {names}; allowed: trainer.steps=…, monitor=…")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.keep(self.at + 1, writes=trainer.is_global_zero)
@@ -183,8 +178,7 @@ class ProtectedMovement(Callback):
 
 @torch.no_grad()
 def protected_shares(module: ContinualModule, began: Mapping[str, Tensor], *, seed: int) -> list[float]:
-    """The protected share of the movement from the weights `began`, and of a random movement; empty if nothing
-    moved."""
+    """The protected share of the movement from `began`, and of a random one; empty if nothing moved."""
     protected, draw = module.protects(), torch.Generator().manual_seed(seed)
     sums = torch.zeros(2, 2, dtype=torch.float64)  # [actual or random, protected or all]
     for name, old in began.items():

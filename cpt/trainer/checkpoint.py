@@ -4,8 +4,8 @@ checkpoints/NUMBER-DOMAIN.ckpt  the trainer's state
 stages/NUMBER.pt                what is whole in each process; of shards, which folder has them
 stages/NUMBER.COUNT.shards/     sharded tensors: every process writes its own rows
 
-A stage's file is written when its folder is complete, and removed before it. Any number of processes reads it,
-with any strategy."""
+A stage's file is written when its folder is complete, and removed before it. Any number of processes reads
+it, with any strategy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +18,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
-from cpt.adapters.bank import load_resting, rest_parts
+from cpt.adapters.domain_store import load_mapped, map_stored
 from cpt.core.collectives import gather_objects
 from cpt.core.files import check_archive, find_damage, hash_files
 from cpt.core.preemption import leave_all
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.sharding import is_sharded
 from cpt.core.tensors import load_tensors, save_state
-from cpt.optim.guard import Guard
+from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.options import minutes_of
 from cpt.trainer.sharding import layout_of
 from cpt.trainer.shards import SHARDS, fill_in, new_folder, read_shards, remove_others, write_shards
@@ -46,17 +46,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 class StepCheckpoint(Callback):
     """Saves the trainer's state every `every` optimizer steps or minutes (`10min`, by the clock of any of the
-    processes), after the last step, and when a signal asks the run to leave, which it then does."""
+    processes), after the last step, and when a signal asks the run to leave, which it then does. The modules
+    of earlier domains, which a checkpoint has restored, are mapped from the stage file `parts` again."""
 
-    def __init__(self, path: Path, *, every: int | str, guard: Guard) -> None:
+    def __init__(self, path: Path, *, every: int | str, guard: NanGuard, parts: Path | None = None) -> None:
         self.minutes = minutes_of(every)
-        if self.minutes is None and (not isinstance(every, int) or every < 1):
-            raise ValueError(f"trainer.checkpoint_every={every}; allowed: 1 or more steps, or like 10min")
-        self.path, self.every, self.guard, self.step = path, every, guard, 0
+        self.path, self.every, self.guard, self.parts, self.step = path, every, guard, parts, 0
         self.saved = monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.step = trainer.global_step
+        if self.parts is not None:
+            map_stored(pl_module, self.parts)
         if self.guard.policy == "rollback" and self.step == 0:
             self.save(trainer, pl_module)
 
@@ -80,16 +81,6 @@ class StepCheckpoint(Callback):
         self.guard.check_weights(trainer, pl_module.parameters())
         trainer.save_checkpoint(self.path)
         self.saved, self.guard.asks, self.guard.asked = monotonic(), False, False
-
-
-class PartsToDisk(Callback):
-    """Maps the modules of earlier domains, which a checkpoint has loaded, from the stage file again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        rest_parts(pl_module, self.path)
 
 
 def save_stage(module: nn.Module, path: Path) -> dict[str, Tensor]:
@@ -132,7 +123,7 @@ def check_stage(path: Path, *, instead: str) -> None:
             raise ValueError(f"{folder}: {damage}; {instead}")
 
 
-def read_stage(path: Path, like: Like = lambda name, shape: None) -> dict[str, Tensor]:
+def load_stage(path: Path, like: Like = lambda name, shape: None) -> dict[str, Tensor]:
     """The state after a stage, tensors whole or sharded as another, `like` its name and shape; then every
     process has to call it."""
     stored, shards = open_stage(path)
@@ -152,10 +143,10 @@ def restore_stage(module: nn.Module, path: Path, *, rests: bool) -> None:
         return found if found is not None and found.shape == shape else None
 
     if rests and not shards:
-        load_resting(module, stored)
+        load_mapped(module, stored)
     elif any(map(is_sharded, module.parameters())):
-        module.load_state_dict(read_stage(path, like))
+        module.load_state_dict(load_stage(path, like))
     else:
-        module.load_state_dict(read_stage(path))
+        module.load_state_dict(load_stage(path))
     if rests:
-        rest_parts(module, path)
+        map_stored(module, path)

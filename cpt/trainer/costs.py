@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cpt.core.memory import forget_peak, give_back, peak
 from cpt.core.sharding import is_sharded, local
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.loading import skeleton
 
 ATEN = torch.ops.aten
@@ -122,14 +122,16 @@ class CostMonitor(Callback):
             self.begin()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
-        rate = float(trainer.optimizers[0].param_groups[0]["lr"])
-        first, highest, _ = self.rates or [rate] * 3
-        self.rates = [first, max(highest, rate), rate]
         if self.flops["step"] == 0 and self.counted_to <= trainer.global_step:
             self.end("before")
             self.begin()
             self.counted = min(getattr(module, "period", 1), trainer.max_steps - trainer.global_step)
             self.counted_to = trainer.global_step + self.counted
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        rate = float(optimizer.param_groups[0]["lr"])
+        first, highest, _ = self.rates or [rate] * 3
+        self.rates = [first, max(highest, rate), rate]
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Batch, at: int

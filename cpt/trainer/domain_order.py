@@ -1,7 +1,4 @@
-"""The order that the similarity of texts gives: they are read and embedded before a run starts.
-
-The similarity is cached by the texts' stamps and what embeds them: a resumed run and other processes read the
-same order."""
+"""`order=similar`: the texts are read and embedded before a run, and their similarity is cached."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +17,7 @@ from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key, shuffle
 from cpt.data import orders
-from cpt.data.examples import read_example
+from cpt.data.example import read_example
 from cpt.data.sources.base import EXAMPLES, GENERAL, stamp_of
 from cpt.trainer.manifest import checkpoint_files, file_stat
 from cpt.trainer.plan import Plan
@@ -32,29 +30,30 @@ log = logging.getLogger(__name__)
 CACHE_FORMAT = 1  # raise it when the same texts give another similarity
 CHARACTERS_READ = 20_000  # of a document, at most
 MODEL_BATCH = 32  # documents
+Encode = Callable[[list[str]], np.ndarray]  # the vectors of documents, [B, D]
 
 
 def arrange(plan: Plan) -> Plan:
-    """The plan with its domains in order; if their texts give it, they are read and embedded unless the cache
-    has the similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
+    """The plan with its domains in order. Texts that decide it are read and embedded, unless the cache has
+    their similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
     name = plan.source.embedding
     if not plan.by_texts:
         if name != "tfidf":
             log.info("domains.embedding=%s has no effect: order=%s ignores similarity", name, plan.run.order)
         return plan
-    if (known := recall(plan)) is None:
+    if recall(plan) is None:
         from cpt.trainer import preflight  # loads torch
 
         preflight.check_model(plan)  # before hours of reading
         make_once(similarity_folder(plan), make=lambda partial: write_similarity(partial, plan))
-        known = recall(plan)
-        assert known is not None
+    known = recall(plan)
+    assert known is not None
     log.info("order=%s by %s: from %s to %s", plan.run.order, name, known.order[0], known.order[-1])
     return known
 
 
 def recall(plan: Plan) -> Plan | None:
-    """The plan with its domains in order; None if the order is known only after reading the texts."""
+    """The plan with its domains in order; None if that takes reading the texts."""
     if not plan.by_texts:
         return plan
     path = similarity_folder(plan) / "similarity.json"
@@ -73,15 +72,15 @@ def similarity_folder(plan: Plan) -> Path:
         files = sorted(path for path in Path(str(source.embedding_model)).rglob("*") if path.is_file())
         embedder = [source.embedding_model, {str(path): file_stat(path) for path in files}]
     elif source.embedding == "model":
-        files = checkpoint_files(plan.model.checkpoint) if plan.model.checkpoint else {}
-        embedder = [asdict(plan.model), {name: file_stat(path) for name, path in files.items()}]
+        given = checkpoint_files(plan.model.checkpoint) if plan.model.checkpoint else {}
+        embedder = [asdict(plan.model), {name: file_stat(path) for name, path in given.items()}]
     texts = {name: stamp_of(source, name) for name in (*sorted(plan.order), GENERAL)}
     made_of = [CACHE_FORMAT, texts, source.embedding, source.embedding_samples, embedder]
     return Path(plan.run.cache_dir) / "similarity" / digest(made_of)
 
 
 def write_similarity(folder: Path, plan: Plan) -> None:
-    """Reads and embeds the texts of a plan, and writes their similarity into a folder."""
+    """Reads and embeds the texts of a plan, and writes their similarity."""
     from cpt.data.corpora import Corpora  # loads torch
 
     source = plan.source
@@ -95,12 +94,11 @@ def write_similarity(folder: Path, plan: Plan) -> None:
         means = orders.embed_by_words(texts)
     elif source.embedding == "model":
         means = orders.embed_by_vectors(texts, model_encoder(plan, corpora))
-    elif source.embedding == "static":
-        means = orders.embed_by_vectors(texts, orders.static_encoder())
+    elif source.embedding == "sentence":
+        means = orders.embed_by_vectors(texts, sentence_encoder(str(source.embedding_model)))
     else:
-        means = orders.embed_by_vectors(texts, orders.sentence_encoder(str(source.embedding_model)))
-    general = means.pop(GENERAL)
-    similarity = orders.Similarity.of(means, general=general)
+        means = orders.embed_by_vectors(texts, static_encoder())
+    similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
     (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
 
 
@@ -115,7 +113,34 @@ def sample_documents(corpus: Corpus, name: str, *, form: str, most: int) -> Iter
         yield [text[:CHARACTERS_READ] for text in read]
 
 
-def model_encoder(plan: Plan, corpora: Corpora) -> Callable[[list[str]], np.ndarray]:
+def static_encoder() -> Encode:
+    """A document is the mean of its tokens' rows of the table in the package wordllama, [256]. Its own loader
+    looks for the tokenizer on the network."""
+    from safetensors.numpy import load_file
+    from tokenizers import Tokenizer
+
+    spec = find_spec("wordllama")
+    (place,) = map(Path, (spec and spec.submodule_search_locations) or ())
+    (table,) = load_file(min(place.glob("weights/*_256.safetensors"))).values()
+    tokenizer = Tokenizer.from_file(str(min(place.glob("tokenizers/*.json"))))
+
+    def encode(documents: list[str]) -> np.ndarray:
+        encoded = tokenizer.encode_batch(documents, add_special_tokens=False)
+        rows = [table[each.ids].astype(np.float32) for each in encoded]
+        return np.stack([each.mean(0) if len(each) else np.zeros(each.shape[1], each.dtype) for each in rows])
+
+    return encode
+
+
+def sentence_encoder(folder: str) -> Encode:
+    """A document is embedded by a sentence-transformers model."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)
+    return lambda documents: model.encode(documents, show_progress_bar=False, convert_to_numpy=True)
+
+
+def model_encoder(plan: Plan, corpora: Corpora) -> Encode:
     """A document is the mean of the base model's last hidden states (of an encoder-decoder's encoder) over
     its first tokens, at most model.length."""
     import torch

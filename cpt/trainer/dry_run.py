@@ -20,22 +20,22 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.bank import in_memory, rest_parts
+from cpt.adapters.domain_store import in_memory, map_stored
 from cpt.core.memory import forget_peak, peak
 from cpt.core.tensors import load_tensors
-from cpt.data.budget import Budget
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
+from cpt.data.options import Budget
 from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
-from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard
+from cpt.models.memory import draw_quickly
+from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
-from cpt.trainer.base_model import Untrained, find_base
+from cpt.trainer.base_model import find_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.extend import find_begun, find_source, keep_base_row, steps_before
+from cpt.trainer.extend import find_source, find_started, keep_base_row, steps_before
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.options import minutes_of
 from cpt.trainer.plan import Plan
@@ -134,7 +134,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     data = build_data(plan, corpora, start, module)
     log_eval_cap(plan, data)
     log_ineffective(plan, module, ready.device)
-    folder = find_begun(plan, place)
+    folder = find_started(plan, place)
     scores = folder.scores()
     if scores is not None and steps_before(plan, folder) is not None:
         scores = keep_base_row(scores)
@@ -160,7 +160,6 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
         trainer=replace(plan.trainer, **alone, probe_samples=probe),
     )
     part = build_data(few, corpora, start, module)
-    part.replay = part.replay.on_text() if part.replay.generates else part.replay
     part.eval_tokens = plan.trainer.eval_batch_size * plan.model.length
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
         sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
@@ -169,7 +168,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
     left_out = [name for name, options in measured.items() if options is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
-    left_out += ["training of the base model"] * isinstance(start, Untrained)
+    left_out += ["training of the base model"] * (start.untrained is not None)
     return about | multiply(plan, profiles, stages, world) | {
         "lower_bound": type(module).shape is not ContinualModule.shape and len(stages) > len(profiles),
         "not_included": left_out,
@@ -245,7 +244,7 @@ def profile(
             data.enter(stage)
             module.enter(stage)
             module.train()
-            callbacks = [CostMonitor(), Guard(policy=plan.run.on_nonfinite), profiler]
+            callbacks = [CostMonitor(), NanGuard(policy=plan.run.on_nonfinite), profiler]
             how = {"label": f"profiling {stage.name}", "steps": data.steps(stage), "callbacks": callbacks}
             trainer = make_trainer(plan.trainer.lightning, **how)
             with draw_quickly(plan.trainer.quick_dropout):
@@ -256,7 +255,7 @@ def profile(
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
             now.trained = trained_parameters(module)
             if plan.parts.keep == "disk":
-                rest_parts(module, path)
+                map_stored(module, path)
         trainer = make_trainer(plan.trainer.lightning, label="profiling evaluation", callbacks=[profiler])
         trainer.validate(module, datamodule=data, verbose=False)
         now.token_s, now.peak = now.token_s / max(1, tokens), peak(device)

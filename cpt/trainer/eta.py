@@ -10,8 +10,8 @@ from cpt.core.heartbeat import HEARTBEAT, Phase, set_phase
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation.scores import Scores
 from cpt.trainer.costs import time_phase
-from cpt.trainer.examinations import Measured
-from cpt.trainer.scoring import Scorer
+from cpt.trainer.evaluators import Evaluator
+from cpt.trainer.score import Scorer
 
 KINDS = {  # the work of a stage in its order, as in scores.json, and its name in progress.json
     "generate": "writing texts before",
@@ -26,14 +26,12 @@ LATEST = 100  # stages that set the pace
 
 @dataclass(frozen=True)
 class RunETA:
-    """The stages of a run and the seconds of what is done; `generates` says whether texts are written for
-    them."""
+    """The stages of a run and the seconds of what is done."""
 
     data: DomainSequence
     scorer: Scorer
     scores: Scores
-    examinations: Sequence[Measured]
-    generates: bool
+    examinations: Sequence[Evaluator]
 
     @contextmanager
     def timed(self, kind: str, number: int) -> Iterator[None]:
@@ -80,7 +78,7 @@ class RunETA:
         """By kind, the size of the work in the base's stage and the others: steps, texts, or 1."""
         stages = range(len(self.names))
         found = {each.KIND: [int(each.follows(number)) for number in stages] for each in self.examinations}
-        found["generate"] = [int(self.generates and number > 0) for number in stages]
+        found["generate"] = [int(self.data.replay_source is not None and number > 0) for number in stages]
         found["learn"] = [0, *map(self.data.steps, self.data)]
         found["score"] = [len(self.scorer.wanted(number)) for number in stages]
         return {kind: found[kind] for kind in KINDS if kind in found}

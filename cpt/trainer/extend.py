@@ -1,25 +1,26 @@
 """Extend a finished run by further domains or more steps, in its directory or in a copy of a sibling.
 
-Domains are added after those of a run with the same config and texts. `trainer.steps` of a run of one domain is
-raised where the result is bitwise the same as training that long from scratch; otherwise a message says why not."""
+Domains are added after those of a run with the same config and texts. `trainer.steps` of a run of one domain
+is raised where the result is bitwise the same as training that long from scratch; else a message says why."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cpt.core.cache import discard
 from cpt.core.processes import is_one_of_several
 from cpt.core.rules import is_steps
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.domain_order import arrange
 from cpt.trainer.manifest import (
     SHOWN,
+    Manifest,
     check_manifest,
     is_beginning,
     join_names,
@@ -47,13 +48,13 @@ def resume_from_sibling(run: RunDir, plan: Plan) -> None:
     if source is not None:
         run.path.mkdir(parents=True, exist_ok=True)
         with run.locked():  # two starts at once would mix their copies
-            is_shorter = len(stored_order(source.manifest)) == len(plan.order)  # the same order, fewer steps
+            is_shorter = len(Manifest.load(source).order) == len(plan.order)  # the same order, fewer steps
             copy_run(source.path, run.path, linked=(*LINKED, *["checkpoints"] * is_shorter))
     if line:
         log.info(line)
 
 
-def find_begun(plan: Plan, run: RunDir) -> RunDir:
+def find_started(plan: Plan, run: RunDir) -> RunDir:
     """The directory whose rows a run continues from: its own, or a sibling."""
     return run if run.config.exists() else find_source(run, plan)[0] or run
 
@@ -67,62 +68,48 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     if plan.run.grow == "never":
         return None, ""
     near: list[tuple[int, int, Path, list[str], list[str]]] = []
+    shorter: dict[int, RunDir] = {}
     for path in sorted(run.path.parent.glob("*/identity.json")):
-        sibling, order = RunDir(path.parent), stored_order(path)
+        sibling, order = RunDir(path.parent), []
+        with suppress(ValueError):  # damaged
+            order = Manifest.load(sibling).order
         may_follow = is_beginning(order, plan.order)
         if plan.by_texts:  # their order is not known yet
             may_follow = set() < set(order) < set(plan.order)
-        if not may_follow or not sibling.config.exists() or (scores := sibling.scores()) is None:
+        own = resolve_eval_cap(plan, sibling)
+        before = steps_before(own, sibling) if sibling.last_checkpoint() is not None else None
+        if not (may_follow or before) or not sibling.config.exists():
             continue
-        if scores.run["finished"] and scores.run["method"] == plan.names["method"]:
-            settings = resolve_eval_cap(plan, sibling).settings
-            differences = sibling.changes(settings) or list_changed_contents(sibling, plan)
+        scores = sibling.scores()
+        if scores is None or not scores.run["finished"] or scores.run["method"] != plan.names["method"]:
+            continue
+        if not may_follow:
+            if not list_changed_contents(sibling, plan) and not why_not_resumable(own, sibling, before):
+                shorter[before] = sibling
+        else:
+            differences = sibling.changes(own.settings) or list_changed_contents(sibling, plan)
             near.append((-len(order), len(differences), sibling.path, order, differences))
     found = min((each for each in near if not each[-1]), default=None)
     if found is not None and not (why := why_not_growable(plan)):
         return RunDir(found[2]), f"Continuing from a copy of {found[2]} ({join_names(found[3])})"
-    if found is None and (shorter := find_shorter(plan, run)) is not None:
-        return shorter, f"Continuing from a copy of {shorter.path}, which has made fewer steps"
+    if found is None and shorter:
+        source = shorter[max(shorter)]
+        return source, f"Continuing from a copy of {source.path}, which has made fewer steps"
     line = ""
     if near:
         _, _, folder, order, differences = found[:4] + ([why],) if found else min(near)
         if plan.drift.given and all(each.startswith(("budget.", "monitor.")) for each in differences):
             given = ", ".join(f"budget.{name}={nats}" for name, nats in plan.drift.given.items())
-            raise ValueError(
-                f"{given} is invalid: {folder} has learned {join_names(order)}, and a run with a budget does "
-                "not grow. Allowed: budget.general=null and budget.past=null, or grow=never, which trains "
-                "all domains from the base"
-            )
+            why = f"{folder} has learned {join_names(order)}, and a run with a budget does not grow"
+            allowed = "budget.general=null and budget.past=null, or grow=never, which trains all domains"
+            raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed} from the base")
         rest = f"; and {len(differences) - SHOWN} more" * (len(differences) > SHOWN)
         line = f"Not continuing from {folder}: {'; '.join(differences[:SHOWN])}{rest}"
     if plan.run.grow == "require":
-        none = f"no finished run of method={plan.names['method']} in {run.path.parent} has learned the "
-        why = line or f"{none}beginning of the order {join_names(plan.order)}"
+        which = f"no finished run of method={plan.names['method']} in {run.path.parent}"
+        why = line or f"{which} has learned the beginning of the order {join_names(plan.order)}"
         raise ValueError(f"grow=require is invalid: {why}. Allowed: auto, never, or such a run")
     return None, line
-
-
-def find_shorter(plan: Plan, run: RunDir) -> RunDir | None:
-    """The finished sibling with the most steps of those that a plan adds steps to."""
-    found: dict[int, RunDir] = {}
-    for path in sorted(run.path.parent.glob("*/checkpoints/001-*.ckpt")):
-        sibling = RunDir(path.parents[1])
-        own = resolve_eval_cap(plan, sibling)
-        before, scores = steps_before(own, sibling), sibling.scores()
-        if before is None or scores is None or not scores.run["finished"]:
-            continue
-        if not list_changed_contents(sibling, plan) and not why_not_resumable(own, sibling, before):
-            found[before] = sibling
-    return found[max(found)] if found else None
-
-
-def stored_order(manifest: Path) -> list[str]:
-    """The order in an identity.json; empty where it cannot be read."""
-    try:
-        order = json.loads(manifest.read_text(encoding="utf-8"))["order"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return list(order) if isinstance(order, list) else []
 
 
 def copy_run(folder: Path, into: Path, *, linked: Sequence[str]) -> None:
@@ -182,10 +169,9 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
     where it cannot continue to what the plan would give from scratch."""
     before = steps_before(plan, run)
     if before is not None and (why := why_not_resumable(plan, run, before)):
-        raise ValueError(
-            f"{run.path} was made with trainer.steps={before}, and does not go on to {plan.trainer.steps}: "
-            f"{why}; take {before} back, choose another name=…, or delete the folder"
-        )
+        told = f"{run.path} was made with trainer.steps={before}, and does not go on to {plan.trainer.steps}"
+        remedy = f"take {before} back, choose another name=…, or delete the folder"
+        raise ValueError(f"{told}: {why}; {remedy}")
     return before
 
 
@@ -236,9 +222,7 @@ def why_steps_differ(plan: Plan, *, before: int, done: int) -> str:
         "what the model writes before a domain depends on how many steps follow": plan.mixture.generates,
         f"{name} divides its steps among the domains": method.needs_all,
         f"what {name} does in a step depends on how many there are": getattr(method, "counts_steps", False),
-        f"{name} does not say (counts_steps = False in its class) that no step asks how many there are": (
-            not declares
-        ),
+        f"{name} does not say (counts_steps = False in its class) that no step asks for it": not declares,
         f"mask {', '.join(foreign)} may depend on how many steps there are": bool(foreign),
         "callbacks may depend on how many steps there are": bool(plan.callbacks),
         "other text is evaluated after the last step (monitor, budget)": plan.watches,
@@ -251,11 +235,9 @@ def why_steps_differ(plan: Plan, *, before: int, done: int) -> str:
         at = [Progress(step, steps, 0, count, step, steps * count, steps) for steps in (before, now)]
         then, wanted = (schedule(each.joined if plan.carry == "all" else each) for each in at)
         if then != wanted:
-            return (
-                f"schedule={type(schedule).__name__} gives step {step} {then:.4g} of optim.lr where "
-                f"{before} steps are made, {wanted:.4g} where {now} are (schedule=constant schedule.warmup=0 "
-                "does not ask how many follow)"
-            )
+            rates = f"{then:.4g} of optim.lr where {before} steps are made, {wanted:.4g} where {now} are"
+            advice = "(schedule=constant schedule.warmup=0 does not ask how many follow)"
+            return f"schedule={type(schedule).__name__} gives step {step} {rates} {advice}"
     return ""
 
 

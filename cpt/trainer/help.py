@@ -16,9 +16,9 @@ from cpt.core.rules import show
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
 from cpt.evaluation.budget import BudgetOptions
-from cpt.evaluation.endtasks.tasks import Protocol, Settings
+from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
-from cpt.evaluation.policy import EvalOptions
+from cpt.evaluation.options import EvalOptions
 from cpt.models.options import BaseOptions, Freeze, ModelOptions
 from cpt.optim.options import KNOWN
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
@@ -37,7 +37,7 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "model.base": (BaseOptions,),
     "domains.held_out": (HeldOut,),
     "trainer": (TrainerOptions,),
-    "endtask": (Protocol, Settings),
+    "endtask": (FinetuneProtocol, FinetuneOptions),
     "logger": (LoggerOptions,),
 }
 

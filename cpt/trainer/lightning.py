@@ -42,26 +42,26 @@ class ProgressBar(Callback):
         self.label, self.bar = label, tqdm(disable=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        hidden = not trainer.is_global_zero
-        self.bar = progress_bar(self.label, total=trainer.max_steps, done=trainer.global_step, hidden=hidden)
+        self.open(trainer, total=trainer.max_steps, done=trainer.global_step)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.open(trainer, total=sum(trainer.num_val_batches), done=0)
+
+    def open(self, trainer: Trainer, *, total: int, done: int) -> None:
+        self.bar = progress_bar(self.label, total=total, done=done, hidden=not trainer.is_global_zero)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         for name, value in trainer.progress_bar_metrics.items():
             self.bar.set_postfix({name.split("/")[1]: f"{value:.3f}"}, refresh=False)
         self.bar.update(trainer.global_step - self.bar.n)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        hidden, total = not trainer.is_global_zero, sum(trainer.num_val_batches)
-        self.bar = progress_bar(self.label, total=total, done=0, hidden=hidden)
-
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.bar.update()
 
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
+    def close(self, *args: Any, **kwargs: Any) -> None:
         self.bar.close()
 
-    def on_exception(self, *args: Any) -> None:
-        self.bar.close()
+    teardown = on_exception = close
 
 
 class LeaveTogether(Callback):
@@ -118,16 +118,15 @@ def make_trainer(
     return made
 
 
-def try_trainer(
-    options: Mapping[str, Any], *, loggers: Sequence[Logger] = (), callbacks: Sequence[Callback] = ()
-) -> Trainer:
-    """A trainer with these options on this machine, to see whether Lightning takes them. Raises ValueError
-    where it does not."""
-    strategy = options["strategy"]
-    shown = {**options, "strategy": "fsdp" if isinstance(strategy, Fsdp) else strategy}
+def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
+    """A trainer with these options, loggers and callbacks on this machine. Raises ValueError where Lightning
+    rejects them."""
+    strategy = "fsdp" if isinstance(options["strategy"], Fsdp) else options["strategy"]
     names = ("accelerator", "devices", "strategy", "precision")
-    with naming_cause(" ".join(f"trainer.{name}={shown[name]}" for name in names)):
-        return make_trainer(options, label="", loggers=loggers, callbacks=callbacks, steps=1)
+    with naming_cause(
+        " ".join(f"trainer.{name}={(options | {'strategy': strategy})[name]}" for name in names)
+    ):
+        return make_trainer(options, label="", steps=1, **how)
 
 
 def find_device(options: Mapping[str, Any]) -> torch.device:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch.distributed.fsdp import FSDPModule
 
-from cpt.adapters.bank import rest_parts
+from cpt.adapters.domain_store import map_stored
 from cpt.core.collectives import wait_for_others
 from cpt.core.files import writing
 from cpt.core.heartbeat import set_phase
@@ -19,31 +19,28 @@ from cpt.core.preemption import check_signals, defer_signals, leave_together
 from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.evaluation.documents import gather_documents
-from cpt.evaluation.objective import objective_value
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.metrics import objective_value
+from cpt.evaluation.scores import Scores, gather_documents
 from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
-from cpt.models.movement import measure_movement
-from cpt.models.quick_dropout import draw_quickly
-from cpt.optim.guard import Guard, RollbackError, check_finite
+from cpt.models.memory import draw_quickly
+from cpt.models.weights import measure_movement
+from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
 from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_method
 from cpt.trainer.callbacks import CustomCallbacks, ProtectedMovement
-from cpt.trainer.checkpoint import PartsToDisk, StepCheckpoint, check_stage, restore_stage, save_stage
+from cpt.trainer.checkpoint import StepCheckpoint, check_stage, restore_stage, save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
 from cpt.trainer.eta import RunETA
-from cpt.trainer.examinations import Measured
+from cpt.trainer.evaluators import Evaluator
 from cpt.trainer.extend import why_end_is_final
-from cpt.trainer.generation import Generation
-from cpt.trainer.keeping import Keeper
 from cpt.trainer.lightning import drop_optimizer, make_trainer
-from cpt.trainer.monitor import make_monitor
+from cpt.trainer.monitor import Monitor
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.scoring import Scorer, tell_row
+from cpt.trainer.score import ScoreJournal, Scorer, tell_row
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +55,7 @@ class ContinualTrainer:
         *,
         module: ContinualModule,
         data: DomainSequence,
-        evaluators: Sequence[Measured],
-        generation: Generation | None,
+        evaluators: Sequence[Evaluator],
         scores: Scores,
         loggers: Sequence[Logger],
         callbacks: CustomCallbacks,
@@ -67,14 +63,14 @@ class ContinualTrainer:
     ) -> None:
         self.plan, self.run, self.module, self.data = plan, run, module, data
         self.evaluators, self.scores, self.loggers = evaluators, scores, loggers
-        self.callbacks, self.device, self.generation = callbacks, device, generation
+        self.callbacks, self.device = callbacks, device
         self.scorer = Scorer(
             plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=run
         )
-        self.journal = Keeper(scores, run.scores_file, digests=plan.digests)
+        self.journal = ScoreJournal(scores, run.scores_file, digests=plan.digests)
         self.at = 0  # the stage whose weights the module has
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
-        self.eta = RunETA(data, self.scorer, scores, evaluators, generation is not None)
+        self.eta = RunETA(data, self.scorer, scores, evaluators)
         scores.needs_domain, scores.alone = module.needs_domain, module.alone
 
     def fit(self) -> None:
@@ -112,23 +108,22 @@ class ContinualTrainer:
                 checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
             )
             log.info("going on within %s", domain.name)
-        if self.generation is not None:
+        if self.data.replay_source is not None:
             with self.eta.timed("generate", number):
-                self.generation.prepare(number, domain, self.device)
+                self.data.replay_source.prepare(number, domain, self.device)
         self.data.enter(domain)
         self.module.enter(domain)
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:
-            monitor, drift = self.plan.monitor, self.plan.drift
-            monitors = [make_monitor(monitor, drift, self.run, self.data, domain, costs)]
-        guard = Guard(policy=self.plan.run.on_nonfinite)
-        saving = StepCheckpoint(checkpoint, every=self.plan.trainer.checkpoint_every, guard=guard)
+            options = self.plan.monitor, self.plan.drift
+            monitors = [Monitor(*options, self.run, self.data, domain, costs)]
+        guard = NanGuard(policy=self.plan.run.on_nonfinite)
+        parts, every = self.run.stage(number - 1), self.plan.trainer.checkpoint_every
+        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts if self.to_disk else None)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
-        to_disk = [PartsToDisk(self.run.stage(number - 1))] * self.to_disk
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
-        ours = [*to_disk, costs, *monitors, movement, guard]
-        callbacks = [*ours, *self.callbacks.entering(number), saving]
+        callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
         with self.eta.timed("learn", number):
             fitting = self.run_trainer(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
@@ -138,7 +133,7 @@ class ContinualTrainer:
         state = save_stage(self.module, path)
         if self.to_disk:
             wait_for_others()  # until the first process has written it
-            rest_parts(self.module, path)
+            map_stored(self.module, path)
         return {
             "trained": trained_parameters(self.module),
             "stored": stored_beside(self.module, state),
@@ -186,7 +181,7 @@ class ContinualTrainer:
         if is_first_process():
             self.run.save_documents(number, cells.documents)
             if diagnostics:
-                self.run.save_arrays(self.run.diagnostics(number), diagnostics)
+                self.run.save_arrays(self.run.path / "diagnostics" / f"{number:03d}.npz", diagnostics)
             self.journal.keep_row(number)
             end = options.keep_end and not why_end_is_final(self.plan)
             self.run.cleanup(number, keep=options.keep_stages, end=end)
@@ -239,7 +234,6 @@ class ContinualTrainer:
             self.journal.keep_rows()
         check_signals("before the model was exported")
         set_phase("exporting the model")
-        run.move_aside()
         if isinstance(self.module.model, FSDPModule):  # another module has all weights in this process
             self.module, self.at = build_method(self.plan, start), 0
             self.restore(len(scores.rows) - 1)

@@ -19,14 +19,14 @@ from cpt.core.config import digest, identity
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.data.sources.base import GENERAL, stamp_of
-from cpt.evaluation.policy import AUTO
+from cpt.evaluation.options import AUTO
 from cpt.trainer.plan import Plan, why_not_growable, with_cap
 from cpt.trainer.run_dir import RunDir
 
 if TYPE_CHECKING:
     from cpt.data.corpora import Corpora
     from cpt.trainer.base_model import Base
-    from cpt.trainer.examinations import Measured
+    from cpt.trainer.evaluators import Evaluator
 
 log = logging.getLogger(__name__)
 WEIGHTS = (".safetensors", ".bin")
@@ -46,20 +46,13 @@ class Manifest:
 
     @classmethod
     def load(cls, run: RunDir) -> Manifest | None:
-        """The manifest of a run; without the file, as far as its scores have it; None of a new run.
-
-        Raises ValueError for a damaged file."""
+        """The manifest of a run; None of a new one. Raises ValueError for a damaged file."""
         if not run.manifest.exists():
-            scores = run.scores()
-            return (
-                cls([*scores.run["order"]], {k: {**v} for k, v in scores.texts.items()}) if scores else None
-            )
+            return None
         try:
             return cls(**json.loads(run.manifest.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{run.manifest} is damaged ({error}); delete it: the run is then compared with its scores.json"
-            ) from None
+            raise ValueError(f"{run.manifest} is damaged ({error}); bring it back from a copy") from None
 
     def save(self, run: RunDir) -> None:
         files.replace(run.manifest, json.dumps(asdict(self), indent=1))
@@ -70,33 +63,26 @@ class Manifest:
 
     def touched_files(self, found: Mapping[str, Path]) -> list[str]:
         """The files of the base that are missing or have another size or time."""
-        return [name for name, (*stat, _) in self.base.items()
-                if name not in found or stat != file_stat(found[name])]  # fmt: skip
+        stats = {name: file_stat(path) for name, path in found.items()}
+        return [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
     def changes(self, plan: Plan) -> Iterator[str]:
         """How the texts and the given checkpoint differ now, as messages; updates the sizes and times of
         those with the same contents."""
-        full = plan.run.check == "full"
-        for name in list(self.texts) if full and is_first_process() else self.touched_texts(plan):
-            from cpt.data.corpus import (  # pyarrow and datasets: seconds, rarely needed
-                facts_anew,
-                make_corpus,
-            )
+        full, given, cache = plan.run.check == "full", plan.model.checkpoint, Path(plan.run.cache_dir)
+        reads_all = full and is_first_process()
+        for name in list(self.texts) if reads_all else self.touched_texts(plan):
+            from cpt.data.corpus import facts_anew, make_corpus  # seconds of imports, rarely needed
 
-            stamp = stamp_of(plan.source, name)
             log.info("comparing the text of %s with the one that the run was begun with", name)
-            if full and is_first_process():
-                facts = facts_anew(plan.source, name)
-            else:
-                facts = make_corpus(plan.source, name, cache=Path(plan.run.cache_dir)).facts
+            stamp, source = stamp_of(plan.source, name), plan.source
+            facts = facts_anew(source, name) if reads_all else make_corpus(source, name, cache=cache).facts
             if facts["digest"] == self.texts[name]["digest"]:
                 self.texts[name]["stamp"] = stamp
             else:
                 yield describe_change(name, self.texts[name], facts)
-        if (given := plan.model.checkpoint) is None or not self.base:
-            return
-        found = checkpoint_files(given)
-        for name in list(self.base) if full else self.touched_files(found):
+        found = checkpoint_files(given) if given is not None and self.base else {}
+        for name in [] if given is None else list(self.base) if full else self.touched_files(found):
             if name not in found:
                 yield f"model.checkpoint={given} has no {name} any more"
             elif (now := [*file_stat(found[name]), files.file_hash(found[name])])[2] != self.base[name][2]:
@@ -109,14 +95,11 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
     """Compares the contents that a run was begun with to the present ones; stores new sizes and times.
 
     Raises ValueError for other texts, domains or base; the message names them."""
-    then = Manifest.load(run)
-    if then is None:
+    if (then := Manifest.load(run)) is None:
         return
     before = deepcopy(then)
     check_order(then.order, plan, run)
     reject_changes(run, then.changes(plan))
-    if not run.manifest.exists():
-        log.info("%s has no identity.json: its texts are compared with its scores.json", run.path)
     if update and then != before and is_first_process():
         then.save(run)
 
@@ -131,59 +114,49 @@ def is_unchanged(plan: Plan, run: RunDir) -> bool:
 
 def list_changed_contents(run: RunDir, plan: Plan) -> list[str]:
     """How a plan's texts and base differ from those of a run, whose domains it may add to."""
-    then = Manifest.load(run)
-    if then is None:
+    if (then := Manifest.load(run)) is None:
         return [f"{run.manifest} is missing"]
-    if gone := [name for name in then.texts if name not in (*plan.order, GENERAL)]:
-        return [f"the text of {name} is not in the order" for name in gone]
-    return list(then.changes(plan))
+    gone = [name for name in then.texts if name not in (*plan.order, GENERAL)]
+    return [f"the text of {name} is not in the order" for name in gone] or list(then.changes(plan))
 
 
 def check_order(then: Sequence[str], plan: Plan, run: RunDir) -> None:
     """Raises ValueError where other domains, or another order of them, would be trained."""
-    is_longer = is_beginning(then, plan.order)
-    if list(then) == list(plan.order) or (is_longer and not plan.by_texts and not why_not_growable(plan)):
-        return
     new = [name for name in plan.order if name not in then]
     gone = [name for name in then if name not in plan.order]
-    kinds = ", ".join(
-        f"{kind}: {join_names(names)}" for kind, names in (("new", new), ("gone", gone)) if names
-    )
-    if plan.by_texts and (new or gone):
-        raise ValueError(
-            f"{run.path} has learned other domains ({kinds}), and nothing can follow: {why_not_growable(plan)}; "
-            f"'order=[…]' with what it has learned, {join_names(then)}, and then what is new goes on in "
-            f"'hydra.run.dir={run.path}'; another name=… learns all from the beginning"
+    is_longer, by_texts = is_beginning(then, plan.order), plan.by_texts and bool(new or gone)
+    why = why_not_growable(plan) if is_longer or by_texts else ""
+    if list(then) == list(plan.order) or (is_longer and not why):
+        return
+    differences = [f"{kind}: {join_names(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
+    told = ", ".join(differences) or f"{join_names(then)} -> {join_names(plan.order)}"
+    same = f"'order=[{','.join(then)}]' 'hydra.run.dir={run.path}'"
+    if why:
+        told = f"{run.path} has learned {join_names(then)} ({told}), and nothing can follow: {why}"
+        keep = (
+            f"{same} goes on with what it had, new domains at the end of the order"
+            if by_texts
+            else "that order"
         )
-    if is_longer:
-        raise ValueError(
-            f"{run.path} has learned {join_names(then)}, and nothing can follow: {why_not_growable(plan)}; "
-            "another name=… learns all from the beginning"
-        )
-    told = kinds or f"{join_names(then)} -> {join_names(plan.order)}"
-    going_on = f"'order=[{','.join(then)}]' 'hydra.run.dir={run.path}' goes on with what it had, "
-    raise ValueError(
-        f"order={show(plan.run.order)} means other domains than when {run.path} was begun ({told}); "
-        f"{'bring them back, ' if gone else going_on}another name=… begins a new run, or delete the folder"
-    )
+        raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
+    told = f"order={show(plan.run.order)} means other domains than when {run.path} was begun ({told})"
+    keep = "bring them back" if gone else f"{same} goes on with what it had"
+    raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
 
 
 def reject_changes(run: RunDir, changes: Iterable[str]) -> None:
     """Raises ValueError if there are changes."""
     if wrong := list(changes):
         told = "; ".join(wrong[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
-        raise ValueError(
-            f"{run.path} was begun with other contents ({told}); bring back what it had, "
-            f"choose another name=…, or delete {run.path}"
-        )
+        remedy = f"bring back what it had, choose another name=…, or delete {run.path}"
+        raise ValueError(f"{run.path} was begun with other contents ({told}); {remedy}")
 
 
 def describe_change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    sizes = (
-        f"{sum(each['documents'].values())} documents, {sum(each['bytes'].values())} bytes, {each['digest'][:8]}"
-        for each in (then, now)
-    )
-    return f"the text of {name} changed: {' -> '.join(sizes)}"
+    sizes = [[sum(each[kind].values()) for kind in ("documents", "bytes")] for each in (then, now)]
+    facts = zip(sizes, (then, now), strict=True)
+    told = [f"{count} documents, {size} bytes, {each['digest'][:8]}" for (count, size), each in facts]
+    return f"the text of {name} changed: {' -> '.join(told)}"
 
 
 def is_beginning(then: Sequence[str], now: Sequence[str]) -> bool:
@@ -218,55 +191,43 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
 
 
 def write_manifest(
-    plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Sequence[Measured]
+    plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Sequence[Evaluator]
 ) -> None:
     """Compares what has been read and made to the stored manifest, and stores it.
 
     Raises ValueError for other texts, base or tokenizer; logs end tasks with other data."""
     if not is_first_process():
         return
-    then = Manifest.load(run)
-    facts = ("digest", "documents", "bytes")
+    facts, then = ("digest", "documents", "bytes"), Manifest.load(run)
+    old = then or Manifest(list(plan.order), {})
     texts = {
         name: {"stamp": each.folder.name, **{fact: each.facts[fact] for fact in facts}}
         for name, each in corpora.by_name.items()
     }
-    base, is_built = dict(then.base) if then else {}, plan.model.checkpoint is None
-    found = checkpoint_files(start.checkpoint)
-    if is_built:  # the config has its settings
-        found = {name: path for name, path in found.items() if path.suffix in WEIGHTS}
-    base = {
-        name: base[name]
-        if base.get(name, [])[:2] == file_stat(path)
-        else [*file_stat(path), files.file_hash(path)]
-        for name, path in found.items()
-    }
-    endtasks = (then.endtasks if then else {}) | {
-        name: content for each in evaluators for name, content in each.contents.items()
-    }
-    now = Manifest(list(plan.order), texts, base, corpora.tokenizer_digest(start.tokenizer), endtasks)
-    if then is not None:
-        reject_changes(
-            run,
-            [
-                *(
-                    describe_change(name, old, now.texts[name])
-                    for name, old in then.texts.items()
-                    if old["digest"] != now.texts[name]["digest"]
-                ),
-                *(
-                    f"the base model changed: {name}"
-                    for name, (*_, value) in then.base.items()
-                    if name not in base or base[name][2] != value
-                ),
-                *["the tokenizer of the base model changed"] * (then.tokenizer not in ("", now.tokenizer)),
-            ],
-        )
-        if is_beginning(then.order, plan.order):
-            log.info("%s are added to %s", ", ".join(plan.order[len(then.order) :]), ", ".join(then.order))
-        for task in endtasks:
-            if then.endtasks.get(task, endtasks[task]) != endtasks[task]:
-                log.info("end task %s: its data changed; it is measured again", task)
+    base = {}
+    for name, path in checkpoint_files(start.checkpoint).items():
+        if (
+            plan.model.checkpoint is not None or path.suffix in WEIGHTS
+        ):  # the config has the rest of a new one
+            stored, stat = old.base.get(name, []), file_stat(path)
+            base[name] = stored if stored[:2] == stat else [*stat, files.file_hash(path)]
+    contents = {name: content for each in evaluators for name, content in each.contents.items()}
+    tokenizer = corpora.tokenizer_digest(start.tokenizer)
+    now = Manifest(list(plan.order), texts, base, tokenizer, old.endtasks | contents)
+    changed = [
+        describe_change(name, each, texts[name])
+        for name, each in old.texts.items()
+        if each["digest"] != texts[name]["digest"]
+    ]
+    others = (name for name, each in old.base.items() if base.get(name, [0])[-1] != each[-1])
+    changed += [f"the base model changed: {name}" for name in others]
+    changed += ["the tokenizer of the base model changed"] * (old.tokenizer not in ("", tokenizer))
+    reject_changes(run, changed)
+    if is_beginning(old.order, plan.order):
+        log.info("%s are added to %s", ", ".join(plan.order[len(old.order) :]), ", ".join(old.order))
+    for task in contents:
+        if old.endtasks.get(task, contents[task]) != contents[task]:
+            log.info("end task %s: its data changed; it is measured again", task)
     now.save(run)
     if run.stored("order") != plan.settings["order"]:
         run.write_config(plan.settings)

@@ -1,7 +1,6 @@
 """Evaluate other text while a domain is trained, and end its stage early where that is asked for."""
 
 import logging
-from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +9,10 @@ from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from cpt.adapters.routing import Router
+from cpt.adapters.domain_store import Router
 from cpt.core.randomness import key
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.packing import Packed
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.budget import BudgetOptions
 from cpt.evaluation.monitor import MonitorOptions, Watched
@@ -23,30 +21,32 @@ from cpt.methods.base import ContinualModule
 from cpt.models.forward import in_mode
 from cpt.trainer.costs import CostMonitor
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.steering import Steering, add_last, put_back, steer, trained
+from cpt.trainer.steering import add_last, put_back, steer, trained
 
 log = logging.getLogger(__name__)
 
 
 class Monitor(Callback):
-    """The monitoring evaluations of one stage, on validation text of its domain and of others; a resumed stage
-    has them from its checkpoint. They change no bit of what is trained, unless they end it or hold a budget."""
+    """The monitoring evaluations of one stage, on validation text of its domain and of others; a resumed
+    stage has them from its checkpoint. They change training only where they end it or hold a budget."""
 
     def __init__(
         self,
         options: MonitorOptions,
-        texts: Mapping[str, Packed],
-        *,
-        every: int,
-        own: Sequence[str],
+        drift: BudgetOptions,
+        run: RunDir,
+        data: DomainSequence,
+        domain: Domain,
         compute: CostMonitor,
-        steering: Steering | None,
     ) -> None:
-        self.options, self.texts, self.own, self.compute = options, texts, own, compute
-        self.every, self.steering = every, steering
+        self.options, self.own, self.compute = options, domain.parts, compute
+        self.every = options.interval(data.steps(domain), looks=drift.looks)  # a budget needs evaluations too
+        self.steering = steer(drift, run, data, domain)
+        names = options.choose(domain.parts, data.past(domain), stage=domain.name)
+        self.texts = {name: data.validation[name] for name in add_last(drift, names, data, domain)}
         self.rows = {
             name: text.draw_rows(options.tokens, stream=key("monitor rows", name))
-            for name, text in texts.items()
+            for name, text in self.texts.items()
         }
         self.watched = Watched()
         self.began: dict[str, Tensor] = {}  # at the first evaluation, by text [2, documents]
@@ -62,9 +62,6 @@ class Monitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Batch, at: int) -> None:
         if not self.began:
-            if trainer.global_step:
-                name = trainer.datamodule.domain.name
-                log.info("%s is looked at from step %d on", name, trainer.global_step)
             self.look(trainer, module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -98,8 +95,9 @@ class Monitor(Callback):
         self.began = self.began or now
         if self.steering is not None:
             now = self.steering.see(trainer, module, now, partial(self.measure, trainer, module))
-        began, after = ({name: losses[name].numpy() for name in now} for losses in (self.began, now))
-        self.watched.add(trainer.global_step, began, after, own=self.own)
+        began = {name: self.began[name].numpy() for name in now}
+        found = {name: each.numpy() for name, each in now.items()}
+        self.watched.add(trainer.global_step, began, found)
         if self.options.keep == "best" and self.watched.is_best(self.own):
             self.best = {name: each.detach().clone() for name, each in trained(module)}
             self.watched.kept = trainer.global_step
@@ -157,21 +155,3 @@ class Monitor(Callback):
         self.began, self.best = dict(state["began"]), dict(state["best"])
         if self.steering is not None:
             self.steering.load_state_dict(state["steering"])
-
-
-def make_monitor(
-    options: MonitorOptions,
-    drift: BudgetOptions,
-    run: RunDir,
-    data: DomainSequence,
-    domain: Domain,
-    compute: CostMonitor,
-) -> Monitor:
-    """The monitor of a stage, which a budget needs too."""
-    every = options.interval(data.steps(domain), looks=drift.looks)
-    if options.every is None:
-        log.info("%s is looked at every %d steps, for its budget (monitor.every=null)", domain.name, every)
-    names = options.choose(domain.parts, data.past(domain), stage=domain.name)
-    texts = {name: data.validation[name] for name in add_last(drift, names, data, domain)}
-    steering = steer(drift, run, data, domain)
-    return Monitor(options, texts, every=every, own=domain.parts, compute=compute, steering=steering)

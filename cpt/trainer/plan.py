@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,21 +20,18 @@ from cpt.core.places import CONF
 from cpt.core.rules import TEXT, is_text, number, or_null, show
 from cpt.core.sections import Section, as_written, is_used, read_section
 from cpt.data import orders
-from cpt.data.budget import Budget, share_batch
-from cpt.data.options import DataOptions
-from cpt.data.replay import NOTHING, Generated, Mixture
+from cpt.data.options import Budget, DataOptions, share_batch
+from cpt.data.replay import NO_REPLAY, ReplayConfig
 from cpt.data.sources.base import GENERAL, Source
-from cpt.evaluation.answers.options import AnswerOptions
 from cpt.evaluation.budget import PAST, BudgetOptions
-from cpt.evaluation.endtasks.tasks import Planned, check_given, plan_endtasks
+from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
+from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.monitor import MonitorOptions
-from cpt.evaluation.objective import objective_value
-from cpt.evaluation.policy import EvalOptions
-from cpt.evaluation.probes.options import LMEval, plan_probe
+from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
 from cpt.optim.options import carried, read_optimizer
-from cpt.optim.schedules import Schedule
+from cpt.optim.schedulers import Schedule
 from cpt.trainer.options import LoggerOptions, RunOptions, TrainerOptions
 
 Made = TypeVar("Made")
@@ -49,11 +47,15 @@ SET_BY_CPT = {
 }
 
 
+def readable_errors() -> AbstractContextManager[None]:
+    return readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR"))
+
+
 class Checked(Callback):
     """Hydra callback that rejects an invalid config before a folder is made for it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        with readable_errors():
             read_sections(config)
         if config.get("plan"):  # Hydra writes neither its files nor a log
             with read_write(config.hydra), open_dict(config.hydra):
@@ -62,7 +64,7 @@ class Checked(Callback):
                 config.hydra.job_logging.handlers.pop("file", None)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+        with readable_errors():
             run = read_sections(config).run
             if run is not None and run.plan:
                 raise ValueError(f"plan={show(run.plan)} is of one run; allowed: without --multirun")
@@ -82,15 +84,15 @@ class Sections:
     parts: PartsOptions
     method: Choice
     masks: tuple[Choice, ...]
-    replay: Mixture
+    replay: ReplayConfig
     source: Source
     optim: Choice
     schedule: Schedule
     trainer: TrainerOptions
     logger: LoggerOptions
     callbacks: Mapping[str, Any]
-    answers: AnswerOptions | None  # where the domains are tasks
-    probe: LMEval | None
+    answers: TaskEvalOptions | None  # where the domains are tasks
+    probe: LMEvalOptions | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ class Plan(Sections):
     order: Sequence[str]  # where texts decide it, the first named one until cpt.trainer.domain_order
     budget: Budget
     carry: str  # what of the optimizer's state passes from domain to domain: none, moments, all
-    endtasks: Planned | None
+    endtasks: FinetunePlan | None
     config_digest: str  # of what decides the result
     ignored_rate: float | None  # method.rate, where optim.lr is given as a number
     similarity: orders.Similarity | None = None  # of the domains' texts, where it decides the order
@@ -128,23 +130,20 @@ class Plan(Sections):
         return self.drift.copies or int(self.monitor.keep == "best")
 
     @property
-    def mixture(self) -> Mixture:
+    def mixture(self) -> ReplayConfig:
         """The replay of the run, or of a method that has its own."""
         own = getattr(self.method.options, "mixture", None)
-        return own if isinstance(own, Mixture) else self.replay
+        return own if isinstance(own, ReplayConfig) else self.replay
 
     @property
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {
-            "endtasks": ("endtask", self.endtasks),
-            "answers": ("answers", self.answers),
-            "probes": ("probe", self.probe),
-        }
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
+        groups = {"endtasks": "endtask", "answers": "answers", "probes": "probe"}
         return {
-            kind: digest([self.settings[group], getattr(options, "stamp", "")])
-            for kind, (group, options) in measured.items()
+            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
+            for kind, options in measured.items()
             if options is not None
         }
 
@@ -160,7 +159,8 @@ def read_sections(cfg: DictConfig) -> Sections:
         raise ValueError(f"{missing[0]} is missing; allowed: {missing[0]}=…, one of conf/{missing[0]}")
     read = partial(read_section, cfg, written=written)
     number("0 or more").check("method.rate", read("method").values.get("rate", 1))
-    check_given(read("endtask").values)
+    if (endtask := read("endtask").values).get("_target_") is not None:
+        check_task_values("endtask", endtask)
     method, model = read("method").choose(needed=True), read("model")
     is_new = model.values.get("checkpoint", ...) is None  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
@@ -168,7 +168,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     schedule = instantiate_now(read("schedule").choose(needed=True))
     if schedule is not None and not callable(schedule):
         name = f"{type(schedule).__module__}.{type(schedule).__name__}"
-        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedules.Linear")
+        raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
     logger = read("logger")
     flags, loggers = logger.split(LoggerOptions)
     flags["others"] = check_entries(loggers, "logger")
@@ -183,14 +183,14 @@ def read_sections(cfg: DictConfig) -> Sections:
         model=model.read(ModelOptions),
         method=None if method is None else replace(method, below="cpt.methods.base.ContinualModule"),
         masks=tuple(read(f"mask.{name}").choose() for name in check_entries(read("mask").values, "mask")),
-        replay=NOTHING
+        replay=NO_REPLAY
         if replay.values.get("_target_", "") is None
-        else of_kind(Mixture, "replay", replay.choose(needed=True)),
+        else of_kind(ReplayConfig, "replay", replay.choose(needed=True)),
         source=of_kind(Source, "domains", instantiate_now(read("domains").choose(needed=True))),
         optim=read_optimizer(read("optim")),
         schedule=schedule,
-        answers=of_kind(AnswerOptions, "answers", read("answers").choose()),
-        probe=of_kind(LMEval, "probe", read("probe").choose()),
+        answers=of_kind(TaskEvalOptions, "answers", read("answers").choose()),
+        probe=of_kind(LMEvalOptions, "probe", read("probe").choose()),
         trainer=read_trainer(read("trainer")),
         logger=replace(logger, values=flags).read(LoggerOptions),
         callbacks=check_entries(read("callbacks").values, "callbacks"),
@@ -214,9 +214,8 @@ def of_kind(kind: type[Made], section: str, made: Any) -> Made | None:
     """`made`; raises ValueError for an object of another class."""
     if made is not None and not isinstance(made, kind):
         name = made.target if isinstance(made, Choice) else f"{type(made).__module__}.{type(made).__name__}"
-        raise ValueError(
-            f"{section}._target_={name}; allowed: a class below {kind.__module__}.{kind.__name__}"
-        )
+        allowed = f"a class below {kind.__module__}.{kind.__name__}"
+        raise ValueError(f"{section}._target_={name}; allowed: {allowed}")
     return made
 
 
@@ -224,23 +223,18 @@ def read_trainer(given: Section) -> TrainerOptions | None:
     """The trainer's options; other names go to lightning.Trainer. Raises ValueError for one it lacks."""
     own, others = given.split(TrainerOptions)
     others = {name: value for name, value in others.items() if name not in given.used}
-    if taken := SET_BY_CPT & others.keys():
-        name = min(taken)
-        raise ValueError(
-            f"trainer.{name}={show(others[name])} is not taken: cpt sets it (trainer.steps, epochs or tokens: how "
-            "long a domain is trained; every evaluation is complete; callbacks=…, logger=…, hydra.run.dir=…)"
-        )
-    if others:
+    for name, value in others.items():
+        if name in SET_BY_CPT:
+            allowed = "trainer.steps, epochs or tokens; callbacks=…, logger=… and hydra.run.dir=…"
+            raise ValueError(f"trainer.{name}={show(value)} is set by cpt; allowed: {allowed}")
         from lightning import Trainer  # seconds, which only these options have to wait for
 
         theirs = set(inspect.signature(Trainer).parameters) - SET_BY_CPT
-        known = sorted(
-            f"trainer.{name}" for name in {*theirs, *(each.name for each in fields(TrainerOptions))}
-        )
-        for name in others:
-            if name not in theirs:
-                whole = "what conf/trainer lists, and what lightning.Trainer takes"
-                raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
+        if name not in theirs:
+            names = {*theirs, *(each.name for each in fields(TrainerOptions))} - {"others"}
+            known = sorted(f"trainer.{each}" for each in names)
+            whole = "what conf/trainer lists, and what lightning.Trainer takes"
+            raise ValueError(unknown_name(f"trainer.{name}", known, whole=whole))
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
 
@@ -249,10 +243,8 @@ def check_entries(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     given = {name: entry for name, entry in entries.items() if entry is not None}
     for name, entry in given.items():
         if not isinstance(entry, Mapping) or not is_text(entry.get("_target_")):
-            raise ValueError(
-                f"{group}.{name}={show(entry)} has no class; allowed: null, or "
-                f"+{group}.{name}._target_=module.Class, and what that class takes"
-            )
+            allowed = f"null, or +{group}.{name}._target_=module.Class, and what that class takes"
+            raise ValueError(f"{group}.{name}={show(entry)} has no class; allowed: {allowed}")
     return given
 
 
@@ -278,33 +270,27 @@ def make_plan(cfg: DictConfig) -> Plan:
         model = replace(read.model, checkpoint=str(Path(folder) / "model"), **new)
         read = replace(read, model=model)
         names["model"] = f"{model.name} from {Path(folder).name}"
-    order = orders.resolve_order(
-        read.run.order, names=source.domains, orders=source.named_orders, seed=read.run.seed
-    )
+    known = {"names": source.domains, "orders": source.named_orders, "seed": read.run.seed}
+    order = orders.resolve_order(read.run.order, **known)
+    sizes = ("steps", "epochs", "tokens", "batch_size")
     plan = Plan(
         **vars(read) | {"answers": read.answers if source.encoding is not None else None},
         settings=redact(settings),
         names=names | {"mask": "+".join(settings["mask"]) or "none"},
         order=order,
-        budget=Budget(
-            steps=trainer.steps, epochs=trainer.epochs, tokens=trainer.tokens, batch_size=trainer.batch_size
-        ),
+        budget=Budget(**{name: getattr(trainer, name) for name in sizes}),
         carry=carried(settings["optim"].get("carry", "none")),
         endtasks=plan_endtasks(settings["endtask"], source.domains, order),
         config_digest=digest(identity(redact(settings))),
         ignored_rate=None if OmegaConf.is_interpolation(cfg.optim, "lr") else cfg.method.get("rate", 1),
     )
-    plan_probe(plan.probe)
+    if plan.probe is not None:
+        plan.probe.check_installed()
     if plan.answers is not None:
         plan.answers.check_tasks(source.domains)
     if plan.by_texts:
         source.check_embedding()
-    if isinstance(plan.mixture, Generated):
-        if source.encoding is None:
-            plan.mixture.check_length(plan.model.length)
-        else:
-            plan.mixture.check_examples(batch_size=trainer.batch_size)
-    for conflict in (*conflicts(plan), *drift_conflicts(plan), *sharding_conflicts(plan)):
+    for conflict in conflicts(plan):
         raise ValueError(conflict)
     return plan
 
@@ -316,71 +302,52 @@ def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
 
 def conflicts(plan: Plan) -> Iterator[str]:
     """Options of different sections that contradict each other, as messages."""
-    source, monitor, branches = plan.source, plan.monitor, getattr(plan.schedule, "branches", False)
+    source, monitor, method, name = plan.source, plan.monitor, plan.method, plan.names["method"]
+    branches = getattr(plan.schedule, "branches", False)
+    whole = "the whole model, of which strategy=fsdp leaves each process a shard; allowed:"
     if source.encoding is not None and plan.model.objective == "masked":
-        yield (
-            "model.objective=masked does not go with domains of examples: a masked model writes no answers; "
-            "allowed: a causal model, like model=tiny_gpt2, or an encoder-decoder"
-        )
+        why = "a masked model writes no answers; allowed: a causal model, or an encoder-decoder"
+        yield f"model.objective=masked does not go with domains of examples: {why}"
     if plan.carry == "all" and branches:
-        yield (
-            f"optim.carry=all makes one domain of all for schedule={type(plan.schedule).__name__}, whose decay "
-            "is a branch of each; allowed: optim.carry=moments, or another schedule"
-        )
+        kind = f"schedule={type(plan.schedule).__name__}, whose decay is a branch of each"
+        yield f"optim.carry=all makes one domain of all for {kind}; allowed: optim.carry=moments"
     if monitor.decides and branches:
-        yield (
-            "monitor.stop, patience and keep do not go with a schedule whose decay is a branch (wsd, "
-            "infinite): the next domain starts before it; allowed: stop=null, patience=null, keep=last"
-        )
-    if isinstance(plan.mixture, Generated) and source.chats:
-        yield "replay=generated does not go with chats, which no model learns to write; allowed: replay=past"
-
-
-def drift_conflicts(plan: Plan) -> Iterator[str]:
-    """What keeps a budget from being held, or makes it bound nothing."""
-    if not plan.drift.given:
-        return
-    given = ", ".join(f"budget.{name}={value}" for name, value in plan.drift.given.items())
-    method, monitor, bounds = plan.method.load(), plan.monitor, plan.drift.given
-    wrong = {
-        f"method={plan.names['method']}, which trains each domain from the base": method.alone,
-        f"method={plan.names['method']}, which has no past": PAST in bounds and method.needs_all,
-        "a schedule whose decay is a branch (wsd, infinite)": getattr(plan.schedule, "branches", False),
-        "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
-        "monitor.general=false": GENERAL in bounds and not monitor.general,
-        "monitor.past=0": PAST in bounds and not monitor.past,
-        "strategy=fsdp: it needs whole weights": plan.trainer.strategy == "fsdp",
-    }
-    for why in (why for why, holds in wrong.items() if holds):
-        yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
-
-
-def sharding_conflicts(plan: Plan) -> Iterator[str]:
-    """What needs the whole model in each process, with strategy=fsdp."""
+        why = "the next domain starts before it; allowed: stop=null, patience=null, keep=last"
+        yield f"monitor.stop, patience and keep do not go with a schedule whose decay is a branch: {why}"
+    yield from plan.mixture.conflicts(
+        examples=source.encoding is not None,
+        chats=source.chats,
+        length=plan.model.length,
+        batch_size=plan.budget.batch_size,
+        sharded=plan.trainer.strategy == "fsdp",
+    )
+    if bounds := plan.drift.given:
+        wrong = {
+            f"method={name}, which trains each domain from the base": method.load().alone,
+            f"method={name}, which has no past": PAST in bounds and method.load().needs_all,
+            "a schedule whose decay is a branch (wsd, infinite)": branches,
+            "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
+            "monitor.general=false": GENERAL in bounds and not monitor.general,
+            "monitor.past=0": PAST in bounds and not monitor.past,
+            "strategy=fsdp, as it needs whole weights": plan.trainer.strategy == "fsdp",
+        }
+        given = ", ".join(f"budget.{each}={value}" for each, value in bounds.items())
+        for why in (why for why, holds in wrong.items() if holds):
+            yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
     if plan.trainer.strategy != "fsdp":
         return
-    for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
+    for group, chosen in (("method", method), *(("mask", mask) for mask in plan.masks)):
         if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
-            yield (
-                f"{group}: {chosen.target} does not support sharded weights, or does not say so "
-                "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
-            )
-    if plan.monitor.keep == "best":
+            why = "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
+            yield f"{group}: {chosen.target} does not support sharded weights, or does not say so {why}"
+    if monitor.keep == "best":
         yield "monitor.keep=best does not go with strategy=fsdp; allowed: last"
     for group, value in {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}.items():
         if value is not None:
-            yield (
-                f"{group} needs the whole model, of which strategy=fsdp leaves each process a shard; "
-                f"allowed: {group}=none, and {group}=… with strategy=single once the run is finished"
-            )
-    if isinstance(plan.mixture, Generated):
+            yield f"{group} needs {whole} {group}=none, or {group}=… with strategy=single in the end"
+    if plan.trainer.precision == "bf16-true" and method.load().needs_32_bits:
         yield (
-            "replay=generated needs the whole model, of which strategy=fsdp leaves each process a shard; "
-            "allowed: strategy=single, ddp"
-        )
-    if plan.trainer.precision == "bf16-true" and plan.method.load().needs_32_bits:
-        yield (
-            f"trainer.precision=bf16-true does not go with method={plan.names['method']} and strategy=fsdp; "
+            f"trainer.precision=bf16-true does not go with method={name} and strategy=fsdp; "
             "allowed: 32-true, bf16-mixed"
         )
 
@@ -388,16 +355,14 @@ def sharding_conflicts(plan: Plan) -> Iterator[str]:
 def why_not_growable(plan: Plan) -> str:
     """Why the first domains of a plan would have been trained differently without those that follow; empty
     where they would not."""
+    order, schedule, method = plan.run.order, plan.schedule, plan.method.load()
+    needs_end = getattr(schedule, "needs_end", False)
     reasons = {
-        f"order={plan.run.order} gives a further domain its place among those that are learned": plan.by_texts,
+        f"order={order} gives a further domain its place among those that are learned": plan.by_texts,
         "domains.balanced=true cuts all domains to the smallest of them": plan.source.balanced is True,
-        f"method={plan.names['method']} needs all domains before the first is learned": (
-            plan.method.load().needs_all
-        ),
+        f"method={plan.names['method']} needs all domains before the first is learned": method.needs_all,
         "optim.carry=all lets the rate decay over all domains": plan.carry == "all",
-        f"schedule={type(plan.schedule).__name__} has rates that depend on how many domains follow": getattr(
-            plan.schedule, "needs_end", False
-        ),
+        f"schedule={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
         "budget.general and budget.past are shared out among the domains of the order": plan.drift.given,
     }
     return next((why for why, holds in reasons.items() if holds), "")

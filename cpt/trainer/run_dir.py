@@ -1,10 +1,8 @@
 """The run directory: its config, its lock, its files, and what is removed from it."""
 
 import contextlib
-import logging
-import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,9 @@ from cpt.core.cache import discard
 from cpt.core.config import flatten, identity, list_differences, plain_config, redact
 from cpt.core.heartbeat import PROGRESS_FILE, Heartbeat, format_error, record_exit, utc_now
 from cpt.core.processes import is_first_process
-from cpt.evaluation.documents import documents_file, load_documents
-from cpt.evaluation.lines import lines_file
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.journal import journal_file
+from cpt.evaluation.scores import Scores, documents_file, load_documents
 
-log = logging.getLogger(__name__)
 # Config keys that choose texts: a run is compared by the texts' contents, not by these.
 BY_CONTENT = ("order", "domains.root", "domains.only", "domains.by", "from")
 # The files of a run that was rejected: Hydra's, and those that the next start writes again.
@@ -30,14 +26,18 @@ BEFORE_THE_RUN = (".hydra", "run.log", ".lock", "config.yaml", "threads", PROGRE
 
 class RunDir:
     """The directory of one run. `scores.json`, or a line beside it, is written last in each stage; files of
-    stages that it does not count are made again."""
+    stages that it does not count are made again.
+
+    stages/NUMBER.pt            the method's state after a stage
+    checkpoints/NUMBER-NAME     the trainer's state within one
+    documents/NUMBER.npz        losses by document of a row of the matrix; diagnostics/, looks/ (of a budget)
+    endtasks/, answers/, probes/, generated/NUMBER-NAME     results after a stage, text written before one"""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.model, self.scores_file = path / "model", path / "scores.json"
         self.config, self.manifest = path / "config.yaml", path / "identity.json"
-        self.reports = [path / "report.html", path / "report.md"]
-        self.kept_of_texts = path / "generated" / "kept"  # prompts of the texts that the model writes
+        self.restore_hint = f"bring it back from a copy, or delete {path} to learn again"
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -46,10 +46,8 @@ class RunDir:
     def check_config(self, settings: Mapping[str, Any]) -> None:
         """Raises ValueError for a directory that was made with another config."""
         if self.config.exists() and (changed := self.changes(settings)):
-            raise ValueError(
-                f"{self.path} was made with another config ({'; '.join(changed)}); "
-                "take these values back, choose another name=…, or delete the folder"
-            )
+            remedy = "take these values back, choose another name=…, or delete the folder"
+            raise ValueError(f"{self.path} was made with another config ({'; '.join(changed)}); {remedy}")
 
     def stored(self, key: str) -> Any:
         """A value of the stored config, by its dotted key; None where it has none."""
@@ -57,12 +55,11 @@ class RunDir:
 
     def changes(self, settings: Mapping[str, Any]) -> list[str]:
         """How a config differs from the stored one, apart from keys whose contents are compared."""
-        then, now = identity(redact(plain_config(OmegaConf.load(self.config)))), identity(redact(settings))
-        if self.manifest.exists() or self.scores_file.exists():
-            then, now = (
-                {key: value for key, value in each.items() if key not in BY_CONTENT} for each in (then, now)
-            )
-        return list_differences(then, now)
+        both = [identity(redact(each)) for each in (plain_config(OmegaConf.load(self.config)), settings)]
+        for key in BY_CONTENT if self.manifest.exists() or self.scores_file.exists() else ():
+            for each in both:
+                each.pop(key, None)
+        return list_differences(*both)
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         return self.config.exists() and not self.changes(settings)
@@ -78,9 +75,8 @@ class RunDir:
             with contextlib.suppress(ValueError):
                 if (beat := Heartbeat.load(self.path)) and beat.active:
                     holder = f" (host {beat.process.host}, process {beat.process.pid})"
-            raise ValueError(
-                f"another process is at work in {self.path}{holder}; wait for it or choose another name=…"
-            ) from error
+            remedy = "wait for it or choose another name=…"
+            raise ValueError(f"another process is at work in {self.path}{holder}; {remedy}") from error
 
     @contextlib.contextmanager
     def removed_if_rejected(self) -> Iterator[None]:
@@ -110,19 +106,17 @@ class RunDir:
         results = ("endtasks/*", "probes/*", "answers/*")
         patterns = [".scores.json.*.tmp", "*.partial", *(f"{each}/*.partial" for each in (*held, *results))]
         incomplete = [path for pattern in patterns for path in self.path.glob(pattern)]
-        for shards in self.path.glob("stages/*.shards"):
-            if not self.stage(shards.name.split(".")[0]).exists():
-                incomplete.append(shards)
+        shards = self.path.glob("stages/*.shards")  # a stage's file is written after them
+        incomplete += [each for each in shards if not self.stage(each.name.split(".")[0]).exists()]
         if not self.scores_file.exists():
-            incomplete.append(lines_file(self.scores_file))  # of a run that starts again
+            incomplete.append(journal_file(self.scores_file))  # of a run that starts again
         for path in incomplete:
             discard(path)
 
     def write_checksums(self) -> None:
         """Stores the checksums of the model and the report, which are flushed to disk."""
-        files.write_checksums(
-            self.path, (path for path in (*self.model.rglob("*"), *self.reports) if path.is_file())
-        )
+        outputs = (*self.model.rglob("*"), self.path / "report.html", self.path / "report.md")
+        files.write_checksums(self.path, (path for path in outputs if path.is_file()))
 
     def seal_again(self, paths: Iterable[Path]) -> None:
         """Updates the checksums of these files, if the directory has any. Raises ValueError where they cannot
@@ -142,43 +136,28 @@ class RunDir:
         return Scores.load(self.scores_file) if self.scores_file.exists() else None
 
     def stage(self, number: int | str) -> Path:
-        """The method's state after a stage."""
         return self.path / "stages" / f"{number:0>3}.pt"
 
     def checkpoint(self, number: int, name: str) -> Path:
-        """The trainer's state within a stage."""
         return self.path / "checkpoints" / f"{number:03d}-{name}.ckpt"
 
     def last_checkpoint(self) -> Path | None:
-        """The trainer's state within the first stage or at its end, if there is one."""
+        """The checkpoint within the first stage or at its end, if there is one."""
         return next(iter(sorted(self.path.glob("checkpoints/001-*.ckpt"))), None)
 
     def endtasks(self, row: int, name: str) -> Path:
-        """Predictions of the models fine-tuned after a stage."""
         return self.path / "endtasks" / f"{row:03d}-{name}"
 
     def probes(self, row: int, name: str) -> Path:
-        """Results of the lm-evaluation-harness after a stage."""
         return self.path / "probes" / f"{row:03d}-{name}"
 
     def answers(self, row: int, name: str) -> Path:
-        """Answers of the model of a stage."""
         return self.path / "answers" / f"{row:03d}-{name}"
 
-    def generated(self, number: int, name: str) -> Path:
-        """What the model has written for replay before a stage."""
-        return self.path / "generated" / f"{number:03d}-{name}"
-
     def documents(self, row: int) -> Path:
-        """Losses by document of one row of the matrix."""
         return documents_file(self.path, row)
 
-    def diagnostics(self, row: int) -> Path:
-        """A method's diagnostics after a stage."""
-        return self.path / "diagnostics" / f"{row:03d}.npz"
-
     def looks(self, number: int) -> Path:
-        """Losses by document that a budget counts from, as they were before a stage."""
         return self.path / "looks" / f"{number:03d}.npz"
 
     def load_looks(self, number: int) -> dict[str, np.ndarray]:
@@ -196,20 +175,10 @@ class RunDir:
     def save_documents(self, row: int, losses: Mapping[str, np.ndarray]) -> None:
         self.save_arrays(self.documents(row), losses)
 
-    @property
-    def restore_hint(self) -> str:
-        return f"bring it back from a copy, or delete {self.path} to learn again"
-
-    def check_documents(self, rows: Sequence[Collection[str]]) -> None:
-        """Raises ValueError if the losses by document of a committed row are missing, damaged, or of other
-        texts than it was scored on."""
-        for path, names in zip(map(self.documents, range(len(rows))), rows, strict=True):
+    def check_documents(self, rows: int) -> None:
+        """Raises ValueError if the losses by document of a committed row are missing or damaged."""
+        for path in map(self.documents, range(rows)):
             files.check_archive(path, instead=self.restore_hint)
-            with np.load(path) as file:
-                if not set(names) <= set(file.files):
-                    raise ValueError(
-                        f"{path} is of other texts ({', '.join(file.files)}); {self.restore_hint}"
-                    )
 
     def cleanup(self, stages: int, *, keep: bool, end: bool = False) -> None:
         """Removes checkpoints that a committed stage makes obsolete, unless `keep` (those of earlier stages)
@@ -222,13 +191,6 @@ class RunDir:
             for old in self.path.glob(f"stages/*.{kind}"):
                 if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:
                     discard(old)
-
-    def move_aside(self) -> None:
-        """Renames what has the name of the model's folder or the report and is not one."""
-        wrong = [self.model] * (self.model.exists() and not self.model.is_dir())
-        for path in wrong + [path for path in self.reports if path.is_dir()]:
-            log.warning("Moving %s, which is not an output of the run, to %s.old", path, path.name)
-            os.replace(path, path.with_name(f"{path.name}.old"))
 
     @staticmethod
     def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from cpt.core.sharding import is_sharded, shard_like
 from cpt.core.tensors import NamedTensors, load_tensors
 from cpt.methods.base import ContinualModule
-from cpt.models.sharding import named_weights, rest, shard_model
+from cpt.models.fsdp import named_weights, reshard, shard_model
 from cpt.trainer.costs import own_names
 from cpt.trainer.shards import fill_in, save_shards
 
@@ -120,7 +120,7 @@ class Sharded(DDPStrategy):
         save_shards(checkpoint, Path(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        rest(self.lightning_module.model)
+        reshard(self.lightning_module.model)
         found = load_tensors(checkpoint_path)
         return fill_in(found, Path(checkpoint_path), self.like)
 
@@ -140,7 +140,7 @@ class Sharded(DDPStrategy):
 
     def teardown(self) -> None:
         """As Lightning's, but the weights stay where they are."""
-        rest(self.lightning_module.model)
+        reshard(self.lightning_module.model)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

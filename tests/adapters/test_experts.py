@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.upcycling import attach_mixtures, mixtures_of, newest_maps, working
+from cpt.adapters.domain_store import Scope
+from cpt.adapters.experts import attach_mixtures, mixtures_of, with_newest, working
 from cpt.models.units import blocks
 from tests.models.test_units import FAMILIES, build, inputs_of
 
@@ -139,34 +140,6 @@ def test_new_experts_are_copies_of_those_of_a_group():
     assert [list(mixture.members(group)) for group in (-1, 0, 1, 2)] == [[0], [1, 2], [3], [4, 5]]
 
 
-@pytest.mark.parametrize("name", ["roberta", "gpt2"])
-def test_gradients_are_those_of_differences(name):
-    """Of experts, router rows and what stands below; an expert without tokens has gradients of zero."""
-    model, _ = mixed(name)
-    inputs = inputs_of(model)
-    weight = torch.randn_like(model(**inputs).logits)
-
-    def total() -> torch.Tensor:
-        return (model(**inputs).logits * weight).sum()
-
-    total().backward()
-    (mixture, *_) = mixtures_of(model).values()
-    watched = [mixture.groups[0].router, mixture.experts[0].maps[0].weight, mixture.own[-1].module.weight]
-    watched += [model.get_input_embeddings().weight]
-    for parameter in watched:
-        place = int(parameter.grad.abs().argmax())
-        values, step = parameter.data.view(-1), 1e-5
-        with torch.no_grad():
-            values[place] += step
-            above = total()
-            values[place] -= 2 * step
-            below = total()
-            values[place] += step
-        slope = float((above - below) / (2 * step))
-        assert slope == pytest.approx(float(parameter.grad.view(-1)[place]), rel=1e-5)
-    assert all(p.grad is not None for each in mixtures_of(model).values() for p in each.parameters())
-
-
 def test_what_is_noted_of_a_pass_is_of_text_alone():
     """First choices, gates whose sum is 1, softmax over all experts; encoder and decoder apart."""
     model, _ = mixed("t5")
@@ -211,7 +184,7 @@ def test_what_masks_see_of_experts_are_the_outputs_on_text():
     def note(name, module, args, output):
         rows[name] = output.shape
 
-    maps = list(newest_maps(model))
+    maps = with_newest(model, Scope((), ())).maps
     assert [model.get_submodule(each.name) for each in maps] == [each.module for each in maps]
     for each in maps:
         each.measured.register_forward_hook(partial(note, each.name))
@@ -221,14 +194,6 @@ def test_what_masks_see_of_experts_are_the_outputs_on_text():
         chosen = int((mixture.passed.chosen == 3).sum())
         own = {key: value for key, value in rows.items() if key.startswith(f"{name}.")}
         assert len(own) == 2 and all(shape[-2] == chosen for shape in own.values())
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_what_is_written_with_a_cache_is_what_is_written_without(name):
-    model, _ = mixed(name)
-    ids = inputs_of(model)["input_ids"]
-    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, **how), model.generate(ids, **how, use_cache=False))
 
 
 def test_every_family_can_be_a_mixture():

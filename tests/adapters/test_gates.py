@@ -18,9 +18,8 @@ from cpt.adapters.gates import (
     regulariser,
     soft,
 )
-from cpt.gradient_masks.taken import Taken
-from cpt.models.gating import gate_units
-from cpt.models.units import Part, Units, find_units, shared_members
+from cpt.gradient_masks.hat import ClaimedUnits
+from cpt.models.units import find_units
 
 KINDS = ("heads", "neurons", "outputs")
 SIZES = {
@@ -80,14 +79,6 @@ def test_the_gradient_is_compensated_exactly(s):
     torch.testing.assert_close(found, (400 * slope * weight).detach(), rtol=1e-9, atol=0)
 
 
-def test_gates_are_a_sigmoid_and_in_bounds():
-    e = torch.tensor([-6.0, -0.5, 0.0, 0.5, 6.0])
-    assert torch.equal(soft(e, 2.0, s_max=400), torch.sigmoid(2 * e))
-    for s in (1 / 400, 400.0):
-        assert ((soft(e, s, s_max=400) >= 0) & (soft(e, s, s_max=400) <= 1)).all()
-    assert hard(e).tolist() == [0, 0, 0, 1, 1]
-
-
 def test_the_regulariser_by_hand():
     gates, taken = torch.tensor([1.0, 0.5, 0.25, 0.0]), torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert regulariser(gates, taken).item() == pytest.approx(0.25)
@@ -104,53 +95,8 @@ def test_a_gate_is_soft_in_training_and_hard_elsewhere():
     gate.s = 0.5
     expected = x * torch.sigmoid(torch.tensor([-0.5, 0.05, 0.5])).repeat_interleave(2)
     torch.testing.assert_close(gate(x), expected)
-    assert gate.gates().requires_grad
     gate.eval()
     assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
-    assert not gate.gates().requires_grad
-
-
-def test_a_gate_keeps_the_activations_type():
-    gate = Gate(3, s_max=400)
-    gate.s = 1.0
-    assert gate(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def test_gates_act_where_units_are(kind):
-    """Against the gates of cpt.models.units, soft and hard."""
-    model, gates = gated_model(kind)
-    plain = model_of(kind)
-    groups = find_units(plain, KINDS)
-    with gate_units(
-        groups, {g.name: hard(part.e.detach()) for g, part in zip(groups, gates.parts, strict=True)}
-    ):
-        expected = logits(plain)
-    torch.testing.assert_close(logits(model), expected)
-    gates.set(0.7)
-    model.train()
-    values = {g.name: (0.7 * part.e.detach()).sigmoid() for g, part in zip(groups, gates.parts, strict=True)}
-    with gate_units(groups, values):
-        expected = logits(plain)
-    torch.testing.assert_close(logits(model), expected)
-
-
-def test_open_gates_are_the_model_bit_for_bit(kind):
-    model, gates = gated_model(kind)
-    for part in gates.parts:
-        part.e.data.fill_(6)
-    assert torch.equal(logits(model), logits(model_of(kind)))
-    assert set(model.state_dict()) - set(model_of(kind).state_dict()) == set(gates.names)
-
-
-def test_the_names_are_those_of_the_groups(kind):
-    model, gates = gated_model(kind)
-    assert gates.sizes == [group.count for group in gates.groups] == [len(part.e) for part in gates.parts]
-    assert all(model.get_parameter(n) is part.e for n, part in zip(gates.names, gates.parts, strict=True))
-    assert torch.equal(gates.e(), torch.cat([part.e for part in gates.parts]))
-    values = torch.arange(float(sum(gates.sizes)))
-    split = gates.split(values)
-    assert list(split) == [group.name for group in gates.groups]
-    assert torch.equal(torch.cat(list(split.values())), values)
 
 
 def test_a_copy_has_gates_of_its_own(kind):
@@ -178,39 +124,11 @@ def test_folded_weights_need_no_gates(kind):
     assert not torch.equal(logits(model_of(kind)), before)
 
 
-def test_folding_leaves_the_model_alone_until_it_is_put(kind):
-    model, gates = gated_model(kind)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    folded = gates.folded(torch.zeros(sum(gates.sizes)))
-    assert all((values == 0).all() for values in folded.values())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_new_draws_are_of_the_generator_alone():
-    _, gates = gated_model("bert")
-    random = torch.get_rng_state()
-    gates.redraw(torch.Generator().manual_seed(3))
-    first = gates.e().detach()
-    gates.redraw(torch.Generator().manual_seed(3))
-    assert torch.equal(gates.e(), first)
-    assert torch.equal(torch.get_rng_state(), random)
-    gates.redraw(torch.Generator().manual_seed(3), std=0.02)
-    torch.testing.assert_close(gates.e(), 0.02 * first)
-    assert abs(first.mean()) < 0.3 and 0.7 < first.std() < 1.3
-
-
-def test_clamping():
-    _, gates = gated_model("bert")
-    gates.parts[0].e.data.copy_(torch.tensor([-9.0, 9.0, 0.5, 2.0]))
-    gates.clamp(6.0)
-    assert gates.parts[0].e.tolist() == [-6, 6, 0.5, 2]
-
-
 def test_factors_between_two_groups_are_one_minus_the_minimum():
     down, up = nn.Linear(3, 2), nn.Linear(2, 3)
-    taken = Taken(bottleneck_units("a", down, up), acts_on="update")
+    taken = ClaimedUnits(bottleneck_units("a", down, up), acts_on="update")
     assert list(taken.factors()) == []
-    taken.raise_to(torch.tensor([1.0, 0.25, 0.5, 0.0, 1.0]))
+    taken.update_max(torch.tensor([1.0, 0.25, 0.5, 0.0, 1.0]))
     found = {id(p): factor.expand(p.shape) for p, factor in taken.factors()}
     assert len(found) == 4
     assert found[id(down.weight)].tolist() == [[0, 0, 0], [0.75, 0.75, 0.75]]
@@ -221,43 +139,17 @@ def test_factors_between_two_groups_are_one_minus_the_minimum():
 
 def test_taken_only_grows_and_is_kept():
     groups = bottleneck_units("a", nn.Linear(3, 2), nn.Linear(2, 3))
-    taken = Taken(groups, acts_on="update")
-    taken.raise_to(torch.tensor([1.0, 0, 0, 0, 1]))
-    taken.raise_to(torch.tensor([0.0, 0, 1, 0, 0]))
+    taken = ClaimedUnits(groups, acts_on="update")
+    taken.update_max(torch.tensor([1.0, 0, 0, 0, 1]))
+    taken.update_max(torch.tensor([0.0, 0, 1, 0, 0]))
     assert taken.taken.tolist() == [1, 0, 1, 0, 1]
-    other = Taken(groups, acts_on="update")
+    other = ClaimedUnits(groups, acts_on="update")
     other.load_state_dict(taken.state_dict())
     assert torch.equal(other.taken, taken.taken)
     found = taken.diagnostics()
     assert {name: values.tolist() for name, values in found.items()} == {
         "taken/a.neurons": [1, 0], "taken/a.outputs": [1, 0, 1]
     }  # fmt: skip
-
-
-def test_factors_are_made_once_per_domain():
-    taken = Taken(bottleneck_units("a", nn.Linear(3, 2), nn.Linear(2, 3)), acts_on="update")
-    taken.raise_to(torch.ones(5))
-    first = [factor for _, factor in taken.factors()]
-    assert all(a is b for a, (_, b) in zip(first, taken.factors(), strict=True))
-    taken.taken.zero_()
-    taken.activate(1)
-    assert list(taken.factors()) == []
-    taken.raise_to(torch.ones(5))
-    assert len(list(taken.factors())) == 4
-
-
-def test_shared_keys_are_kept_if_one_of_their_heads_is_taken():
-    model = model_of("llama")
-    groups = find_units(model, ("heads",))
-    taken = Taken(groups, acts_on="update")
-    gates = torch.zeros(8)
-    gates[0] = 1  # of the first layer's 4 heads, two share keys and values
-    taken.raise_to(gates)
-    found, attention = {id(p): f for p, f in taken.factors()}, model.model.layers[0].self_attn
-    assert found[id(attention.q_proj.weight)].flatten().tolist() == [0] * 4 + [1] * 12
-    for shared in (attention.k_proj, attention.v_proj):
-        assert found[id(shared.weight)].flatten().tolist() == [0] * 4 + [1] * 4
-    assert found[id(attention.o_proj.weight)].tolist() == [[0] * 4 + [1] * 12]
 
 
 def test_an_adapters_units():
@@ -270,13 +162,9 @@ def test_an_adapters_units():
     assert owned_parameters([outputs]) == {part.up.weight, part.up.bias}
 
 
-def test_maps_without_bias():
-    down, up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
-    assert owned_parameters(bottleneck_units("a", down, up)) == {down.weight, up.weight}
-
-
-def test_gates_go_where_their_module_is():
-    module = nn.Linear(4, 3, device="meta")
-    group = Units("a", "outputs", 3, module, "out", (Part(module, "weight", 0, shared_members(3, 3, 1)),))
-    gates = attach_gates(module, [group], s_max=400)
-    assert gates.names == ("outputs_gate.e",) and gates.parts[0].e.device.type == "meta"
+def test_gates_are_a_sigmoid_and_in_bounds():
+    e = torch.tensor([-6.0, -0.5, 0.0, 0.5, 6.0])
+    assert torch.equal(soft(e, 2.0, s_max=400), torch.sigmoid(2 * e))
+    for s in (1 / 400, 400.0):
+        assert ((soft(e, s, s_max=400) >= 0) & (soft(e, s, s_max=400) <= 1)).all()
+    assert hard(e).tolist() == [0, 0, 0, 1, 1]

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from cpt.adapters import lora
-from cpt.adapters.mixtures import attach_experts, weigh_ranks
+from cpt.adapters.routed_lora import attach_experts, weigh_ranks
 from tests.models.test_units import build, inputs_of
 
 E, R, ALPHA = 3, 2, 5.0
@@ -28,8 +27,8 @@ def mixed(request):
     model = build(request.param).float()
     attach_experts(model, experts=E, r=R, alpha=ALPHA, dropout=0.0, targets="all-linear")
     with torch.no_grad():
-        for layer in lora.layers(model).values():
-            lora.pair_of(layer)[1].normal_(std=0.1)
+        for layer in lora.lora_layers(model).values():
+            lora.factors_of(layer)[1].normal_(std=0.1)
             layer.router.weight.normal_()
     return model.eval(), inputs_of(model)
 
@@ -37,15 +36,15 @@ def mixed(request):
 def test_experts_are_summed_by_the_gates_of_each_token(mixed):
     model, inputs = mixed
     noted = {}
-    for name, layer in lora.layers(model).items():
+    for name, layer in lora.lora_layers(model).items():
         layer.register_forward_hook(
             lambda m, args, output, name=name: noted.update({name: (args[0], output)})
         )
     model(**inputs)
     assert len(noted) > 4
-    for name, layer in lora.layers(model).items():
+    for name, layer in lora.lora_layers(model).items():
         x, output = noted[name]
-        a, b = lora.pair_of(layer)
+        a, b = lora.factors_of(layer)
         gates = torch.softmax(x @ layer.router.weight.T, -1)
         expected = layer.get_base_layer()(x)
         for e in range(E):
@@ -55,16 +54,17 @@ def test_experts_are_summed_by_the_gates_of_each_token(mixed):
         assert (gates.sum(-1) - 1).abs().max() < 1e-6 and gates.std() > 0.01
 
 
-def test_the_gradient_reaches_every_router(mixed):
-    model, inputs = mixed
-    model(**inputs).logits.square().sum().backward()
-    assert all(layer.router.weight.grad.any() for layer in lora.layers(model).values())
-
-
 def test_gates_are_made_in_32_bits():
     model = build("roberta").bfloat16()
     attach_experts(model, experts=E, r=R, alpha=ALPHA, dropout=0.0, targets="all-linear")
-    layer = next(iter(lora.layers(model).values()))
-    assert layer.router.weight.dtype == torch.bfloat16 and isinstance(layer.router, nn.Linear)
-    gates = layer.router.gates(torch.randn(5, layer.in_features, dtype=torch.bfloat16))
-    assert gates.dtype == torch.float32 and (gates.sum(-1) - 1).abs().max() < 1e-6
+    layer = next(iter(lora.lora_layers(model).values()))
+    assert layer.router.weight.dtype == torch.bfloat16
+    x = torch.randn(5, layer.in_features, dtype=torch.bfloat16)
+    gates = layer.router.weigh(layer, (x,), torch.ones(5, E * R))
+    assert (gates.unflatten(-1, (E, R)).sum(1) - 1).abs().max() < 1e-6
+
+
+def test_the_gradient_reaches_every_router(mixed):
+    model, inputs = mixed
+    model(**inputs).logits.square().sum().backward()
+    assert all(layer.router.weight.grad.any() for layer in lora.lora_layers(model).values())

@@ -1,15 +1,13 @@
 """Prompts against batches that are widened by hand, on the tiny models of the tests of units in float64."""
 
-import copy
-
 import pytest
 import torch
 from torch.func import functional_call
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, RobertaConfig
 
-from cpt.adapters.prompt import attach_prompt, draw_prompt, special_ids
-from cpt.data.batch import labels_of
+from cpt.adapters.soft_prompt import attach_prompt
+from cpt.data.collate import labels_of
 from cpt.models.forward import body
 from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
 from tests.support.running import batch_of, encoded, outputs_at, token_nll
@@ -145,34 +143,6 @@ def test_the_first_token_stays_first_and_no_place_counts_as_padding():
         assert positions[row].tolist() == [*range(1, N + length + 1), *[0] * (T - length)]
 
 
-@pytest.mark.parametrize("pad", [0, 1, 3])
-def test_the_placeholder_is_no_special_token(pad):
-    model, part, _ = prompted("roberta", pad_token_id=pad, bos_token_id=4, eos_token_id=2)
-    assert part.placeholder not in (pad, 4, 2)
-
-
-def test_the_mask_is_one_at_the_prompt():
-    model, part, _ = prompted("modernbert")
-    batch = padded_batch()
-    seen = {}
-    body(model).register_forward_pre_hook(lambda m, a, k: seen.update(k), with_kwargs=True)
-    encoded(model, batch)
-    assert seen["attention_mask"].sum(1).tolist() == [N + 7, N + 5, N + 3]
-    assert seen["attention_mask"][:, : N + 1].all()
-
-
-@pytest.mark.parametrize("name", ["roberta", "gpt2", "opt"])
-def test_embeddings_and_positional_inputs_are_taken_too(name):
-    model, *_ = prompted(name)
-    ids = inputs_of(model)["input_ids"]
-    inner = body(model)
-    found = inner(input_ids=ids).last_hidden_state
-    assert torch.equal(inner(ids).last_hidden_state, found)
-    table = model.get_input_embeddings()(ids)
-    assert table.shape == (B, T, 32)
-    close(inner(inputs_embeds=table).last_hidden_state, found)
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2", "llama"])
 def test_positions_that_are_given_count_on_through_the_prompt(name):
     model, *_ = prompted(name)
@@ -181,22 +151,6 @@ def test_positions_that_are_given_count_on_through_the_prompt(name):
     logits = model(input_ids=ids).logits
     close(model(input_ids=ids, position_ids=given).logits, logits)
     assert not torch.allclose(model(input_ids=ids, position_ids=given + 1).logits, logits) or name == "llama"
-
-
-def test_token_types_that_are_given_are_widened():
-    model, *_ = prompted("bert")
-    ids = inputs_of(model)["input_ids"]
-    kinds = torch.zeros(B, T, dtype=torch.long)
-    assert torch.equal(model(ids, token_type_ids=kinds).logits, model(ids).logits)
-    kinds[:, 1:] = 1
-    assert not torch.equal(model(ids, token_type_ids=kinds).logits, model(ids).logits)
-
-
-def test_hidden_states_of_all_layers_are_those_of_the_text():
-    model, *_ = prompted("roberta")
-    found = model(**inputs_of(model), output_hidden_states=True)
-    assert [tuple(each.shape) for each in found.hidden_states] == [(B, T, 32)] * 3
-    assert torch.equal(found.hidden_states[-1], encoded(model, inputs_of(model)))
 
 
 def test_a_causal_model_generates_as_it_scores():
@@ -211,69 +165,6 @@ def test_a_causal_model_generates_as_it_scores():
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-@pytest.mark.parametrize("name", ["roberta", "gpt2"])
-def test_only_the_prompt_is_named_and_all_of_it_learns(name):
-    model, part, none = prompted(name)
-    model.requires_grad_(False)
-    part.weight.requires_grad_(True)
-    token_nll(model, padded_batch()).sum().backward()
-    assert list(none) == [n for n, p in model.named_parameters() if p.grad is not None]
-    assert (part.weight.grad.abs().sum(1) > 0).all()
-
-
-@pytest.mark.parametrize("name", ["roberta", "gpt2"])
-def test_a_prompt_fits_a_batch(name):
-    model, part, _ = prompted(name)
-    model.requires_grad_(False)
-    optimizer = torch.optim.Adam([part.weight.requires_grad_(True)], lr=0.1)
-    losses = []
-    for _ in range(30):
-        losses.append(token_nll(model, padded_batch()).mean())
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_a_prompt_of_no_tokens_has_a_gradient():
-    model, part, _ = prompted("roberta", tokens=0)
-    model.requires_grad_(False)
-    part.weight.requires_grad_(True)
-    token_nll(model, padded_batch()).sum().backward()
-    assert part.weight.grad.shape == (0, 32)
-
-
-def test_the_keys_of_the_base_stay():
-    model, *_ = prompted("roberta")
-    assert model.state_dict().keys() - build("roberta").state_dict().keys() == {"roberta.prompt.weight"}
-
-
-def test_a_copy_has_a_prompt_of_its_own():
-    model, part, _ = prompted("roberta")
-    inputs = inputs_of(model)
-    before = model(**inputs).logits
-    other = copy.deepcopy(model)
-    assert torch.equal(other(**inputs).logits, before)
-    other.roberta.prompt.weight.data.zero_()
-    assert torch.equal(model(**inputs).logits, before)
-    assert not torch.equal(other(**inputs).logits, before)
-    part.weight.data.add_(1)
-    assert not torch.equal(model(**inputs).logits, before)
-    assert (other.roberta.prompt.weight == 0).all()
-
-
-def test_the_embedding_is_itself_outside_a_pass_of_the_body_even_after_an_error():
-    model, part, _ = prompted("roberta")
-    table, ids = model.get_input_embeddings(), inputs_of(model)["input_ids"]
-    assert torch.equal(table(ids), table.weight[ids])
-    model(input_ids=ids)
-    assert torch.equal(table(ids), table.weight[ids])
-    with pytest.raises(IndexError):
-        model(input_ids=ids + V)
-    assert torch.equal(table(ids), table.weight[ids])
-    assert not part.within
-
-
 def test_an_end_task_on_the_body_reads_the_first_token():
     """A classifier's body is the language model's, so it has its prompt; <s> is where it was."""
     model, part, none = prompted("roberta")
@@ -286,15 +177,6 @@ def test_an_end_task_on_the_body_reads_the_first_token():
     close(found, classifier.classifier(encoded(model, batch)))
     part.weight.data.add_(1)
     assert not torch.equal(classifier(**inputs).logits, found)
-
-
-def test_a_prompt_and_a_text_fill_the_positions():
-    model, *_ = prompted("roberta", tokens=30)  # of 39: the padding id's are not to be had
-    model(input_ids=torch.full((1, 9), 5))
-    with pytest.raises(ValueError, match="^10 tokens and a prompt of 30; allowed: 39 together$"):
-        model(input_ids=torch.full((1, 10), 5))
-    with pytest.raises(ValueError, match="^10 tokens and a prompt of 30; allowed: 39 together$"):
-        model(inputs_embeds=torch.zeros(1, 10, 32).double())
 
 
 @pytest.mark.parametrize(
@@ -347,20 +229,6 @@ def test_with_a_decoder_it_is_the_model_of_the_source_behind_the_prompt(name):
     close(outputs_at(model, batch)[0], whole.logits.flatten(0, 1)[batch["positions"]])
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_with_a_decoder_the_prompt_learns_and_without_tokens_it_is_the_base(name):
-    model, part, none = prompted(name)
-    batch, plain = pair_batch(), build(name)
-    outputs_at(model, batch)[0].square().sum().backward()
-    assert (part.weight.grad.abs().amax(1) > 0).all()
-    for one, other in zip(outputs_at(model, batch, weights=none), outputs_at(plain, batch), strict=True):
-        assert torch.equal(one, other)
-    second = copy.deepcopy(model)
-    with torch.no_grad():
-        second.get_submodule("encoder" if name == "t5" else "model.encoder").prompt.weight.zero_()
-    assert (outputs_at(second, batch)[0] - outputs_at(model, batch)[0]).abs().max() > 1e-3
-
-
 def test_with_a_decoder_a_model_generates_with_its_prompt():
     model, part, none = prompted("t5")
     model.generation_config.pad_token_id = model.generation_config.decoder_start_token_id = 0
@@ -385,24 +253,3 @@ def test_a_prompt_begins_as_embeddings_of_ordinary_tokens(name):
     assert len({each[0] for each in ids}) > 15
     if name == "gemma2":  # 400 draws of 57 ids
         assert {each[0] for each in ids} == set(range(3, V))
-
-
-def test_a_draw_is_the_generators():
-    model = build("roberta")
-    one, same, other = (draw_prompt(model, 9, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other)
-    assert not one.requires_grad
-
-
-def test_special_ids_may_be_lists():
-    model = build("llama", eos_token_id=[2, 7])
-    assert special_ids(model) == {0, 1, 2, 7}
-
-
-def test_half_precision():
-    model, part, _ = prompted("llama")
-    model.bfloat16()
-    assert model(**inputs_of(model)).logits.dtype == torch.bfloat16
-    model.float()
-    part.double()
-    assert model(**inputs_of(model)).logits.dtype == torch.float32

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from cpt.adapters import lora
-from cpt.adapters.routed_pairs import attach_routed, begin_routed, routed_part, router_of, running_mean
+from cpt.adapters.routed_lora import attach_routed, begin_routed, routed_part, router_of
 from cpt.models.forward import reader
 from tests.models.test_units import build, inputs_of
 
@@ -31,9 +31,9 @@ def routed(name: str, form: dict[str, str] = SAPT, *, pairs: int = PAIRS):
         if number:
             begin_routed(model, torch.Generator().manual_seed(number))
         torch.manual_seed(number)
-        for layer in lora.layers(model).values():
+        for layer in lora.lora_layers(model).values():
             with torch.no_grad():
-                lora.pair_of(layer)[1].normal_(std=0.05)
+                lora.factors_of(layer)[1].normal_(std=0.05)
     return model.eval()
 
 
@@ -42,7 +42,7 @@ def summaries(model, inputs, form) -> torch.Tensor:
     if form["query"] == "embeddings":
         states = model.get_input_embeddings()(inputs["input_ids"])
     else:
-        alone = lora.without_pairs(model, merged=False)
+        alone = lora.without_tuners(model, merged=False)
         read = {name: value for name, value in inputs.items() if not name.startswith("decoder")}
         states = reader(alone)(**read).last_hidden_state
     if not router_of(model).causal:
@@ -67,7 +67,7 @@ def weights_by_hand(model, inputs, form) -> torch.Tensor:
 def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
     model, noted = routed(name, form), {}
     inputs = inputs_of(model)
-    for layer in lora.layers(model).values():
+    for layer in lora.lora_layers(model).values():
         layer.register_forward_hook(lambda module, args, output: noted.update({module: (args[0], output)}))
     model(**inputs)
     a = weights_by_hand(model, inputs, form)
@@ -77,7 +77,9 @@ def test_each_map_is_the_sum_of_its_pairs_by_their_weights(name, form):
         pairs_a, pairs_b = (
             torch.cat(both, dim)
             for both, dim in zip(
-                zip(lora.pair_of(layer, "earlier"), lora.pair_of(layer), strict=True), (0, 1), strict=True
+                zip(lora.factors_of(layer, "earlier"), lora.factors_of(layer), strict=True),
+                (0, 1),
+                strict=True,
             )
         )
         expected = layer.get_base_layer()(x)
@@ -115,38 +117,13 @@ def test_padding_is_no_part_of_the_query(name, form):
     torch.testing.assert_close(padded, router_of(model).whole[0])
 
 
-def test_keys_stand_in_the_order_of_their_pairs():
-    model, keys = attached("roberta", SAPT), []
-    for number in range(3):
-        keys.append(router_of(model).key.detach().clone())
-        first = lora.pair_of(next(iter(lora.layers(model).values())))[0].detach().clone()
-        begin_routed(model, torch.Generator().manual_seed(number))
-    assert torch.equal(router_of(model).earlier, torch.cat(keys))
-    earlier = lora.pair_of(next(iter(lora.layers(model).values())), "earlier")[0]
-    assert torch.equal(earlier[-R:], first) and len(earlier) == 3 * R
-
-
-def test_a_copy_can_be_made_between_a_pass_and_its_gradients():
-    model = routed("roberta")
-    loss = model(**inputs_of(model)).logits.sum()
-    assert router_of(deepcopy(model)).logits is None
-    loss.backward()
-    assert router_of(model).key.grad is not None
-
-
-def test_a_running_mean_leaves_padding_on_the_left_out():
-    states = torch.tensor([[[9.0], [2.0], [4.0]]])
-    assert running_mean(states, torch.tensor([[0, 1, 1]])).flatten().tolist() == [0, 2, 3]
-    assert running_mean(states, None).flatten().tolist() == [9, 5.5, 5]
-
-
 @pytest.mark.parametrize("name", ["roberta", "gpt2"])
 def test_gradients_go_through_the_frozen_pairs(name):
     """The released code runs them under no_grad: what it gives here is another number."""
     model = routed(name)
     inputs = inputs_of(model)
-    first = next(iter(lora.layers(model).values()))
-    weight, step = lora.pair_of(first)[1], 1e-6
+    first = next(iter(lora.lora_layers(model).values()))
+    weight, step = lora.factors_of(first)[1], 1e-6
 
     def loss():
         return model(**inputs).logits.square().sum()
@@ -160,15 +137,6 @@ def test_gradients_go_through_the_frozen_pairs(name):
         weight[1, 0] -= 2 * step
         slope = (higher - loss()).item() / (2 * step)
     assert found == pytest.approx(slope, rel=1e-5)
-
-
-@torch.no_grad()
-def test_a_query_of_the_encoder_leaves_modes_and_hooks_alone():
-    model = routed("roberta", MOCL).train()
-    inner, passes = reader(model), []
-    inner.register_forward_hook(lambda *args: passes.append(1))
-    model(**inputs_of(model))
-    assert passes == [1] and all(part.training for part in model.modules())
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2", "t5"])
@@ -202,24 +170,9 @@ def test_what_is_written_with_a_cache_is_weighed_as_its_beginning():
 
 
 @torch.no_grad()
-def test_a_decoder_is_weighed_by_what_the_encoder_read():
-    """Of several beams too: each is of the row that it goes on with."""
-    model = routed("t5")
-    ids = inputs_of(model)["input_ids"]
-    how = {
-        "max_new_tokens": 4,
-        "min_new_tokens": 4,
-        "num_beams": 2,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 0,
-    }
-    together = model.generate(input_ids=ids, **how)
-    alone = [model.generate(input_ids=row[None], **how)[0] for row in ids]
-    assert torch.equal(together, torch.stack(alone))
-
-
-def test_a_map_that_sees_tokens_of_no_known_sample_is_told():
-    model = routed("roberta")
+def test_a_query_of_the_encoder_leaves_modes_and_hooks_alone():
+    model = routed("roberta", MOCL).train()
+    inner, passes = reader(model), []
+    inner.register_forward_hook(lambda *args: passes.append(1))
     model(**inputs_of(model))
-    with pytest.raises(ValueError, match=r"sees \[5\] for a batch of \[3, 7\]; allowed: method.targets"):
-        router_of(model).weights_at(torch.zeros(5, 4))
+    assert passes == [1] and all(part.training for part in model.modules())

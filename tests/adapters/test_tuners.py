@@ -12,7 +12,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from cpt.adapters.tuners import attach_tuner, without_tuner
+from cpt.adapters.lora import attach_tuner, without_tuners
 from cpt.methods.peft import TUNERS
 
 ARGUMENTS = {"miss": {"r": 8}, "fourierft": {"n_frequency": 20}}
@@ -65,7 +65,7 @@ def test_a_tuner_learns_and_is_merged(make, tuner):
     learn(model)
     last = logits(model)
     assert (last - first).abs().max() > 1e-3
-    plain = without_tuner(model)
+    plain = without_tuners(model)
     assert set(plain.state_dict()) == names and type(plain) is type(model)
     assert not any(isinstance(each, BaseTunerLayer) for each in plain.modules())
     torch.testing.assert_close(logits(plain.eval()), last, rtol=1e-3, atol=1e-4)

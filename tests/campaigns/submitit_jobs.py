@@ -1,6 +1,6 @@
 """A run as a job of submitit's executor on this machine, which is told to leave and queued again.
 
-submitit has a task of its own start the run (cpt/sweeps/cluster.py). SIGUSR2 to that task is what it is sent
+submitit has a task of its own start the run (cpt/sweeps/launcher.py). SIGUSR2 to that task is what it is sent
 before the time limit and when it is preempted: it has the job queued again; SIGTERM is a cancelled job."""
 
 import importlib.util

@@ -6,15 +6,8 @@ import pytest
 import yaml
 
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
-from cpt.data.examples import Example
-from cpt.data.prompts import Prompt
+from cpt.data.example import Example
 from tests.support.task_fixtures import LABELS, STYLES, encoder, some_examples
-
-
-def prompts(made, examples):
-    for example in examples:
-        *choices, reference = made.answers(example, [*example.choices, example.target])
-        yield Prompt(example, made.prompt(example), choices, reference)
 
 
 def rows(folder, task):
@@ -26,7 +19,7 @@ def rows(folder, task):
 def test_the_tokens_of_every_style_are_ours(style, seq2seq, tmp_path):
     made, examples = encoder(STYLES[style](), seq2seq=seq2seq), some_examples(20)
     texts = HarnessTexts(made)
-    found = export_task(tmp_path, "TC", prompts(made, examples), texts)
+    found = export_task(tmp_path, "TC", map(made.prompt, examples), texts)
     assert (found.name, found.examples, found.differing) == ("cpt_TC", 20, [])
     for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
         assert row["id"] == example.id and row["question"].endswith(example.source)
@@ -41,7 +34,7 @@ def test_the_tokens_of_every_style_are_ours(style, seq2seq, tmp_path):
 def test_a_question_that_was_cut_is_exported_as_cut(seq2seq, tmp_path):
     made = encoder(STYLES["opened"](), length=60, seq2seq=seq2seq)
     examples = some_examples(20, words=(30, 40))
-    found = export_task(tmp_path, "TC", prompts(made, examples), HarnessTexts(made))
+    found = export_task(tmp_path, "TC", map(made.prompt, examples), HarnessTexts(made))
     assert found.differing == []
     for row, example in zip(rows(tmp_path, "TC"), examples, strict=True):
         assert len(row["question"]) < len(example.source) and row["question"].endswith("\nAnswer:")
@@ -52,16 +45,16 @@ def test_a_special_token_that_is_spelled_out_is_told(style, tmp_path):
     made = encoder(STYLES[style]())
     special = made.tokenizer.eos_token or made.tokenizer.sep_token
     odd = Example("odd", f"What is {special} for?\nAnswer:", LABELS[0], "TC", LABELS)
-    found = export_task(tmp_path, "TC", prompts(made, [*some_examples(3), odd]), HarnessTexts(made))
+    found = export_task(tmp_path, "TC", map(made.prompt, [*some_examples(3), odd]), HarnessTexts(made))
     assert found.differing == ["odd"] and found.examples == 4
 
 
 def test_what_has_no_choices_is_left_out_and_the_others_are_a_group(tmp_path):
     made = encoder(STYLES["bare"]())
     texts, open_one = HarnessTexts(made), Example("a", "Why?\nAnswer:", "so", "QA")
-    assert export_task(tmp_path, "QA", prompts(made, [open_one]), texts) is None
+    assert export_task(tmp_path, "QA", map(made.prompt, [open_one]), texts) is None
     assert export_task(tmp_path, "none", [], texts) is None and not list(tmp_path.iterdir())
-    done = [export_task(tmp_path, name, prompts(made, some_examples(2)), texts) for name in ("b/c", "é")]
+    done = [export_task(tmp_path, name, map(made.prompt, some_examples(2)), texts) for name in ("b/c", "é")]
     assert export_group(tmp_path, done) == "cpt_tasks"
     group = yaml.safe_load((tmp_path / "_all.yaml").read_text())
     assert group["task"] == ["cpt_b%2Fc", "cpt_%C3%A9"]

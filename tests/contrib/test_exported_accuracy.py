@@ -10,18 +10,16 @@ from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditional
 
 pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
 
-from tests.evaluation.probes.test_export import prompts
 
 from cpt.contrib.lm_eval_export.__main__ import export
 from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
-from cpt.evaluation.answers.asking import rank_choices
-from cpt.evaluation.probes.harness import Harness, silence
-from cpt.evaluation.probes.options import LMEval
-from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
-from cpt.models.objectives import Causal
-from cpt.trainer.answers import question_of
+from cpt.evaluation.lm_eval import Harness, silence
+from cpt.evaluation.options import LMEvalOptions
+from cpt.evaluation.task_answers import Question, rank_choices, score_choices
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from cpt.trainer.plan import make_plan
-from tests.evaluation.probes.test_probe_options import PLAIN
+from tests.contrib.test_export import prompts
+from tests.evaluation.test_lm_eval_options import PLAIN
 from tests.support.task_fixtures import STYLES, encoder, some_examples, write_tasks
 
 COUNT, START = 40, 0
@@ -65,8 +63,9 @@ def made(build, style, *, length=200):
 
 def ranked(model, objective, given):
     """The choices of ours, by example."""
-    questions = [question_of(prompt) for prompt in given]
-    return rank_choices(model, objective, questions, batch_size=7, step=lambda count: None)[0]
+    questions = [Question.of_prompt(prompt) for prompt in given]
+    sums = score_choices(model, objective, questions, batch_size=7, step=lambda count: None)
+    return rank_choices(questions, sums)[0]
 
 
 def harness_samples(folder, model, encoding, *, task):
@@ -131,7 +130,7 @@ def test_our_probe_of_all_tasks_is_their_mean(tmp_path):
         ours = ranked(model, objective, given)
         accuracies.append(sum(one == each.target for one, each in zip(ours, examples, strict=True)) / count)
     group = export_group(tmp_path, done)
-    options = LMEval(**{**PLAIN, "tasks": (group, "cpt_t0"), "include": str(tmp_path)})
+    options = LMEvalOptions(**{**PLAIN, "tasks": (group, "cpt_t0"), "include": str(tmp_path)})
     harness, nothing = Harness(options), {"expect": lambda n: None, "step": lambda: None}
     whole, first = (
         harness.measure(name, model, encoding.tokenizer, **nothing)["metrics"]["acc"]["value"]

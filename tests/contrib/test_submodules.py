@@ -6,10 +6,8 @@ from omegaconf import OmegaConf
 
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.docstrings import InstalledDocs, documents, documents_by_module, names_in, subpackages
-from cpt.evaluation.endtasks.suite import EndTasks
-from cpt.evaluation.endtasks.tasks import plan_endtasks
+from cpt.evaluation.finetune_tasks import plan_endtasks
 from tests.conftest import ROOT
-from tests.support.endtask_fixtures import tokenizer
 
 HELD_OUT = {"valid": 0.2, "test": 0.3, "seed": 0, "most": None}
 FIELDS = {"rivers": "water", "hills": "stone", "woods": "tree"}
@@ -223,12 +221,8 @@ def test_domains_that_are_not_packages_are_told(given):
 
 def test_a_run_reads_the_tasks_of_its_domains(package, given):
     packages = {"sea": ["made_up"], "land": ["made_up"]}
-    found = EndTasks.read(
-        given(packages, tasks={"land": {"classes": 2}}),
-        order=["land", "sea"],
-        tokenizer=tokenizer(),
-        names=["sea", "land"],
-    )
+    found = plan_endtasks(given(packages, tasks={"land": {"classes": 2}}), ["sea", "land"], ["land", "sea"])
     assert found.tasks == ["land", "sea"]
-    assert [len(found.by_name[name].classes) for name in found.tasks] == [2, 3]
-    assert found.costs(["sea"])["sea", 0] == -(-60 // 16) * found.plan.settings("sea").epochs
+    tasks = [found.task(name) for name in found.tasks]
+    assert [len(task.classes) for task in tasks] == [2, 3]
+    assert tasks[1].steps == -(-60 // 16) * found.settings("sea").epochs

@@ -11,7 +11,7 @@ from cpt.core.config import identity as identity_of
 from cpt.core.config import list_differences, plain_config
 from cpt.core.errors import readable, reason
 from cpt.core.naming import LONGEST, name_run
-from cpt.optim.schedules import Progress
+from cpt.optim.schedulers import Progress
 from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.processes import ran
@@ -171,7 +171,7 @@ def test_the_reason_of_a_failed_instantiation_is_the_cause():
     try:
         instantiate(
             {
-                "_target_": "cpt.data.budget.Budget",
+                "_target_": "cpt.data.options.Budget",
                 "steps": 0,
                 "epochs": None,
                 "tokens": None,

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from cpt.core.cache import make_once
 from cpt.core.files import check_archive, find_damage, hash_files, writing
 from cpt.core.tensors import check_state, save_state
-from cpt.evaluation.documents import documents_file, load_documents
+from cpt.evaluation.scores import documents_file, load_documents
 
 
 @pytest.fixture

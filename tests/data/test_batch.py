@@ -4,7 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.data.batch import label_batch, labels_of, single
+from cpt.data.collate import label_batch, labels_of, single
 from cpt.models.objectives import Objective
 from tests.support.making import DROPOUT, ORDER, made
 
@@ -56,7 +56,7 @@ def test_a_row_knows_whose_text_it_is(order, small):
         work.learn(number, noted)
     seen = set()
     for batch in noted.batches:
-        rows = work.module.objective.uncorrupted(batch).tolist()
+        rows = work.module.objective.restored(batch)["input_ids"].tolist()
         assert batch["domains"].tolist() == [texts[tuple(row)] for row in rows]
         seen |= set(batch["domains"].tolist())
     assert seen == {-1, 0, 1}

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.batch import labels_of
-from cpt.data.budget import Budget
+from cpt.data.collate import labels_of
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import NOTHING, Replay
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY, Replay
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import fake_trainer, rows_by_hand
 
@@ -42,7 +42,7 @@ def sequence(texts, *, domains=DOMAINS, enter=0, trainer=None, **changes):
         "held_out": texts,
         "objective": MASKED,
         "budget": budget(steps=6),
-        "replay": NOTHING,
+        "replay": NO_REPLAY,
         "seed": 0,
         "accumulate": 1,
         "eval_batch_size": 4,
@@ -273,14 +273,6 @@ def test_what_is_no_budget(given, shown):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["accumulate_grad_batches", "eval_batch_size", "probe_samples"])
-def test_what_must_be_positive(texts, name):
-    argument = name.removesuffix("_grad_batches")
-    with pytest.raises(ValueError, match=f"trainer.{name}=0; allowed: 1 or more"):
-        sequence(texts, **{argument: 0})
-    assert sequence(texts, **{argument: 1})
-
-
 def test_a_step_looks_at_its_own_domain_and_not_at_all(texts, monkeypatch):
     """The steps of all domains are counted once, whatever asks where the run is."""
     counted, own = [], Budget.steps_for
@@ -294,8 +286,8 @@ def test_a_step_looks_at_its_own_domain_and_not_at_all(texts, monkeypatch):
 
 def test_without_replay_no_earlier_text_is_looked_at(texts):
     data = sequence(texts, enter=len(DOMAINS) - 1)
-    assert [pool for pool in data.earlier(data.domain) if pool.texts] == []
+    assert [pool for pool in data.replay_pools(data.domain) if pool.texts] == []
     mixed = sequence(
         texts, enter=len(DOMAINS) - 1, replay=Replay(past=0.25, general=0.0, adds=False, memory=None)
     )
-    assert [list(pool.texts) for pool in mixed.earlier(mixed.domain)] == [mixed.past(mixed.domain)]
+    assert [list(pool.texts) for pool in mixed.replay_pools(mixed.domain)] == [mixed.past(mixed.domain)]

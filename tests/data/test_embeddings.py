@@ -7,16 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpt.data.examples import Example, write_example
+from cpt.data.example import Example, write_example
 from cpt.data.orders import (
     BUCKETS,
     bucket_of,
     embed_by_vectors,
     embed_by_words,
-    sentence_encoder,
-    static_encoder,
 )
-from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents
+from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents, sentence_encoder, static_encoder
 from tests.support.data_fixtures import written
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cpt.data.encoding import Encoder
-from cpt.data.examples import read_example, write_example
+from cpt.data.example import read_example, write_example
+from cpt.data.tokenized_tasks import Encoder
 from tests.support.task_fixtures import (
     CHATML,
     FORGETFUL,
@@ -90,7 +90,7 @@ def test_released_code_cuts_the_question_itself(tokenizer):
 def test_no_answer_changes_what_is_cut(tokenizer):
     (example,) = some_examples(1, words=(60, 60))
     made = encoder(tokenizer, length=80)
-    prompts = {tuple(made.prompt(type(example)(**{**vars(example), "target": each}))) for each in LABELS}
+    prompts = {tuple(made.prompt(type(example)(**{**vars(example), "target": each})).ids) for each in LABELS}
     assert len(prompts) == 1
 
 
@@ -121,7 +121,9 @@ def test_the_assistant_alone_is_marked_in_a_chat(chatting, template, scored_turn
     assert chatting.decode(marked(row), clean_up_tokenization_spaces=False) == "".join(
         f"{content}</s>" for content in wanted
     )
-    assert encoder(chatting, length=4000).prompt(example) == row.ids[: len(row.ids) - trailing(row.answer)]
+    assert (
+        encoder(chatting, length=4000).prompt(example).ids == row.ids[: len(row.ids) - trailing(row.answer)]
+    )
 
 
 def trailing(marks):

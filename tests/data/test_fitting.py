@@ -10,7 +10,7 @@ from cpt.data import packing
 from cpt.data.arrow import schema_of
 from cpt.data.fitting import OPEN, Alone, Fit
 from cpt.data.packing import COLUMNS
-from cpt.data.sampling import gather_rows
+from cpt.data.sampler import read_rows
 from cpt.models.objectives import Causal
 from tests.support.data_fixtures import framed, prose, written
 
@@ -118,7 +118,7 @@ def test_a_packed_text_says_what_its_rows_hold(packed):
 
 def test_what_will_be_scored_is_known_before_rows_are_read(packed):
     numbers = np.arange(len(packed))
-    rows = gather_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
+    rows = read_rows([packed], np.zeros_like(numbers), numbers, sample_keys(7, numbers))
     batch, places = Causal().batch(rows)
     counts = np.bincount(batch["rows"].numpy(), minlength=len(packed))
     assert counts.tolist() == Causal().scored(packed.sizes(numbers)).tolist()
@@ -127,5 +127,5 @@ def test_what_will_be_scored_is_known_before_rows_are_read(packed):
         owners = packed.document_of(numbers).ravel()
         assert (owners[places] == owners[batch["positions"]]).all()
     few = np.argsort(packed.row_lengths)[:3]
-    width = gather_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
+    width = read_rows([packed], np.zeros(3, int), few, sample_keys(7, few)).ids.shape[1]
     assert width == (packed.row_lengths[few].max() if packed.packing == "per_document" else LENGTH)

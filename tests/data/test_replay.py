@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from cpt.core.randomness import key, sample_keys, shuffle
-from cpt.data.batch import labels_of
-from cpt.data.budget import Budget
+from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import Domain, DomainSequence
-from cpt.data.replay import NOTHING, Pool, Replay
-from cpt.data.sampling import From, Stream
+from cpt.data.options import Budget
+from cpt.data.replay import NO_REPLAY, Replay, ReplayPool
+from cpt.data.sampler import ResumeSampler, TrainStream
 from cpt.models.objectives import Causal
 from cpt.trainer import build
 from cpt.trainer.base_model import make_base
@@ -61,7 +61,7 @@ def stream(texts, mixture, *, names=("now",), past="abc", steps=(20,), stage="no
     general = {"general": texts["general"]} if mixture.general else {}
     pools = mixture.pools({name: texts[name] for name in past}, general, stage=stage, seed=seed)
     own = {name: texts[name] for name in names}
-    return Stream(own, seed=seed, steps=list(steps), earlier=pools, **options)
+    return TrainStream(own, seed=seed, steps=list(steps), earlier=pools, **options)
 
 
 def found(made, whose, *, steps=None):
@@ -151,7 +151,7 @@ def test_the_masks_of_a_draw_are_those_of_its_number(texts, whose):
         batch = made[number]
         parts, rows, _ = made.samples(number)
         for place in np.flatnonzero(parts == 1):
-            assert whose[tuple(MASKED.uncorrupted(batch)[place].tolist())] == ("a", rows[place])
+            assert whose[tuple(MASKED.restored(batch)["input_ids"][place].tolist())] == ("a", rows[place])
         drawn = sorted(keys_of(made, number))
         assert drawn == sorted(
             sample_keys(key(0, "now", "past", "masks"), np.arange(seen, seen + 4)).tolist()
@@ -189,7 +189,7 @@ def test_a_step_has_its_size(mixture, texts):
 @pytest.mark.parametrize("mixture", MIXTURES, ids=str)
 def test_the_domain_is_learned_without_gaps(mixture, texts, whose):
     """The new samples are those of the same stream, displaced or not."""
-    alone = itertools.chain(*found(stream(texts, NOTHING, steps=[60]), whose))
+    alone = itertools.chain(*found(stream(texts, NO_REPLAY, steps=[60]), whose))
     mixed = list(itertools.chain(*found(stream(texts, mixture, steps=[60]), whose)))
     new = [row for row in mixed if row[0] == "now"]
     assert new == list(itertools.islice(alone, len(new)))
@@ -264,7 +264,7 @@ def test_a_large_memory_is_no_limit(texts):
 
 @pytest.mark.parametrize("names, steps", [(["now"], [20]), (["a", "now"], [7, 9])])
 def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps, texts):
-    plain = Stream(
+    plain = TrainStream(
         {name: texts[name] for name in names},
         objective=Causal(),
         seed=0,
@@ -275,7 +275,7 @@ def test_nothing_replayed_is_no_replay_bit_for_bit(names, steps, texts):
         world=2,
     )
     options = {"names": names, "steps": steps, "accumulate": 2, "rank": 1, "world": 2}
-    for mixture in (NOTHING, replay(adds=True), replay(past=1e-9), replay(past=1e-9, adds=True)):
+    for mixture in (NO_REPLAY, replay(adds=True), replay(past=1e-9), replay(past=1e-9, adds=True)):
         assert bits(stream(texts, mixture, **options)) == bits(plain)
     for mixture in (replay(past=0.9), replay(past=0.9, adds=True)):
         assert bits(stream(texts, mixture, past="", **options)) == bits(plain)
@@ -366,7 +366,7 @@ def test_the_gradient_does_not_depend_on_how_the_mixture_is_cut(config, mixture,
     module = build.build_method(plan, start).double()
     data = build.build_data(plan, corpora, start, module)
     pools = mixture.pools({"law": data.train["law"]}, {}, stage="food", seed=0)
-    food = partial(Stream, {"food": data.train["food"]}, objective=data.objective, seed=0, batch_size=8)
+    food = partial(TrainStream, {"food": data.train["food"]}, objective=data.objective, seed=0, batch_size=8)
     food = partial(food, steps=[9], earlier=pools)
     sizes = set()
     for number in (1, 2):
@@ -411,7 +411,7 @@ def test_a_domain_that_is_resumed_gives_what_was_left(mixture, texts):
         assert len(left) == 18 - 2 * step
         for batch, expected in zip(left, whole[2 * step :], strict=True):
             assert all(torch.equal(batch[name], each) for name, each in expected.items())
-    assert list(From(18, 18)) == []
+    assert list(ResumeSampler(18, 18)) == []
 
 
 @pytest.mark.parametrize("mixture", [MIXTURES[1], MIXTURES[2]], ids=str)
@@ -464,7 +464,7 @@ def test_a_stage_of_several_texts_has_general_text_and_no_past(texts, whose):
 
 def test_a_text_learned_twice_is_past_once(texts):
     stages = [Domain("a", 0, ("a",)), Domain("again", 1, ("a",)), Domain("b", 2, ("b",))]
-    made = sequence(texts, NOTHING)
+    made = sequence(texts, NO_REPLAY)
     made.domains = tuple(stages)
     assert made.past(stages[2]) == ["a"]
 
@@ -476,7 +476,7 @@ def test_236_domains_cost_as_much_as_two(texts):
     for count, at in ((2, 0), (235, 0), (2, 10**9), (235, 10**9)):
         past = dict(itertools.islice(small.items(), count))
         pools = replay(past=0.25).pools(past, {}, stage="now", seed=0)
-        made = partial(Stream, {"now": texts["now"]}, objective=Causal(), seed=0, batch_size=32)
+        made = partial(TrainStream, {"now": texts["now"]}, objective=Causal(), seed=0, batch_size=32)
         made = made(steps=[2 * 10**9], accumulate=1, rank=0, world=1, earlier=pools)
         for number in range(at, at + 120):
             made[number]  # every text is opened
@@ -666,5 +666,5 @@ def test_what_cannot_be_on_the_command_line(chosen, told, corpora, cache, tmp_pa
 
 
 def test_the_share_is_taken_as_written():
-    pool = Pool({}, share=Fraction(3, 10), adds=False, memory=None, seed=0, place=("now", "past"))
+    pool = ReplayPool({}, share=Fraction(3, 10), adds=False, memory=None, seed=0, place=("now", "past"))
     assert [pool.count(samples) for samples in (9, 10, 20, 29, 30)] == [2, 3, 6, 8, 9]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from cpt.data.batch import UNSCORED, labels_of
-from cpt.data.sampling import From, Share, Stream, Subset
+from cpt.data.collate import UNSCORED, labels_of
+from cpt.data.sampler import EvalSubset, ResumeSampler, ShardSampler, TrainStream
 from cpt.models.objectives import Causal, Masked
 from tests.support.data_fixtures import rows_by_hand
 
@@ -39,7 +39,7 @@ def objective(request):
 
 def stream(texts, steps, *, objective=OBJECTIVES["masked"], seed=0, batch_size=12, **options):
     options = {"accumulate": 1, "rank": 0, "world": 1, **options}
-    return Stream(texts, objective=objective, seed=seed, batch_size=batch_size, steps=steps, **options)
+    return TrainStream(texts, objective=objective, seed=seed, batch_size=batch_size, steps=steps, **options)
 
 
 def batches(made):
@@ -161,7 +161,7 @@ def test_a_batch_with_nothing_to_score():
     assert float(batch["weight"]) == 1
     assert (
         float(
-            Subset({"a": text}, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")[0][
+            EvalSubset({"a": text}, {"a": np.arange(4)}, objective=Causal(), batch_size=4, purpose="x")[0][
                 "weight"
             ]
         )
@@ -193,13 +193,13 @@ def test_the_mixture_is_mixed(texts):
 
 def test_going_on_gives_what_was_left(texts):
     made = stream(texts, [2, 2, 2], accumulate=2)
-    sampler = From(5, len(made))
+    sampler = ResumeSampler(5, len(made))
     assert list(sampler) == [5, 6, 7, 8, 9, 10, 11]
     assert len(sampler) == 12
     again = stream(texts, [2, 2, 2], accumulate=2)
     for number in sampler:
         assert all(torch.equal(made[number][name], each) for name, each in again[number].items())
-    assert list(From(12, 12)) == []
+    assert list(ResumeSampler(12, 12)) == []
 
 
 @pytest.mark.parametrize("accumulate, world", [(5, 1), (1, 5), (4, 2), (0, 1)])
@@ -213,7 +213,7 @@ def test_a_batch_that_cannot_be_shared_out(texts, accumulate, world):
 
 
 def subset(texts, rows, *, objective=OBJECTIVES["masked"], batch_size=4, purpose="score"):
-    return Subset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose)
+    return EvalSubset(texts, rows, objective=objective, batch_size=batch_size, purpose=purpose)
 
 
 ROWS = {"a": np.array([22, 3, 0, 8, 7, 11]), "c": np.array([5, 39, 1])}
@@ -257,7 +257,7 @@ def test_each_scored_token_has_its_document(texts, objective):
 
 def test_shares_are_everything_once():
     for total, world in itertools.product((0, 1, 7, 8), (1, 2, 3, 9)):
-        shares = [Share(total, rank=rank, world=world) for rank in range(world)]
+        shares = [ShardSampler(total, rank=rank, world=world) for rank in range(world)]
         assert sorted(itertools.chain(*shares)) == list(range(total))
         assert [len(share) for share in shares] == [len(list(share)) for share in shares]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -267,8 +267,10 @@ def test_processes_that_go_together_are_at_one_text_and_none_is_left_over(texts,
     """Idle batches fill each text up; what is scored is what it was."""
     rows = {name: np.arange(len(text)) for name, text in texts.items()}
     how = {"objective": objective, "batch_size": 8, "purpose": "score"}
-    alone, together = Subset(texts, rows, **how), Subset(texts, rows, **how, together=3)
-    shares = [[together[number] for number in Share(len(together), rank=rank, world=3)] for rank in range(3)]
+    alone, together = EvalSubset(texts, rows, **how), EvalSubset(texts, rows, **how, together=3)
+    shares = [
+        [together[number] for number in ShardSampler(len(together), rank=rank, world=3)] for rank in range(3)
+    ]
     for pass_ in zip(*shares, strict=True):
         assert len({int(batch["column"]) for batch in pass_}) == 1
     every = [together[number] for number in range(len(together))]

@@ -5,7 +5,7 @@ import pytest
 
 from cpt.evaluation import metrics
 from cpt.evaluation.metrics import METRICS, Layout
-from cpt.evaluation.policy import EvalOptions
+from cpt.evaluation.options import EvalOptions
 
 NAMES = [f"d{number}" for number in range(10)]
 STAGES, TEXTS = [(name,) for name in NAMES], [*NAMES, "general"]

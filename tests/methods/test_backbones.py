@@ -1,16 +1,19 @@
 """What methods hand over to an end task can be fine-tuned, and leaves the learner as it was."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cpt.data.corpora import Corpora
-from cpt.evaluation.endtasks import classifier
-from cpt.evaluation.endtasks.suite import EndTasks
+from cpt.evaluation import finetune as classifier
+from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.models.forward import body
 from cpt.trainer.base_model import make_base
+from cpt.trainer.evaluators import FinetuneEvaluator
 from cpt.trainer.plan import make_plan
+from cpt.trainer.run_dir import RunDir
 from tests.support import making
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, options, write_task
@@ -49,13 +52,17 @@ def tasks_root(tmp_path_factory):
     return root
 
 
-def end_tasks(cfg, root):
+def end_tasks(cfg, root, module, folder):
+    """What measures the end tasks after the first stage of a module."""
     plan = make_plan(cfg)
     start = make_base(
         plan.model, Corpora.read(plan.source, plan.order, cache=Path(cfg.cache_dir)), accelerator="cpu"
     )
     given = options("texts", root=root, **{**QUICK, "seeds": [3], "epochs": 1})
-    return EndTasks.read(given, order=plan.order, tokenizer=start.tokenizer)
+    stages = SimpleNamespace(domains=[SimpleNamespace(name="law", parts=("law",))], places={"law": 0})
+    data = type("Stages", (SimpleNamespace,), {"__len__": lambda self: 1})(**vars(stages))
+    planned = plan_endtasks(given, None, plan.order)
+    return FinetuneEvaluator(planned, start.tokenizer, place=RunDir(folder), module=module, data=data)
 
 
 @pytest.mark.parametrize("method", run_few(METHODS, FEW))
@@ -69,15 +76,7 @@ def test_a_backbone_learns_and_the_learner_is_untouched(method, small, tasks_roo
     first = next(given.module.model.parameters())
     first.grad = torch.ones_like(first)
     before, handed_on = learner_state(given.module), given.module.backbone(0)
-    end_tasks(cfg, tasks_root).measure(
-        lambda name: given.module.backbone({"law": 0}[name]),
-        ["law"],
-        folder=tmp_path,
-        device=torch.device("cpu"),
-        rank=0,
-        world=1,
-        label="",
-    )
+    end_tasks(cfg, tasks_root, given.module, tmp_path).measure(1, torch.device("cpu"))
     after = learner_state(given.module)
     assert before[0].keys() == after[0].keys()
     assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
@@ -85,7 +84,7 @@ def test_a_backbone_learns_and_the_learner_is_untouched(method, small, tasks_roo
     assert torch.equal(before[3], after[3])
     for one, other in zip(before[1], after[1], strict=True):
         assert one is other is None or torch.equal(one, other)
-    assert (tmp_path / "law-3.parquet").exists()
+    assert (tmp_path / "endtasks" / "001-law" / "law-3.parquet").exists()
     learned = dict(kept[0].body.named_parameters())
     old = dict(body(handed_on).named_parameters())
     moved = {name for name, value in learned.items() if not torch.equal(value, old[name])}

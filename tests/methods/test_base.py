@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
-from cpt.data.sampling import Stream
+from cpt.data.sampler import TrainStream
 from cpt.evaluation.perplexity import DocumentNLL
 from cpt.gradient_masks.base import GradientMask, scale_
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.models.snapshots import Snapshot
+from cpt.models.weights import Snapshot
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
 from cpt.trainer.plan import make_plan
+from tests.support import making
 
 
 class Half(GradientMask):
@@ -105,6 +106,14 @@ def test_gradients_are_masked_before_they_are_clipped(fitted):
     assert sum(value.square().sum() for value in moved.values()).sqrt().item() == pytest.approx(
         1e-3, rel=1e-3
     )
+
+
+def test_every_step_draws_by_a_seed_of_its_own(small):
+    work, watch = making.made(small("order=[law,food]")), making.Watch(lambda module: torch.initial_seed())
+    for number in (0, 1):
+        work.learn(number, watch)
+    seeds = [seed for _, seed in watch.seen]
+    assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_decay_reaches_matrices_only(fitted):
@@ -236,7 +245,12 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(config, request):
     data = build.build_data(plan, texts, start, module)
     rows = len(data.train["law"])
     stream = partial(
-        Stream, {"law": data.train["law"]}, objective=data.objective, seed=0, batch_size=8, steps=[2 * rows]
+        TrainStream,
+        {"law": data.train["law"]},
+        objective=data.objective,
+        seed=0,
+        batch_size=8,
+        steps=[2 * rows],
     )
     number = rows // 8  # the step that holds the short last row
     whole = gradient(module, [stream(accumulate=1, rank=0, world=1)[number]])

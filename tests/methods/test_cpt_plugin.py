@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cpt.adapters.export
+from cpt.adapters.bottleneck import Plugin
 from cpt.adapters.gates import Gate, anneal
-from cpt.adapters.plugin import Plugin
 from cpt.data.datamodule import Domain
 from cpt.methods.cpt_plugin import norms_of
 from tests.models.test_units import build

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from cpt.data.sampling import Stream
-from cpt.gradient_masks import importance
-from cpt.models.dropout import rates
-from cpt.models.forward import in_mode
+from cpt.data.sampler import TrainStream
+from cpt.gradient_masks import soft as soft_masks
+from cpt.models.forward import dropout_of, in_mode
 from cpt.trainer import loop
 from tests.conftest import VOCABULARIES, sentences
 from tests.support import making
@@ -78,7 +77,7 @@ def test_when_importances_are_measured(made, monkeypatch):
     """General knowledge once, before anything is learned, in train mode, on uncorrupted text; each domain
     after it, in eval mode, on corrupted text; both over the probe; and importances only rise."""
     module, data, options = made(*ROBERTA, "method=das", "trainer.probe_samples=20")
-    calls, gradients, corrupted = [], importance.gate_gradients, []
+    calls, gradients, corrupted = [], soft_masks.gate_gradients, []
     mask_token = data.objective.mask
     module.model.register_forward_pre_hook(
         lambda model, args, inputs: corrupted.append((inputs["input_ids"] == mask_token).any().item()),
@@ -92,7 +91,7 @@ def test_when_importances_are_measured(made, monkeypatch):
         calls.append((kind, model.training, len(batch["input_ids"]), *corrupted))
         return found
 
-    monkeypatch.setattr(importance, "gate_gradients", noted)
+    monkeypatch.setattr(soft_masks, "gate_gradients", noted)
     levels = [module.soft.importance.clone()]
     for place in (0, 1):
         fit(module, data, options, place=place)
@@ -149,7 +148,7 @@ def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
         (tmp_path / name / "all.txt").write_text("\n".join(text) + "\n")
     cfg = small("order=[street]", f"domains.root={tmp_path}", f"method={method}", *FEW, *WIDE)
     run = making.made(cfg)
-    assert not any(rate for *_, rate in rates(run.module.model))
+    assert not any(rate for *_, rate in dropout_of(run.module.model))
     batches = other_batches(run.data.train, run.data.objective)
     before = loss(run.module, batches)
     fit(run.module, run.data, run.plan.trainer.lightning, steps=10)
@@ -159,7 +158,7 @@ def test_a_model_without_dropout_learns_its_domain(method, small, tmp_path):
 def other_batches(texts, objective) -> list:
     """Training text, in an order that it is not learned in."""
     options = {"seed": 9, "accumulate": 1, "batch_size": 32, "steps": [4], "rank": 0, "world": 1}
-    stream = Stream({"street": texts["street"]}, objective=objective, **options)
+    stream = TrainStream({"street": texts["street"]}, objective=objective, **options)
     return [stream[number] for number in range(4)]
 
 

@@ -10,10 +10,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import distributed
 
 import cpt.adapters.export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.core import collectives
 from cpt.data.datamodule import Domain
-from cpt.data.sampling import Subset
+from cpt.data.sampler import EvalSubset
 from tests.support.making import DROPOUT, made, same
 from tests.support.running import logits_at, token_nll
 
@@ -53,7 +53,7 @@ def visit(module, index: int, probe=()) -> None:
 def batches(work, name: str, *, rows: int = 20, size: int = 10) -> list:
     """Training rows of a text, with fixed masks, as a probe has them."""
     options = {"objective": work.data.objective, "batch_size": size, "purpose": "probe"}
-    made_of = Subset({name: work.data.train[name]}, {name: np.arange(rows)}, **options)
+    made_of = EvalSubset({name: work.data.train[name]}, {name: np.arange(rows)}, **options)
     return [made_of[number] for number in range(len(made_of))]
 
 

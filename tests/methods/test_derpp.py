@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.nn import functional
 
-from cpt.data.batch import UNSCORED, labels_of
-from cpt.data.sampling import Stream
+from cpt.data.collate import UNSCORED, labels_of
+from cpt.data.sampler import TrainStream
 from cpt.methods.common.reservoir import bytes_per_sample
 from cpt.methods.derpp import widths
 from cpt.models.objectives import Causal
@@ -51,11 +51,11 @@ def made(cfg):
     return run.module, run.data
 
 
-def stream(data) -> Stream:
+def stream(data) -> TrainStream:
     """The first domain in batches of 8; the one before the last has the short row."""
     text = data.train[data.domains[0].name]
     options = {"objective": data.objective, "seed": 0, "batch_size": 8, "steps": [len(text) // 8 + 2]}
-    return Stream({data.domains[0].name: text}, **options, accumulate=1, rank=0, world=1)
+    return TrainStream({data.domains[0].name: text}, **options, accumulate=1, rank=0, world=1)
 
 
 def scored_outputs(module, ids, labels, length):
@@ -241,7 +241,7 @@ def test_both_domains_are_in_the_memory(small, start, tmp_path):
         for name, text in data.train.items()
     }
     kept = module.memory
-    rows = module.objective.uncorrupted(batch_of(kept.input_ids, kept.labels))
+    rows = module.objective.restored(batch_of(kept.input_ids, kept.labels))["input_ids"]
     counts = {name: sum(tuple(row) in ids for row in rows.tolist()) for name, ids in original.items()}
     assert sum(counts.values()) == 48
     assert 12 <= counts["law"] <= 36

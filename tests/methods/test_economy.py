@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpt.models import economy
-from cpt.models.economy import checkpoint_activations, keep_activations
+from cpt.models import memory
+from cpt.models.memory import checkpoint_activations, keep_activations
 from tests.methods.test_contract import LEARNING, bits
 from tests.support.campaign import run_few
 from tests.support.making import DROPOUT, ORDER, made
@@ -66,16 +66,16 @@ def test_a_model_that_cannot_compute_again_says_so(small):
 
 def test_passes_may_keep_their_activations(small):
     model = made(small(ORDER, AGAIN)).module.model
-    parts = [part for part in model.modules() if getattr(part, economy.FLAG, False)]
+    parts = [part for part in model.modules() if getattr(part, memory.CHECKPOINTING, False)]
     assert parts
     with keep_activations(model):
-        assert not any(getattr(part, economy.FLAG, False) for part in model.modules())
-    assert [part for part in model.modules() if getattr(part, economy.FLAG, False)] == parts
+        assert not any(getattr(part, memory.CHECKPOINTING, False) for part in model.modules())
+    assert [part for part in model.modules() if getattr(part, memory.CHECKPOINTING, False)] == parts
 
 
 @pytest.mark.parametrize("method", run_few(LEARNING, ["migu"]))
 def test_compiled_blocks_compute_what_blocks_do(method, small, start, tmp_path, monkeypatch):
-    monkeypatch.setattr(economy, "COMPILER", {"backend": "eager"})  # traced, and run as it was
+    monkeypatch.setattr(memory, "COMPILE_OPTIONS", {"backend": "eager"})  # traced, and run as it was
     for name, options in {"plain": [], "compiled": ["trainer.compile=true"]}.items():
         torch._dynamo.reset()
         start(small(*chosen(method), ORDER, *DROPOUT, *options), tmp_path / name)

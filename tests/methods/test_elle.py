@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cpt.adapters.export
 from cpt.core.randomness import key
-from cpt.gradient_masks.ranking import magnitudes
+from cpt.gradient_masks.migu import magnitudes
 from cpt.models.units import blocks, sublayers
 from tests.methods.test_contract import bits
 from tests.support.killing import KilledError
@@ -129,7 +129,7 @@ class Seen(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, number):
         self.domains.append(batch["domains"].tolist())
-        self.ids.append(module.objective.uncorrupted(batch).clone())
+        self.ids.append(module.objective.restored(batch)["input_ids"].clone())
 
 
 def test_recovery_is_of_past_text_and_the_domain_is_what_it_was(small):
@@ -153,7 +153,7 @@ def test_recovery_draws_from_the_memory_of_replay(small):
     work.learn(1)
     work.learn(2, seen)
     recovered = torch.cat(seen.ids[:12])
-    kept = work.data.earlier(work.data.domains[2])[0]
+    kept = work.data.replay_pools(work.data.domains[2])[0]
     parts, rows, _ = kept.locate(np.arange(100))
     texts = list(kept.texts.values())
     known = {

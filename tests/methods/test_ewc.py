@@ -10,11 +10,11 @@ from torch import distributed
 from torch.nn import functional
 
 from cpt.core import collectives
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.data.corpora import Corpora
 from cpt.methods import ewc as subject
 from cpt.methods.common.consolidation import merge_importances
-from cpt.models.loading import build, load_tokenizer
+from cpt.models.loading import build_model, load_tokenizer
 from cpt.models.objectives import Causal
 from cpt.trainer.base_model import learn_tokenizer
 from cpt.trainer.costs import CostMonitor
@@ -113,7 +113,7 @@ def deberta(tmp_path, small):
     kinds = {"norm_rel_ebd": "layer_norm", "share_att_key": True, "pos_att_type": "p2c|c2p"}
     rest = {"type_vocab_size": 0, "position_biased_input": False}
     config = {"model_type": "deberta-v2", **sizes, **positions, **kinds, **rest}
-    for part in (build(config, tokenizer, "masked", seed=0), tokenizer):
+    for part in (build_model(config, tokenizer, "masked", seed=0), tokenizer):
         part.save_pretrained(tmp_path / "deberta")
     return [f"model.checkpoint={tmp_path / 'deberta'}", "model.objective=masked"]
 

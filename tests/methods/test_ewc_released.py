@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.data.replay import NOTHING
+from cpt.data.replay import NO_REPLAY
 from cpt.methods.base import Shared
 from cpt.methods.ewc import EWC, EWCOptions
 from cpt.models.objectives import Causal
@@ -54,7 +54,7 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def released():
     """EWC as the released code has it, after its first domain, which leaves model a, and at model b."""
     strength = json.loads((GOLDEN / "ewc.json").read_text())["settings"]["lamb"]
-    shared = {"objective": Causal(), "length": 32, "masks": [], "replay": NOTHING, "seed": 0}
+    shared = {"objective": Causal(), "length": 32, "masks": [], "replay": NO_REPLAY, "seed": 0}
     shared |= {"freeze": NOT_FROZEN, "optimizer": None, "schedule": None}
     options = EWCOptions(strength=strength, estimator="batch", merge="mean", gamma=0.5)
     module = EWC(options, Shared(model=tiny("a"), **shared)).eval()

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from cpt.adapters import export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from cpt.methods.hat import gate_overlap
 from cpt.trainer import loop
 from tests.support.making import DROPOUT, Made, Watch, learned, made, same
@@ -202,11 +202,11 @@ def test_s_follows_the_steps_and_the_regulariser_the_gates(hat):
     assert all(part.s == pytest.approx(s) for part in gates.parts)
     values = (s * gates.e()).sigmoid()
     assert found["hat"].item() == pytest.approx(0.5 * values.mean().item(), rel=1e-5)
-    work.module.taken.raise_to((gates.e() > 0).float())
+    work.module.taken.update_max((gates.e() > 0).float())
     free = gates.e() <= 0
     again = terms(work, step=0)["hat"].item()
     assert again == pytest.approx(0.5 * (gates.e()[free] / 400).sigmoid().mean().item(), rel=1e-5)
-    work.module.taken.raise_to(torch.ones(len(free)))
+    work.module.taken.update_max(torch.ones(len(free)))
     assert terms(work)["hat"].item() == 0
 
 

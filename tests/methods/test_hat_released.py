@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt.adapters.gates import anneal, hard, regulariser, soft
-from cpt.gradient_masks.taken import Taken
+from cpt.gradient_masks.hat import ClaimedUnits
 from cpt.models.units import Part, Units, shared_members
 from tests.conftest import SHARED
 
@@ -61,8 +61,8 @@ def units_of(maps: dict[str, nn.Linear]) -> list[Units]:
 def back_masks(arrays: dict[str, Tensor], masks: dict[str, Tensor]) -> dict[str, Tensor]:
     """Our factors by the released names."""
     maps = linears(arrays)
-    taken = Taken(units_of(maps), acts_on="update")
-    taken.raise_to(torch.cat([mask.flatten() for mask in masks.values()]))
+    taken = ClaimedUnits(units_of(maps), acts_on="update")
+    taken.update_max(torch.cat([mask.flatten() for mask in masks.values()]))
     names = {p: f"{name}.{key}" for name, own in maps.items() for key, p in own.named_parameters()}
     return {names[parameter]: factor.expand(parameter.shape) for parameter, factor in taken.factors()}
 

@@ -96,9 +96,9 @@ def test_kept_apart_the_weights_stay_the_bases(build):
     for number in range(3):
         work.learn(number)
         assert same(base_of(work.module), base)
-        for name, layer in lora.layers(work.module.model).items():
+        for name, layer in lora.lora_layers(work.module.model).items():
             if number:
-                earlier = lora.pair_of(layer, "earlier")[0].detach()
+                earlier = lora.factors_of(layer, "earlier")[0].detach()
                 expected = torch.cat([each[f"{name}.lora_A.default.weight"] for each in kept])
                 assert torch.equal(earlier, expected)
         kept.append(pair_of(work.module))
@@ -134,7 +134,7 @@ def test_twelve_domains_do_not_grow_it(build):
     module = build().module
     size, keys = state_bytes(module), set(module.state_dict())
     for domain in range(12):
-        lora.begin(module.model, stored="merged", seed=domain)
+        lora.begin_adapter(module.model, stored="merged", seed=domain)
     assert (state_bytes(module), set(module.state_dict())) == (size, keys)
 
 
@@ -190,4 +190,4 @@ def test_what_is_exported_gives_the_same_logits(exported, stored, build, tmp_pat
         found, expected = (each.eval()(**inputs).logits for each in (loaded, work.module.model))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert [path.name for path in tmp_path.glob("adapters/*")] == ["space"] * (exported == "peft")
-    assert not lora.layers(work.module.backbone(2))
+    assert not lora.lora_layers(work.module.backbone(2))

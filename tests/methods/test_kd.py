@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cpt.data.batch import labels_of
+from cpt.data.collate import labels_of
 from cpt.methods.kd import distillation, select_distilled
 from tests.support.making import (
     DROPOUT,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.adapters.upcycling import mixtures_of, working
+from cpt.adapters.experts import mixtures_of, working
 from cpt.gradient_masks.base import recording
 from cpt.methods.lifelong_moe import balance_loss
 from cpt.models.forward import divergence

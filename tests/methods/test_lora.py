@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from cpt.adapters import lora
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from tests.support.making import (
     DROPOUT,
     ORDER,
@@ -66,7 +66,9 @@ def test_only_the_pairs_are_trained(options, build):
     work = build(*options)
     work.module.activate(0)
     names = {name for name, p in work.module.named_parameters() if p.requires_grad}
-    widths = sum(layer.in_features + layer.out_features for layer in lora.layers(work.module.model).values())
+    widths = sum(
+        layer.in_features + layer.out_features for layer in lora.lora_layers(work.module.model).values()
+    )
     assert sum(work.module.get_parameter(name).numel() for name in names) == 8 * widths
     assert all(".lora_" in name and name.startswith("model.") for name in names)
 
@@ -141,7 +143,7 @@ def test_the_backbone_is_a_plain_model_of_its_own(build):
     probe = work.probe()[0]
     expected, state = logits(work.module.model, probe), pair_of(work.module)
     plain = work.module.backbone(0)
-    assert not lora.layers(plain) and all(p.requires_grad for p in plain.parameters())
+    assert not lora.lora_layers(plain) and all(p.requires_grad for p in plain.parameters())
     torch.testing.assert_close(logits(plain, probe), expected, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         for parameter in plain.parameters():
@@ -201,4 +203,4 @@ def test_it_learns_and_a_run_ends_with_its_pair(small, start, tmp_path):
     weights = learned(start, small("method=lora", ORDER, STRONG), tmp_path)
     assert any(".lora_B." in name and value.any() for name, value in weights.items())
     loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "model")
-    assert not lora.layers(loaded)
+    assert not lora.lora_layers(loaded)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpt.models.sensitivity import samples
+from cpt.models.fisher import samples
 from tests.support.making import ORDER, assert_close, made
 
 

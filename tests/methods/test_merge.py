@@ -100,7 +100,7 @@ def test_pairs_are_merged_by_their_products(small):
     rule = ["method.rule=task_arithmetic", "method.start=base", "method.scale=0.5"]
     work = made(small("method=merge_lora", ORDER, *rule))
     apart = made(small("method=lora", ORDER, "method.per_domain=true"))
-    maps, base = lora.layers(apart.module.model), work.weights()
+    maps, base = lora.lora_layers(apart.module.model), work.weights()
     products = dict.fromkeys(maps, 0)
     for number in (0, 1):
         apart.learn(number)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.data.batch import inputs_of
-from cpt.gradient_masks.ranking import count_kept
+from cpt.data.collate import inputs_of
+from cpt.gradient_masks.migu import count_kept
 from cpt.models.units import projections
 from tests.support.making import ORDER, made
 
@@ -26,13 +26,13 @@ def build(small, small_gpt2):
 def outputs(model, inputs) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Of each layer A x and W x + alpha / r sum_k B_k A_k x, by arithmetic, [tokens, features]."""
     found, handles = {}, []
-    for name, layer in lora.layers(model).items():
+    for name, layer in lora.lora_layers(model).items():
 
         def note(module, args, y, *, name=name, layer=layer):
             x = args[0].flatten(0, -2)
-            a, b = lora.join_pairs(layer)
+            a, b = lora.join_adapters(layer)
             whole = layer.get_base_layer()(x) + layer.scaling["default"] * (x @ a.T @ b.T)
-            found[name] = (x @ lora.pair_of(layer)[0].T, whole)
+            found[name] = (x @ lora.factors_of(layer)[0].T, whole)
 
         handles.append(layer.register_forward_hook(note))
     model(**inputs)
@@ -75,7 +75,7 @@ def test_the_rows_are_those_of_brute_force(method, options, causal, build):
     assert len(factors) == 2 * len(plain)  # the head's map is not ranked: it sees the scored positions alone
     for name, layer in ((name, module.model.get_submodule(name)) for name in plain):
         ranked = [(torch.arange(8),), plain[name]]
-        halves = zip(lora.pair_of(layer), expected[name], ranked, strict=True)
+        halves = zip(lora.factors_of(layer), expected[name], ranked, strict=True)
         for parameter, output, segments in halves:
             factor = factors[id(parameter)]
             assert factor.shape == (len(parameter), 1)

@@ -22,7 +22,7 @@ def test_pairs_and_routers_learn_and_nothing_else(experts):
     for name, value in work.weights().items():
         own = ".lora_" in name or ".router." in name
         assert torch.equal(value, before[name]) != own, name
-    layers = lora.layers(work.module.model)
+    layers = lora.lora_layers(work.module.model)
     sizes = [layer.in_features + layer.out_features for layer in layers.values()]
     routers = sum(3 * layer.in_features for layer in layers.values())
     trained = sum(p.numel() for p in work.module.parameters() if p.requires_grad)
@@ -34,7 +34,7 @@ def test_a_mask_ranks_rows_of_a_by_what_the_gates_leave_of_them(experts):
     work.learn(0)
     [mask], batch = work.module.masks, work.batches()[0]
     mask.sums.zero_()
-    name, layer = next(iter(lora.layers(work.module.model).items()))
+    name, layer = next(iter(lora.lora_layers(work.module.model).items()))
     names = [each.name for each in mask.maps]
     place = mask.places[names.index(f"{name}.lora_A")]
     seen = []

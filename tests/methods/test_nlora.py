@@ -92,7 +92,7 @@ def test_the_term_is_of_the_newest_pair_alone(penalty, build):
     before = base_of(work.module)
     for number in (0, 1):
         work.learn(number)
-    layers = lora.layers(work.module.model)
+    layers = lora.lora_layers(work.module.model)
     assert all(lora.has_earlier(layer) for layer in layers.values())
     newest = [
         tuple(pair_of(work.module)[f"{name}.lora_{half}.default.weight"] for half in "AB") for name in layers

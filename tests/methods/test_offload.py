@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from cpt.adapters.bank import BASE, banks_of
+from cpt.adapters.domain_store import BASE, domain_params
 from cpt.core.tensors import NamedTensors
-from cpt.data.batch import Batch
-from cpt.models.snapshots import Snapshot, pull
-from cpt.optim.carry import CarriedState
+from cpt.data.collate import Batch
+from cpt.models.weights import Snapshot, quadratic_penalty
+from cpt.optim.state import CarriedState
 from cpt.trainer.build import log_ineffective
 from cpt.trainer.dry_run import bytes_by_use
 from tests.methods.test_contract import LEARNING, bits
@@ -106,7 +106,7 @@ def test_the_model_goes_and_what_rests_stays(kind, small):
             own = {tensor.device.type for tensor in each._buffers.values()}
             assert own <= {"cpu" if options or isinstance(each, CarriedState) else "meta"}
         assert sum(len(each._buffers) for each in kept.values()) or kind in ("moments", "osf", "sapt")
-        for bank in banks_of(module).values():
+        for bank in domain_params(module).values():
             assert {each.device.type for each in bank.weights(BASE).values()} == {"meta"}
 
 
@@ -177,8 +177,8 @@ def test_a_sum_of_two_devices_is_seen():
     model.to("meta")
     with SecondDevice():
         with pytest.raises(MixedDevicesError):
-            pull(model, copies)
-        value = pull(model, copies, elsewhere=True)
+            quadratic_penalty(model, copies)
+        value = quadratic_penalty(model, copies, elsewhere=True)
         value.backward()
     assert value.is_meta and model.weight.grad.is_meta
 
@@ -195,7 +195,7 @@ def test_a_pull_in_pieces_has_the_bits_of_the_whole(weighted):
     found = []
     for elsewhere in (False, True):
         model.zero_grad()
-        value = pull(model, anchors, weights, elsewhere=elsewhere)
+        value = quadratic_penalty(model, anchors, weights, elsewhere=elsewhere)
         (3 * value).backward()
         found.append([value.detach(), *(each.grad.clone() for each in model.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -238,7 +238,7 @@ def test_of_what_rests_one_tensor_at_a_time_is_on_the_device(elsewhere):
     watched.hold([*model.parameters(), *anchors.values(), *weights.values()])
     before = watched.now
     with watched:
-        value = pull(model, anchors, weights, elsewhere=elsewhere)
+        value = quadratic_penalty(model, anchors, weights, elsewhere=elsewhere)
     most = watched.peak - before
     assert value.is_meta and before == (10 if elsewhere else 30) * size
     assert most < 14 * size if elsewhere else most > 19 * size
@@ -297,20 +297,20 @@ def told(caplog) -> list[str]:
 def test_a_method_that_keeps_no_weights_says_so(method, small, start, caplog, tmp_path):
     caplog.set_level(logging.INFO)
     start(small(f"method={method}", ORDER, OFFLOAD), tmp_path)
-    assert told(caplog) == [f"trainer.offload=true without effect: {method} keeps no weights to offload"]
+    assert told(caplog) == [f"No effect of trainer.offload=true: {method} keeps no weights to offload"]
 
 
 def test_on_a_processor_it_says_so(small, caplog):
     caplog.set_level(logging.INFO)
     work = made(small("method=ewc", ORDER, OFFLOAD))
     log_ineffective(work.plan, work.module, torch.device("cpu"))
-    assert told(caplog) == ["trainer.offload=true without effect: on a CPU all is in the host's memory"]
+    assert told(caplog) == ["No effect of trainer.offload=true: on a CPU all is in the host's memory"]
     caplog.clear()
     log_ineffective(work.plan, work.module, torch.device("cuda"))
     assert not told(caplog)
     moments = made(small(*KEPT["moments"][0], ORDER, OFFLOAD))
     log_ineffective(moments.plan, moments.module, torch.device("cuda"))
-    assert told(caplog) == ["trainer.offload=true without effect: ncl keeps no weights to offload"]
+    assert told(caplog) == ["No effect of trainer.offload=true: ncl keeps no weights to offload"]
 
 
 def test_every_method_is_told_of():

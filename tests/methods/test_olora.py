@@ -90,7 +90,7 @@ def test_the_loss_is_strength_times_the_overlap_with_all_earlier_domains(stored,
     module.activate(2)
     terms = module.losses(batch)
     assert terms["orthogonality"].item() == pytest.approx(2 * slow(kept[-1], kept, power=2), rel=1e-3)
-    pairs = [half for layer in lora.layers(module.model).values() for half in lora.pair_of(layer)]
+    pairs = [half for layer in lora.lora_layers(module.model).values() for half in lora.factors_of(layer)]
     assert terms["norm"].item() == pytest.approx(0.5 * sum(p.norm().item() for p in pairs), rel=1e-4)
 
 
@@ -128,7 +128,7 @@ def test_the_overlap_falls_within_a_domain(build):
 
 def test_the_state_grows_by_the_as_alone(build):
     work = build("trainer.steps=1")
-    widths = sum(layer.in_features for layer in lora.layers(work.module.model).values())
+    widths = sum(layer.in_features for layer in lora.lora_layers(work.module.model).values())
     assert state_beside_the_model(work.module) == 0
     for number in range(3):
         size = sum(v.nbytes for n, v in work.module.state_dict().items() if n.startswith("model."))
@@ -169,6 +169,6 @@ def test_the_backbone_and_the_export_are_plain(build, tmp_path):
     work.learn(1)
     loaded = eval(work.module.export(tmp_path, ["law", "food"]), {"transformers": transformers})
     plain = work.module.backbone(1)
-    assert not lora.layers(plain)
+    assert not lora.lora_layers(plain)
     state = plain.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loaded.state_dict().items())

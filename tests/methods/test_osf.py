@@ -1,16 +1,36 @@
 """OSF: nothing of a step is in the directions that are protected."""
 
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from cpt.gradient_masks.base import Held
-from cpt.gradient_masks.subspaces import Subspaces
-from cpt.models.influence import measure_similarity, watch_blocks
+from cpt.gradient_masks.subspace import Subspaces
+from cpt.models.fisher import measure_similarity
 from cpt.models.units import Projection, blocks
 from tests.support.making import ORDER, made
+
+
+@contextmanager
+def watch_blocks(layers):
+    """What each block is given and gives, by its place."""
+    seen = {}
+
+    def note(place, module, args, given, made):
+        seen[place] = (
+            args[0] if args else given["hidden_states"],
+            made[0] if isinstance(made, tuple) else made,
+        )
+
+    with ExitStack() as hooks:
+        for place, layer in enumerate(layers):
+            handle = layer.register_forward_hook(partial(note, place), with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield seen
 
 
 def protecting(weight, rank, *, acts_on="update", protected="both"):
@@ -92,6 +112,7 @@ def test_directions_are_those_of_the_model_before_each_domain(small):
             rank = int(share * min(start.shape) + 1e-9)
             left, right = projectors(start, rank)
             now = work.module.subspaces.maps[name].detach()
+            assert work.module.subspaces.bases.named()[f"{name}.left"].shape[1] == rank
             assert shares(now.double() - start, left, right)[0] < 1e-8, name
         before = {name: weight.detach().clone() for name, weight in work.module.subspaces.maps.items()}
 

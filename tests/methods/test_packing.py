@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from cpt.data.sampling import Stream
+from cpt.data.sampler import TrainStream
 from cpt.trainer import loop
 from tests.methods.test_contract import bits
 from tests.support.campaign import run_few
@@ -59,7 +59,7 @@ def stream_of(run, **how):
     domain = run.data.domains[-1]
     given = {"seed": 0, "steps": [4], "batch_size": 16, "rank": 0, "world": 1, "accumulate": 1} | how
     texts = {part: run.data.train[part] for part in domain.parts}
-    return Stream(texts, objective=run.data.objective, earlier=run.data.earlier(domain), **given)
+    return TrainStream(texts, objective=run.data.objective, earlier=run.data.replay_pools(domain), **given)
 
 
 @pytest.mark.parametrize("method", run_few(METHODS, FEW))

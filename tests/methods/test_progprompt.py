@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cpt.adapters.export
-from cpt.adapters.bank import BASE
+from cpt.adapters.domain_store import BASE
 from tests.support.making import ORDER, made, same, state_beside_the_model
 from tests.support.running import token_nll
 

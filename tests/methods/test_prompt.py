@@ -6,8 +6,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 import cpt.adapters.export
-from cpt.adapters.bank import BASE
-from cpt.data.sampling import Subset
+from cpt.adapters.domain_store import BASE
+from cpt.data.sampler import EvalSubset
 from cpt.models.forward import body
 from tests.support.making import DROPOUT, ORDER, Watch, learned, made, same, state_beside_the_model
 from tests.support.running import encoded, token_nll
@@ -42,7 +42,7 @@ def scored(work, text: str) -> list[dict[str, torch.Tensor]]:
     held_out = {text: work.data.held_out[text]}
     rows = {text: np.arange(len(held_out[text]))}
     options = {"objective": work.data.objective, "batch_size": 16, "purpose": "score"}
-    batches = Subset(held_out, rows, **options)
+    batches = EvalSubset(held_out, rows, **options)
     return [batches[number] for number in range(len(batches))]
 
 

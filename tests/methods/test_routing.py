@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import distributed
 
-from cpt.adapters.bank import BASE
-from cpt.adapters.routing import Router, Routing, keep_largest
+from cpt.adapters.domain_store import BASE, Router, keep_largest
+from cpt.adapters.options import Routing
 from cpt.core import collectives
-from cpt.data.batch import labels_of
-from cpt.data.sampling import Subset
+from cpt.data.collate import labels_of
+from cpt.data.sampler import EvalSubset
 from cpt.models.objectives import Causal
 from cpt.trainer import loop
 from tests.support.making import made
@@ -38,7 +38,9 @@ def router(domains: int = 2, **options) -> Router:
 def begun(domains: int = 2, **options) -> Router:
     """One that has begun a text whose parts are the base and the learned ones."""
     mixing = router(domains, **options)
-    mixing.go_on(BASE, mixing.parts, torch.device("cpu"))
+    count = len(mixing.parts)
+    mixing.prior = torch.full((count,), 1 / count, dtype=torch.double)
+    mixing.cache = torch.zeros_like(mixing.prior)
     return mixing
 
 
@@ -94,7 +96,7 @@ def batches(run, name: str, *, rows: int, size: int) -> list[dict[str, torch.Ten
     """The first rows of a held-out text, as an evaluation has them."""
     text = {name: run.data.held_out[name]}
     share = {name: np.arange(rows)}
-    made_of = Subset(text, share, objective=run.data.objective, batch_size=size, purpose="score")
+    made_of = EvalSubset(text, share, objective=run.data.objective, batch_size=size, purpose="score")
     return [made_of[number] for number in range(len(made_of))]
 
 
@@ -227,12 +229,6 @@ def test_which_parts_are_mixed(options, domains, own, other):
     assert mixing.mixed(1) == own
     assert mixing.mixed(BASE) == mixing.mixed(7) == other
     assert mixing.needs_domain == (options.get("learned", "domain") == "domain")
-
-
-def test_how_many_parts_are_mixed():
-    mixing = router(2, unlearned="nearest", learned="posterior", top_k=2)
-    assert (mixing.top_k(0), mixing.top_k(BASE), mixing.top_k(2)) == (2, 1, 1)
-    assert router(2, learned="posterior").top_k(0) is None
 
 
 @torch.no_grad()

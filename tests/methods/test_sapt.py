@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpt.adapters import lora
-from cpt.adapters.routed_pairs import router_of
+from cpt.adapters.routed_lora import router_of
 from cpt.gradient_masks.base import recording
 from cpt.methods.sapt import attention_divergence, kept_attention
 from tests.support.making import ORDER, made, same, state_bytes
@@ -56,8 +56,8 @@ def test_of_the_second_domain_its_pair_its_key_and_the_query_learn(form, sapt):
     wanted = {n for n in before if ".default." in n or "pair_router" in n}
     assert moved == wanted == {n for n, p in work.module.model.named_parameters() if p.requires_grad}
     assert torch.equal(router.earlier, key)
-    for name, layer in lora.layers(work.module.model).items():
-        for half, earlier in zip("AB", lora.pair_of(layer, "earlier"), strict=True):
+    for name, layer in lora.lora_layers(work.module.model).items():
+        for half, earlier in zip("AB", lora.factors_of(layer, "earlier"), strict=True):
             assert torch.equal(earlier, first[f"{name}.lora_{half}.default.weight"])
 
 
@@ -69,6 +69,8 @@ def test_keys_start_as_released_and_train_at_a_rate_of_their_own(sapt):
         groups = list(work.module.parameter_groups())
         slow = [each for group in groups if group["times"] == 0.25 for each in group["params"]]
         assert len(slow) == 5 and set(slow) == set(router.parameters())
+        rates = {group["initial_lr"] for group in work.module.trainer.optimizers[0].param_groups}
+        assert max(rates) == pytest.approx(4 * min(rates))
         assert router.key.abs().max() < 1.05 and 0.45 < router.key.std() < 0.7  # U(-1, 1): 0.58
 
 
@@ -148,9 +150,9 @@ def test_a_mask_does_not_see_the_pass_of_the_query(sapt):
         [mask] = work.module.masks
         mask.sums.zero_()
         with torch.no_grad():
-            for layer in lora.layers(work.module.model).values():
-                lora.pair_of(layer)[1].zero_()
-                lora.pair_of(layer)[0].fill_(0.1)
+            for layer in lora.lora_layers(work.module.model).values():
+                lora.factors_of(layer)[1].zero_()
+                lora.factors_of(layer)[0].fill_(0.1)
         with recording([mask]):
             work.module.losses(work.batches()[0] | {"domains": torch.zeros(8)})
         sums.append(mask.sums.clone())

@@ -79,7 +79,7 @@ def test_a_stage_is_shaped_once_and_draws_what_it_always_draws(small):
 def test_importances_stay_with_their_units(small):
     work = made(small(*GROWING))
     soft = SoftMask(work.module.model, kinds=["heads", "neurons"], acts_on="update", normalise="minmax")
-    soft.raise_to(torch.rand(sum(soft.sizes)))
+    soft.update_max(torch.rand(sum(soft.sizes)))
     work.module.masks.append(soft)
     before = {name: gate.clone() for name, gate in soft.gates().items()}
     work.module.take_shape(work.data.domains[0])

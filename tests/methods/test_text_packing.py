@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from cpt.core.config import identity, list_differences, plain_config
-from cpt.data import sampling
+from cpt.data import sampler
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.conditions import conditions, describe_conditions
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.trainer import loop
 from tests.methods.test_contract import bits
 from tests.support.campaign import run_few
@@ -190,14 +189,14 @@ def test_methods_that_weigh_rows_refuse_isolated_documents(method, config):
 
 def test_what_a_model_writes_for_replay_is_isolated_too(config, start, tmp_path, monkeypatch):
     packings = []
-    gather = sampling.gather_rows
+    gather = sampler.read_rows
 
     def noting(texts, parts, rows, keys):
         found = gather(texts, parts, rows, keys)
         packings.extend((type(texts[part]).__name__, found.segments is None) for part in set(parts.tolist()))
         return found
 
-    monkeypatch.setattr(sampling, "gather_rows", noting)
+    monkeypatch.setattr(sampler, "read_rows", noting)
     how = ["replay.past=0.5", "replay.prefix=3", "replay.starts=5", "replay.batch_size=2"]
     start(
         config("small_gpt2", "ncl", ISOLATED, "replay=generated", *how, "trainer.steps=2"), tmp_path / "run"

@@ -8,17 +8,15 @@ import torch
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from cpt.core.collectives import gather_rows
 from cpt.core.randomness import sample_keys
-from cpt.data.answered import encode_corpus
-from cpt.data.batch import Rows, Sizes, labels_of
+from cpt.data.collate import Rows, Sizes
 from cpt.data.corpus import make_corpus
-from cpt.data.examples import write_example
-from cpt.data.prompts import prompts_of
-from cpt.data.sampling import Stream, Subset, gather_rows
+from cpt.data.example import write_example
+from cpt.data.sampler import TrainStream
 from cpt.data.sources.base import EXAMPLES
-from cpt.models.answers import CausalAnswers, Seq2SeqAnswers
-from cpt.models.objectives import Causal
-from cpt.models.span import Span
+from cpt.data.tokenized_tasks import encode_corpus
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers, Span
 from tests.support.data_fixtures import HELD_OUT, opened, rows_by_hand
 from tests.support.task_fixtures import encoder, some_examples
 
@@ -99,13 +97,6 @@ def test_what_is_scored_is_known_ahead(answered):
     assert (OBJECTIVE.scorable(answered().sizes()) == answered().answer_tokens).all()
 
 
-def test_a_batch_is_as_wide_as_its_longest_row(answered):
-    text = answered()
-    short = np.argsort(text.row_lengths)[:3]
-    rows = gather_rows([text], np.zeros(3, int), short, np.zeros(3, np.uint64))
-    assert rows.ids.shape[1] == text.row_lengths[short].max() < text.length
-
-
 def test_raw_text_beside_examples_keeps_its_own_objective(model, answered):
     text = rows_by_hand(4, length=30, last=7, seed=1)
     parts, numbers = np.tile([1, 0], 4), np.repeat(np.arange(4), 2)  # one of each in turn
@@ -131,53 +122,6 @@ def test_a_batch_of_raw_text_is_that_of_its_objective_to_the_bit():
     assert torch.equal(one[1], two[1])
 
 
-@pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 4), (2, 2)])
-def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, world):
-    texts = {"a": answered(), "b": rows_by_hand(7, length=30, seed=2)}
-
-    def gradient(accumulate, world):
-        total = 0
-        for rank in range(world):
-            given = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": OBJECTIVE}
-            stream = Stream(texts, accumulate=accumulate, rank=rank, world=world, **given)
-            for part in range(accumulate):
-                batch = stream[part]
-                loss = (OBJECTIVE.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)
-                total = total + torch.cat(
-                    [each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))]
-                )
-        return total
-
-    torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)
-
-
-def test_padding_on_either_side_gives_the_same_answers(model, answered):
-    rows = rows_of(answered(), count=4)
-    batch, _ = OBJECTIVE.batch(rows)
-    right, _ = OBJECTIVE.outputs(model, batch)
-    width = rows.ids.shape[1]
-    assert len(set(rows.lengths)) > 1
-    for row, length in enumerate(rows.lengths):
-        ids = torch.full((1, width), 1)
-        ids[0, width - length :] = torch.from_numpy(rows.ids[row, :length])
-        mask = (torch.arange(width) >= width - length).long()[None]
-        places = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(ids, attention_mask=mask, position_ids=places).logits[0]
-        asked = np.flatnonzero(rows.answers[row]) - 1 + width - length
-        torch.testing.assert_close(logits[asked], right[batch["rows"] == row], rtol=1e-4, atol=1e-5)
-
-
-def test_the_question_is_never_a_target(model, answered):
-    rows = rows_of(answered(), count=4)
-    labels = labels_of(OBJECTIVE.batch(rows)[0])
-    other = np.where(rows.answers | ~rows.present, rows.ids, 5 + rows.ids % 300)
-    other[:, 0] = rows.ids[:, 0]
-    changed, _ = OBJECTIVE.batch(Rows(other, rows.lengths, rows.keys, rows.answers))
-    assert torch.equal(labels_of(changed), labels)
-    before = OBJECTIVE.nll(model, OBJECTIVE.batch(rows)[0])
-    assert not torch.equal(OBJECTIVE.nll(model, changed), before)  # it is read
-
-
 def test_two_stacks_read_the_question_and_write_the_answer(answered):
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
@@ -200,36 +144,6 @@ def test_two_stacks_read_the_question_and_write_the_answer(answered):
     theirs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
     torch.testing.assert_close(mine, theirs)
     assert (rows.ids.ravel()[places] == batch["targets"].numpy()).all()
-
-
-def test_losses_are_those_of_the_examples(model, answered):
-    text = answered("test")
-    subset = Subset(
-        {"a": text}, {"a": np.arange(len(text))}, objective=OBJECTIVE, batch_size=4, purpose="score"
-    )
-    found = np.zeros(len(text))
-    for number in range(len(subset)):
-        batch = subset[number]
-        nll = OBJECTIVE.nll(model, batch).detach().double().numpy()
-        np.add.at(found, batch["documents"].numpy(), nll)
-    rows = gather_rows([text], np.zeros(len(text), int), np.arange(len(text)), np.zeros(len(text), np.uint64))
-    wanted = [float(torch.stack(by_hand(model, rows, row)).detach().sum()) for row in range(len(text))]
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
-
-
-@pytest.mark.parametrize("seq2seq", [False, True])
-@pytest.mark.parametrize("length", [200, 70])
-def test_prompts_are_what_stands_before_the_answer_of_each_row(corpus, answered, tokenizer, seq2seq, length):
-    text = answered("test", seq2seq=seq2seq, length=length)
-    rows = rows_of(text, count=len(text))
-    prompts = list(prompts_of(corpus, "test", encoder(tokenizer, seq2seq=seq2seq, length=length)))
-    assert len(prompts) == len(text)
-    for row, prompt in enumerate(prompts):
-        asked = rows.present[row] & ~rows.answers[row]
-        assert prompt.ids == rows.ids[row][asked].tolist()
-        assert prompt.reference == rows.ids[row][rows.answers[row]].tolist()
-        assert prompt.choices[prompt.example.choices.index(prompt.example.target)] == prompt.reference
-        assert len({tuple(each) for each in prompt.choices}) == len(prompt.example.choices)
 
 
 def mixed_stacks():
@@ -281,6 +195,26 @@ def test_what_is_hidden_is_put_back_and_a_question_stays():
         found = whole["input_ids"][row][mask[row].bool()].tolist()
         kept = rows.present[row] & ~rows.answers[row]
         assert found == rows.ids[row][kept].tolist()
-    assert torch.equal(both.uncorrupted(batch), whole["input_ids"])
+    assert torch.equal(both.restored(batch)["input_ids"], whole["input_ids"])
     asked, _ = both.batch(rows.some(np.array([0, 2, 4])))
     assert both.restored(asked) is asked
+
+
+@pytest.mark.parametrize(("accumulate", "world"), [(2, 1), (1, 4), (2, 2)])
+def test_splitting_a_batch_changes_no_gradient(model, answered, accumulate, world):
+    texts = {"a": answered(), "b": rows_by_hand(7, length=30, seed=2)}
+
+    def gradient(accumulate, world):
+        total = 0
+        for rank in range(world):
+            given = {"seed": 0, "batch_size": 8, "steps": [1, 1], "objective": OBJECTIVE}
+            stream = TrainStream(texts, accumulate=accumulate, rank=rank, world=world, **given)
+            for part in range(accumulate):
+                batch = stream[part]
+                loss = (OBJECTIVE.nll(model, batch) * batch["weight"]).sum() / (accumulate * world)
+                total = total + torch.cat(
+                    [each.flatten() for each in torch.autograd.grad(loss, list(model.parameters()))]
+                )
+        return total
+
+    torch.testing.assert_close(gradient(accumulate, world), gradient(1, 1), rtol=1e-5, atol=1e-6)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.data.batch import Batch
-from cpt.models.blocks import block_masks, first_position, positions_within
-from cpt.models.isolation import check_isolation, inputs_for, text_of, try_documents
+from cpt.data.collate import Batch
+from cpt.models.block_attention import block_masks, check_isolation, inputs_for, try_isolation
 from cpt.models.objectives import Causal, Masked
 
 SIZES = {
@@ -123,17 +122,6 @@ def test_losses_and_gradients_are_those_of_documents_in_rows_of_their_own(kind, 
     assert float((own - again).norm() / again.norm()) < (1e-6 if dtype is torch.float32 else 1e-12)
 
 
-def test_positions_begin_anew_behind_that_of_padding():
-    segments = torch.tensor([[4, 4, 4, 9, 2, 2, -1, -1]])
-    assert positions_within(segments).tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
-    assert [first_position(model_of(kind)) for kind in ("roberta", "bert", "gpt2")] == [2, 0, 0]
-    batch: Batch = {"input_ids": torch.full((1, 8), 7), "segments": segments}
-    inputs, places = inputs_for(model_of("roberta"), batch, causal=False)
-    assert places is None and inputs["position_ids"].tolist() == [[2, 3, 4, 2, 2, 3, 2, 3]]
-    assert text_of(inputs).tolist() == [[True] * 6 + [False] * 2]
-    assert "attention_mask" not in inputs_for(model_of("gpt2"), batch, causal=True)[0]
-
-
 def test_a_window_stays_within_its_document():
     masks = block_masks(model_of("modernbert"), torch.tensor([[0] * 12 + [1] * 4]))
     assert set(masks) == {"full_attention", "sliding_attention"}
@@ -141,11 +129,6 @@ def test_a_window_stays_within_its_document():
     assert full[0].tolist() == [True] * 12 + [False] * 4
     assert near[0].tolist() == [True] * 5 + [False] * 11  # 4 to each side
     assert near[13].tolist() == [False] * 12 + [True] * 4
-
-
-@pytest.mark.parametrize("kind", [*ENCODERS, *DECODERS])
-def test_a_model_is_tried_on_documents_before_it_is_taken(kind):
-    assert try_documents(model_of(kind), causal=kind in DECODERS) is None
 
 
 @pytest.mark.parametrize("kind", ["deberta-v2"])
@@ -157,7 +140,7 @@ def test_a_model_without_masks_of_blocks_is_refused(kind, caplog):
             ValueError, match="deberta-v2, which takes no mask of blocks; allowed: .*concat of tex"
         ),
     ):
-        try_documents(model, causal=False)
+        try_isolation(model, documents=True, causal=False)
     assert "blocks: " in caplog.text
 
 
@@ -171,6 +154,12 @@ def test_an_encoder_is_refused_attention_that_takes_no_mask():
 
 
 def test_a_model_that_mixes_documents_is_refused(monkeypatch):
-    monkeypatch.setattr("cpt.models.isolation.positions_within", lambda segments: torch.zeros_like(segments))
+    def without_positions(model, batch, *, causal):
+        inputs, places = inputs_for(model, batch, causal=causal)
+        if "position_ids" in inputs:
+            inputs["position_ids"] = torch.zeros_like(inputs["position_ids"])
+        return inputs, places
+
+    monkeypatch.setattr("cpt.models.block_attention.inputs_for", without_positions)
     with pytest.raises(ValueError, match="which mixes the samples of a row; allowed: "):
-        try_documents(model_of("roberta"), causal=False)
+        try_isolation(model_of("roberta"), documents=True, causal=False)

@@ -1,15 +1,12 @@
 """A head of an odd number of entries is computed with more of them, and gives its own."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.models import economy
-from cpt.models.economy import EvenHead, even_head, in_16_bits
-from tests.support.making import ORDER, made
+from cpt.models import memory
+from cpt.models.memory import EvenHead, even_head
 
 SIZES = {
     "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}),
@@ -29,7 +26,7 @@ def model_of(kind: str, entries: int) -> nn.Module:
 @pytest.fixture
 def filled(monkeypatch):
     """Heads are computed as on a GPU in 16 bits."""
-    monkeypatch.setattr(EvenHead, "forward", EvenHead.filled)
+    monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
 
 
 @pytest.mark.parametrize("entries", [257, 260, 319])
@@ -51,46 +48,15 @@ def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, filled)
 
 def test_more_rows_than_there_are_entries_are_multiplied(filled, monkeypatch):
     seen = []
-    linear = economy.functional.linear
-    monkeypatch.setattr(economy.functional, "linear", lambda x, w, b: seen.append(len(w)) or linear(x, w, b))
+    linear = memory.functional.linear
+    monkeypatch.setattr(memory.functional, "linear", lambda x, w, b: seen.append(len(w)) or linear(x, w, b))
     head = nn.Linear(4, 257)
     head.__class__ = EvenHead
     head(torch.ones(3, 4))
     assert seen == [320]
 
 
-def test_a_processor_multiplies_no_more_rows_in_16_bits_either(monkeypatch):
-    monkeypatch.setattr(EvenHead, "filled", lambda *given: pytest.fail("filled"))
-    head = nn.Linear(4, 257).bfloat16()
-    head.__class__ = EvenHead
-    assert head(torch.ones(3, 4, dtype=torch.bfloat16)).shape == (3, 257)
-
-
-def test_a_run_has_it(small):
-    assert type(made(small(ORDER, "model.vocabulary=300")).module.model.get_output_embeddings()) is EvenHead
-
-
 def test_a_head_whose_entries_are_even_is_left_alone():
     model = model_of("gpt2", 264)
     even_head(model)
     assert type(model.get_output_embeddings()) is nn.Linear
-
-
-def test_on_a_processor_it_keeps_its_bits_and_a_copy_has_its_own_weights():
-    model = model_of("gpt2", 257)
-    head = model.get_output_embeddings()
-    given = torch.randn(3, 16, dtype=torch.float64)
-    before = head(given)
-    even_head(model)
-    assert torch.equal(head(given), before)
-    copy = deepcopy(model)
-    with torch.no_grad():
-        head.weight.zero_()
-    assert torch.equal(copy.get_output_embeddings()(given), before)
-
-
-def test_16_bits_are_the_tensors_or_those_of_autocast():
-    given = torch.ones(2)
-    assert not in_16_bits(given) and in_16_bits(given.bfloat16())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert in_16_bits(given)

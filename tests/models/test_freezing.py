@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-from cpt.models.freezing import frozen_parameters
 from cpt.models.options import Freeze
-
-ORDER = "order=[law,food]"
+from cpt.models.weights import frozen_parameters
+from tests.support.making import ORDER
 
 
 def names(model: torch.nn.Module, freeze: Freeze) -> set[str]:
@@ -21,10 +20,6 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=3, n_head=2, vocab_size=20, n_positions=8))
 
 
-def test_nothing_is_frozen_unless_asked():
-    assert names(gpt2(), Freeze(embeddings=False, layers=0)) == set()
-
-
 def test_embeddings_take_tokens_and_positions():
     assert names(gpt2(), Freeze(embeddings=True, layers=0)) == {
         "transformer.wte.weight",
@@ -32,32 +27,9 @@ def test_embeddings_take_tokens_and_positions():
     }
 
 
-def test_layers_are_the_first_blocks():
-    frozen = names(gpt2(), Freeze(embeddings=False, layers=2))
-    assert frozen == {name for name, _ in gpt2().named_parameters() if ".h.0." in name or ".h.1." in name}
-
-
-def test_a_relative_position_bias_is_no_embedding_of_the_model():
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1, "num_heads": 4, "vocab_size": 20}
-    frozen = names(T5ForConditionalGeneration(T5Config(**sizes)), Freeze(embeddings=True, layers=0))
-    assert frozen == {"shared.weight"}
-
-
 def test_a_model_has_only_so_many_layers():
     with pytest.raises(ValueError, match="freeze.layers=4; allowed: 0 to 3, the model's blocks"):
         frozen_parameters(gpt2(), Freeze(embeddings=False, layers=4))
-
-
-@pytest.mark.parametrize("method", ["ncl", "das", "ewc", "derpp"])
-def test_frozen_weights_keep_their_bits_through_a_run(method, small, start, tmp_path):
-    frozen = ["freeze.embeddings=true", "freeze.layers=1", "optim.weight_decay=0.3"]
-    start(small(ORDER, f"method={method}", "keep_stages=true", *frozen), tmp_path)
-    assert json.loads((tmp_path / "scores.json").read_text())["run"]["finished"]
-    first, last = (torch.load(tmp_path / "stages" / f"00{n}.pt", weights_only=True) for n in (1, 2))
-    kept = {name for name, value in first.items() if torch.equal(value, last[name])}
-    assert "model.model.embeddings.tok_embeddings.weight" in kept
-    assert "model.model.layers.0.attn.Wqkv.weight" in kept
-    assert "model.model.layers.1.attn.Wqkv.weight" not in kept
 
 
 def t5() -> T5ForConditionalGeneration:
@@ -103,7 +75,13 @@ def test_what_only_does_not_find_is_told_with_what_there_is():
         trained(t5(), "biases")
 
 
-def test_only_goes_with_the_first_blocks():
-    freeze = Freeze(embeddings=False, layers=2, only="norms")
-    left = {name for name, _ in gpt2().named_parameters()} - names(gpt2(), freeze)
-    assert left == {name for name in trained(gpt2(), "norms") if ".h.0." not in name and ".h.1." not in name}
+@pytest.mark.parametrize("method", ["ncl", "das", "ewc", "derpp"])
+def test_frozen_weights_keep_their_bits_through_a_run(method, small, start, tmp_path):
+    frozen = ["freeze.embeddings=true", "freeze.layers=1", "optim.weight_decay=0.3"]
+    start(small(ORDER, f"method={method}", "keep_stages=true", *frozen), tmp_path)
+    assert json.loads((tmp_path / "scores.json").read_text())["run"]["finished"]
+    first, last = (torch.load(tmp_path / "stages" / f"00{n}.pt", weights_only=True) for n in (1, 2))
+    kept = {name for name, value in first.items() if torch.equal(value, last[name])}
+    assert "model.model.embeddings.tok_embeddings.weight" in kept
+    assert "model.model.layers.0.attn.Wqkv.weight" in kept
+    assert "model.model.layers.1.attn.Wqkv.weight" not in kept

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cpt.core.randomness import draws, key, sample_keys
-from cpt.models.generation import Sampling, sample_texts
+from cpt.models.generate import Sampling, sample_texts
 
 END, ENTRIES, VOCABULARY = 3, 90, 96
 
@@ -50,28 +50,6 @@ def test_a_number_chooses_by_the_distribution_function(uniform, top_p, token):
     """Of .3, .2, .5: from the likeliest on, and cut to those that come to top_p."""
     logits = torch.tensor([[0.3, 0.2, 0.5]]).log() + 4
     assert sampling(top_p=top_p).choose(logits, torch.tensor([uniform])).tolist() == [token]
-
-
-def test_a_temperature_sharpens_and_flattens():
-    logits = torch.tensor([[0.3, 0.2, 0.5]]).log()
-    for temperature in (0.5, 2.0):
-        share = (0.5 ** (1 / temperature)) / sum(each ** (1 / temperature) for each in (0.3, 0.2, 0.5))
-        below, above = torch.tensor([share - 1e-6]), torch.tensor([share + 1e-6])
-        how = sampling(temperature=temperature)
-        assert how.choose(logits, below).item() == 2 and how.choose(logits, above).item() == 0
-
-
-def test_tokens_come_as_often_as_they_are_likely(model, contexts):
-    many = numbers(4000, 1)
-    found = sample_texts(model, [contexts[0]] * 4000, many, sampling=sampling())
-    counts = np.bincount([ids[0] for ids, _ in found], minlength=VOCABULARY)
-    logits = model(torch.tensor([contexts[0]])).logits[0, -1]
-    logits[ENTRIES:] = -torch.inf
-    expected = logits.softmax(-1).detach().numpy() * 4000
-    often = expected > 40
-    assert often.sum() >= 3
-    np.testing.assert_allclose(counts[often], expected[often], atol=5 * np.sqrt(expected[often].max()))
-    assert counts[ENTRIES:].sum() == 0
 
 
 # --- texts

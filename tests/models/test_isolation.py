@@ -6,12 +6,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import Rows, inputs_of
-from cpt.data.layout import Sharing, share_rows
-from cpt.models.answers import CausalAnswers
-from cpt.models.forward import mean_over
-from cpt.models.isolation import check_isolation, shared_inputs, text_of, try_isolation
-from cpt.models.objectives import Causal
+from cpt.data.collate import Rows, Sharing
+from cpt.models.block_attention import shared_inputs, try_isolation
+from cpt.models.objectives import Causal, CausalAnswers
 
 PADDED = CausalAnswers(Causal(), pad=1)
 SHARED = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1))
@@ -62,66 +59,6 @@ def batch_of(objective, **how):
     return objective.lay_out(batch)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rows_are_shared_without_overlap_and_nearly_full(seed):
-    lengths = np.random.default_rng(seed).integers(1, 65, 40)
-    width = int(lengths.max())
-    rows, begins = share_rows(lengths, width)
-    taken = np.zeros((rows.max() + 1, width), int)
-    for row, begin, length in zip(rows, begins, lengths, strict=True):
-        assert begin + length <= width
-        taken[row, begin : begin + length] += 1
-    assert taken.max() == 1
-    assert len(taken) <= 11 / 9 * np.ceil(lengths.sum() / width) + 1
-
-
-@pytest.mark.parametrize(("objective", "rows"), [(SHARED, 5), (WIDE, 3)])
-def test_samples_stand_in_the_rows_whole_and_positions_begin_anew(objective, rows):
-    batch = batch_of(objective)
-    inputs, places = shared_inputs(batch)
-    assert len(inputs["input_ids"]) == rows and set(inputs) == {"input_ids", "position_ids"}
-    mask = batch["attention_mask"].bool()
-    assert torch.equal(inputs["input_ids"].flatten()[places.view_as(mask)[mask]], batch["input_ids"][mask])
-    begins = places.view_as(mask)[:, 0]
-    assert (inputs["position_ids"].flatten()[begins] == 0).all()
-    steps = inputs["position_ids"].diff(dim=1)
-    assert set(steps[steps != 1].tolist()) <= {*(-LENGTHS + 1).tolist(), 0}
-    present = text_of(inputs)
-    assert int(present.sum()) == LENGTHS.sum()
-    assert (inputs["input_ids"][~present] == 1).all()
-
-
-def test_a_batch_keeps_all_that_it_was():
-    padded, shared = batch_of(PADDED), batch_of(SHARED)
-    layout = shared.pop("layout")
-    assert layout.shape == (5, 30)
-    assert padded.keys() == shared.keys()
-    assert all(torch.equal(value, shared[name]) for name, value in padded.items())
-
-
-def test_what_would_not_save_a_row_has_none_to_share():
-    bounded = CausalAnswers(Causal(), pad=1, sharing=Sharing(even=1, limit=16))
-    assert "layout" not in batch_of(bounded, lengths=np.array([16, 9, 9, 9]))
-    assert "layout" in batch_of(bounded, lengths=np.array([16, 9, 7, 9]))
-    assert "layout" not in batch_of(SHARED, lengths=np.array([16, 16]))
-
-
-@pytest.mark.parametrize("even", [1, 30, 1000])
-@pytest.mark.parametrize("limit", [None, 10, 40, 60])
-def test_rows_are_those_that_cost_least(even, limit):
-    """Of all widths that are tried; none is longer than the model has positions."""
-    sharing = Sharing(even, limit)
-    *_, count, width = sharing.cheapest(LENGTHS, 30)
-    assert width <= max(30, limit or 4 * 30)
-    for times in (1, 1.25, 1.5, 2, 3, 4):
-        tried = int(30 * times)
-        if tried <= max(30, limit or tried):
-            rows, begins = share_rows(LENGTHS, tried)
-            used = int((begins + LENGTHS).max())
-            assert sharing.cost(count, width) <= sharing.cost(int(rows.max()) + 1, used)
-    assert sharing.cost(count, width) < sharing.cost(len(LENGTHS), 30)
-
-
 @pytest.mark.parametrize("objective", [SHARED, WIDE])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", MODELS)
@@ -157,34 +94,6 @@ def test_losses_and_gradients_are_those_of_the_padded_batch(kind, kernel, sharin
     assert float((gradient - shared_gradient).norm() / gradient.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_hidden_states_come_back_to_their_samples(kind):
-    model = model_of(kind).eval()
-    padded, shared = batch_of(PADDED), batch_of(SHARED)
-    mask = padded["attention_mask"]
-    with torch.no_grad():
-        for of in (
-            lambda objective, batch: objective.outputs(model, batch)[1],
-            lambda o, b: o.encode(model, b),
-        ):
-            one, other = of(PADDED, padded), of(SHARED, shared)
-            assert one.shape == other.shape
-            torch.testing.assert_close(one[mask.bool()], other[mask.bool()], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(mean_over(one, mask), mean_over(other, mask), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_that_are_drawn_from_a_memory_share_rows_too():
-    """As wide as a slot, which no sample may fill."""
-    wide = {"input_ids": torch.full((3, 16), 1), "attention_mask": torch.zeros(3, 16, dtype=torch.long)}
-    for row, length in enumerate((5, 6, 4)):
-        wide["attention_mask"][row, :length] = 1
-    assert Sharing(even=1000).lay_out(wide)["layout"].shape == (1, 15)
-    assert Sharing(even=1000, limit=16).lay_out(wide)["layout"].shape == (1, 15)
-    assert Sharing(even=1000, limit=9).lay_out(wide)["layout"].shape == (3, 6)
-    alone = Sharing(even=1).lay_out({name: value[:1] for name, value in wide.items()})
-    assert alone["layout"].tolist() == [list(range(5))]
-
-
 MANY = {name: value for name, value in NEW.items() if name != "num_key_value_heads"}
 WRONG = {
     "bloom": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}, "takes no positions"),
@@ -204,19 +113,7 @@ def test_a_model_that_cannot_keep_them_apart_is_refused(kind):
     with pytest.raises(
         ValueError, match=f"packing=isolated does not go with a {kind}, which {why}; allowed: "
     ):
-        try_isolation(model)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_model_that_can_is_left_as_it_was(kind, kernel):
-    model = model_of(kind, kernel).train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    check_isolation(model)
-    state = torch.get_rng_state()
-    try_isolation(model)
-    assert torch.equal(torch.get_rng_state(), state) and model.training
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        try_isolation(model, documents=False)
 
 
 def without_anew(batch):
@@ -246,13 +143,6 @@ def unmasked(batch):
 @pytest.mark.parametrize("broken", [without_anew, one_late, unmasked])
 def test_the_trial_sees_what_is_broken(broken, monkeypatch):
     model = model_of("gpt2")
-    monkeypatch.setattr("cpt.models.isolation.shared_inputs", broken)
+    monkeypatch.setattr("cpt.models.block_attention.shared_inputs", broken)
     with pytest.raises(ValueError, match="mixes the samples of a row"):
-        try_isolation(model)
-
-
-def test_a_batch_without_padding_is_run_as_it_is():
-    batch = batch_of(SHARED, lengths=np.array([6, 6, 6]))
-    inputs, places = shared_inputs(batch)
-    assert places is None and inputs.keys() == inputs_of(batch).keys() == {"input_ids"}
-    assert text_of(inputs) is None
+        try_isolation(model, documents=False)

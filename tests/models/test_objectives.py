@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import UNSCORED, Rows, Sizes, labels_of
+from cpt.data.collate import UNSCORED, Rows, Sizes, labels_of
 from cpt.models.objectives import Causal, Masked
-from tests.support.data_fixtures import framed
 
 SPECIAL = [0, 1, 2, 98]
 MASK = 2
@@ -71,19 +70,6 @@ def test_masks_are_of_text_alone_and_counted_ahead(rate):
     assert objective.scorable(Sizes(counts, lengths)) is counts
 
 
-def test_a_row_without_text_is_not_scored():
-    ids, lengths, keys = (
-        np.array([[0, 1, 98, 1], [0, 5, 6, 7]]),
-        np.array([4, 1]),
-        np.arange(2, dtype=np.uint64),
-    )
-    batch = batch_of(masked(), ids, lengths, keys)
-    assert scored_places(batch) == [[], []]
-    assert batch["input_ids"].tolist() == ids.tolist()
-    assert batch["positions"].tolist() == []
-    assert masked().scored(Sizes(np.array([0, 0]), lengths)).tolist() == [0, 0]
-
-
 def test_labels_are_the_ids_and_all_else_is_untouched():
     ids, lengths, keys = random_rows(200, 30)
     batch = batch_of(masked(), ids, lengths, keys)
@@ -118,14 +104,6 @@ def test_of_the_masked_80_percent_are_masks_10_random_10_themselves():
     assert ((usual - usual.mean()) ** 2 / usual.mean()).sum() < 95 + 4 * np.sqrt(2 * 95)
 
 
-def test_every_place_is_masked_equally_often():
-    ids, lengths = np.full((6000, 20), 50), np.full(6000, 20)
-    batch = batch_of(masked(), ids, lengths, sample_keys(9, np.arange(6000)))
-    counts = (labels_of(batch) != UNSCORED).sum(0).numpy()
-    assert counts.sum() == 3 * 6000
-    assert ((counts - 900) ** 2 / 900).sum() < 19 + 4 * np.sqrt(2 * 19)
-
-
 def test_a_row_is_the_same_in_any_batch():
     objective = masked()
     ids, lengths, keys = random_rows(40, 25)
@@ -134,16 +112,6 @@ def test_a_row_is_the_same_in_any_batch():
         part = batch_of(objective, ids[picked], lengths[picked], keys[picked])
         assert torch.equal(part["input_ids"], whole["input_ids"][picked])
         assert torch.equal(labels_of(part), labels_of(whole)[picked])
-
-
-def test_other_keys_other_masks():
-    objective = masked()
-    ids, lengths, keys = random_rows(50, 40, short=False)
-    batches = [batch_of(objective, ids, lengths, keys + np.uint64(number)) for number in range(3)]
-    for first, second in ((0, 1), (0, 2), (1, 2)):
-        same = (labels_of(batches[first]) == labels_of(batches[second])).all(1)
-        assert same.float().mean() < 0.05
-    assert torch.equal(batch_of(objective, ids, lengths, keys)["input_ids"], batches[0]["input_ids"])
 
 
 def test_the_mask_covers_padding_and_only_then_exists():
@@ -172,28 +140,3 @@ def test_each_target_stands_at_its_place_in_the_rows():
     for objective in (masked(), Causal()):
         batch, places = objective.batch(Rows(ids, lengths, keys))
         assert len(places) and (batch["targets"].numpy() == ids.ravel()[places.numpy()]).all()
-
-
-def test_with_a_real_tokenizer():
-    tokenizer = framed()
-    objective = Masked(tokenizer, rate=0.5)
-    ids = np.array(tokenizer(["ba de ki lo mu na pe ri so tu"] * 50)["input_ids"])
-    batch = batch_of(objective, ids, np.full(50, ids.shape[1]), sample_keys(0, np.arange(50)))
-    assert (labels_of(batch)[:, [0, -1]] == UNSCORED).all()
-    assert (batch["input_ids"] == tokenizer.mask_token_id).sum() > 100
-    assert batch["input_ids"].max() < len(tokenizer)
-    replaced = batch["input_ids"][(batch["input_ids"] != torch.from_numpy(ids))]
-    assert not set(replaced.tolist()) & set(tokenizer.all_special_ids) - {tokenizer.mask_token_id}
-
-
-@pytest.mark.parametrize("rate", [None, 0, 1, -0.1, 1.5])
-def test_what_is_no_rate(rate):
-    with pytest.raises(ValueError, match=f"model.mask_rate={rate}; allowed: above 0 and below 1"):
-        masked(rate)
-
-
-def test_a_tokenizer_without_a_mask():
-    with pytest.raises(
-        ValueError, match="the tokenizer tiny has no mask token; allowed: model.objective=causal"
-    ):
-        Masked(vocabulary(mask_token_id=None), rate=0.15)

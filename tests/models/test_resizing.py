@@ -4,11 +4,9 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from cpt.models.growth import entries, fit_rows, is_tied
-from cpt.models.loading import build, load_model, skeleton
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import build_model, load_model, skeleton, train_tokenizer
 
 ADDED = ["contract", "pasta", "section"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -38,7 +36,7 @@ def more(words):
 
 def model(kind: str, tokenizer):
     objective, sizes = CONFIGS[kind]
-    return build({"model_type": kind, **sizes}, tokenizer, objective, seed=0).eval()
+    return build_model({"model_type": kind, **sizes}, tokenizer, objective, seed=0).eval()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -51,7 +49,7 @@ def test_rows_are_added_to_embedding_and_head_the_same_ones_each_time(kind, word
     drawn = torch.random.get_rng_state()
     for number, each in enumerate((one, other)):
         torch.manual_seed(number)
-        fit_rows(each, more, checkpoint="x", resize=True)
+        fit_rows(each, more, checkpoint="x")
     torch.random.set_rng_state(drawn)
     assert all(
         torch.equal(a, b) for a, b in zip(*(each.state_dict().values() for each in (one, other)), strict=True)
@@ -81,13 +79,13 @@ def with_sentinels():
 @pytest.mark.parametrize("config", [T5, UNTIED], ids=["tied", "untied"])
 def test_a_head_stays_tied_or_untied(config, with_sentinels, tmp_path):
     """transformers 5 says of every T5 that it is tied, and ties what it resizes."""
-    start = build(config, with_sentinels, "span", seed=0).eval()
+    start = build_model(config, with_sentinels, "span", seed=0).eval()
     tied, rows = config is T5, len(with_sentinels)
     assert is_tied(start) == tied and start.config.scale_decoder_outputs == tied
     more = copy.deepcopy(with_sentinels)
     more.add_tokens(ADDED)
     before = start.lm_head.weight.detach().clone()
-    fit_rows(start, more, checkpoint="x", resize=True)
+    fit_rows(start, more, checkpoint="x")
     assert is_tied(start) == tied and start.config.tie_word_embeddings
     assert start.lm_head.weight.shape == start.shared.weight.shape == (rows + 3, 32)
     assert torch.equal(start.lm_head.weight[:rows], before)
@@ -101,48 +99,13 @@ def test_a_head_stays_tied_or_untied(config, with_sentinels, tmp_path):
     assert {*skeleton(loaded).state_dict()} == {*loaded.state_dict()}
 
 
-def test_a_head_that_is_asked_to_be_untied_is_drawn_once(with_sentinels):
-    one, same, other = (build(UNTIED, with_sentinels, "span", seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(one.lm_head.weight, same.lm_head.weight)
-    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
-    assert one.lm_head.weight.std().item() == pytest.approx(32**-0.5, rel=0.05)
-
-
-def test_resizing_draws_nothing_from_the_runs_randomness(words, more):
-    start = model("roberta", words)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    fit_rows(start, more, checkpoint="x", resize=True)
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_both_sizes_are_said_where_nothing_is_asked_for(words, more):
-    start = model("roberta", words)
-    rows = entries(words)
-    with pytest.raises(
-        ValueError, match=f"of x has {rows + 3} entries, its embedding {rows} rows; allowed: mod"
-    ):
-        fit_rows(start, more, checkpoint="x", resize=False)
-    fit_rows(start, words, checkpoint="x", resize=False)
-
-
-def test_rows_are_never_taken_away_and_that_is_said(words, more, caplog):
-    start = model("roberta", more)
-    rows = start.get_input_embeddings().weight.shape[0]
-    with caplog.at_level("INFO"):
-        fit_rows(start, words, checkpoint="x", resize=True)
-    assert start.get_input_embeddings().weight.shape[0] == rows
-    assert f"changes nothing: {rows} rows, {entries(words)} entries" in caplog.text
-
-
 def test_a_head_that_would_not_be_resized_is_refused(words, more):
     config = {"model_type": "deberta-v2", "legacy": False, **SIZES}
-    start = build(config, words, "masked", seed=0)
+    start = build_model(config, words, "masked", seed=0)
     with pytest.raises(
         ValueError, match="transformers finds no head of DebertaV2ForMaskedLM with a row for each"
     ):
-        fit_rows(start, more, checkpoint="x", resize=True)
+        fit_rows(start, more, checkpoint="x")
 
 
 def test_ids_with_gaps_need_a_row_each(words):
@@ -163,29 +126,6 @@ def checkpoint(words, more, tmp_path):
     for part in (model("roberta", words), more):
         part.save_pretrained(folder)
     return folder
-
-
-def test_a_run_learns_scores_and_exports_the_added_words(checkpoint, small, start, tmp_path, monkeypatch):
-    from tests.support.endtask_fixtures import write_task
-
-    for domain in ("law", "food"):
-        write_task(tmp_path, domain)
-    tasks = ["endtask=texts", f"endtask.root={tmp_path}", "endtask.epochs=1", "endtask.seeds=[0]"]
-    cfg = small("order=[law,food]", f"model.checkpoint={checkpoint}", "model.resize=true", *tasks)
-    start(cfg, tmp_path / "run")
-    exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "model")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
-    assert exported.config.vocab_size == exported.get_output_embeddings().weight.shape[0] == len(tokenizer)
-    assert tokenizer.tokenize("contract") == ["contract"]
-    assert list((tmp_path / "run" / "endtasks").rglob("*.parquet"))
-    monkeypatch.setattr("cpt.trainer.loop.ContinualTrainer.commit_row", interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        start(cfg, tmp_path / "killed")
-    monkeypatch.undo()
-    start(cfg, tmp_path / "killed")
-    last = [tmp_path / run / "stages" / "002.pt" for run in ("run", "killed")]
-    one, other = (torch.load(path, weights_only=True) for path in last)
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def interrupted():

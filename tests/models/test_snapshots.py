@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.core.tensors import NamedTensors
-from cpt.models.snapshots import Snapshot, pull
+from cpt.models.weights import Snapshot, quadratic_penalty
 
 SHAPES = [(3, 4), (5,), (2, 3, 2)]
 
@@ -38,30 +37,11 @@ def slow(parameters, anchors, weights) -> float:
 
 def test_the_pull_is_the_weighted_sum_of_squares():
     model, anchors, weights = Holder(drawn()), drawn(), [w.abs() for w in drawn()]
-    value = pull(model, by_name(anchors), by_name(weights))
+    value = quadratic_penalty(model, by_name(anchors), by_name(weights))
     assert value.item() == pytest.approx(slow(model.parameters(), anchors, weights), rel=1e-5)
     (7 * value).backward()
     for p, a, w in zip(model.parameters(), anchors, weights, strict=True):
         torch.testing.assert_close(p.grad, 7 * w * (p - a).detach())
-
-
-def test_without_weights_all_count_alike():
-    model, anchors = Holder(drawn()), drawn()
-    value = pull(model, by_name(anchors))
-    ones = [torch.ones(shape) for shape in SHAPES]
-    assert value.item() == pytest.approx(slow(model.parameters(), anchors, ones), rel=1e-5)
-    value.backward()
-    for p, a in zip(model.parameters(), anchors, strict=True):
-        torch.testing.assert_close(p.grad, (p - a).detach())
-
-
-def test_the_pull_adds_to_what_there_is_of_a_gradient():
-    model, anchors = Holder(drawn()), drawn()
-    for _ in range(2):
-        loss = sum(p.sum() for p in model.parameters()) + pull(model, by_name(anchors))
-        loss.backward()
-    for p, a in zip(model.parameters(), anchors, strict=True):
-        torch.testing.assert_close(p.grad, 2 + 2 * (p - a).detach())
 
 
 def test_what_is_not_trained_is_not_pulled():
@@ -69,13 +49,15 @@ def test_what_is_not_trained_is_not_pulled():
     parameters = list(model.parameters())
     parameters[1].requires_grad_(False)
     rest = [parameters[0], parameters[2]], [anchors[0], anchors[2]], [weights[0], weights[2]]
-    assert pull(model, by_name(anchors), by_name(weights)).item() == pytest.approx(slow(*rest), rel=1e-5)
+    assert quadratic_penalty(model, by_name(anchors), by_name(weights)).item() == pytest.approx(
+        slow(*rest), rel=1e-5
+    )
 
 
 def test_what_is_younger_than_its_anchors_is_not_pulled():
     model, anchors = Holder(drawn()), drawn()
     two = [list(model.parameters())[:2], anchors[:2], [torch.ones(shape) for shape in SHAPES]]
-    assert pull(model, by_name(anchors[:2])).item() == pytest.approx(
+    assert quadratic_penalty(model, by_name(anchors[:2])).item() == pytest.approx(
         slow(two[0], two[1], two[2][:2]), rel=1e-5
     )
 
@@ -115,26 +97,3 @@ def test_a_snapshot_moves_by_shares_and_back():
     snapshot.take(model)
     for p, copy in zip(model.parameters(), snapshot.buffers(), strict=True):
         assert torch.equal(p, copy)
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_shares_of_nothing_and_of_all_are_exact(share):
-    model, other = nn.Linear(50, 50), nn.Linear(50, 50)
-    snapshot, expected = Snapshot(other, persistent=True), (other if share else nn.Linear(50, 50))
-    if not share:
-        expected.load_state_dict(model.state_dict())
-    snapshot.restore(model, share=share)
-    for p, want in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p, want)
-
-
-def test_a_snapshot_is_no_part_of_the_models_gradient():
-    model = nn.Linear(2, 2)
-    assert not any(copy.requires_grad for copy in Snapshot(model, persistent=True).buffers())
-
-
-def test_what_construction_gives_again_is_not_saved():
-    model = nn.Linear(2, 2)
-    assert len(Snapshot(model, persistent=True).state_dict()) == 2
-    assert not Snapshot(model, persistent=False).state_dict()
-    assert not NamedTensors({"a.b": torch.zeros(2)}, persistent=False).state_dict()

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertForMaskedLM
 
-from cpt.adapters.bottleneck import attach_bottlenecks
-from cpt.adapters.lora import attach_pairs
-from cpt.adapters.plugin import attach_plugins
-from cpt.models.stacks import SOURCE, TARGET, tokens_of
+from cpt.adapters.bottleneck import attach_bottlenecks, attach_plugins
+from cpt.adapters.lora import attach_lora
+from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
 from cpt.models.units import projections
 from tests.models.test_units import build
 
@@ -34,7 +32,7 @@ def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
     model = build(name).float()
     {
         "nothing": lambda: None,
-        "pairs": lambda: attach_pairs(model, **PAIRS),
+        "pairs": lambda: attach_lora(model, **PAIRS),
         "bottlenecks": lambda: attach_bottlenecks(model, placement="houlsby", reduction=4, activation="relu"),
         "pfeiffer": lambda: attach_bottlenecks(model, placement="pfeiffer", reduction=4, activation="relu"),
         "plugins": lambda: attach_plugins(model, attention=0.5, ffn=0.5, output_relu=False),
@@ -43,27 +41,13 @@ def test_a_map_works_on_the_tokens_that_go_through_it(name, attached):
     told = {each: tokens_of(model, each) for each in found}
     head = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
     assert told.pop(head) is None and found.pop(head) == L
-    assert told == {each: SOURCE if length == S else TARGET for each, length in found.items()}
+    assert told == {each: SOURCE_TOKENS if length == S else TARGET_TOKENS for each, length in found.items()}
     assert len({*told.values()}) == 2 and len(told) >= 20
-
-
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_pairs_within_both_stacks_have_part_in_masks(name):
-    model = build(name)
-    plain = [each.name for each in projections(model)]
-    halves = [each.name for each in attach_pairs(model, **PAIRS).maps]
-    assert sorted(halves) == sorted(f"{each}.lora_{half}" for each in plain for half in "AB")
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt2", "opt", "gpt_neox"])
 def test_without_a_decoder_all_but_the_head_work_on_the_source(name):
     model = build(name)
-    assert {tokens_of(model, each.name) for each in projections(model)} == {SOURCE}
+    assert {tokens_of(model, each.name) for each in projections(model)} == {SOURCE_TOKENS}
     head = next(each for each, module in model.named_modules() if module is model.get_output_embeddings())
     assert tokens_of(model, head) is None
-
-
-def test_a_map_between_embedding_and_blocks_is_within_the_body():
-    model = AlbertForMaskedLM(AlbertConfig(**{"hidden_size": 16, "num_attention_heads": 2, "vocab_size": 60}))
-    assert tokens_of(model, "albert.encoder.embedding_hidden_mapping_in") == SOURCE
-    assert tokens_of(model, "predictions.dense") is None

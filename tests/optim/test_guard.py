@@ -9,7 +9,7 @@ import torch
 
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.optim.guard import MOST, all_finite, check_finite
+from cpt.optim.nan_guard import MOST, all_finite, check_finite
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 
@@ -138,6 +138,23 @@ def test_what_goes_on_for_ever_is_ended(small, start, spoiled, tmp_path):
             start(small(ORDER, f"on_nonfinite={policy}", "trainer.steps=20"), tmp_path / policy)
 
 
+def test_only_steps_in_a_row_and_rollbacks_are_too_many(small, start, spoiled, tmp_path):
+    spoiled(float("nan"), steps=range(0, 2 * MOST + 4, 2))
+    start(small(ORDER, "on_nonfinite=skip", "trainer.steps=26"), tmp_path / "skip")
+    assert scores(tmp_path / "skip")["skipped"] == [0, MOST + 2, 0]
+    spoiled(float("nan"), steps=range(0, 1000, 2))
+    with pytest.raises(ValueError, match=f"and so was {MOST} times before"):
+        start(small(ORDER, "on_nonfinite=rollback", "trainer.steps=60"), tmp_path / "rollback")
+
+
+def test_nothing_is_done_after_a_step_that_is_left_out(small, start, spoiled, tmp_path, monkeypatch):
+    updates = []
+    monkeypatch.setattr(NCL, "after_update", lambda self: updates.append(self.trainer.global_step))
+    spoiled(float("nan"))
+    start(small("order=[law]", "on_nonfinite=skip"), tmp_path)
+    assert len(updates) == 5
+
+
 def test_a_killed_run_knows_what_it_left_out(small, start, spoiled, tmp_path, monkeypatch):
     class KilledError(BaseException):
         pass
@@ -174,7 +191,7 @@ def test_ruined_weights_replace_no_checkpoint(small, start, whole, tmp_path, mon
 
 def test_what_one_process_has_stops_all(monkeypatch):
     check_finite({"weight": torch.ones(2)}, "law")
-    monkeypatch.setattr("cpt.optim.guard.agree", lambda own: True)  # another has said so
+    monkeypatch.setattr("cpt.optim.nan_guard.agree", lambda own: True)  # another has said so
     with pytest.raises(ValueError, match="what another process has is not finite after law"):
         check_finite({"weight": torch.ones(2)}, "law")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.optim.layout import lay_out_moments, lie_as, unfuse_mixed
+from cpt.optim.state import lay_out_moments, lie_as, unfuse_mixed
 
 
 def by_columns(values):
@@ -56,6 +56,6 @@ def test_a_group_of_shared_out_and_whole_parameters_is_not_fused(monkeypatch, sh
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     chosen = [parameters[place] for place in shared]
-    monkeypatch.setattr("cpt.optim.layout.is_sharded", lambda each: any(each is other for other in chosen))
+    monkeypatch.setattr("cpt.optim.state.is_sharded", lambda each: any(each is other for other in chosen))
     unfuse_mixed(optimizer)
     assert optimizer.param_groups[0]["fused"] is fused

@@ -5,8 +5,18 @@ import math
 import pytest
 
 from cpt.evaluation.scores import Scores
-from cpt.optim.policies import WSD, Autoregressive, Decayed, Infinite, Once, ReciprocalRoot, Rewarm
-from cpt.optim.schedules import Cosine, Progress, Schedule
+from cpt.optim.schedulers import (
+    WSD,
+    Autoregressive,
+    Cosine,
+    Decayed,
+    Infinite,
+    Once,
+    Progress,
+    ReciprocalRoot,
+    Rewarm,
+    Schedule,
+)
 from tests.support.making import ORDER, Watch, made, same
 
 STEPS = (10, 10, 20)
@@ -74,6 +84,16 @@ def test_warm_up_stable_decay(form, left):
     assert branched[0] == chain[0] and branched[1] == [1.0, *chain[0][1:]]
 
 
+def test_a_branch_begins_where_the_decay_does():
+    """Of six steps, 0 to 3 are at the peak."""
+    wsd = WSD(warmup=0.0, decay=0.5, form="root", final=0.1, branched=True)
+    options = {"warmup": 0.0, "cooldown": 0.1, "constant": 0.5, "form": "cosine", "final": 0.1}
+    annealed = Infinite(**options, anneal=0.5, annealed="each")
+    for schedule in (wsd, annealed):
+        assert schedule.branches and schedule.branch_step(6) == 4
+        assert [step for step, factor in enumerate(factors(schedule, (6, 6))[1]) if factor < 0.5][0] == 4
+
+
 def test_a_reciprocal_root_counts_within_or_across_domains():
     within = factors(ReciprocalRoot(warmup=0.4, cooldown=0.2, final=0.1, across=False))
     assert within[0][:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
@@ -127,15 +147,16 @@ def test_all_that_is_carried_makes_one_domain_of_two(small):
 BRANCHED = ["schedule=wsd", "schedule.warmup=0", "schedule.decay=0.5"]
 
 
-def test_the_next_domain_goes_on_with_the_weights_before_the_branch(small):
-    work = made(small(ORDER, *BRANCHED, "optim.carry=moments"))
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_next_domain_goes_on_with_the_weights_before_the_branch(accumulate, small):
+    cut = f"trainer.accumulate_grad_batches={accumulate}"
+    work = made(small(ORDER, *BRANCHED, "optim.carry=moments", cut))
     seen = Watch(
         lambda module: ({name: p.clone() for name, p in module.model.named_parameters()}, counts(module))
     )
     work.learn(0, seen)
-    before = seen.seen[3][
-        1
-    ]  # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
+    # after the fourth step: steps 0 to 3 are at the peak, 6 * 0.5 = 3 of them before x = 0
+    before = [noted for step, noted in seen.seen if step == 4][-1]
     assert same(work.module.trunk.named(), before[0])
     assert not same(work.weights(), before[0])
     start = []
@@ -143,7 +164,7 @@ def test_the_next_domain_goes_on_with_the_weights_before_the_branch(small):
     later = Watch(counts)
     work.learn(1, later)
     assert same(start[0], before[0])
-    assert before[1] == {4.0} and later.seen[0][1] == {5.0}
+    assert before[1] == {4.0} and later.seen[accumulate - 1][1] == {5.0}
 
 
 def counts(module: object) -> set[float]:

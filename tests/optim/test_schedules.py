@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from cpt.optim.carry import CarriedState
-from cpt.optim.schedules import Constant, Cosine, Linear, Progress
+from cpt.optim.schedulers import Constant, Cosine, Linear, Progress
+from cpt.optim.state import CarriedState
 from tests.support.making import ORDER, Watch, made
 
 ACROSS = "schedule._target_=tests.support.seams.Across"

@@ -6,7 +6,7 @@ import pytest
 
 from cpt.methods.base import ContinualModule
 from cpt.methods.ncl import NCL
-from cpt.optim.spikes import DEVIATIONS, ENOUGH, TIMES, Spikes
+from cpt.optim.nan_guard import DEVIATIONS, ENOUGH, TIMES, Spikes
 from tests.support.killing import KilledError, Killer
 
 

@@ -16,7 +16,7 @@ from cpt.evaluation.scores import Scores
 from cpt.reporting import figures, run_page
 from cpt.reporting.drawing import description
 from cpt.reporting.frames import perplexity, shorten
-from tests.evaluation.endtasks.test_endtask_metrics import A, given, predicted
+from tests.evaluation.test_endtask_metrics import A, given, predicted
 from tests.reporting.test_frames import ANSWERS
 from tests.reporting.test_frames import made as framed
 from tests.support.answering import answers, kept, ranked

@@ -24,12 +24,12 @@ import hashlib, json, os, sys
 sys.path.insert(0, {root!r})
 import torch
 from lightning.pytorch.callbacks import Callback
-from cpt.data import sampling
-from cpt.data.batch import labels_of
+from cpt.data import sampler
+from cpt.data.collate import labels_of
 from cpt.trainer import loop
 
 out = {out!r}
-made = sampling.Stream.__getitem__
+made = sampler.TrainStream.__getitem__
 
 def noted(stream, number):
     batch = made(stream, number)
@@ -50,7 +50,7 @@ class Death(Callback):
             trainer.strategy.barrier()
             os._exit(9)
 
-sampling.Stream.__getitem__ = noted
+sampler.TrainStream.__getitem__ = noted
 trainer = loop.make_trainer
 def watched(options, *, callbacks=(), **others):
     return trainer(options, callbacks=[*callbacks, Hashes(), Death()] if callbacks else (), **others)

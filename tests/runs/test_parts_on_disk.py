@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from cpt.adapters.bank import Bank, rest_parts
+from cpt.adapters.domain_store import DomainParams, map_stored
 from cpt.trainer import loop
 from tests.conftest import ROOT
 from tests.support.campaign import run_few
@@ -71,15 +71,15 @@ def same(one: list[dict], other: list[dict]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", run_few(METHODS, ["demix", "hat", "olora"]))
 def test_what_rests_on_disk_is_what_rests_in_memory(learned, tmp_path, monkeypatch, method):
-    rested, rest = [], loop.rest_parts
+    rested, rest = [], loop.map_stored
 
     def watched(module, path):
         rest(module, path)
-        for bank in (each for each in module.modules() if isinstance(each, Bank)):
+        for bank in (each for each in module.modules() if isinstance(each, DomainParams)):
             rested.append([mapped(each) for each in bank._buffers.values()])
 
     scores, states = learned(tmp_path / "memory", method, "memory")
-    monkeypatch.setattr(loop, "rest_parts", watched)
+    monkeypatch.setattr(loop, "map_stored", watched)
     found, stages = learned(tmp_path / "disk", method, "disk")
     assert found == scores
     assert same(stages, states)
@@ -111,7 +111,7 @@ def test_a_run_that_is_begun_again_holds_nothing_that_rests(
         def on_train_start(self, trainer, *args):
             self.on_train_batch_end(trainer)
 
-    class Reading(Bank):
+    class Reading(DomainParams):
         def room(self, name, stored):
             rooms.append(name)
             return super().room(name, stored)
@@ -148,7 +148,7 @@ def bank(tmp_path):
     """A module with a bank of three parts, one of which is not in the file yet."""
     torch.manual_seed(0)
     module, own = nn.Module(), nn.Linear(3, 4)
-    module.bank = Bank(own, ["weight", "bias"])
+    module.bank = DomainParams(own, ["weight", "bias"])
     for domain in range(2):
         own.weight.data.normal_()
         module.bank.keep(own, domain)
@@ -163,7 +163,7 @@ def bank(tmp_path):
 def test_what_the_file_lacks_stays_in_memory(bank):
     module, own, path = bank
     before = {domain: {k: v.clone() for k, v in module.bank.weights(domain).items()} for domain in range(3)}
-    rest_parts(module, path)
+    map_stored(module, path)
     for domain in range(3):
         found = module.bank.weights(domain)
         assert list(found) == list(before[domain])
@@ -173,7 +173,7 @@ def test_what_the_file_lacks_stays_in_memory(bank):
 
 def test_what_rests_stays_where_it_is_and_is_read_to_where_it_is_used(bank):
     module, _, path = bank
-    rest_parts(module, path)
+    map_stored(module, path)
     order = list(module.bank._buffers)
     module.to("meta")
     assert list(module.bank._buffers) == order
@@ -184,11 +184,11 @@ def test_what_rests_stays_where_it_is_and_is_read_to_where_it_is_used(bank):
 
 def test_a_part_that_is_kept_anew_does_not_change_the_file(bank):
     module, own, path = bank
-    rest_parts(module, path)
+    map_stored(module, path)
     before = path.read_bytes()
     own.weight.data.normal_()
     module.bank.keep(own, 0)
     assert torch.equal(module.bank.weights(0)["weight"], own.weight)
     assert path.read_bytes() == before
     module.load_state_dict(torch.load(path, weights_only=True))
-    assert not module.bank.resting and not torch.equal(module.bank.weights(0)["weight"], own.weight)
+    assert not module.bank.mapped and not torch.equal(module.bank.weights(0)["weight"], own.weight)

@@ -7,11 +7,10 @@ import pytest
 
 from cpt import verify
 from cpt.data.packing import Packed
-from cpt.data.sampling import Subset
-from cpt.evaluation.documents import load_documents
-from cpt.evaluation.scores import Scores
+from cpt.data.sampler import EvalSubset
+from cpt.evaluation.scores import Scores, load_documents
 from cpt.methods.base import ContinualModule
-from cpt.trainer.scoring import Scorer
+from cpt.trainer.score import Scorer
 from tests.support.making import made
 
 ORDER = "order=[law,food,space]"
@@ -107,7 +106,7 @@ def test_what_a_resting_part_scores_is_not_computed_again(kind, start, small, tm
 
 
 def test_rows_of_much_the_same_length_are_scored_together(start, small, tmp_path, monkeypatch):
-    places, batch = [], Subset.__getitem__
+    places, batch = [], EvalSubset.__getitem__
 
     def counted(self, number):
         found = batch(self, number)
@@ -115,7 +114,7 @@ def test_rows_of_much_the_same_length_are_scored_together(start, small, tmp_path
             places.append(found["input_ids"].numel())
         return found
 
-    monkeypatch.setattr(Subset, "__getitem__", counted)
+    monkeypatch.setattr(EvalSubset, "__getitem__", counted)
     given = [ORDER, "domains.packing=per_document", "model.length=256", "trainer.steps=2"]
     given.append("trainer.eval_batch_size=4")
     start(small(*given), tmp_path / "sorted")

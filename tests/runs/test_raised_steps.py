@@ -217,13 +217,6 @@ def test_a_plan_of_more_steps_foretells_those_that_are_left(start, small, tmp_pa
     assert line[2] == "5" and files(tmp_path) == before
 
 
-def test_nothing_is_kept_unless_that_is_asked_for(start, small, tmp_path):
-    start(small("order=[law]", *CONSTANT), tmp_path / "plain")
-    assert not (tmp_path / "plain" / "checkpoints").exists()
-    start(small("order=[law,food]", *CONSTANT, "keep_end=true"), tmp_path / "two")
-    assert not (tmp_path / "two" / "checkpoints").exists()
-
-
 class Unsaid(ContinualModule):
     """A method that may do anything."""
 

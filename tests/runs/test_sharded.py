@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from cpt.trainer.checkpoint import open_stage, read_stage
+from cpt.trainer.checkpoint import load_stage, open_stage
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5
 from tests.support.campaign import run_few
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -26,10 +26,10 @@ import json, os, sys
 sys.path.insert(0, {root!r})
 from lightning.pytorch.callbacks import Callback
 from cpt.core.sharding import is_sharded, local
-from cpt.models import economy
+from cpt.models import memory
 from cpt.trainer import loop
 
-economy.COMPILER = {{"backend": "eager"}}  # traced, and run as it was
+memory.COMPILE_OPTIONS = {{"backend": "eager"}}  # traced, and run as it was
 
 def count(tensors):
     every = list(tensors)
@@ -108,7 +108,7 @@ def four(folder: Path, *overrides: str, corpora: Path, cache: Path) -> None:
 
 
 def state_of(folder: Path, stage: int = 2) -> dict[str, torch.Tensor]:
-    return read_stage(folder / "stages" / f"{stage:03}.pt")
+    return load_stage(folder / "stages" / f"{stage:03}.pt")
 
 
 def scores_of(folder: Path) -> dict:

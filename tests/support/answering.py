@@ -4,9 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpt.evaluation.answers.files import path_of, save_answers
-from cpt.evaluation.answers.metrics import Answered
-from cpt.evaluation.answers.results import compute_metrics, matrix_of, tell_answers, tell_task
+from cpt.evaluation.predictions import ANSWER_COLUMNS, SOURCE, answers_file, save_predictions
+from cpt.evaluation.task_metrics import (
+    TaskAnswers,
+    collect_task,
+    compute_metrics,
+    matrix_of,
+    summarise_answers,
+)
 
 CHOICES = ("yes", "no")
 
@@ -35,24 +40,32 @@ def collected(tasks: Mapping[str, Any], *, rows: Sequence[str]) -> dict[str, Any
     }
 
 
-def ranked(right: Sequence[bool]) -> Answered:
+def ranked(right: Sequence[bool]) -> TaskAnswers:
     """Answers to questions of two choices, right where it is said."""
     references = [CHOICES[number % 2] for number in range(len(right))]
     chosen = [
         name if each else CHOICES[1 - CHOICES.index(name)]
         for name, each in zip(references, right, strict=True)
     ]
-    return Answered(references, [CHOICES] * len(right), None, chosen, chosen)
+    return TaskAnswers(references, [CHOICES] * len(right), None, chosen, chosen)
 
 
-def opened(written: Sequence[str], references: Sequence[str]) -> Answered:
+def opened(written: Sequence[str], references: Sequence[str]) -> TaskAnswers:
     """Answers to questions without choices."""
-    return Answered(references, [()] * len(references), written, None, None)
+    return TaskAnswers(references, [()] * len(references), written, None, None)
+
+
+def save_answers(path: Path, ids: Sequence[str], answered: TaskAnswers) -> None:
+    given = [ids, answered.references, answered.written, answered.ranked, answered.ranked_mean]
+    columns = dict(zip(ANSWER_COLUMNS, given, strict=True))
+    columns |= {SOURCE: answered.sources} if answered.sources else {}
+    about = {"digest": "d", "seconds": 1.0, "choices": [list(each) for each in answered.choices]}
+    save_predictions(path, columns, about=about)
 
 
 def kept(
     folder: Path,
-    given: Mapping[str, Sequence[Answered]],
+    given: Mapping[str, Sequence[TaskAnswers]],
     *,
     rows: Sequence[str],
     ids: Sequence[str] | None = None,
@@ -62,8 +75,8 @@ def kept(
     for task, each in given.items():
         for row, answered in enumerate(each):
             names = ids or [f"{task}-{number}" for number in range(len(answered.references))]
-            path = path_of(folder / "answers" / f"{row:03d}-{rows[row]}", task)
-            save_answers(path, names, answered, digest="d", seconds=1.0)
-    told = {task: [tell_answers(row, known_by=known_by) for row in each] for task, each in given.items()}
-    tasks = {task: tell_task(each) for task, each in told.items()}
+            path = answers_file(folder / "answers" / f"{row:03d}-{rows[row]}", task)
+            save_answers(path, names, answered)
+    told = {task: [summarise_answers(row, known_by=known_by) for row in each] for task, each in given.items()}
+    tasks = {task: collect_task(each) for task, each in told.items()}
     return collected(tasks, rows=rows)

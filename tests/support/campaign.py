@@ -30,7 +30,7 @@ RESTING = {
     "test_advise.py": {
         "test_an_advice_is_planned_run_stopped_gone_on_with_and_told": ALL,
     },
-    "test_asking.py": {
+    "test_task_evaluator.py": {
         "test_methods_answer_with_the_part_of_a_task": ALL,
     },
     "test_benchmarks.py": {
@@ -169,7 +169,7 @@ RESTING = {
         "test_processes_that_prepare_data_leave_with_their_run": ALL,
         "test_what_lightning_would_do_on_slurm_is_not_done": ALL,
     },
-    "test_probing.py": {
+    "test_lm_eval_evaluator.py": {
         "test_a_run_that_is_stopped_within_its_probe_goes_on_with_it": ALL,
     },
     "test_replay.py": {
@@ -181,7 +181,7 @@ RESTING = {
     "test_reservoir.py": {
         "test_every_sample_of_a_stream_is_as_likely_to_be_kept": "2",
     },
-    "test_rows.py": {
+    "test_row_gradients.py": {
         "test_a_run_ends_with_the_same_weights": "(gradient|update)-fisher|.*-output",
         "test_a_run_of_low_rank_pairs_ends_with_the_same_weights": ALL,
     },

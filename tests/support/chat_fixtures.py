@@ -9,7 +9,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import train_tokenizer
 from tests.conftest import VOCABULARIES, sentences
 
 TURN_ENDS = "<|end|>"  # what the template ends a turn with: not the end of the sequence

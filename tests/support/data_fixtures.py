@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from cpt.data import corpus, packing
 from cpt.data.corpora import tokenizer_digest
 from cpt.data.packing import COLUMNS, Packed
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import train_tokenizer
 
 HELD_OUT = {"valid": 0.1, "test": 0.2, "seed": 0}
 OF_TEXT = {  # of a source that stands for a real one

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from cpt.models.tokenizers import train_tokenizer
+from cpt.models.loading import train_tokenizer
 from tests.conftest import ROOT, VOCABULARIES, sentences
 
 WORDS = {"good": "fine warm fresh lovely", "bad": "cold stale slow awful"}

@@ -31,8 +31,8 @@ from cpt.core.errors import reason
 from cpt.core.heartbeat import Heartbeat, list_sweep_runs, utc_now
 from cpt.data.sources.base import read_members
 from cpt.data.sources.texts import Texts
-from cpt.evaluation.endtasks.tasks import plan_endtasks
-from cpt.evaluation.lines import add_line
+from cpt.evaluation.finetune_tasks import plan_endtasks
+from cpt.evaluation.journal import append_row
 from cpt.evaluation.scores import Scores
 from cpt.reporting.run_page import format_scores
 from cpt.sweeps.arguments import check_choices
@@ -221,7 +221,7 @@ def write_run(folder: Path, *, finished: bool) -> Path:
     finished."""
     run = folder / "run"
     scores = saved(run, finished=finished)
-    add_line(run / "scores.json", scores.line(len(scores.rows) - 1))
+    append_row(run / "scores.json", scores.record(len(scores.rows) - 1))
     Heartbeat(state="running", began=utc_now()).write(run)
     place = RunDir(run)
     place.write_config(SETTINGS)
@@ -276,7 +276,7 @@ def read_place(run: Path) -> None:
     place.check_config(SETTINGS)
     OmegaConf.load(place.config)
     place.lost(full=True)
-    place.check_documents([["law"], ["law"]])
+    place.check_documents(2)
 
 
 AREAS = {

@@ -10,10 +10,10 @@ from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig
 from torch import Tensor
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
-from cpt.data.sampling import Stream
+from cpt.data.sampler import TrainStream
 from cpt.methods.base import ContinualModule
 from cpt.trainer import build, loop
 from cpt.trainer.base_model import make_base
@@ -48,7 +48,7 @@ class Made:
     def batches(self, count: int = 1, *, text: str = "law", accumulate: int = 1) -> list[Batch]:
         """The first training batches of a text, or parts of them."""
         options = {"seed": 0, "batch_size": 8, "steps": [4], "rank": 0, "world": 1}
-        stream = Stream(
+        stream = TrainStream(
             {text: self.data.train[text]}, objective=self.data.objective, accumulate=accumulate, **options
         )
         return [stream[number] for number in range(count)]

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from cpt.evaluation.probes.options import LMEval
+from cpt.evaluation.options import LMEvalOptions
 from tests.conftest import VOCABULARIES, sentences
 
 TASK = """\
@@ -93,7 +93,7 @@ class FakeHarness:
 
     version = "0.4.13"
 
-    def __init__(self, options: LMEval) -> None:
+    def __init__(self, options: LMEvalOptions) -> None:
         self.options, self.columns = options, dict.fromkeys(options.tasks)
 
     def digest(self, name: str) -> str:

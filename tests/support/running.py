@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpt.data.batch import Batch, label_batch, labels_of
+from cpt.data.collate import Batch, label_batch, labels_of
 from cpt.models.objectives import Causal
-from cpt.models.swapping import swap_weights
+from cpt.models.weights import swap_weights
 
 RUN = Causal()  # a masked one runs a model alike
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.data.datamodule import Domain
 from cpt.methods.base import ContinualModule
 from cpt.models.forward import divergence, nll_of
 from cpt.models.units import blocks, sublayers
-from cpt.optim.schedules import Progress, Schedule
+from cpt.optim.schedulers import Progress, Schedule
 
 # What chooses each of them, beside its name.
 SEAMS: dict[str, list[str]] = {

@@ -16,10 +16,10 @@ from transformers.models.modernbert import modeling_modernbert  # noqa: E402, F4
 from transformers.models.t5 import modeling_t5  # noqa: E402, F401
 
 import cpt.cli  # noqa: E402, F401
+import cpt.contrib.generative_replay.writer  # noqa: E402, F401
 import cpt.data.sources.tasks  # noqa: E402, F401
 import cpt.data.sources.texts  # noqa: E402, F401
 import cpt.train  # noqa: E402, F401
-import cpt.trainer.generators  # noqa: E402, F401
 import cpt.trainer.loop  # noqa: E402, F401
 from cpt.core.light import is_heavy  # noqa: E402
 from cpt.core.places import CONF  # noqa: E402

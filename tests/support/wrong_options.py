@@ -4,8 +4,8 @@
 SHARE, BELOW = "0 to 1", "0 or more and below 1"
 WHOLE, WHOLE_OR_0, BOOL = "a whole number, 1 or more", "a whole number, 0 or more", "true, false"
 PLACES = "pfeiffer, ffn, houlsby"
-BUDGET = "is not taken: trainer.steps, trainer.epochs or trainer.tokens say"
-SCORED = "is not taken: every domain is scored as a whole"
+BUDGET = "is set by cpt; allowed: trainer.steps, epochs or tokens; callbacks"
+SCORED = BUDGET
 
 AT_ONCE = {
     "seed=abc": "seed=abc; allowed: a whole number, 0 or more",
@@ -106,9 +106,9 @@ AT_ONCE = {
     "strategy=fsdp trainer.precision=16-mixed": "trainer.precision=16-mixed does not go with strategy=fsdp; "
     "allowed: auto, 32-true, 32, bf16-mixed, bf16, bf16-true",
     "strategy=fsdp trainer.reshard_after_forward=2": "trainer.reshard_after_forward=2; allowed: null or ",
-    "strategy=fsdp endtask=submodules": "endtask asks a model as a whole, of which strategy=fsdp leaves",
-    "strategy=fsdp method._target_=tests.support.seams.Growing": "method: tests.support.seams.Growing is not",
-    "strategy=fsdp method=elle": "method: cpt.methods.elle.ELLE is not right where weights are shared out",
+    "strategy=fsdp endtask=submodules": "endtask needs the whole model, of which strategy=fsdp leaves",
+    "strategy=fsdp method._target_=tests.support.seams.Growing": "method: tests.support.seams.Growing does",
+    "strategy=fsdp method=elle": "method: cpt.methods.elle.ELLE does not support sharded weights",
     "+trainer.reshard_after_forward=true": "trainer.reshard_after_forward=true is of strategy=fsdp; allowed",
     "trainer.workers=abc": "trainer.workers=abc; allowed: a whole number, 0 or more",
     "trainer.devices=0": "trainer.devices=0; allowed: 1, 2, …; auto or -1 for all; a list like [0,2]",
@@ -122,10 +122,10 @@ AT_ONCE = {
     "+trainer.fast_dev_run=true": f"trainer.fast_dev_run=true {BUDGET}",
     "+trainer.limit_val_batches=1": f"trainer.limit_val_batches=1 {SCORED}",
     "+trainer.val_check_interval=1": f"trainer.val_check_interval=1 {SCORED}",
-    "+trainer.callbacks=[]": "trainer.callbacks=[] is not taken: callbacks=…, or '+callbacks.my._target_=",
-    "+trainer.logger=false": "trainer.logger=false is not taken: logger=…, or '+logger.my._target_=",
-    "+trainer.default_root_dir=x": "trainer.default_root_dir=x is not taken: hydra.run.dir=…",
-    "+trainer.enable_checkpointing=true": "trainer.enable_checkpointing=true is not taken: trainer.checkpoin",
+    "+trainer.callbacks=[]": "trainer.callbacks=[] is set by cpt; allowed: ",
+    "+trainer.logger=false": "trainer.logger=false is set by cpt; allowed: ",
+    "+trainer.default_root_dir=x": "trainer.default_root_dir=x is set by cpt; allowed: ",
+    "+trainer.enable_checkpointing=true": "trainer.enable_checkpointing=true is set by cpt; allowed: ",
     "optim.lr=abc": "optim.lr=abc; allowed: 0 or more",
     "optim.lr=-1": "optim.lr=-1; allowed: 0 or more",
     "optim.betas=[0.9]": "optim.betas=[0.9]; allowed: two numbers, 0 or more and below 1",
@@ -174,8 +174,8 @@ AT_ONCE = {
     "budget.past=1 schedule=wsd": "budget.past=1 does not go with a schedule whose decay is a branch",
     "budget.past=1 method=joint": "budget.past=1 does not go with method=joint, which has no past; allowed: ",
     "budget.general=1 budget.past=1 method=one": "budget.general=1, budget.past=1 does not go with method=on",
-    "budget.general=1 method=dga": "budget.general=1 does not go with method=dga, which learns each domain",
-    "budget.general=1 strategy=fsdp": "budget.general=1 does not go with strategy=fsdp: weights are kept as",
+    "budget.general=1 method=dga": "budget.general=1 does not go with method=dga, which trains each domain",
+    "budget.general=1 strategy=fsdp": "budget.general=1 does not go with strategy=fsdp, as it needs whole",
     "method=agem method.acts_on=update method.margin=1": "method.margin=1 with acts_on=update; allowed: 0",
     "method=derpp method.memory_bytes=5": "method.memory=512 and memory_bytes=5; allowed: exactly one",
     "method=hat method.units=[]": "method.shared=frozen leaves nothing to train without units",
@@ -219,9 +219,9 @@ AT_ONCE = {
     "replay=generated replay.temperature=0": "replay.temperature=0; allowed: above 0",
     "replay=generated replay.top_p=0": "replay.top_p=0; allowed: above 0, at most 1",
     "replay=generated replay.batch_size=0": f"replay.batch_size=0; allowed: {WHOLE}",
-    "replay=generated strategy=fsdp": "replay=generated asks a model as a whole to write, of which strategy",
+    "replay=generated strategy=fsdp": "replay=generated needs the whole model, of which strategy=fsdp",
     "schedule=cosine schedule.final=-1": f"schedule.final=-1; allowed: {SHARE}",
-    "schedule._target_=cpt.optim.schedules.Wsd": "schedule._target_=cpt.optim.schedules.Wsd: cpt.optim.sched",
+    "schedule._target_=cpt.optim.schedulers.Wsd": "schedule._target_=cpt.optim.schedulers.Wsd: cpt.optim.",
     "optim=sgd optim.momentum=-1": "optim.momentum=-1; allowed: 0 or more",
     "+optim.weigth_decay=1": "optim.weigth_decay is not known; did you mean optim.weight_decay? allowed: op",
     "model.checkpoint=5": "model.checkpoint=5; allowed: null or a Hugging Face name or a folder",
@@ -519,7 +519,7 @@ AT_ONCE["method=merge_lora method.exported=peft"] = "method.exported=peft has no
 THEIRS = "lightning.pytorch.callbacks"
 
 ON_THE_MODEL = {
-    "replay=generated": "replay=generated asks a model to write text, and model=tiny_modernbert fills mas",
+    "replay=generated": "replay=generated asks a model to write text, and model=tiny_modernbert is mask",
     "method=replay replay@method.mixture=generated": "replay=generated asks a model to write text, and mode",
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=peft +method.arguments.rank=3": "method.arguments.rank is not known; allowed: ",
@@ -565,8 +565,6 @@ ON_THE_MODEL = {
     "+callbacks.x._target_=builtins.dict": "callbacks.x._target_=builtins.dict; allowed: a lightning.pytorch",
     "callbacks=lr_monitor +callbacks.lr_monitor.foo=1": "callbacks.lr_monitor.foo is not known; allowed: ca",
     f"+callbacks.x={{_target_: {THEIRS}.EarlyStopping, monitor: a}}": "callbacks.x=EarlyStopping is not",
-    f"+callbacks.x._target_={THEIRS}.ModelCheckpoint": "callbacks.x=ModelCheckpoint is not taken: trainer.c",
-    f"+callbacks.x._target_={THEIRS}.TQDMProgressBar": "callbacks.x=TQDMProgressBar is not taken: cpt has",
     f"+logger.x._target_={THEIRS}.Timer": f"logger.x._target_={THEIRS}.Timer; allowed: a lightning.pytorch",
     "method=sapt method.targets=[head.dense]": "method.targets=[head.dense]; allowed: what finds maps outsi",
     "method=lifelong_moe method.every=3": "method.every=3; allowed: 1 to 2, the model's blocks",
@@ -594,7 +592,7 @@ ON_A_CAUSAL = {  # of a GPT-2
 }
 
 ON_A_DECODER = {  # of a T5
-    "replay=generated": "replay=generated asks a model to write text, and model=tiny_t5 fills spans; ",
+    "replay=generated": "replay=generated asks a model to write text, and model=tiny_t5 learns by span",
     PACKED: "domains.packing=isolated does not go with a model of two stacks; allowed: domains.packing=none",
     "domains.packing=isolated": "domains.packing=isolated does not go with a model of two stacks",
     "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",

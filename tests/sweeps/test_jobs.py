@@ -22,9 +22,8 @@ from omegaconf import OmegaConf, open_dict
 import cpt.trainer.base_model
 from cpt.core.preemption import GO_ON
 from cpt.data.corpora import Corpora
-from cpt.sweeps.cluster import ClusterLauncher, forward_signals
-from cpt.sweeps.jobs import BASIC_SWEEPER, Job, compose_jobs, table
-from cpt.sweeps.launcher import ProcessLauncher
+from cpt.sweeps.jobs import BASIC_SWEEPER, Job, compose_jobs, summarize_jobs
+from cpt.sweeps.launcher import ClusterLauncher, ProcessLauncher, forward_signals
 from cpt.trainer.plan import make_plan
 from tests.conftest import SMALL
 
@@ -168,7 +167,7 @@ def test_the_table_counts_and_explains(tmp_path):
     ]
     jobs = [job(number, tmp_path, **each) for number, each in enumerate(ended)]
     place = tmp_path / "name"
-    assert table(jobs) == [
+    assert summarize_jobs(jobs) == [
         "6 jobs: 1 finished, 2 finished before, 1 preempted, 2 failed",
         f"#2 x=2: failed (exit 1): cpt: no ({place}/2/console.log)",
         f"#3 x=3: failed (lost): cancelled ({place}/3/console.log)",
@@ -178,8 +177,8 @@ def test_the_table_counts_and_explains(tmp_path):
 
 
 def test_if_all_fail_there_is_nothing_to_compare(tmp_path):
-    assert table([job(0, tmp_path, code=1)])[0] == "1 job: 1 failed"
-    assert len(table([job(1, tmp_path, code=1)])) == 2
+    assert summarize_jobs([job(0, tmp_path, code=1)])[0] == "1 job: 1 failed"
+    assert len(summarize_jobs([job(1, tmp_path, code=1)])) == 2
 
 
 class Cluster:
@@ -226,7 +225,7 @@ if "seed=5" not in sys.argv:
 @pytest.fixture
 def cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.setattr("cpt.sweeps.cluster.job_command", lambda config: [sys.executable, "-S", "-c", TASK])
+    monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: [sys.executable, "-S", "-c", TASK])
     monkeypatch.setattr(Cluster, "lost", False)
     return ClusterLauncher(through=f"{__name__}.Cluster", extra="slurm", options={"nodes": 1})
 
@@ -310,7 +309,7 @@ def test_a_lost_job_is_told_and_what_is_finished_stays_so(sweep, done, cluster, 
 
 
 def test_a_job_that_cannot_start_is_lost(sweep, cluster, monkeypatch):
-    monkeypatch.setattr("cpt.sweeps.cluster.job_command", lambda config: ["no such program"])
+    monkeypatch.setattr("cpt.sweeps.launcher.job_command", lambda config: ["no such program"])
     (returned,) = sweep.launched(cluster, ["seed=2"])
     assert isinstance(returned._return_value, HydraException)
     assert "failed (lost): [Errno 2] No such file" in str(returned._return_value)

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 from cpt.core.preemption import GO_ON
 from cpt.status import read_statuses
-from cpt.sweeps.launcher import ProcessLauncher, stop
-from cpt.sweeps.resources import devices, share_out_machine, visible_gpus
+from cpt.sweeps.jobs import divide_machine, visible_gpus
+from cpt.sweeps.launcher import ProcessLauncher, stop_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -317,7 +317,7 @@ def test_jobs_get_the_signal_that_their_sweep_got():
     for received, first in (([signal.SIGINT], signal.SIGINT), ([], signal.SIGTERM)):
         told = []
         process = SimpleNamespace(poll=lambda: 0, wait=lambda: 0)
-        stop([SimpleNamespace(kill=told.append, process=process)], grace=1, received=received)
+        stop_jobs([SimpleNamespace(kill=told.append, process=process)], grace=1, received=received)
         assert told == [first, signal.SIGKILL]
 
 
@@ -356,7 +356,7 @@ def machine(monkeypatch, tmp_path):
         tool.write_text("#!/bin/sh\n" + "".join(f"echo 'GPU {i}: X (UUID: GPU-{i})'\n" for i in range(gpus)))
         tool.chmod(0o755)
 
-    monkeypatch.setattr("cpt.sweeps.resources.cores", lambda: 8)
+    monkeypatch.setattr("cpt.sweeps.jobs.cores", lambda: 8)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
@@ -384,14 +384,14 @@ def test_gpus_are_divided(machine, trainer, jobs, gpus):
     machine(4)
     assert [
         place["CUDA_VISIBLE_DEVICES"]
-        for place in share_out_machine(plans(9, **trainer), jobs=jobs, threads=None)
+        for place in divide_machine(plans(9, **trainer), jobs=jobs, threads=None)
     ] == gpus
 
 
 def test_only_given_gpus_are_used(machine, monkeypatch):
     machine(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
-    places = share_out_machine(plans(9, devices=1), jobs=None, threads=None)
+    places = divide_machine(plans(9, devices=1), jobs=None, threads=None)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["3", "GPU-7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
@@ -408,36 +408,28 @@ def test_only_given_gpus_are_used(machine, monkeypatch):
     ],
 )
 def test_cores_are_divided(machine, number, trainer, jobs, count, threads):
-    places = share_out_machine(plans(number, **trainer), jobs=jobs, threads=None)
+    places = divide_machine(plans(number, **trainer), jobs=jobs, threads=None)
     assert [place["OMP_NUM_THREADS"] for place in places] == [threads] * count
     assert all("CUDA_VISIBLE_DEVICES" not in place for place in places)
 
 
 @pytest.mark.parametrize(("waiting", "count"), [(9, 4), (3, 3), (1, 1)])
 def test_what_goes_on_later_has_the_threads_that_it_would_have_had(machine, waiting, count):
-    places = share_out_machine(plans(9, devices=1), jobs=4, threads=None, waiting=waiting)
+    places = divide_machine(plans(9, devices=1), jobs=4, threads=None, waiting=waiting)
     assert [place["OMP_NUM_THREADS"] for place in places] == ["2"] * count
 
 
 def test_threads_that_the_user_has_set_stay(machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert share_out_machine(plans(1), jobs=None, threads=None) == [{}]
+    assert divide_machine(plans(1), jobs=None, threads=None) == [{}]
 
 
 def test_jobs_on_the_cpu_leave_gpus_alone(machine):
     machine(1)
-    assert len(share_out_machine(plans(9, devices=1, accelerator="cpu"), jobs=None, threads=None)) == 8
+    assert len(divide_machine(plans(9, devices=1, accelerator="cpu"), jobs=None, threads=None)) == 8
 
 
 def test_given_threads_win_and_one_process_may_spin(machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    (place,) = share_out_machine(plans(9, devices=1), jobs=1, threads=3)
+    (place,) = divide_machine(plans(9, devices=1), jobs=1, threads=3)
     assert place == {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": "3"}
-
-
-def test_devices_without_gpus_are_processes():
-    assert [devices(OmegaConf.create({"trainer": {"devices": n}}), gpus=0) for n in (2, "auto", -1)] == [
-        2,
-        1,
-        1,
-    ]

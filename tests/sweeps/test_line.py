@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cpt.core.heartbeat import Heartbeat, utc_now
-from cpt.sweeps import line
-from cpt.sweeps.line import SweepLine, fit_jobs, job_progress
+from cpt.sweeps import launcher
+from cpt.sweeps.launcher import SweepLine, fit_jobs, job_progress
 
 LAW = ("#3 learning law (1/3) 20 %", " 1:02:03")
 BASE = ("#4 starting", "")
@@ -62,7 +62,7 @@ def test_a_terminal_has_the_line_and_a_file_nothing(tmp_path, monkeypatch):
         told.bar.update()
         running[0].folder = tmp_path / "moved"  # is looked at again after a while only
         told.refresh(running)
-        monkeypatch.setattr(line, "EVERY_S", 0.0)
+        monkeypatch.setattr(launcher, "REFRESH_S", 0.0)
         told.refresh(running)
         told.bar.close()
         monkeypatch.undo()

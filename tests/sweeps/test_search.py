@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 import cpt.sweeps.launcher  # noqa: F401  (registers the sweeper)
 from cpt.core.preemption import GO_ON
 from cpt.sweeps.jobs import PreemptedJob
-from cpt.sweeps.optuna_sweeper import OptunaSweeper
+from cpt.sweeps.optuna import OptunaSweeper
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow
@@ -262,6 +262,18 @@ def test_failures_stop_nothing_and_are_tried_again_by_the_same_command(search, f
     assert [job[0] for job in again.jobs] == ["steps=1", "steps=2", "steps=3"]
     assert results(folder)["finished"] == 5
     assert search(fails, "steps=range(0,5)", n_trials=None, sampler="grid").jobs == []
+
+
+def test_what_has_failed_twice_is_tried_once_more(search, capsys):
+    given = {"n_trials": None, "sampler": "grid"}
+
+    def fails(values):
+        return HydraException("boom") if values["steps"] == "1" else 1.0
+
+    search(fails, "steps=range(0,3)", **given)
+    assert search(fails, "steps=range(0,3)", **given).jobs == [["steps=1"]]
+    assert search(lambda values: 0.5, "steps=range(0,3)", **given).jobs == [["steps=1"]]
+    assert search(fails, "steps=range(0,3)", **given).jobs == []
 
 
 def test_if_all_fail_that_is_an_error(search, capsys):

@@ -14,7 +14,6 @@ from cpt.core.errors import reason
 from cpt.core.options import Options, options_of
 from cpt.core.rules import MAPPING, Rule, one_of, or_null, some_of
 from cpt.core.sections import GIVEN
-from cpt.trainer import options as run_options
 from cpt.trainer.plan import make_plan, read_sections
 from tests.conftest import ROOT
 from tests.support.processes import ran
@@ -43,12 +42,6 @@ def split(given: str) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("given", AT_ONCE)
 def test_a_wrong_value_is_told_with_what_is_allowed(given, composed):
     assert told(composed(*overrides(given)), make_plan).startswith(AT_ONCE[given])
-
-
-def test_a_newline_within_an_argument_makes_no_second_line(composed):
-    with pytest.raises(HydraException) as raised:
-        composed("a\nb={}")
-    assert reason(raised.value).startswith("a b={} cannot be read: ") and "\n" not in reason(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -125,19 +118,6 @@ def test_the_options_that_are_had_at_once_are_those_of_the_file(choice, composed
         ]
 
 
-def test_the_precisions_are_lightnings():
-    from typing import get_args
-
-    from lightning.fabric.connector import (
-        _PRECISION_INPUT_INT,
-        _PRECISION_INPUT_STR,
-        _PRECISION_INPUT_STR_ALIAS,
-    )
-
-    theirs = [*get_args(_PRECISION_INPUT_INT), *get_args(_PRECISION_INPUT_STR)]
-    assert set(run_options.PRECISIONS) == {"auto", *theirs, *get_args(_PRECISION_INPUT_STR_ALIAS)}
-
-
 def test_what_a_sweep_gives_later_is_not_missed(composed):
     found = read_sections(composed("domains=texts", "model=checkpoint"))
     assert (found.source, found.model) == (None, None) and found.trainer is not None
@@ -193,13 +173,6 @@ def test_the_checks_need_no_torch():
 def test_a_key_that_others_are_made_of_has_an_effect(composed):
     read_sections(composed("+width=48", "model.config.hidden_size=${width}"))
     assert told(composed("+width=48"), read_sections).startswith("width is not known")
-
-
-def test_defaults_are_read_once_from_the_config():
-    from cpt.trainer.plan import top_level
-
-    text = OmegaConf.load(ROOT / "conf" / "config.yaml")
-    assert {key for key in text if key not in ("defaults", "hydra")} <= set(top_level())
 
 
 def test_a_checkpoint_leaves_the_pre_training_of_an_experiment_out(composed):

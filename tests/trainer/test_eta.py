@@ -9,6 +9,8 @@ STEPS = {"law": 10, "food": 20, "art": 40}
 
 
 class Data(list):
+    replay_source = None
+
     @property
     def domains(self):
         return list(self)
@@ -20,12 +22,13 @@ class Data(list):
 def outlook(phases, *, rows=(), endtasks=(), generates=False):
     """Three domains, two texts scored after each and three after the last."""
     tasks = SimpleNamespace(KIND="endtasks", follows=lambda number: number in endtasks)
+    data = Data(SimpleNamespace(name=name) for name in STEPS)
+    data.replay_source = SimpleNamespace() if generates else None
     return RunETA(
-        Data(SimpleNamespace(name=name) for name in STEPS),
+        data,
         SimpleNamespace(wanted=lambda number: "abc"[: 2 + (number == 3)]),
         SimpleNamespace(phases=NONE | phases, rows=list(rows)),
         [tasks] * bool(endtasks),
-        generates,
     )
 
 

@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from cpt import train as story
-from cpt.core.naming import name_run
 from cpt.train import is_done
 from cpt.trainer import loop
 from tests.support.endtask_fixtures import QUICK, write_task
@@ -110,16 +109,6 @@ def test_texts_may_move(run, config, start, texts, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / "scores.json").read_text()) == scores
 
 
-def test_a_file_that_is_no_text_is_left_out_of_the_same_run(run, texts, monkeypatch):
-    scores = run("order=[law,food]")
-    (texts / "law" / "README.rst").write_text("no text")
-    with pytest.raises(ValueError, match="law/README.rst is not a file of text"):
-        run("order=[law,food]")
-    monkeypatch.setattr(story, "fit", None)
-    assert run("order=[law,food]", "domains.ignore=[README*]") == scores
-    assert name_run(["domains.ignore=[README*]"], "ncl", 0, 0) == "ncl_order-0_seed-0"
-
-
 def test_new_and_vanished_domains_are_told_by_name(run, killed, texts, corpora, tmp_path):
     killed("order=0")
     shutil.copytree(corpora / "space", texts / "art")  # the first by name: not one more at the end
@@ -174,18 +163,6 @@ def test_a_sweep_does_not_take_a_run_of_other_text_for_finished(run, config, tex
     assert not is_done(config("order=0"), folder)
 
 
-def test_a_folder_without_a_manifest_is_compared_with_its_scores(run, killed, texts, tmp_path, caplog):
-    killed("order=[law,food]")
-    (tmp_path / "run" / "identity.json").unlink()
-    caplog.set_level(logging.INFO)
-    assert run("order=[law,food]")["run"]["finished"]
-    assert "has no identity.json: its texts are compared" in caplog.text
-    (tmp_path / "run" / "identity.json").unlink()
-    edit(texts / "law" / "all.txt")
-    with pytest.raises(ValueError, match="the text of law changed"):
-        run("order=[law,food]")
-
-
 def test_a_checkpoint_that_changed_is_told_by_its_file(run, killed, tmp_path, small, start, texts):
     start(small("order=[law]"), tmp_path / "first")
     base = tmp_path / "first" / "model"
@@ -230,7 +207,7 @@ def test_a_base_that_is_made_again_with_other_bits_is_told(run, killed, tmp_path
     with pytest.raises(ValueError, match=r"\(the tokenizer of the base model changed\)"):
         run("order=[law,food]", private)
     remembered.write_text("{")
-    with pytest.raises(ValueError, match=r"identity.json is damaged .*; delete it"):
+    with pytest.raises(ValueError, match=r"identity.json is damaged .*; bring it back"):
         run("order=[law,food]", private)
     remembered.write_text(json.dumps(told))
     assert run("order=[law,food]", private)["run"]["finished"]
@@ -247,7 +224,7 @@ def test_changed_data_of_an_end_task_is_told_and_measured_again(run, tmp_path, c
     os.utime(data, ns=(1, 1))
     with monkeypatch.context() as patched:
         patched.setattr(
-            "cpt.evaluation.endtasks.suite.fine_tune", None
+            "cpt.evaluation.finetune.fine_tune", None
         )  # the data are the same: nothing is measured
         assert run(*asked)["endtasks"]["scores"] == before["endtasks"]["scores"]
         run(*asked)

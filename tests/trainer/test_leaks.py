@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from cpt.gradient_masks.base import GradientMask
-from cpt.models.sensitivity import within_most
 from cpt.trainer.callbacks import protected_shares
 from tests.support.killing import KilledError, Killer
 from tests.support.making import ORDER
@@ -48,12 +47,6 @@ def test_it_is_the_share_of_the_squared_way():
     assert leak == pytest.approx(1 / 9)
     assert 0.1 < random < 0.9
     assert protected_shares(method, {"weight": method.model.weight.detach().clone()}, seed=0) == []
-
-
-def test_of_importances_the_largest_twentieth_is_protected():
-    importance = torch.arange(100.0)
-    assert within_most(importance, torch.ones(100)).nonzero().flatten().tolist() == [95, 96, 97, 98, 99]
-    assert not within_most(torch.zeros(100), torch.ones(100)).any()
 
 
 def leaks(start, small, folder, *options):

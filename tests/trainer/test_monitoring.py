@@ -35,7 +35,7 @@ def seen(values, *, own=("mine",)):
         for at in range(len(next(iter(values.values()))))
     ]
     for step, look in enumerate(looks):
-        watched.add(step, looks[0], look, own=own)
+        watched.add(step, looks[0], look)
     return watched
 
 
@@ -51,7 +51,7 @@ def test_a_rise_of_one_document_in_two_is_not_certain():
     watched, counts = Watched(), [10.0, 10.0]
     began = {text: np.array([[20.0, 20.0], counts]) for text in ("mine", "past")}
     for step, sums in enumerate(([20.0, 20.0], [30.0, 20.0])):
-        watched.add(step, began, {"mine": began["mine"], "past": np.array([sums, counts])}, own=["mine"])
+        watched.add(step, began, {"mine": began["mine"], "past": np.array([sums, counts])})
     assert watched.rises()["past"] == pytest.approx(0.5)
     assert watched.rise["past"][-1] == pytest.approx([0.0, 1.0])
     assert not watched.judge(options(every=1, stop=0.1), own=["mine"])
@@ -60,7 +60,7 @@ def test_a_rise_of_one_document_in_two_is_not_certain():
 def test_of_one_document_there_is_no_interval_and_no_end():
     watched, began = Watched(), {"mine": np.array([[20.0], [10.0]]), "past": np.array([[20.0], [10.0]])}
     for step, nats in enumerate((20.0, 90.0)):
-        watched.add(step, began, began | {"past": np.array([[nats], [10.0]])}, own=["mine"])
+        watched.add(step, began, began | {"past": np.array([[nats], [10.0]])})
     assert not watched.judge(options(every=1, stop=0.1), own=["mine"])
 
 

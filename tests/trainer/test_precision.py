@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cpt.models import quick_dropout
+from cpt.models import memory
 from cpt.trainer import loop
 from cpt.trainer.plan import make_plan
-from cpt.trainer.precision import resolve_precision
-from cpt.trainer.preflight import prepare
+from cpt.trainer.preflight import resolve_auto
 from cpt.trainer.run_dir import RunDir
 from tests.methods.test_contract import bits
 from tests.support.killing import KilledError, Killer
@@ -23,7 +22,7 @@ def settled(cfg, folder, device=CPU):
     plan, scores = make_plan(cfg), RunDir(folder).scores()
     stored = scores.numerics["precision"] if scores else None
     config = AutoConfig.for_model(**plan.model.config)
-    return resolve_precision(plan.trainer, config, device, length=plan.model.length, stored=stored)
+    return resolve_auto(plan.trainer, config, device, length=plan.model.length, stored=stored)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +61,6 @@ def test_attention_is_eager_on_a_processor_in_16_bits_of_short_rows(given, found
     assert ("trainer.attention=auto: eager" in caplog.text) == chosen
 
 
-def test_on_a_gpu_attention_is_as_transformers_has_it(small, tmp_path):
-    given = small("trainer.precision=bf16-mixed")
-    assert settled(given, tmp_path, torch.device("cuda")).attention == "auto"
-
-
 def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatch):
     cfg = small("trainer.precision=bf16-mixed", "order=[law]")
     start(small("order=[law]", "name=base"), tmp_path / "base")  # which makes the base, as ever
@@ -81,29 +75,7 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
     assert "in bf16-mixed, attention by eager" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_an_attention_that_there_is_not_is_told_before_any_text_is_read(small, tmp_path):
-    with pytest.raises(ValueError, match="trainer.attention=lightning: .*lightning"):
-        prepare(make_plan(small("trainer.attention=lightning")), RunDir(tmp_path))
-
-
-ORDERED, COARSE = "trainer.deterministic=true", "trainer.precision=bf16-mixed"
-
-
-@pytest.mark.parametrize(
-    ("device", "given", "lines"),
-    [
-        ("cuda", [], ["in no fixed order", "2.5 to 3 times as fast"]),
-        ("cuda", [ORDERED], ["2.5 to 3 times as fast"]),
-        ("cuda", [COARSE], ["in no fixed order"]),
-        ("cuda", [ORDERED, COARSE], []),
-        ("cpu", [], []),
-    ],
-)
-def test_what_the_defaults_cost_on_a_gpu_is_told(device, given, lines, small, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="cpt"):
-        settled(small(*given), tmp_path, torch.device(device))
-    assert len(caplog.messages) == len(lines)
-    assert all(line in told for line, told in zip(lines, caplog.messages, strict=True))
+COARSE = "trainer.precision=bf16-mixed"
 
 
 DROPS = ("model=tiny_roberta", "model.config.hidden_dropout_prob=0.1")
@@ -111,38 +83,15 @@ QUICK, IN_ATTENTION = "trainer.quick_dropout=true", "model.config.attention_prob
 SDPA = "trainer.attention=sdpa"
 
 
-@pytest.mark.parametrize(
-    ("device", "given", "line"),
-    [
-        ("cpu", DROPS, "torch draws dropout (hidden_dropout_prob=0.1) slowly on a CPU; trainer"),
-        ("cpu", (*DROPS, "trainer.compile=true"), None),
-        ("cpu", (*DROPS, QUICK), None),
-        ("cpu", (QUICK,), "trainer.quick_dropout=true has no effect: the model has no dropout"),
-        ("cuda", (*DROPS, QUICK, ORDERED, COARSE), "has no effect: a GPU draws dropout quickly anyway"),
-        ("cpu", (*DROPS, QUICK, IN_ATTENTION, SDPA), "trainer.attention=sdpa draws its dropout itself"),
-        ("cpu", (*DROPS, QUICK, SDPA), None),
-        ("cuda", (*DROPS, QUICK, IN_ATTENTION, SDPA, ORDERED, COARSE), "a GPU draws dropout quickly anyway"),
-        ("cpu", (*DROPS, QUICK, IN_ATTENTION), "trainer.attention=auto: eager, which on a CPU draws"),
-    ],
-)
-def test_what_can_be_drawn_quickly_is_told(device, given, line, small, tmp_path, caplog):
-    with caplog.at_level(logging.INFO, logger="cpt"):
-        options = settled(small(*given), tmp_path, torch.device(device))
-    assert len(caplog.messages) == (line is not None)
-    assert line is None or line in caplog.text
-    own = "eager" if IN_ATTENTION in given else "auto"
-    assert options.attention == ("sdpa" if SDPA in given else own)
-
-
 def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):
     drawn = []
-    quick = quick_dropout.quick_dropout
+    quick = memory.quick_dropout
 
     def noting(given, p, *rest, **how):
         drawn.append(p)
         return quick(given, p, *rest, **how)
 
-    monkeypatch.setattr(quick_dropout, "quick_dropout", noting)
+    monkeypatch.setattr(memory, "quick_dropout", noting)
     given = (*DROPS, IN_ATTENTION, "order=[law]", "trainer.steps=3")
     start(small(*given, "name=plain"), tmp_path / "plain")
     assert not drawn

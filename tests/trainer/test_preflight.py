@@ -5,14 +5,12 @@ import shutil
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
 from cpt.models.growth import is_tied
-from cpt.models.loading import build
-from cpt.models.tokenizers import sentinels, train_tokenizer
+from cpt.models.loading import build_model, sentinel_ids, train_tokenizer
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir
@@ -77,7 +75,7 @@ STRICT = "{{ raise_exception('I take no chats') }}"
     [
         (
             None,
-            "model=checkpoint does not go with chats: that of .* has no chat template; allowed: model=che",
+            "model=checkpoint does not go with chats, as it has no chat template; allowed: ",
         ),
         (STRICT, "does not take its turns .user, assistant.: I take no chats; allowed: roles that it knows"),
         (
@@ -96,9 +94,11 @@ def test_a_template_that_takes_no_chats_is_told_before_any_text_is_read(
 
 
 def test_a_model_that_takes_no_chats_is_told_before_any_text_is_read(chats, small_t5, small_gpt2, unread):
-    with pytest.raises(ValueError, match="^model=tiny_t5 does not go with chats, as it has two stacks; all"):
+    with pytest.raises(
+        ValueError, match="^model=tiny_t5 does not go with chats, as it is an encoder-decoder; all"
+    ):
         unread(small_t5(*chats))
-    with pytest.raises(ValueError, match="^model=tiny_gpt2 does not go with chats: a tokenizer that is lear"):
+    with pytest.raises(ValueError, match="^model=tiny_gpt2 does not go with chats, as it has no chat templ"):
         unread(small_gpt2(*chats))
 
 
@@ -128,7 +128,7 @@ def test_a_tokenizer_without_sentinels_gets_them_and_the_embedding_rows(bart, sm
     assert f"the tokenizer of {bart} has no sentinels: it gets 100" in caplog.text
     words = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
-    ids = sentinels(words)
+    ids = sentinel_ids(words)
     assert len(ids) == 100 and ids[0] == len(words) - 1
     assert model.get_input_embeddings().num_embeddings == len(words)
     assert is_tied(model)
@@ -140,19 +140,6 @@ def test_a_model_whose_head_gets_no_rows_for_sentinels_is_told(bart, small, unre
     monkeypatch.setattr("transformers.BartForConditionalGeneration.get_output_embeddings", lambda self: None)
     with pytest.raises(ValueError, match="^model.resize=true: transformers finds no head of BartFor.*span$"):
         unread(small(f"model.checkpoint={bart}", "model.mean_span=3"))
-
-
-@pytest.mark.parametrize(("logger", "package"), [("tensorboard", "tensorboard"), ("mlflow", "mlflow")])
-def test_a_logger_whose_package_is_missing_is_told(logger, package, small, unread, monkeypatch):
-    kind = {"tensorboard": "TensorBoardLogger", "mlflow": "MLFlowLogger"}[logger]
-
-    def lacking(self, *args, **kwargs):
-        raise ModuleNotFoundError(f"Requirement '{package}' not met.\n HINT: Try running pip install")
-
-    monkeypatch.setattr(f"lightning.pytorch.loggers.{kind}.__init__", lacking)
-    with pytest.raises(ValueError, match=f"^logger.{logger}: Requirement '{package}' not met") as raised:
-        unread(small(f"logger={logger}"))
-    assert "\n" not in str(raised.value)
 
 
 def test_what_is_right_is_built(small, tmp_path):
@@ -171,7 +158,7 @@ def saved(tmp_path_factory):
         iter(["the court finds that a party must pay damages"] * 5), vocabulary=300, objective="masked"
     )
     config = {"model_type": "roberta", **SIZES, "max_position_embeddings": 64}
-    for part in (build(config, words, "masked", seed=0), words):
+    for part in (build_model(config, words, "masked", seed=0), words):
         part.save_pretrained(folder)
     return folder
 
@@ -184,7 +171,7 @@ def checkpoint(saved, tmp_path):
 def test_a_truncated_checkpoint_is_told(checkpoint, small, unread):
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model.safetensors is truncated or damaged \(.*\); bring the"):
+    with pytest.raises(ValueError, match=r"model.safetensors is truncated or damaged \(.*\); bring it"):
         unread(small(f"model.checkpoint={checkpoint}"))
 
 
@@ -215,29 +202,10 @@ def test_a_tokenizer_larger_than_the_embedding_is_told_before_any_text_is_read(c
 
 @pytest.mark.parametrize(
     ("attach", "told"),
-    [
-        (None, "it starts with the part of food alone: cpt.adapters.export.load("),
-        (
-            "cpt.adapters.bottleneck.attach_bottlenecks",
-            "it starts without any of them: cpt.adapters.export.load(",
-        ),
-    ],
+    [(None, "it starts with those of food"), ("cpt.adapters.x", "it starts without any of them")],
 )
 def test_an_exported_model_in_parts_says_which_is_used(attach, told, checkpoint, small, tmp_path, caplog):
     index = {"attach": attach, "options": {}, "parts": ["law", "food"]}
     (checkpoint / "parts.json").write_text(json.dumps(index))
     prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
-    (line,) = [record.getMessage() for record in caplog.records if "has parts for" in record.getMessage()]
-    assert f"{checkpoint} has parts for law, food; {told}" in line
-
-
-def test_a_whole_checkpoint_says_nothing(checkpoint, small, tmp_path, caplog):
-    prepare(make_plan(small(f"model.checkpoint={checkpoint}")), RunDir(tmp_path))
-    assert not [record for record in caplog.records if record.name.startswith("cpt")]
-
-
-def test_an_older_model_file_without_the_new_key_is_taken(small, tmp_path):
-    cfg = small()
-    OmegaConf.set_struct(cfg, False)
-    del cfg.model.resize
-    assert prepare(make_plan(cfg), RunDir(tmp_path)).callbacks == {}
+    assert f"{checkpoint} has modules for law, food; {told}" in caplog.text

@@ -18,18 +18,34 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from cpt.contrib.advise.advice import Subject, make_advice
-from cpt.contrib.advise.arms import Setting, choose_arms
-from cpt.contrib.advise.budget import SEEDS, Costs, Plan, Round, make_plan, time_round
-from cpt.contrib.advise.choice import Wish
-from cpt.contrib.advise.measuring import Measured, load_run
-from cpt.contrib.advise.page import make_blocks, tell
-from cpt.contrib.advise.subject import Model, check_overrides, choose_domains, find_model, find_texts
-from cpt.contrib.advise.sweeping import Sweep, find_folder, measure_costs, open_sweep
+from cpt.contrib.advise.advice import Subject, make_advice, make_blocks, tell
+from cpt.contrib.advise.candidates import (
+    Model,
+    Setting,
+    check_overrides,
+    choose_arms,
+    choose_domains,
+    find_model,
+    find_texts,
+)
+from cpt.contrib.advise.results import Measured, Wish, load_run
+from cpt.contrib.advise.runs import (
+    SEEDS,
+    Costs,
+    Plan,
+    Round,
+    Sweep,
+    find_folder,
+    make_plan,
+    measure_costs,
+    open_sweep,
+    time_round,
+)
 from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.core.places import CONF
 from cpt.evaluation.scores import Scores
+from cpt.models.loading import configuration
 from cpt.reporting.page import write_page
 from cpt.status import format_time
 
@@ -74,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
             *model.tried,
             "name=advice",
             "logger=none",
-            *own_cap(given.overrides),
+            *([] if any(each.startswith("eval.tokens=") for each in given.overrides) else [CAP]),
             *given.overrides,
         ]
         runs = given.out / "runs"
@@ -136,10 +152,6 @@ def check(given: argparse.Namespace) -> None:
     check_overrides(given.overrides)
 
 
-def own_cap(given: Sequence[str]) -> list[str]:
-    return [] if any(each.startswith("eval.tokens=") for each in given) else [CAP]
-
-
 def advise(
     given: argparse.Namespace,
     sweep: Sweep,
@@ -153,38 +165,24 @@ def advise(
     """Plans, runs, and says what follows."""
     asked = sweep.plan()
     built = asked.model.config
-    blocks = find_blocks(built) if built else count_blocks(given.model)
+    if built:
+        blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
+    else:
+        blocks = int(configuration(given.model).num_hidden_layers)
     tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
-    real = tried if model.is_itself else replace(tried, rate=rate_of_checkpoints(), blocks=model.blocks)
+    checkpoint_rate = float(OmegaConf.load(CONF / "model/checkpoint.yaml").lr)
+    real = tried if model.is_itself else replace(tried, rate=checkpoint_rate, blocks=model.blocks)
     per_step = asked.trainer.batch_size * asked.model.length
     ready = settle(given, sweep, arms, tried, per_step=per_step, began=began)
     measured, lost = carry_out(given, sweep, ready, tried, began=began)
     subject = Subject(tuple(texts), tuple(given.overrides), model, real, ready.epoch, per_step, left_out)
     wish = Wish(given.forget, given.weight)
-    advice = plainly(make_advice(measured, subject, ready.plan, wish, lost=lost))
+    found = make_advice(measured, subject, ready.plan, wish, lost=lost)
+    advice = json.loads(json.dumps(found), parse_constant=lambda constant: None)  # NaN is null in JSON
     (given.out / "advice.json").write_text(json.dumps(advice, indent=1) + "\n", encoding="utf-8")
     page = write_page(make_blocks(advice), title=f"Advice for {given.folder}", stem=given.out / "advice")
     print("\n".join([*tell(advice), *(f"not known: {line}" for line in advice["unknown"]), str(page)]))
     print(advice["recommended"]["command"])
-
-
-def find_blocks(config: Mapping[str, Any]) -> int:
-    return next((int(config[name]) for name in LAYERS if name in config), 1)
-
-
-def count_blocks(checkpoint: str) -> int:
-    from cpt.models.loading import configuration
-
-    return int(configuration(checkpoint).num_hidden_layers)
-
-
-def rate_of_checkpoints() -> float:
-    return float(OmegaConf.load(CONF / "model/checkpoint.yaml").lr)
-
-
-def plainly(advice: Mapping[str, Any]) -> dict[str, Any]:
-    """With None for what is no number, as JSON has it."""
-    return json.loads(json.dumps(advice), parse_constant=lambda constant: None)
 
 
 def settle(

@@ -15,7 +15,7 @@ from cpt.core.config import digest
 from cpt.core.randomness import key
 from cpt.core.rules import Rule, is_whole, show, whole
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
-from cpt.evaluation.endtasks.tasks import Example, TaskSource
+from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
 FORMAT = 1  # part of the cache's names: raise it when its files change
 FILE = "documents.jsonl"
@@ -68,7 +68,7 @@ class SubmoduleTasks(TaskSource):
                 "like those of domains=installed_docs"
             )
         self.packages, self.cache = {name: list(each) for name, each in packages.items()}, Path(cache)
-        self.examples: dict[str, dict[str, list[Example]]] = {}
+        self.examples: dict[str, dict[str, list[LabelledExample]]] = {}
         check_submodule_values("endtask", self.shared)
         for name, own in self.tasks.items():
             check_submodule_values(f"endtask.tasks.{name}", own)
@@ -83,12 +83,12 @@ class SubmoduleTasks(TaskSource):
     def fingerprint(self, name: str) -> Any:
         return stamp_docs(self.packages[name])
 
-    def read(self, name: str, split: str) -> list[Example]:
+    def read(self, name: str, split: str) -> list[LabelledExample]:
         if name not in self.examples:
             self.examples[name] = self.made(name)
         return self.examples[name][split]
 
-    def made(self, name: str) -> dict[str, list[Example]]:
+    def made(self, name: str) -> dict[str, list[LabelledExample]]:
         """The examples of a task by split."""
         values = self.values(name)
         documents = label_documents(self.documents(name), name=name, held_out=values["splits"])
@@ -165,7 +165,7 @@ def largest_subpackages(documents: Iterable[Document], count: int) -> list[str]:
 
 def examples_of(
     documents: Iterable[Document], *, names: re.Pattern[str], most: int, seed: int
-) -> list[Example]:
+) -> list[LabelledExample]:
     """At most `most` paragraphs of each label, with `names` blanked out, in an order of their own hashes."""
     ranked = sorted(paragraphs_of(documents), key=lambda example: key("end task", seed, example.text))
     chosen, taken = [], Counter[str]()
@@ -173,13 +173,13 @@ def examples_of(
         taken[example.label] += 1
         if taken[example.label] <= most:
             chosen.append(example)
-    return [Example(each.id, names.sub("_", each.text), None, each.label) for each in chosen]
+    return [LabelledExample(each.id, names.sub("_", each.text), None, each.label) for each in chosen]
 
 
-def paragraphs_of(documents: Iterable[Document]) -> Iterator[Example]:
+def paragraphs_of(documents: Iterable[Document]) -> Iterator[LabelledExample]:
     numbers = Counter[str]()
     for each in documents:
         for paragraph in each.paragraphs:
             text = paragraph.encode(errors="replace").decode()
-            yield Example(f"{each.module}-{numbers[each.module]}", text, None, each.label)
+            yield LabelledExample(f"{each.module}-{numbers[each.module]}", text, None, each.label)
             numbers[each.module] += 1

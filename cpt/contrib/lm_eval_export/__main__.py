@@ -51,8 +51,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
         raise ValueError(f"domains={plan.settings['domains']['name']} asks nothing; allowed: domains=tasks")
     from cpt.contrib.lm_eval_export.tasks import Exported, HarnessTexts, export_group, export_task
     from cpt.data.corpora import Corpora
-    from cpt.data.encoding import Encoder
-    from cpt.data.prompts import prompts_of
+    from cpt.data.tokenized_tasks import Encoder, read_examples
     from cpt.trainer.base_model import describe_base
 
     plan.source.check_domains(plan.order)
@@ -62,7 +61,7 @@ def export(plan: Plan, folder: Path) -> list[str]:
     most = plan.answers.most if plan.answers else None
     done: dict[str, Exported | None] = {}
     for task in plan.order:
-        prompts = prompts_of(corpora.by_name[task], plan.source.score_on, texts.encoder)
+        prompts = map(texts.encoder.prompt, read_examples(corpora.by_name[task], plan.source.score_on))
         done[task] = export_task(folder, task, islice(prompts, most), texts)
     written = [each for each in done.values() if each is not None]
     if not written:

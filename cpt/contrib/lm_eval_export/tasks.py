@@ -14,8 +14,7 @@ from urllib.parse import quote
 import yaml
 
 from cpt.core.files import replace
-from cpt.data.encoding import Encoder
-from cpt.data.prompts import Prompt
+from cpt.data.tokenized_tasks import Encoder, Prompt
 
 PREFIX = "cpt_"  # the harness has tasks of its own, called rte, copa, …
 VERSION = 1.0

@@ -26,9 +26,9 @@ from cpt.core.options import option
 from cpt.core.processes import cores
 from cpt.core.randomness import key
 from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
+from cpt.data.example import Record
 from cpt.data.processes import in_order, may_start
 from cpt.data.sources.base import GENERAL, Source
-from cpt.data.sources.formats import Record
 from cpt.data.sources.readers import stamps
 
 GENERAL_PACKAGES = ("stdlib", "numpy")

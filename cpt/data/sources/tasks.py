@@ -1,57 +1,222 @@
-"""Domains that are supervised tasks: examples, text to text."""
+"""Supervised tasks as domains: the layouts they are published in, prompt templates, and their source.
 
+Files of a development split are not read: released ones are often the test set itself (O-LoRA, MIGU, SAPT),
+so the split for tuning is held out from train."""
+
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cpt.core.options import option, read_options
-from cpt.core.rules import MAPPING, TEXT, Rule, is_text, is_whole, one_of, or_null
-from cpt.data.examples import Example, write_example
+import numpy as np
+
+from cpt.core.options import Options, option, read_options
+from cpt.core.randomness import key, shuffle
+from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is_whole, one_of, or_null
+from cpt.data.example import ASSISTANT, Example, Record, write_example
+from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
-from cpt.data.sources.docstrings import (
-    TASK_PACKAGES,
-    package_task,
-    read_general,
-    stamp_general,
-    stamp_package_task,
-)
-from cpt.data.sources.formats import FORMATS, Dataset, Record, find_datasets, read_labels
-from cpt.data.sources.readers import documents_of, files_of, naming_file, split_of, stamps, unit_of
-from cpt.data.sources.templates import Template
 from cpt.data.sources.texts import reading_bar
 
 log = logging.getLogger(__name__)
-MOST_CHOICES = 50  # more different answers are no closed set
-TABLES = ("jsonl", "csv")  # formats whose columns are named
-PER_CHOICE = 2  # nor are answers that stand there fewer times than this, on average
+LAYOUTS = ("cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv")
+TABLES = ("jsonl", "csv")  # whose columns the config names
+FIXED = {  # columns
+    "cl_benchmark": {"text": "sentence", "target": "label"},
+    "trace": {"text": "prompt", "target": "answer"},
+    "superni": {"text": "input"},
+    "alpaca": {"instruction": "instruction", "target": "output"},
+}
+SPLIT_NAMES = {"dev": "dev|development|valid|validation|val|eval", "test": "test", "train": "train"}
+# In LFPT5's draws: other names of data sets, and a label that is misspelt there once.
+RENAMED = {"ag_news": "agnews", "amazon_review_full": "amazon", "yahoo_answers": "yahoo"}
+SPELLING = {"thlete": "athlete"}
+MOST_CHOICES, PER_CHOICE = 50, 2  # a closed set has at most so many answers, each so often on average
+FIELDS = ("prefix", "question", "instruction", "options", "text", "task", "dataset")  # of every template
+ANY_TEXT = Rule(lambda value: isinstance(value, str), "a text")
+
+
+@dataclass
+class TaskFiles:
+    """The files of a data set by split, and its task and labels where the layout says them."""
+
+    task: str | None = None
+    labels: Path | None = None
+    files: list[tuple[str, Path]] = field(default_factory=list)
+    unread: list[Path] = field(default_factory=list)  # of a development split
+
+
+def named_split(name: str) -> str | None:
+    """dev, test or train, by the name of a file or folder; None where it says no split."""
+    names = SPLIT_NAMES.items()
+    return next((split for split, words in names if re.fullmatch(rf"({words})\b.*", name, re.I)), None)
+
+
+def find_files(root: Path, layout: str) -> Iterator[tuple[str, str | None, Path]]:
+    """(data set, split, file) below a folder."""
+    if layout == "cl_benchmark":  # TASK/dataset/{train,dev,test,labels}.json: O-LoRA, EMNLP Findings 2023
+        for split in ("train", "dev", "test"):
+            for path in sorted(root.glob(f"*/*/{split}.json")):
+                yield path.parent.name.lower(), split, path
+    elif layout == "superni":  # …/task/{train,dev,test}.json or …/task.json: Wang et al., EMNLP 2022
+        for path in sorted(root.rglob("*.json")):
+            split = path.stem.lower()
+            yield (path.parent.name, split, path) if split in SPLIT_NAMES else (path.stem, "train", path)
+    elif layout == "alpaca":  # {train,dev,test}/task.json, with twins in _T5: Feng et al., ACL 2025
+        for path in sorted(root.glob("*/*.json")):
+            if (split := named_split(path.parent.name)) and not path.stem.endswith("_T5"):
+                yield path.stem, split, path
+    elif layout == "fewshot_tsv":  # dataset/draw/{train,valid,test}.txt, the draws together: LFPT5, ICLR 2022
+        for path in sorted(root.glob("*/*/*.txt")):
+            name = path.parents[1].name.removesuffix("_csv")
+            yield RENAMED.get(name, name), named_split(path.stem), path
+    else:  # dataset/…/file, or a file in the folder itself
+        suffix = {"trace": ".json", "csv": ".csv"}.get(layout, ".jsonl")
+        for top in sorted(path for path in root.iterdir() if path.name[0] != "."):
+            for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
+                if readers.kind(path) == suffix:
+                    splits = [named_split(part) for part in path.relative_to(top).parts]
+                    split = next((each for each in reversed(splits) if each), None)
+                    yield top.name if top.is_dir() else top.name.partition(".")[0], split, path
+
+
+def read_records(path: Path, layout: str, columns: Mapping[str, str | None]) -> Iterator[Record]:
+    """The rows of a file. Raises ValueError, with the line, for one that lacks what is needed."""
+    if layout == "fewshot_tsv":
+        for number, line in enumerate(readers.lines(path), start=1):
+            if line.isspace():
+                continue
+            text, tab, label = line.rstrip("\n").rpartition("\t")
+            if not tab:
+                raise ValueError(f"{path}, line {number} has no tab; allowed: text, tab, label")
+            yield Record({"text": text}, SPELLING.get(label.strip(), label.strip()))
+        return
+    rows, definition = (readers.csv_rows if ".csv" in path.suffixes else readers.json_rows)(path), ""
+    if layout == "superni":
+        whole = read_json(path)
+        if not isinstance(whole, Mapping) or "Instances" not in whole:
+            raise ValueError(f"{path} has no Instances; allowed: an object with Definition and Instances")
+        definition = first_of(whole.get("Definition"))
+        rows = ((f"{path}, instance {at}", row) for at, row in enumerate(whole["Instances"], start=1))
+    number = columns.get("id") if layout in TABLES else "id"
+    table = FIXED.get(layout, {name: column for name, column in columns.items() if column and name != "id"})
+    for where, row in rows:
+        turns: tuple[tuple[str, str], ...] = ()
+        if layout == "messages":
+            try:
+                turns = tuple(
+                    (str(turn["role"]), text_in(turn, "content", where)) for turn in row["messages"]
+                )
+            except (KeyError, TypeError):
+                allowed = "{messages: [{role, content}, …]}"
+                raise ValueError(f"{where} has no messages; allowed: {allowed}") from None
+            while turns and turns[-1][0] != ASSISTANT:
+                turns = turns[:-1]
+            if not turns:
+                raise ValueError(f"{where} has no turn of the {ASSISTANT}; needed: one to learn")
+            fields = {"text": "", "target": turns[-1][1]}
+        else:
+            place = "domains.columns.{}" if layout in TABLES else "domains.format"
+            fields = {name: text_in(row, column, where, place.format(name)) for name, column in table.items()}
+        if layout == "superni":
+            fields |= {"instruction": definition, "target": first_of(row.get("output"))}
+        elif layout == "alpaca":
+            fields["text"] = first_of(row.get("input"))
+        yield Record(fields, fields.pop("target"), str(row.get(number, "")) if number else "", turns)
+
+
+def first_of(value: Any) -> str:
+    """A text, or the first of several; empty for null."""
+    return str(value[0] if isinstance(value, list) and value else value or "")
+
+
+def read_json(path: Path) -> Any:
+    with readers.naming_file(path):
+        try:
+            return json.loads("".join(readers.lines(path)))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {error.lineno} is not JSON: {error.msg}") from error
+
+
+def text_in(row: Any, column: str, where: str, option: str = "domains.format") -> str:
+    """The text of a column; raises ValueError, with the option to change, where there is none."""
+    if not isinstance(row, Mapping) or column not in row:
+        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"{row!r:.60}"
+        raise ValueError(f"{where} has no {column!r}; it has {has} ({option})")
+    if not isinstance(value := row[column], str | int | float) or isinstance(value, bool):
+        raise ValueError(f"{where}: {column!r} is not text: {value!r:.60}")
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template(Options):
+    """How a task's fields become a question. {text} is what it is about, the only part that may be cut."""
+
+    name: str = option("what the template is called", Rule(is_text, "a text"))
+    source: str = option("the whole question", Rule(ANY_TEXT.allows, "a text with {fields}"))
+    without_text: str | None = option("the same where the text is empty; null: `source`", or_null(ANY_TEXT))
+    question: str = option("what is asked: {instruction}, {options}", ANY_TEXT)
+    names: str = option("what of the names the prefix has", one_of("none", "task", "dataset"))
+    prefixes: Mapping[str, str] = option("the prefix for each of `names`", MAPPED_TEXTS)
+    options: str = option("their order: as listed, or random for each example", one_of("file", "shuffled"))
+    separator: str = option("between options", ANY_TEXT)
+    instructions: Mapping[str, str] = option("what is asked, by task", MAPPED_TEXTS)
+    tasks: Mapping[str, str] = option("the task of data sets whose place does not say it", MAPPED_TEXTS)
+    unasked: Sequence[str] = option("tasks whose text asks already", TEXTS)
+
+    def check_fields(self, own: Sequence[str]) -> None:
+        """Raises ValueError for a template with unmatched braces, or a field that no row has."""
+        known = dict.fromkeys((*FIELDS, *own), "")
+        places = {name: getattr(self, name) or "" for name in ("source", "without_text", "question")}
+        for place, text in (
+            places | {f"prefixes.{name}": each for name, each in self.prefixes.items()}
+        ).items():
+            try:
+                text.format_map(known)
+            except (ValueError, LookupError, AttributeError) as error:
+                listed = ", ".join(f"{{{name}}}" for name in known)
+                wrong = f"template.{place}={text!r} is not a text with {{fields}} ({error!r})"
+                raise ValueError(f"{wrong}; allowed: {listed}") from error
+        if self.source.count("{text}") > 1:
+            raise ValueError(f"template.source={self.source!r} has {{text}} more than once; allowed: once")
+
+    def ask(
+        self, fields: Mapping[str, str], *, task: str, dataset: str, choices: Sequence[str], seed: int
+    ) -> tuple[str, tuple[int, int]]:
+        """The question, and the span of the text in it. Shuffled options depend on seed and text alone."""
+        values = {"instruction": self.instructions.get(task, ""), **fields, "task": task, "dataset": dataset}
+        text, order = values["text"], np.arange(len(choices))
+        if self.options == "shuffled" and choices:
+            order = shuffle(order, len(choices), stream=key("options", seed, task, text))
+        values["options"] = self.separator.join(choices[at] for at in order)
+        values["prefix"] = self.prefixes.get(self.names, "").format_map(values)
+        values["question"] = "" if task in self.unasked else self.question.format_map(values)
+        if not text.strip() and self.without_text is not None:
+            return self.without_text.format_map(values).rstrip(), (0, 0)
+        before, found, after = self.source.partition("{text}")
+        begin = before.format_map(values)
+        source = (begin + text * bool(found) + after.format_map(values)).rstrip()
+        return source, (len(begin), min(len(begin) + len(text), len(source))) if found else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(Source):
-    """Supervised tasks in a folder, in one of the layouts they are published in; without a folder those of
-    cpt.data.sources.docstrings.package_task.
+    """Supervised tasks in a folder, in a published layout; without a folder those of
+    `cpt.data.sources.docstrings.package_task`."""
 
-    A task's split for tuning is always held out from its training set: released development sets are often
-    the test set. `choices` are the labels that a file lists, else the different answers of the training set
-    where they are few."""
-
-    root: str | None = option(
-        "the folder of all tasks; null: a few made of installed packages", or_null(Rule(is_text, "a folder"))
-    )
-    format: str = option("how the folder is laid out", one_of(*FORMATS))
+    root: str | None = option("the folder of all tasks; null: some of installed packages", or_null(TEXT))
+    format: str = option("how the folder is laid out", one_of(*LAYOUTS))
     columns: Mapping[str, str | None] = option(
-        "of jsonl and csv: the column of each field: text, target, id, and what a template may name", MAPPING
+        "of jsonl and csv: the columns of text, target, id, …", MAPPING
     )
     template: Mapping[str, Any] = option("how fields become a question, as in conf/domains/template", MAPPING)
-    choices: str = option("which answers there are: found as told, or left open", one_of("auto", "none"))
-    unknown: str = option(
-        "held-out examples whose answer is none of the choices: an error, or left out",
-        one_of("error", "drop"),
-    )
+    choices: str = option("a file's labels, else train's few answers; none: open", one_of("auto", "none"))
+    unknown: str = option("examples whose answer is none of the choices", one_of("error", "drop"))
     per_class: Any = option(
         "training examples of each answer, at most; all: no bound",
         Rule(lambda value: value == "all" or is_whole(value, 1), "all, or a whole number, 1 or more"),
@@ -64,26 +229,16 @@ class Tasks(Source):
         super().check_together()
         if self.root is not None and not Path(self.root).is_dir():
             raise ValueError(f"root={self.root}: there is no such folder")
-        self.shape.check_fields(self.own_fields)
+        columns = self.columns if self.root is not None and self.format in TABLES else None
+        if columns is not None and not (columns.get("text") and columns.get("target")):
+            raise ValueError(f"columns={dict(columns)}; needed: the columns of text and target")
+        self.prompt.check_fields([name for name in columns or () if name not in ("target", "id")])
         if not self.names:
             raise ValueError(f"root={self.root} has no task but {self.general}")
-        self.encoding  # noqa: B018  (raises for what it may not be)
-
-    @property
-    def own_fields(self) -> tuple[str, ...]:
-        """What a row has for a template besides what all have; ValueError for columns that lack what is
-        needed."""
-        if self.root is None:
-            return ()
-        if self.format not in TABLES:
-            return FORMATS[self.format].fields
-        if not self.columns.get("text") or not self.columns.get("target"):
-            raise ValueError(f"columns={dict(self.columns)}; needed: the columns of text and target")
-        return tuple(name for name in self.columns if name not in ("target", "id"))
+        self.encoding  # noqa: B018  (raises for an invalid value)
 
     @cached_property
-    def shape(self) -> Template:
-        """The template."""
+    def prompt(self) -> Template:
         return read_options(Template, self.template, place="template")
 
     @property
@@ -92,58 +247,74 @@ class Tasks(Source):
 
     @property
     def chats(self) -> bool:
-        return self.root is not None and FORMATS[self.format].chats
+        return self.root is not None and self.format == "messages"
 
     @property
     def class_limit(self) -> int | None:
         return None if self.per_class == "all" else int(self.per_class)
 
     @cached_property
-    def datasets(self) -> dict[str, Dataset]:
-        """The tasks of the folder."""
-        found = find_datasets(Path(str(self.root)), self.format)
+    def datasets(self) -> dict[str, TaskFiles]:
+        """The data sets by name."""
+        if self.root is None:
+            return {name: TaskFiles() for name in docstrings.TASK_PACKAGES}
+        found: dict[str, TaskFiles] = {}
+        with readers.naming_file(Path(self.root)):
+            for name, split, path in find_files(Path(self.root), self.format):
+                one = found.setdefault(name, TaskFiles())
+                if self.format == "cl_benchmark":
+                    one.task, one.labels = path.parents[1].name, path.with_name("labels.json")
+                one.unread += [path] * (split == "dev")
+                one.files += [(split or "train", path)] * (split != "dev")
+        if not found:
+            allowed = f"the layout format={self.format}; allowed: {', '.join(LAYOUTS)}"
+            raise ValueError(f"root={self.root} has no data set in {allowed}")
         return {name: each for name, each in found.items() if name != self.general}
 
     @property
     def names(self) -> list[str]:
-        return list(TASK_PACKAGES) if self.root is None else list(self.datasets)
+        return list(self.datasets)
+
+    def task_of(self, name: str) -> str:
+        """The task of a data set: as its place says, as the template says, else its own name."""
+        return self.datasets[name].task or self.prompt.tasks.get(name.lower(), name)
 
     def check(self, order: Sequence[str]) -> None:
-        if self.root is None:
-            log.info(
-                "domains.root=null: the tasks are made of installed packages (%s)", ", ".join(self.names)
-            )
-            return
-        for name in order:
-            one = self.datasets[name]
-            instructed = "instruction" in FORMATS[self.format].fields
-            if not self.chats:
-                task = self.shape.task_of(name, one.task)
-                self.shape.check_task(task, instructed=instructed, dataset=name)
+        asks = "{instruction}" in self.prompt.question and self.format not in (
+            "messages",
+            "superni",
+            "alpaca",
+        )
+        known = {*self.prompt.unasked, *self.prompt.instructions}
+        for name in order if asks and self.root is not None else ():
+            if (task := self.task_of(name)) not in known:
+                raise ValueError(
+                    f"template {self.prompt.name} has no instruction for the task {task} of {name}; allowed: "
+                    f"{', '.join(self.prompt.instructions)} (+domains.template.tasks.{name}=…), "
+                    "or domains/template=plain"
+                )
         if unread := [path for name in order for path in self.datasets[name].unread]:
-            log.info(
-                "%d files of development splits, like %s, are not read: what is tuned on is held out from "
-                "train (domains.held_out.valid)", len(unread), unread[0],
-            )  # fmt: skip
+            instead = "what is tuned on is held out from train (domains.held_out.valid)"
+            log.info("Ignoring %d files of development splits, like %s: %s", len(unread), unread[0], instead)
         if self.general_folder is None:
-            log.info("%s has no folder of general text: that is the documentation of Python", self.root)
-        else:
-            log.info("the general text is that of %s", self.general_folder)
+            log.info(
+                "General text: the documentation of Python (domains.root=%s has no folder of it)", self.root
+            )
 
     @property
     def general_folder(self) -> Path | None:
         """The folder of the general text; None where there is none."""
-        if self.root is None or self.general is None:
-            return None
-        folder = Path(self.root) / self.general
-        return folder if folder.is_dir() else None
+        folder = None if self.root is None or self.general is None else Path(self.root) / self.general
+        return folder if folder is not None and folder.is_dir() else None
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
             yield from self.read_general()
             return
-        choices, dropped = self.choices_of(name), 0
+        choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
+        how = {"task": task, "dataset": name, "choices": choices, "seed": int(self.held_out["seed"])}
         for split, number, record in self.records(name):
+            given, source, span = record.id or f"{name}-{split}-{number}", "", (0, 0)
             if choices and record.target not in choices:
                 if self.unknown == "error":
                     raise ValueError(
@@ -152,33 +323,38 @@ class Tasks(Source):
                     )
                 dropped += 1
                 continue
-            yield split, write_example(self.example(name, f"{split}-{number}", record, choices))
+            if not record.turns:
+                if not record.target.strip():
+                    raise ValueError(f"example {given} of {name} has no answer; needed: a text to learn")
+                source, span = self.prompt.ask(record.fields, **how)
+            example = Example(given, source, record.target, task, choices, span, record.turns)
+            yield split, write_example(example)
         if dropped:
             log.info("%s: %d examples whose answer is none of the choices are left out", name, dropped)
 
     def records(self, name: str) -> Iterator[tuple[str, int, Record]]:
-        """The rows of a task: split, number in it, row."""
+        """The rows of a data set: split, number in it, row."""
         if self.root is None:
-            for number, record in enumerate(package_task(name)):
+            for number, record in enumerate(docstrings.package_task(name)):
                 yield "train", number, record
-            return
         numbers: Counter[str] = Counter()
         for split, path in self.datasets[name].files:
             before = numbers[split]
-            with naming_file(path):
-                for record in FORMATS[self.format].read(path, self.columns):
+            with readers.naming_file(path):
+                for record in read_records(path, self.format, self.columns):
                     yield split, numbers[split], record
                     numbers[split] += 1
             if numbers[split] == before:
                 raise ValueError(f"{path} is empty; needed: a row or more, or no such file")
 
     def choices_of(self, name: str) -> tuple[str, ...]:
-        """The answers that there are; none where they are open."""
+        """The answers of a closed task; none where they are open."""
         if self.choices == "none" or self.chats:
             return ()
-        labels = None if self.root is None else self.datasets[name].labels
-        if labels is not None:
-            return read_labels(labels)
+        if (path := self.datasets[name].labels) is not None:
+            if not isinstance(labels := read_json(path), list) or not labels:
+                raise ValueError(f"{path} has {labels!r:.60}; needed: a list of labels")
+            return tuple(map(str, labels))
         answers: Counter[str] = Counter()
         for split, _, record in self.records(name):
             answers[record.target] += split == "train"
@@ -188,39 +364,23 @@ class Tasks(Source):
         closed = len(answers) <= MOST_CHOICES and PER_CHOICE * len(answers) <= answers.total()
         return tuple(sorted(answers)) if closed else ()
 
-    def example(self, name: str, number: str, record: Record, choices: tuple[str, ...]) -> Example:
-        said = None if self.root is None else self.datasets[name].task
-        task = self.shape.task_of(name, said)
-        place = record.id or f"{name}-{number}"
-        if record.turns:
-            return Example(place, "", record.target, task, (), (0, 0), record.turns)
-        if not record.target.strip():
-            raise ValueError(f"example {place} of {name} has no answer; needed: a text to learn")
-        source, text = self.shape.ask(
-            record.fields, task=task, dataset=name, choices=choices, seed=int(self.held_out["seed"])
-        )
-        return Example(place, source, record.target, task, choices, text)
-
     def read_general(self) -> Iterator[tuple[str, str]]:
-        folder = self.general_folder
-        if folder is None:
-            yield from read_general()
+        if (folder := self.general_folder) is None:
+            yield from docstrings.read_general()
             return
-        files = files_of(folder)
-        unit = unit_of(files)
+        unit = readers.unit_of(files := readers.files_of(folder))
         with reading_bar(GENERAL, total=len(files), unit=" files") as progress:
             for path in files:
-                yield from (
-                    (split_of(path, folder), text) for text in documents_of(path, column="text", unit=unit)
-                )
+                for text in readers.documents_of(path, column="text", unit=unit):
+                    yield readers.split_of(path, folder), text
                 progress.update()
 
     def fingerprint(self, name: str) -> Any:
         if name == GENERAL:
-            return stamp_general() if self.general_folder is None else stamps(files_of(self.general_folder))
+            folder = self.general_folder
+            return docstrings.stamp_general() if folder is None else readers.stamps(readers.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
-        if self.root is None:
-            return [how, self.class_limit, stamp_package_task(name)]
         one = self.datasets[name]
-        labels = [] if one.labels is None else [one.labels]
-        return [how, self.class_limit, stamps([*(path for _, path in one.files), *labels])]
+        paths = [*(path for _, path in one.files), *([one.labels] if one.labels else [])]
+        stamp = docstrings.stamp_package_task(name) if self.root is None else readers.stamps(paths)
+        return [how, self.class_limit, stamp]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt.core.collectives import sum_in_place
-from cpt.data.batch import Batch
+from cpt.data.collate import Batch
 from cpt.models.forward import in_mode
 
 

@@ -24,14 +24,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cpt.core.collectives import gather_rows
-from cpt.data.batch import Batch, inputs_of
+from cpt.data.collate import Batch, inputs_of
 from cpt.gradient_masks.soft import SoftMask
 from cpt.methods.common.options import ContrastOptions
-from cpt.models.dropout import check_dropout, dropout
-from cpt.models.economy import keep_activations
-from cpt.models.forward import mean_over, nll_of
-from cpt.models.gating import gate_units
+from cpt.models.forward import check_dropout, dropout, mean_over, nll_of
+from cpt.models.memory import keep_activations
 from cpt.models.objectives import Objective
+from cpt.models.units import gate_units
 
 
 def contrastive(anchors: Tensor, positives: Tensor, negatives: Tensor, *, temperature: float) -> Tensor:

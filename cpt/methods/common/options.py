@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cpt.core.options import Options, option
 from cpt.core.rules import YES_NO, number, one_of, or_null, whole
 
-ESTIMATORS = ("per_sample", "batch")  # of cpt.models.sensitivity
+ESTIMATORS = ("per_sample", "batch")  # of cpt.models.fisher
 RULES = ("average", "task_arithmetic", "ties", "dare", "dare_ties", "slerp", "fisher")
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from cpt.core.collectives import gather_shards
 from cpt.core.processes import rank_and_world
 from cpt.core.randomness import draws, key, sample_keys, shuffle
-from cpt.data.batch import UNSCORED, Batch, label_batch, labels_of
+from cpt.data.collate import UNSCORED, Batch, label_batch, labels_of
 from cpt.data.packing import PADDING
 from cpt.models.objectives import Objective
 

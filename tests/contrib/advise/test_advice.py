@@ -4,12 +4,10 @@ import shlex
 
 import pytest
 
-from cpt.contrib.advise.advice import Subject, find_unknown, say_command
-from cpt.contrib.advise.arms import Setting
-from cpt.contrib.advise.budget import Plan
-from cpt.contrib.advise.choice import Choice
-from cpt.contrib.advise.page import make_blocks
-from cpt.contrib.advise.subject import Model
+from cpt.contrib.advise.advice import Subject, find_unknown, make_blocks, say_command
+from cpt.contrib.advise.candidates import Model, Setting
+from cpt.contrib.advise.results import Choice
+from cpt.contrib.advise.runs import Plan
 
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 LARGE = Model(("model=tiny_gpt2",), ("model=checkpoint", "model.checkpoint=big"), 24, "big is big")

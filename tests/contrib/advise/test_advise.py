@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from cpt.contrib.advise import __main__ as advise
-from cpt.contrib.advise.arms import NAMES
+from cpt.contrib.advise.candidates import NAMES
 from cpt.core.places import CONF
 from cpt.core.preemption import GO_ON
 from cpt.trainer.plan import make_plan
@@ -24,10 +24,10 @@ def here(corpora, cache, start, tmp_path, monkeypatch):
     """Asks for advice on the small texts; gives the runs that were made by the names of their folders. After
     `most` of them a signal comes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cpt.contrib.advise.sweeping.PILOT", 2)
+    monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 2)
     monkeypatch.setattr("cpt.contrib.advise.__main__.MOST_STEPS", 4)
-    monkeypatch.setattr("cpt.contrib.advise.budget.SHORTER", 2)
-    monkeypatch.setattr("cpt.contrib.advise.budget.DESIGNS", ((1, True, 2),))
+    monkeypatch.setattr("cpt.contrib.advise.runs.SHORTER", 2)
+    monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((1, True, 2),))
     begun = []
 
     def ask(*arguments, most=99, fails=""):
@@ -45,7 +45,7 @@ def here(corpora, cache, start, tmp_path, monkeypatch):
                 job.code = int(job.label == fails)
 
         begun.clear()
-        monkeypatch.setattr("cpt.contrib.advise.sweeping.run_all", run_all)
+        monkeypatch.setattr("cpt.contrib.advise.runs.run_all", run_all)
         given = [str(corpora), "--arms", "replay-25,freeze", "--hours", "0.5", *arguments]
         advise.main([*given, *OWN, f"cache_dir={cache}"])
         return list(begun)
@@ -102,8 +102,8 @@ def check_command(command, corpora):
 
 @pytest.mark.slow
 def test_an_arm_that_fails_is_left_out_and_named(here, tmp_path, monkeypatch, capsys, corpora):
-    monkeypatch.setattr("cpt.contrib.advise.budget.DESIGNS", ((2, False, 1), (1, False, 1)))
-    monkeypatch.setattr("cpt.contrib.advise.sweeping.PILOT", 4)  # one and the same run
+    monkeypatch.setattr("cpt.contrib.advise.runs.DESIGNS", ((2, False, 1), (1, False, 1)))
+    monkeypatch.setattr("cpt.contrib.advise.runs.PILOT", 4)  # one and the same run
     here("--out", "failed", "--seeds", "1", fails="freeze")
     told = capsys.readouterr().out
     advice = json.loads((tmp_path / "failed/advice.json").read_text())
@@ -143,7 +143,7 @@ def test_what_cannot_be_asked_ends_in_one_line_and_leaves_nothing(
     arguments, said, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cpt.contrib.advise.sweeping.run_all", lambda *given, **how: pytest.fail("a run"))
+    monkeypatch.setattr("cpt.contrib.advise.runs.run_all", lambda *given, **how: pytest.fail("a run"))
     with pytest.raises(SystemExit) as ended:
         advise.main(arguments.split())
     told = capsys.readouterr().err

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cpt.contrib.advise.arms import NAMES, Setting, choose_arms, overrides
-from cpt.contrib.advise.budget import Costs, Round, make_plan
+from cpt.contrib.advise.candidates import NAMES, Setting, choose_arms, overrides
+from cpt.contrib.advise.runs import Costs, Round, make_plan
 
 COSTS = Costs(step=0.1, fixed=10, stages=2)
 FIVE = ["ncl", "replay-5", "lr-1/4", "replay-25", "lora"]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cpt.contrib.advise.choice import Point, Wish, choose, find_front, shortfall, weigh_lengths
+from cpt.contrib.advise.results import Point, Wish, choose, find_front, weigh_lengths
 
 POINTS = {
     "strong": Point(1.0, 0.5),
@@ -56,10 +56,3 @@ def test_the_line_over_tokens_goes_on_by_the_logarithm():
     assert weigh_lengths([10, 100, 1000], 100) == pytest.approx([1 / 3] * 3)
     with pytest.raises(ValueError, match="1 length; needed: two or more"):
         weigh_lengths([100, 100], 400)
-
-
-def test_the_shortfall_is_what_is_missed_of_the_best_worth():
-    assert shortfall(POINTS, "mild", Wish(None, 1.0)) == 0
-    assert shortfall(POINTS, "strong", Wish(None, 1.0)) == pytest.approx(2 / 7)  # 0.5 in place of 0.7
-    assert shortfall(POINTS, "weak", Wish(0.3, 1.0)) == pytest.approx(3 / 8)  # 0.5 in place of 0.8
-    assert math.isnan(shortfall(POINTS, "strong", Wish(0.3, 1.0)))

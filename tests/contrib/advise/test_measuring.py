@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from cpt.contrib.advise.advice import Subject, make_advice
-from cpt.contrib.advise.arms import Setting
-from cpt.contrib.advise.budget import Plan
-from cpt.contrib.advise.choice import Wish
-from cpt.contrib.advise.measuring import Measured, Run, trade
-from cpt.contrib.advise.subject import Model
+from cpt.contrib.advise.candidates import Model, Setting
+from cpt.contrib.advise.results import Measured, Run, Wish, trade
+from cpt.contrib.advise.runs import Plan
 
 TINY = Model(("model=tiny_gpt2",), ("model=tiny_gpt2",))
 

@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from transformers import AutoConfig
 
-from cpt.contrib.advise.subject import (
+from cpt.contrib.advise.candidates import (
     check_overrides,
     choose_domains,
     find_model,

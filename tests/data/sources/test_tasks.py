@@ -11,7 +11,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from cpt.core.errors import reason
 from cpt.data.corpus import make_corpus
-from cpt.data.examples import read_example
+from cpt.data.example import read_example
 from cpt.data.sources.docstrings import TASK_PACKAGES
 from cpt.trainer.plan import make_plan
 from tests.conftest import SHARED
@@ -237,13 +237,11 @@ def test_an_instruction_with_nothing_to_it_has_its_own_prompt(source, tmp_path):
 
 WRONG = {
     "domains.format=xml": "format=xml; allowed: cl_benchmark, superni",
-    "domains.template.source='{text} {title}'": "field {title}, which does not exist; allowed: {prefix}",
+    "domains.template.source='{text} {title}'": "{title}' is not a text with {fields}",
     "domains.template.source='{text} {text}'": "has {text} more than once",
-    "domains.template.source='{text'": "allowed: {names} in braces",
-    "domains.template.source='{text:>9}'": "says how {text} is written; allowed: {names} in braces, no more",
-    "domains.template.source='{text!r}'": "says how {text} is written; allowed: {names} in braces, no more",
-    "domains.template.prefixes.task='{nam}'": "prefixes.task has the field {nam}, which does not exist",
-    "domains.template.question='{}'": "template.question has the field {}, which does not exist; allowed: {p",
+    "domains.template.source='{text'": "allowed: {prefix}, {question}, {instruction}, {options}, {text}",
+    "domains.template.prefixes.task='{nam}'": "template.prefixes.task='{nam}' is not a text with {fields}",
+    "domains.template.question='{}'": "template.question='{}' is not a text with {fields}",
     "domains.per_class=0": "per_class=0; allowed: all, or a whole number, 1 or more",
     "domains.truncate=head": "truncate=head; allowed: tail, middle, released",
     "domains.columns.target=null": "needed: the columns of text and target",
@@ -322,6 +320,8 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(source, tmp_path, wro
     path = tmp_path / "root" / place
     path.parent.mkdir(parents=True)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    if path.name == "labels.json":
+        write(path.with_name("train.json"), [])
     made = source(f"domains.format={layout}")
     with pytest.raises(ValueError) as error:
         list(made.read(made.names[0]))

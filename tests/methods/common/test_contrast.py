@@ -8,15 +8,14 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import Rows, labels_of
+from cpt.data.collate import Rows, labels_of
 from cpt.gradient_masks.soft import SoftMask
+from cpt.methods.common import contrast as contrasting
 from cpt.methods.common.contrast import Contrast, contrastive
-from cpt.models.dropout import dropout, rates
-from cpt.models.forward import mean_over
-from cpt.models.objectives import Causal
-from cpt.models.span import Span
+from cpt.models.forward import dropout, dropout_of, mean_over
+from cpt.models.objectives import Causal, Span
 from tests.conftest import SHARED
-from tests.gradient_masks.test_importance import batch_of, needs_golden, roberta
+from tests.gradient_masks.test_soft import batch_of, needs_golden, roberta
 
 
 def by_loops(anchors, positives, negatives, temperature):
@@ -77,6 +76,20 @@ def test_a_samples_positive_is_its_own_second_pass():
     assert right < 0.05 < 2 < contrastive(anchors, neighbours, negatives, temperature=0.05)
 
 
+def test_the_samples_of_other_processes_are_candidates(monkeypatch):
+    """Of two processes the second one: its positives come after those of the first."""
+    three, others = vectors(3), vectors(3, seed=1)
+    joined = [torch.cat([first, own]) for first, own in zip(others, three, strict=True)]
+    monkeypatch.setattr(
+        contrasting, "gather_rows", lambda rows: (torch.stack([joined[1], joined[2]], dim=1), len(others[0]))
+    )
+    of_both, terms = [*joined[1], *joined[2]], []
+    for n, anchor in enumerate(three[0]):
+        cosines = torch.stack([torch.cosine_similarity(anchor, other, dim=0) for other in of_both]) / 0.1
+        terms.append(cosines.logsumexp(0) - cosines[len(others[0]) + n])
+    torch.testing.assert_close(contrastive(*three, temperature=0.1), torch.stack(terms).mean())
+
+
 def test_negatives_push():
     anchors, positives, negatives = vectors(4)
     far = contrastive(anchors, positives, -anchors, temperature=0.1)
@@ -100,8 +113,9 @@ def masked(batch):
 class Uncorrupting(Causal):
     """As masked text does: the labels are the text."""
 
-    def uncorrupted(self, batch):
-        return torch.where(labels_of(batch) == -100, batch["input_ids"], labels_of(batch))
+    def restored(self, batch):
+        labels = labels_of(batch)
+        return {**batch, "input_ids": torch.where(labels == -100, batch["input_ids"], labels)}
 
 
 def contrast(
@@ -199,7 +213,7 @@ def test_a_positive_is_not_its_anchor(own):
     """A model without dropout would only be pushed away."""
     model, batch, pairs = roberta(rate=own), batch_of(3), []
     term = contrast(model, text="uncorrupted", objective=Uncorrupting(), rate=0.1)
-    before = [(m, name, rate, m.training) for m, name, rate in rates(model)]
+    before = [(m, name, rate, m.training) for m, name, rate in dropout_of(model)]
     vectors = Contrast.represented
 
     def noted(self, batch):
@@ -211,7 +225,7 @@ def test_a_positive_is_not_its_anchor(own):
         term.term(masked(batch), hidden=torch.randn(3, 12, 32), soft=soft_mask(model))
     anchor, positive, _ = pairs
     assert not torch.allclose(anchor, positive, rtol=1e-3)
-    assert [(m, name, rate, m.training) for m, name, rate in rates(model)] == before
+    assert [(m, name, rate, m.training) for m, name, rate in dropout_of(model)] == before
 
 
 @pytest.mark.parametrize("text", ["uncorrupted", "corrupted"])
@@ -274,7 +288,6 @@ def test_gradients_reach_all_three_passes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rate": 1.0}, "contrast_dropout=1.0; allowed: above 0 and below 1, or null"),
         (
             {"rate": None},
             "null would not differ: all its dropout rates are 0.*or contrast=0",

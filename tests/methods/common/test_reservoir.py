@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cpt.core.randomness import sample_keys
-from cpt.data.batch import UNSCORED, Rows, labels_of, single
+from cpt.data.collate import UNSCORED, Rows, labels_of, single
 from cpt.methods.common import reservoir as module
 from cpt.methods.common.reservoir import Reservoir, bytes_per_sample, capacity, slot_of
-from cpt.models.span import Span
+from cpt.models.objectives import Span
 from tests.support.running import batch_of
 
 LENGTH, SCORED, WIDTH = 5, 2, 3
@@ -151,6 +151,15 @@ def test_a_draw_is_uniform_without_repetition_and_reproducible():
         if number >= 100:
             counts[slots] += 1
     assert chi_square(counts, 0.4, 500) < 10 + 4 * 20**0.5
+
+
+def test_draws_and_shares_follow_the_seed_and_the_number_of_processes(as_process):
+    one, other = (fed(reservoir(samples=40, seed=seed), range(40), size=4) for seed in (0, 1))
+    assert held(one) == held(other)
+    assert one.draw(8, purpose="match").tolist() != other.draw(8, purpose="match").tolist()
+    odd = fed(reservoir(samples=8), range(7), size=1)
+    as_process(0, 2)
+    assert odd.count() == 4 and odd.seen[:2].tolist() == [4, 3]
 
 
 def test_two_draws_are_independent():

@@ -1,0 +1,239 @@
+"""LoRA adapters along one rank that are weighted at each place of a layer's input: by a router per layer and
+token (MoE-LoRA), or once per sample for all layers, as in SAPT (Zhao et al., ACL 2024) and MoCL (Wang et al.,
+NAACL 2024).
+
+    h = W x + alpha / r sum_k g_k B_k A_k x = W x + alpha / r [B_1 ... B_t] (g repeated * [A_1; ...; A_t] x)
+
+A hook on the rank features A x [..., t r] applies the weights g [..., t]. Gradients go through all adapters
+to the layers below."""
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from cpt.adapters import lora
+from cpt.adapters.domain_store import Scope
+from cpt.core.rules import show
+from cpt.models.forward import in_mode, mean_over, reader, tokens_of, uncached
+
+SAMPLE_ROUTER = "pair_router"  # its name in the encoder or body of a model
+
+
+def weigh_ranks(features: Tensor, weights: Tensor) -> Tensor:
+    """The rank features [..., t r] of t adapters times the weights [..., t] of each."""
+    apart = features.unflatten(-1, (weights.shape[-1], -1))
+    return (apart * weights[..., None].to(features)).flatten(-2)
+
+
+class TokenRouter(nn.Linear):
+    """The weights of a layer's adapters for each token: g = softmax(W_g x) [..., E] in 32 bits or more, x the
+    adapters' input, its dropout included."""
+
+    def weigh(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """The forward hook of A."""
+        logits = self(args[0])
+        gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        return weigh_ranks(output, gates)
+
+
+def attach_experts(model: PreTrainedModel, *, experts: int, r: int, alpha: float, **pair: Any) -> Scope:
+    """Adds `experts` LoRA adapters of rank r to each linear layer of the targets (`cpt.adapters.lora`), with
+    a router; with one expert it is plain LoRA."""
+    scope = lora.attach_lora(model, r=experts * r, alpha=experts * alpha, **pair, embeddings=False)
+    routers = []
+    for name, layer in lora.lora_layers(model).items():
+        a, _ = lora.factors_of(layer)
+        router = TokenRouter(a.shape[1], experts, bias=False, device=a.device, dtype=a.dtype)
+        layer.add_module("router", router)
+        layer.lora_A[lora.NEWEST].register_forward_hook(router.weigh)
+        routers.append(f"{name}.router.weight")
+    return Scope((*scope.names, *routers), scope.maps)
+
+
+class SampleRouter(nn.Module):
+    """The weights of a model's adapters for each sample, the same for all layers, from a query q of the
+    sample and a key k_i of each adapter [D].
+
+    attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
+    cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
+
+    e [D] is the mean over a sample's tokens of their `embeddings`, or of the last hidden states of the
+    `encoder` (or body) without adapters, in eval mode and without a gradient; in a causal model the mean up
+    to the place itself. Text written with a key-value cache has the weights of its beginning's last place.
+
+    A key starts as U(-1, 1). The newest adapter's key is trained; those of the `earlier` ones are not."""
+
+    def __init__(
+        self, width: int, *, key: str, query: str, bottleneck: int, scale: float, causal: bool, like: Tensor
+    ) -> None:
+        super().__init__()
+        self.by, self.of, self.scale, self.causal = key, query, scale, causal
+        made = {"device": like.device, "dtype": like.dtype}
+        self.key = nn.Parameter(torch.empty(1, width).uniform_(-1, 1).to(**made))
+        self.register_buffer("earlier", torch.empty(0, width, **made))
+        if key == "attention":
+            self.down = nn.Linear(width, bottleneck, bias=False, **made)
+            self.up = nn.Linear(bottleneck, width, bias=False, **made)
+            self.norm = nn.LayerNorm(width, **made)
+        self.names: tuple[str, ...] = ()  # of the encoder's arguments
+        self.inside = False  # whether the encoder's pass has begun and e is not known yet
+        self.mask: Tensor | None = None  # [B, T], 0 at padding
+        self.text = (0, 0)  # B and T
+        self.logits: Tensor | None = None  # log a, [B, 1, t]; in a causal model [B, T, t]
+        self.cosines: Tensor | None = None  # of the same shape
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"logits": None, "cosines": None, "mask": None}  # of one pass
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys, [t, D], the newest as the last, in 32 bits or more."""
+        keys = torch.cat([self.earlier, self.key])
+        return keys.to(torch.promote_types(keys.dtype, torch.float32))
+
+    @property
+    def whole(self) -> Tensor:
+        """log a of each row of the last pass as a whole, [B, t]."""
+        assert self.logits is not None
+        return self.logits[:, -1]
+
+    @torch.no_grad()
+    def begin(self, generator: torch.Generator) -> None:
+        """Starts a new key after the earlier ones."""
+        self.earlier = torch.cat([self.earlier, self.key])
+        self.key.copy_(torch.empty(self.key.shape).uniform_(-1, 1, generator=generator))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(f"{prefix}earlier", self.earlier)
+        self.earlier = self.earlier.new_empty(stored.shape)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def attend(self, states: Tensor) -> None:
+        """Computes log a from the means e of states [B, T, D] without padding: of the whole rows, or in a
+        causal model up to each place, 0 before the first."""
+        self.inside, self.text = False, (states.shape[0], states.shape[1])
+        states, keys = states.to(torch.promote_types(states.dtype, torch.float32)), self.keys
+        if self.causal:
+            mask = self.mask
+            present = torch.ones_like(states[..., :1]) if mask is None else mask[..., None].to(states)
+            means = (states * present).cumsum(1) / present.cumsum(1).clamp_min(1)
+        else:
+            means = mean_over(states, self.mask)[:, None]
+        if self.by == "cosine":
+            self.cosines = functional.normalize(means.to(keys), dim=-1) @ functional.normalize(keys, dim=-1).T
+            scores = self.scale * self.cosines
+        else:
+            query = self.norm(functional.silu(self.up(self.down(means.to(self.key.dtype)))))
+            scores = query.to(keys) @ keys.T / math.sqrt(keys.shape[1])
+        self.logits = scores.log_softmax(-1)
+
+    def open(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The pre-hook of the encoder or body."""
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        if cache is not None and cache.get_seq_length() > 0 and self.logits is not None:
+            self.logits, self.text = self.logits[:, -1:], (len(self.logits), 1)
+            return
+        mask, embeddings = given.get("attention_mask"), given.get("inputs_embeds")
+        self.mask = mask if mask is not None and mask.ndim == 2 else None
+        if self.of == "encoder":
+            self.attend(self.without_adapters(module, given))
+        elif embeddings is not None:
+            self.attend(embeddings)
+        else:
+            self.inside = True
+
+    def embed(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """The forward hook of the input embedding."""
+        if self.inside:
+            self.attend(output)
+
+    @torch.no_grad()
+    def without_adapters(self, module: nn.Module, given: Mapping[str, Any]) -> Tensor:
+        """The last hidden states [B, T, D] with all adapters at weight 0, without the module's own hooks."""
+        text = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+        self.text = (text.shape[0], text.shape[1])
+        self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
+        with in_mode(module, training=False):
+            inputs = {name: value for name, value in given.items() if name != "past_key_values"}
+            return module.forward(**inputs | uncached(module)).last_hidden_state
+
+    def weights_at(self, features: Tensor) -> Tensor:
+        """a [..., t] for a layer's features [N, T', f], or [B T, f] of all places. Raises ValueError where
+        their samples cannot be identified."""
+        assert self.logits is not None
+        weights, (rows, places) = self.logits.exp(), self.text
+        if features.ndim == 2 and len(features) == rows * places:
+            return weights.expand(-1, places, -1).flatten(0, 1)
+        if features.ndim != 3 or len(features) % rows:
+            raise ValueError(
+                f"a pair of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}; "
+                "allowed: method.targets of maps that see all tokens of each sample"
+            )
+        return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
+
+    def weigh_newest(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The forward hook of A of the newest adapter."""
+        return weigh_ranks(output, self.weights_at(output)[..., -1:])
+
+    def weigh_earlier(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """The forward hook of A of the earlier adapters."""
+        return weigh_ranks(output, self.weights_at(output)[..., :-1])
+
+
+def attach_routed(
+    model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Any, causal: bool, **router: Any
+) -> Scope:
+    """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
+    weights it and those of earlier domains (`begin_routed`) for each sample. Layers of a head see the scored
+    places of all samples in one row. Raises ValueError for targets without a layer in the body."""
+    maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
+    if not maps:
+        raise ValueError(f"method.targets={show(targets)}; allowed: what finds maps outside the head")
+    scope = lora.attach_lora(model, r=r, alpha=alpha, dropout=dropout, targets=maps, embeddings=False)
+    both, inner = model.config.is_encoder_decoder, reader(model)
+    table = (inner if both else model).get_input_embeddings()
+    width = table.weight.shape[1] if router["query"] == "embeddings" else model.config.hidden_size
+    made = SampleRouter(width, **router, causal=causal and not both, like=table.weight)
+    made.names = tuple(inspect.signature(inner.forward).parameters)
+    inner.add_module(SAMPLE_ROUTER, made)
+    inner.register_forward_pre_hook(made.open, with_kwargs=True)
+    table.register_forward_hook(made.embed)
+    for layer in lora.lora_layers(model).values():
+        layer.lora_A[lora.NEWEST].register_forward_hook(made.weigh_newest)
+    lora.resize_on_load(model)
+    model.register_load_state_dict_pre_hook(route_earlier)
+    names = [name for name, each in model.named_parameters() if f"{SAMPLE_ROUTER}." in name]
+    return Scope((*scope.names, *names), scope.maps)
+
+
+def router_of(model: nn.Module) -> SampleRouter:
+    """The router of a model's adapters."""
+    return next(part for part in model.modules() if isinstance(part, SampleRouter))
+
+
+def route_earlier(model: nn.Module, *args: Any) -> None:
+    """Lets the router weight the earlier adapters, which are new modules whenever there are more of them."""
+    router = router_of(model)
+    for layer in lora.lora_layers(model).values():
+        if lora.has_earlier(layer):
+            layer.lora_A[lora.EARLIER].register_forward_hook(router.weigh_earlier)
+
+
+def begin_routed(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Starts a new adapter in each layer, and its key; the last ones join the earlier ones."""
+    lora.begin_adapter(model, stored="pairs", seed=generator.initial_seed())
+    route_earlier(model)
+    router_of(model).begin(generator)
+
+
+def routed_part(model: nn.Module) -> dict[str, Tensor]:
+    """All adapters and the router, by their names in the model's state."""
+    state = model.state_dict().items()
+    return {name: value for name, value in state if ".lora_" in name or f"{SAMPLE_ROUTER}." in name}

@@ -1,0 +1,198 @@
+"""What is asked and what is tried: texts, the model or its small sibling, and the arms of the sweep, ways of
+training that trade what is learned against what is forgotten."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel
+
+from cpt.core.errors import reason
+from cpt.core.places import CONF
+from cpt.models.loading import configuration, objective_name
+
+REFERENCE = "ncl"
+NAMES = (  # the first ones stay where a budget is small
+    *(REFERENCE, "replay-5", "lr-1/4", "replay-25", "lora", "ewc", "kd", "lr-1/2", "freeze"),
+    *("ewc-strong", "replay-1"),
+)
+MEANINGS = {
+    REFERENCE: "nothing beside learning on",
+    "replay-1": "1 % of each batch is past and general text",
+    "replay-5": "5 % of each batch is past and general text",
+    "replay-25": "25 % of each batch is past and general text",
+    "lr-1/4": "a quarter of the learning rate",
+    "lr-1/2": "half of the learning rate",
+    "freeze": "the lower half of the blocks stays",
+    "lora": "low-rank pairs beside a frozen model",
+    "kd": "the model before the domain teaches",
+    "ewc": "weights are pulled back by their Fisher",
+    "ewc-strong": "the same, a hundred times as strong",
+}
+WORK = {"kd": 1.4, "ewc": 1.2, "ewc-strong": 1.2}  # about: a step's time, of that of the reference
+STRENGTH = 5000  # ContinualLM's, and what the runs behind docs/advise.md had
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What arms are made of: a model's own rate and blocks, and how many domains are learned."""
+
+    rate: float
+    blocks: int
+    domains: int
+
+
+def overrides(arm: str, setting: Setting) -> list[str]:
+    """What an arm sets beyond the defaults. Raises ValueError for an arm that there is not."""
+    kind, _, value = arm.partition("-")
+    match kind:
+        case "ncl":
+            return []
+        case "replay" if value in ("1", "5", "25"):
+            return mix(int(value) / 100, domains=setting.domains)
+        case "lr" if value in ("1/4", "1/2"):
+            return [f"model.lr={setting.rate / int(value[-1]):g}"]
+        case "freeze":
+            return [f"freeze.layers={max(1, setting.blocks // 2)}"]
+        case "lora" | "kd":
+            return [f"method={arm}"]
+        case "ewc" if value in ("", "strong"):
+            return ["method=ewc", f"method.strength={100 * STRENGTH if value else STRENGTH}"]
+    raise ValueError(f"--arms {arm}; allowed: {', '.join(NAMES)}")
+
+
+def mix(share: float, *, domains: int) -> list[str]:
+    """Half of the replayed share is past domains' text, half general; of a single domain all is general."""
+    past = share / 2 if domains > 1 else 0.0
+    return ["replay=past", f"replay.past={past:g}", f"replay.general={share - past:g}"]
+
+
+def choose_arms(asked_for: str | None) -> list[str]:
+    """The arms by name, the reference first. Raises ValueError for one that there is not, or for fewer than
+    two."""
+    if asked_for is None:
+        return list(NAMES)
+    names = asked_for.split(",")
+    for name in names:
+        overrides(name, Setting(rate=1, blocks=2, domains=2))
+    chosen = list(dict.fromkeys([REFERENCE, *names]))
+    if len(chosen) < 2:
+        raise ValueError(f"--arms {asked_for}; allowed: one or more beside {REFERENCE}, with commas")
+    return chosen
+
+
+def work(arms: Sequence[str]) -> float:
+    """The time of a step of all arms together, of that of the reference."""
+    return sum(WORK.get(arm, 1.0) for arm in arms)
+
+
+SMALL = 30_000_000  # parameters up to which a checkpoint is tried itself
+MOST_DOMAINS = 6
+PLAIN = re.compile(r"[\w./+@-]+")  # what needs no quotes for Hydra
+OWN = (  # what advise sets itself
+    *("method", "replay", "model", "seed", "name", "trainer.steps", "trainer.epochs", "trainer.tokens"),
+    *("freeze.layers", "keep_stages", "eval.rows", "eval.columns", "plan", "from", "domains.root", "endtask"),
+)
+TINY = {"masked": "tiny_roberta", "causal": "tiny_gpt2", "span": "tiny_t5"}
+OF_TYPE = {"modernbert": "tiny_modernbert", "roberta": "tiny_roberta", "gpt2": "tiny_gpt2", "t5": "tiny_t5"}
+SIZES = {  # of a sibling, by the names that most families have for them
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 514,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Overrides of what is tried and of what is meant, and what they differ in."""
+
+    tried: tuple[str, ...]
+    real: tuple[str, ...]
+    blocks: int | None = None  # of the real one where that is another
+    gap: str = ""  # what is not known of the real one
+
+    @property
+    def is_itself(self) -> bool:
+        return self.tried == self.real
+
+
+def find_texts(folder: Path, given: Sequence[str]) -> list[str]:
+    """The overrides that read a folder: its sub-folders are domains, or those of its `corpora`. Raises
+    ValueError where there is no folder."""
+    if not folder.is_dir():
+        raise ValueError(f"no folder {folder}; allowed: a folder of folders of text, as domains.root")
+    root = f"domains.root={quote(str(folder))}"
+    if any(each.startswith("domains=") for each in given):
+        return [root]
+    inner = ["domains.folder=corpora"] * (folder / "corpora").is_dir()
+    return ["domains=texts", root, *inner]
+
+
+def quote(value: str) -> str:
+    """A value as Hydra takes it, whatever is in it."""
+    if PLAIN.fullmatch(value):
+        return value
+    escaped = value.replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def check_overrides(given: Iterable[str]) -> None:
+    """Raises ValueError for an override of what advise sets."""
+    for each in given:
+        key, sign, _ = each.lstrip("+~").partition("=")
+        if not sign:
+            raise ValueError(f"{each} is no override; allowed: key=value, as of python run.py")
+        if key in OWN or key.startswith("hydra"):
+            raise ValueError(f"{each}: advise sets {key} itself; allowed: other options of conf/")
+
+
+def find_model(given: str) -> Model:
+    """A tiny model of conf/model, a small checkpoint itself, or the sibling of a larger one. Raises
+    ValueError for what is none of these."""
+    names = sorted(path.stem for path in (CONF / "model").glob("tiny_*.yaml"))
+    chosen = "tiny_modernbert" if given == "tiny" else given
+    if chosen in names:
+        return Model((f"model={chosen}",), (f"model={chosen}",))
+    try:
+        config = configuration(given)
+    except ValueError as error:
+        raise ValueError(
+            f"--model {given}: {reason(error)}; allowed: tiny, {', '.join(names)}, a checkpoint"
+        ) from error
+    real = ("model=checkpoint", f"model.checkpoint={quote(given)}")
+    size, blocks = count_parameters(config), config.num_hidden_layers
+    if size <= SMALL:
+        return Model(real, real)
+    told = f"{given} has {size / 1e6:.0f} M parameters: what was tried is a sibling of about 1 M, made and "
+    told += "pre-trained here; how much of the trade, and which strength, carries over is not known"
+    return Model(tuple(make_sibling(config, objective_name("auto", config))), real, blocks, told)
+
+
+def count_parameters(config: Any) -> int:
+    with torch.device("meta"):
+        return sum(each.numel() for each in AutoModel.from_config(config).parameters())
+
+
+def make_sibling(config: Any, objective: str) -> list[str]:
+    """The overrides of a small model of a configuration's family."""
+    if config.model_type in OF_TYPE or objective == "span":
+        return [f"model={OF_TYPE.get(config.model_type, TINY[objective])}"]
+    known = {name: size for name, size in SIZES.items() if getattr(config, name, None) is not None}
+    sizes = {config.attribute_map.get(name, name): size for name, size in known.items()}
+    shown = ", ".join(f"{name}: {size}" for name, size in {"model_type": config.model_type, **sizes}.items())
+    return [f"model={TINY[objective]}", "~model.config", f"+model.config={{{shown}}}"]
+
+
+def choose_domains(order: Sequence[str]) -> list[str]:
+    """At most MOST_DOMAINS of them, evenly spaced, in their order."""
+    count = min(len(order), MOST_DOMAINS)
+    return [order[place * len(order) // count] for place in range(count)]

@@ -1,0 +1,75 @@
+"""Options of `replay=generated`, checked without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cpt.core.options import option
+from cpt.core.rules import TEXT, Rule, is_steps, number, or_null, whole
+from cpt.data.replay import SHARE, ReplayConfig, ReplaySource, exact
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedReplay(ReplayConfig):
+    """Text that the model writes before a stage, of each past domain, in place of that domain's own."""
+
+    generates: ClassVar[bool] = True
+
+    tokens: int | None = option(
+        "tokens written of each past domain before a stage, at most as many as it replays; null: so many",
+        or_null(Rule(is_steps, "a whole number of tokens, 1 or more")),
+    )
+    drop: float = option("share of the tokens written to leave out: texts of the highest perplexity", SHARE)
+    prefix: int = option("tokens of real text that each text continues; 0: none is kept", whole(0))
+    starts: int = option("such prefixes that are kept of a domain, from its probe", whole(1))
+    prompt: str | None = option(
+        "text that each is written after, which is not replayed; {domain}: the domain's name", or_null(TEXT)
+    )
+    forms: float = option(
+        "of domains of examples: share of the batch in which the domain's own are learned as a whole, with "
+        "their questions, so that the model can write some later",
+        SHARE,
+    )
+    temperature: float = option("of sampling: logits are divided by it", number("above 0"))
+    top_p: float = option("of sampling: probability of the likeliest tokens", number("above 0, at most 1"))
+    batch_size: int = option("texts that a process writes at once", whole(1))
+
+    def conflicts(
+        self, *, examples: bool, chats: bool, length: int, batch_size: int, sharded: bool
+    ) -> Iterator[str]:
+        new = batch_size * (1 - exact(self.past) - exact(self.forms))
+        prompt = self.prompt or "{domain}"
+        found = {
+            f"replay.prefix={self.prefix}, which leaves nothing to write of model.length={length}; "
+            "allowed: fewer": self.prefix >= length and not examples,
+            f"replay.prompt={prompt} does not say of which domain an example is to be written; "
+            "allowed: null, or a text with {domain}": examples and "{domain}" not in prompt,
+            f"replay.general={self.general} with replay=generated and domains of examples, which are no "
+            "text; allowed: 0": examples and self.general,
+            f"replay.past={self.past} and replay.forms={self.forms}, which leaves {float(new):g} new "
+            f"samples in a batch of trainer.batch_size={batch_size}; allowed: 1 or more": (
+                examples and new < 1 and (not self.adds or new <= 0)
+            ),
+            "replay=generated does not go with chats, which no model learns to write; "
+            "allowed: replay=past": chats,
+            "replay=generated needs the whole model, of which strategy=fsdp leaves each process a shard; "
+            "allowed: strategy=single, ddp": sharded,
+        }
+        return (message for message, holds in found.items() if holds)
+
+    def check_objective(self, objective: str, *, model: str, examples: bool) -> None:
+        if objective != "causal" and not examples:
+            fills = "masks" if objective == "masked" else "spans"
+            raise ValueError(
+                f"replay=generated asks a model to write text, and {model} fills {fills}; allowed: "
+                "replay=past, or a causal model like model=tiny_gpt2"
+            )
+
+    def open_source(self, folder: Path, *, corpora: Any, **run: Any) -> ReplaySource:
+        from cpt.contrib.generative_replay import writer  # loads torch
+
+        kind = writer.TextWriter if corpora.encoding is None else writer.ExampleWriter
+        return kind(self, folder, corpora=corpora, **run)

@@ -1,0 +1,192 @@
+"""Batches: rows of tokens, the places whose loss counts, and samples that share rows.
+
+A batch keeps a row for each sample. Where samples share rows, its `layout` says which of its places,
+flattened row after row, is at each place of the fewer, fuller rows that the model is run on."""
+
+from dataclasses import dataclass, fields
+from typing import Protocol, TypedDict, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+INPUTS = ("input_ids", "attention_mask", "segments", "decoder_input_ids")  # what of a batch a model takes
+UNSCORED = -100  # the label of a place without a loss, as in transformers
+WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # widths of shared rows that are tried, over the longest sample's
+
+
+class Batch(TypedDict, total=False):
+    """B rows of T tokens with K scored places. An objective may add inputs of its model. An encoder-decoder
+    reads T tokens and predicts L."""
+
+    input_ids: Tensor  # [B, T]
+    attention_mask: Tensor  # [B, T], 0 at padding; only where a row is padded
+    segments: Tensor  # [B, T], -1 at padding: the document of each token, where documents share rows isolated
+    decoder_input_ids: Tensor  # [B, L], padded: of an encoder-decoder, whose decoder's output is scored
+    positions: Tensor  # [K], ascending: the scored places of the model's output, flattened row after row
+    targets: Tensor  # [K]: the token to predict there
+    rows: Tensor  # [K]: the row of each scored place
+    domains: Tensor  # [B]: the index of each row's domain in the order, -1 for general text
+    weight: Tensor  # scalar: the factor of each scored place's loss
+    layout: Tensor  # [R, W]: the place in input_ids that is at each place of shared rows
+    column: Tensor  # scalar, in evaluation: the number of the held-out text
+    documents: Tensor  # [K], in evaluation: the document of each target
+    idle: Tensor  # scalar: nothing is scored; the process only takes part in a collective forward pass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Token counts of rows, known before they are read."""
+
+    text: np.ndarray  # [B]: tokens that are not special
+    all: np.ndarray  # [B]: tokens
+    answers: np.ndarray | None = None  # [B]: tokens of the answer, 0 for raw text; None where all is raw text
+    documents: np.ndarray | None = None  # [B]: documents that share a row isolated; None where none do
+
+    @classmethod
+    def full(cls, length: int) -> "Sizes":
+        """One row of `length` tokens of text."""
+        return cls(np.array([length]), np.array([length]))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Packed rows."""
+
+    ids: np.ndarray  # [B, T] int64, padded
+    lengths: np.ndarray  # [B]: tokens without padding
+    keys: np.ndarray  # [B] uint64: what is drawn for a row is a function of its key
+    answers: np.ndarray | None = None  # [B, T] bool: tokens of the answer; None where all is raw text
+    segments: np.ndarray | None = None  # [B, T] int64: the document of each token, -1 at padding; or None
+
+    @property
+    def present(self) -> np.ndarray:
+        """Where there is no padding, [B, T]."""
+        return np.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    def some(self, chosen: np.ndarray) -> "Rows":
+        """The rows at `chosen` places."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return Rows(*(None if value is None else value[chosen] for value in values))  # type: ignore[arg-type]
+
+
+class Collator(Protocol):
+    """Makes batches of rows; `scored` tells their scored places before they are read."""
+
+    @property
+    def scoring(self) -> "Collator":
+        """The collator of held-out text."""
+
+    def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
+        """The batch, and for each scored place [K] the place of its token in the flattened `rows.ids`."""
+
+    def scored(self, sizes: Sizes) -> np.ndarray:
+        """Scored places of each row, [B]."""
+
+    def lay_out(self, batch: Batch) -> Batch:
+        """The batch, with a `layout` where its samples are to share rows."""
+
+
+def label_batch(
+    input_ids: Tensor,
+    labels: Tensor,
+    present: Tensor,
+    *,
+    decoder_input_ids: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Batch:
+    """The batch of rows [B, T] whose outputs predict `labels` ([B, T], or [B, L] of `decoder_input_ids`)
+    where these are not UNSCORED; `present` [B, T] is false at padding."""
+    positions = (labels.flatten() != UNSCORED).nonzero().flatten()
+    targets, rows = labels.flatten()[positions], positions // labels.shape[1]
+    batch: Batch = {"input_ids": input_ids, "positions": positions, "targets": targets, "rows": rows}
+    if decoder_input_ids is not None:
+        batch["decoder_input_ids"] = decoder_input_ids
+    if segments is not None:
+        batch["segments"] = segments
+    return batch if present.all() else {**batch, "attention_mask": present.long()}
+
+
+def output_ids(batch: Batch) -> Tensor:
+    """The ids [B, L] of the places that a model's output has: the decoder's, else `input_ids`."""
+    return batch.get("decoder_input_ids", batch["input_ids"])
+
+
+def inputs_of(batch: Batch) -> dict[str, Tensor]:
+    """What of a batch a model takes."""
+    return {name: value for name, value in batch.items() if name in INPUTS and isinstance(value, Tensor)}
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """Labels [B, L] as transformers takes them."""
+    labels = torch.full_like(output_ids(batch).flatten(), UNSCORED)
+    labels[batch["positions"]] = batch["targets"]
+    return labels.view_as(output_ids(batch))
+
+
+def single(batch: Batch, row: int) -> Batch:
+    """One row of a batch as a batch, without a weight."""
+    own, length = batch["rows"] == row, output_ids(batch).shape[1]
+    one: Batch = {
+        "positions": batch["positions"][own] - row * length,
+        "targets": batch["targets"][own],
+        "rows": torch.zeros_like(batch["rows"][own]),
+    }
+    return cast(Batch, {**one, **{name: value[row : row + 1] for name, value in inputs_of(batch).items()}})
+
+
+def idle_batch(batch: Batch) -> Batch:
+    """A batch without scored places, for a process that only takes part in a collective forward pass."""
+    tensors = cast(dict[str, Tensor], batch)
+    scored = ("positions", "targets", "rows", "documents")
+    nothing = {name: value[:0] for name, value in tensors.items() if name in scored}
+    return cast(Batch, {**tensors, **nothing, "idle": torch.tensor(1)})
+
+
+def share_rows(lengths: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packs samples of `lengths` [B] into rows of `width`: the row and the offset of each, [B]. First fit
+    decreasing (Johnson, Demers, Ullman, Garey, Graham, SIAM Journal on Computing 3(4), 1974)."""
+    rows, begins = np.zeros_like(lengths), np.zeros_like(lengths)
+    room = np.full(len(lengths), width)
+    for sample in np.argsort(-lengths, kind="stable"):
+        row = int(np.argmax(room >= lengths[sample]))
+        rows[sample], begins[sample] = row, width - room[row]
+        room[row] -= lengths[sample]
+    return rows, begins
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Lays the samples of a batch out in the cheapest rows, at most as long as the longest sample or `limit`
+    tokens (None: any). A place costs as much as `even` tokens of attention, which masks do not spare."""
+
+    even: int
+    limit: int | None = None
+
+    def cost(self, rows: int, width: int) -> int:
+        return rows * width * (self.even + width)
+
+    def cheapest(self, lengths: np.ndarray, padded: int) -> tuple[np.ndarray, np.ndarray, int, int] | None:
+        """Row and offset of each sample [B], number of rows, width; None where `padded` rows cost no more."""
+        best, least, longest = None, self.cost(len(lengths), padded), int(lengths.max())
+        widths = (int(times * longest) for times in WIDTHS)
+        for width in sorted({min(width, max(longest, self.limit or width)) for width in widths}):
+            rows, begins = share_rows(lengths, width)
+            count, used = int(rows.max()) + 1, int((begins + lengths).max())
+            if self.cost(count, used) < least:
+                best, least = (rows, begins, count, used), self.cost(count, used)
+        return best
+
+    def lay_out(self, batch: Batch) -> Batch:
+        """The batch with its `layout` where shared rows cost less; their rest is filled with padding."""
+        mask = batch.get("attention_mask")
+        if mask is None:
+            return batch
+        lengths, columns = mask.sum(1).cpu().numpy(), np.arange(mask.shape[1])
+        if (found := self.cheapest(lengths, mask.shape[1])) is None:
+            return batch
+        rows, begins, count, width = found
+        present = columns < lengths[:, None]
+        layout = np.full(count * width, np.argmin(present))
+        layout[((rows * width + begins)[:, None] + columns)[present]] = np.flatnonzero(present)
+        return {**batch, "layout": torch.from_numpy(layout).view(count, width).to(mask.device)}

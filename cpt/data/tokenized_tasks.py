@@ -1,0 +1,265 @@
+"""Supervised tasks as token ids: a row for each example, with a mask of its answer, and prompts.
+
+A causal model's row is question and answer tokenised together; an encoder-decoder's is the source, as its
+tokenizer frames it, and then the answer. Every answer ends in the end of sequence."""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from datasets.arrow_writer import ArrowWriter
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from cpt.core.cache import make_once
+from cpt.core.config import digest
+from cpt.data.chat import encode_chat
+from cpt.data.collate import Sizes
+from cpt.data.corpus import Corpus, in_batches
+from cpt.data.example import Example, read_example
+from cpt.data.packing import PADDING, Packed, frame_of, padding_id, terminator
+from cpt.data.sources.base import Encoding
+
+log = logging.getLogger(__name__)
+CACHE_VERSION, ROWS_FILE = 1, "rows.arrow"
+ROW_FEATURES = {
+    **{name: ListOf(Value("int32")) for name in ("ids", "answers")},
+    **{name: Value("int32") for name in ("text_tokens", "answer_tokens", "lengths", "bytes")},
+}
+
+
+@dataclass(frozen=True)
+class EncodedExample:
+    """The ids of an example, which of them are the answer, and how many were cut of its question."""
+
+    ids: list[int]
+    answer: list[bool]
+    cut: int
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An example as a model is asked it. The ids of each choice and of the right answer follow those of the
+    prompt; of an encoder-decoder the prompt is the encoder's, and the decoder writes the answer."""
+
+    example: Example
+    ids: list[int]
+    choices: list[list[int]]
+    reference: list[int]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizes examples for a model of `length` tokens: of a causal one these hold question and answer, of
+    an encoder-decoder (`seq2seq`) either of the two. Raises ValueError, with the example's id, where what may
+    not be cut does not fit."""
+
+    tokenizer: PreTrainedTokenizerBase
+    length: int
+    encoding: Encoding
+    seq2seq: bool
+    longest: dict[tuple[str, ...], int] = field(default_factory=dict)  # choice in tokens, by the choices
+
+    def encode(self, example: Example) -> EncodedExample:
+        return next(self.encode_all([example]))
+
+    def encode_all(self, examples: Sequence[Example]) -> Iterator[EncodedExample]:
+        """The rows of examples, in their order."""
+        plain = [example for example in examples if not example.turns]
+        questions = iter(self.ids_of([example.source for example in plain]))
+        wholes = iter(self.together([(example.source, example.target) for example in plain]))
+        for example in examples:
+            if example.turns:
+                yield self.encode_turns(example, self.encoding)
+            else:
+                question, whole = next(questions), next(wholes)
+                answer = self.answer_of(example.target, question, whole)
+                prompt, cut = self.fit(example, question, answer)
+                yield EncodedExample(prompt + answer, [False] * len(prompt) + [True] * len(answer), cut)
+
+    def encode_turns(self, example: Example, encoding: Encoding) -> EncodedExample:
+        if self.seq2seq:
+            raise ValueError(
+                f"example {example.id} is a chat, which a model with two stacks does not take; allowed: a "
+                "causal model"
+            )
+        return EncodedExample(*encode_chat(example, self.tokenizer, length=self.length, encoding=encoding))
+
+    def prompt(self, example: Example) -> Prompt:
+        """The ids before the answer in the example's row, which are the same for each choice."""
+        if example.turns:
+            row = self.encode_turns(example, Encoding(truncate="tail", scored_turns="last"))
+            begin = row.answer.index(True)
+            return Prompt(example, row.ids[:begin], [], row.ids[begin:])
+        (question,) = self.ids_of([example.source])
+        texts = [*example.choices, example.target]
+        wholes = self.together([(example.source, text) for text in texts])
+        *choices, reference = (
+            self.answer_of(text, question, whole) for text, whole in zip(texts, wholes, strict=True)
+        )
+        return Prompt(example, self.fit(example, question, reference)[0], choices, reference)
+
+    def together(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """The ids of questions with their answers; none for an encoder-decoder, which reads them apart."""
+        return [[]] * len(pairs) if self.seq2seq else self.ids_of([" ".join(pair) for pair in pairs])
+
+    def ids_of(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of questions with the special tokens around them; those spelled out in a text stay text."""
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            list(texts), split_special_tokens=True, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        return encoded if self.seq2seq else [ids[: len(ids) - len(self.frame[1])] for ids in encoded]
+
+    @cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        return frame_of(self.tokenizer)
+
+    @cached_property
+    def ending(self) -> list[int]:
+        """The tokens that end an answer."""
+        return self.frame[1] or terminator(self.tokenizer)
+
+    def answer_of(self, text: str, question: list[int], whole: list[int]) -> list[int]:
+        """The ids of an answer: what follows the question in `whole`; where a token spans both, the answer
+        tokenised on its own."""
+        if self.seq2seq:
+            ids = self.tokenizer(text_target=text, split_special_tokens=True, verbose=False)["input_ids"]
+            return list(ids) if self.frame[1] else [*ids, *self.ending]
+        if question and whole[: len(question)] == question and len(whole) > len(question):
+            return [*whole[len(question) :], *self.ending]
+        apart = self.tokenizer(
+            f" {text}", add_special_tokens=False, split_special_tokens=True, verbose=False
+        )["input_ids"]
+        return [*apart, *self.ending]
+
+    def fit(self, example: Example, question: list[int], answer: list[int]) -> tuple[list[int], int]:
+        """The question's ids, cut so that every answer fits, and how many are cut."""
+        if (longest := self.longest.get(example.choices)) is None:
+            lengths = (len(self.answer_of(each, [], [])) for each in example.choices)
+            longest = self.longest[example.choices] = max(lengths, default=0)
+        room = self.length - (0 if self.seq2seq else max(len(answer), longest))
+        over, needed = len(question) - room, ""
+        if self.seq2seq and len(answer) > self.length:
+            needed = f"its answer alone takes {len(answer)} tokens"
+        elif over <= 0:
+            return question, 0
+        elif self.encoding.truncate == "released" and room > 0:
+            return question[:room], over
+        else:
+            begin, end = self.text_span(example, len(question))
+            kept = end - begin - over
+            if kept >= 0:
+                head = kept if self.encoding.truncate == "tail" else (kept + 1) // 2
+                return question[: begin + head] + question[begin + head + over :], over
+            tokens = len(question) - (end - begin) + self.length - room
+            needed = f"its answer and what may not be cut take {tokens} tokens"
+        raise ValueError(
+            f"example {example.id} of {example.task}: {needed}, and model.length={self.length}; allowed: a "
+            "larger model.length, or a shorter template (domains/template=…)"
+        )
+
+    def text_span(self, example: Example, count: int) -> tuple[int, int]:
+        """Where the example's text is among the first `count` ids of its source."""
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"example {example.id} is too long, and the tokenizer {self.tokenizer.name_or_path} does not "
+                "say where its tokens stand; allowed: a fast tokenizer, or a larger model.length"
+            )
+        begin, end = example.text
+        offsets = self.tokenizer(
+            example.source, split_special_tokens=True, return_offsets_mapping=True, verbose=False
+        )["offset_mapping"][:count]
+        inside = [at for at, (first, last) in enumerate(offsets) if begin <= first < last <= end]
+        return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+
+@dataclass(frozen=True)
+class TokenizedTask(Packed):
+    """Rows of one example each, in the order of the corpus; `bytes` are those of the answers."""
+
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        return self.column("lengths").astype(np.int64)
+
+    @property
+    def tokens_per_row(self) -> float:
+        return float(self.row_lengths.mean())
+
+    @cached_property
+    def answer_tokens(self) -> np.ndarray:
+        """Tokens of each answer with its end of sequence, [rows]."""
+        return self.column("answer_tokens").astype(np.int64)
+
+    @cached_property
+    def columns(self) -> dict[str, Dataset]:
+        return {name: self.rows.with_format("arrow", columns=[name]) for name in ("ids", "answers")}
+
+    def sizes(self, rows: np.ndarray | slice = slice(None)) -> Sizes:
+        return Sizes(self.text_tokens[rows], self.row_lengths[rows], self.answer_tokens[rows])
+
+    def answers(self, rows: np.ndarray) -> np.ndarray:
+        return self.table(rows, "answers", 0).astype(bool)
+
+    def document_of(self, rows: np.ndarray) -> np.ndarray:
+        """The example of each token, [B, length] int64, -1 on padding."""
+        present = np.arange(self.length) < self.row_lengths[rows][:, None]
+        return np.where(present, np.asarray(rows)[:, None], PADDING)
+
+
+def write_examples(
+    path: Path, pairs: Iterable[tuple[EncodedExample, Example]], *, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, int]:
+    """Writes encoded examples as an Arrow file; returns how many, and of how many the question was cut."""
+    special, count, cut = set(tokenizer.all_special_ids), 0, 0
+    with ArrowWriter(path=str(path), features=Features(ROW_FEATURES)) as writer:
+        for row, example in pairs:
+            answers, text = [int(each) for each in row.answer], sum(each not in special for each in row.ids)
+            values = (row.ids, answers, text, sum(answers), len(row.ids), len(example.target.encode()))
+            writer.write(dict(zip(ROW_FEATURES, values, strict=True)))
+            count, cut = count + 1, cut + (row.cut > 0)
+        writer.finalize()
+    return count, cut
+
+
+def open_examples(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenizedTask:
+    rows = Dataset.from_file(str(path))
+    text = TokenizedTask(rows, 0, padding_id(tokenizer), len(rows), 0)
+    size = int(text.column("bytes").sum())
+    return TokenizedTask(rows, int(text.row_lengths.max()), text.pad, len(rows), size)
+
+
+def encode_corpus(
+    corpus: Corpus, split: str, *, encoder: Encoder, name: str, cache: Path, tokenizer_digest: str
+) -> TokenizedTask:
+    """The rows of a split, made once for all runs with these examples, tokenizer and encoding."""
+    options = [vars(encoder.encoding), encoder.length, encoder.seq2seq]
+    made_of = ["examples", CACHE_VERSION, corpus.facts["digest"], split, tokenizer_digest, options]
+
+    def make(folder: Path) -> None:
+        documents = corpus.documents(split)
+        batches = ([read_example(text) for text in texts] for texts in in_batches(documents))
+        pairs = (pair for batch in batches for pair in zip(encoder.encode_all(batch), batch, strict=True))
+        bar = tqdm(pairs, f"tokenising {name}", len(documents), leave=False, unit=" examples", disable=None)
+        count, cut = write_examples(folder / ROWS_FILE, bar, tokenizer=encoder.tokenizer)
+        if cut:
+            log.info(
+                "%s, %s: %d of %d examples are cut to model.length=%d (domains.truncate=%s)",
+                *(name, split, cut, count, encoder.length, encoder.encoding.truncate),
+            )
+
+    folder = make_once(cache / "packed" / f"{name}-{split}-{digest(made_of)}", make=make)
+    return open_examples(folder / ROWS_FILE, encoder.tokenizer)
+
+
+def read_examples(corpus: Corpus, split: str) -> Iterator[Example]:
+    """The examples of a split, in the order of its rows."""
+    for texts in in_batches(corpus.documents(split)):
+        yield from map(read_example, texts)

@@ -1,0 +1,325 @@
+"""A sequence classifier on the body of a language model, fine-tuned on an end task by a plain loop."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import get_total_norm
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from cpt.core.randomness import key, shuffle
+from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneTask, LabelledExample
+from cpt.models.forward import in_mode, mean_over, reader, uncached
+from cpt.models.loading import positions_of
+from cpt.optim.schedulers import Linear, Progress
+
+STD = 0.02  # of a new head where the model's configuration has no initializer_range
+CHECK_EVERY = 20  # steps between two checks of the loss, each of which waits for the device
+
+
+@dataclass(frozen=True)
+class EncodedExamples:
+    """Tokenised examples: ids and, where the tokenizer gives them, types, each a list of [T] int64; labels
+    [N]."""
+
+    ids: list[Tensor]
+    types: list[Tensor] | None
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def batch(self, rows: Sequence[int], *, pad: int, device: torch.device) -> dict[str, Tensor]:
+        """Rows padded at their end to the longest of them: input_ids, attention_mask, perhaps token_type_ids
+        [B, T], and labels [B]."""
+        chosen = [self.ids[row] for row in rows]
+        lengths = torch.tensor([len(ids) for ids in chosen])
+        batch = {
+            "input_ids": nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=pad),
+            "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+            "labels": self.labels[torch.as_tensor(rows)],
+        }
+        if self.types is not None:
+            types = [self.types[row] for row in rows]
+            batch["token_type_ids"] = nn.utils.rnn.pad_sequence(types, batch_first=True)
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def encode_examples(
+    examples: Sequence[LabelledExample],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    classes: Sequence[str],
+    types: bool,
+) -> EncodedExamples:
+    """Examples as a tokenizer's own template has them, cut at the longer text to `length` tokens in all."""
+    rows: list[dict[str, Any]] = [{}] * len(examples)
+    for paired in (False, True):
+        places = [place for place, each in enumerate(examples) if (each.text_pair is not None) == paired]
+        if not places:
+            continue
+        texts = [[examples[place].text for place in places]]
+        if paired:
+            texts.append([examples[place].text_pair for place in places])
+        found = tokenizer(*texts, truncation="longest_first", max_length=length, padding=False)
+        for number, place in enumerate(places):
+            rows[place] = {name: values[number] for name, values in found.items()}
+    number_of = {name: number for number, name in enumerate(classes)}
+    typed = types and any(any(row.get("token_type_ids", ())) for row in rows)
+    return EncodedExamples(
+        ids=[torch.tensor(row["input_ids"]) for row in rows],
+        types=[torch.tensor(row["token_type_ids"]) for row in rows] if typed else None,
+        labels=torch.tensor([number_of[each.label] for each in examples]),
+    )
+
+
+@dataclass(frozen=True)
+class FinetuneJob:
+    """A task's encoded splits, and how it is learned: `dev` is None where it is not used."""
+
+    name: str
+    train: EncodedExamples
+    dev: EncodedExamples | None
+    test: EncodedExamples
+    classes: int
+    settings: FinetuneOptions
+    pad: int
+    eval_batch_size: int
+
+    @property
+    def steps(self) -> int:
+        return -(-len(self.train) // self.settings.batch_size) * self.settings.epochs
+
+    def batches(self, seed: int, epoch: int) -> list[np.ndarray]:
+        """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
+        batches together the rows of near length share one, which saves padding."""
+        size, stream = self.settings.batch_size, key("end task", self.name, seed, epoch)
+
+        def split(rows: np.ndarray, size: int) -> list[np.ndarray]:
+            return [rows[first : first + size] for first in range(0, len(rows), size)]
+
+        rows = shuffle(np.arange(len(self.train)), len(self.train), stream=stream)
+        if self.settings.grouped == 1:
+            return split(rows, size)
+        lengths = np.array([len(ids) for ids in self.train.ids])
+        spans = split(rows, size * self.settings.grouped)
+        sorted_spans = [span[np.argsort(lengths[span], kind="stable")] for span in spans]
+        batches = [batch for span in sorted_spans for batch in split(span, size)]
+        return [batches[place] for place in shuffle(np.arange(len(batches)), len(batches), stream=stream)]
+
+
+def make_job(
+    task: FinetuneTask,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    eval_batch_size: int,
+) -> FinetuneJob:
+    """A task encoded for a model, in examples of `length` tokens. The tokenizer's truncation is changed."""
+    types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells the texts of a pair apart
+    how = {"length": length, "classes": task.classes, "types": types}
+    return FinetuneJob(
+        name=task.name,
+        train=encode_examples(task.train, tokenizer, **how),
+        dev=encode_examples(task.dev, tokenizer, **how) if task.dev else None,
+        test=encode_examples(task.test, tokenizer, **how),
+        classes=len(task.classes),
+        settings=task.settings,
+        pad=tokenizer.pad_token_id or 0,
+        eval_batch_size=eval_batch_size,
+    )
+
+
+def longest(model: PreTrainedModel, length: int) -> int:
+    """The tokens of an example that a model takes, `length` at most: a prompt has positions too."""
+    limit = positions_of(model)
+    taken = sum(getattr(part, "positions_taken", 0) for part in model.modules())
+    return length if limit is None else min(length, limit - taken)
+
+
+class Classifier(nn.Module):
+    """A copy of a model's body with a new head: dropout, D x D, tanh, dropout, D x C, as of RoBERTa (Liu et
+    al., 2019). It reads the first token of a masked model, the last token of the text of a causal one, and of
+    an encoder with a decoder the mean over the text.
+
+    All of the copy is trained but modules with `stays_in_end_tasks`; with `frozen`, the head alone. Weights
+    are float32. Random numbers come from torch's generator of the CPU."""
+
+    def __init__(self, model: PreTrainedModel, *, classes: int, dropout: float, frozen: bool) -> None:
+        super().__init__()
+        masked = MODEL_FOR_MASKED_LM_MAPPING
+        self.first = type(model.config) in masked and isinstance(model, masked[type(model.config)])
+        self.mean = model.config.is_encoder_decoder
+        self.body = deepcopy(reader(model)).float().requires_grad_(not frozen)
+        for part in self.body.modules():
+            if getattr(part, "stays_in_end_tasks", False):
+                part.requires_grad_(False)
+        self.frozen, self.options = frozen, uncached(self.body)
+        token = torch.ones((1, 1), dtype=torch.long, device=next(self.body.parameters()).device)
+        with torch.no_grad(), in_mode(self.body, training=False):
+            output = self.body(input_ids=token, attention_mask=token, **self.options)
+        width = output.last_hidden_state.shape[-1]
+        self.dropout = nn.Dropout(dropout)
+        self.dense, self.out = nn.Linear(width, width), nn.Linear(width, classes)
+        std = getattr(model.config, "initializer_range", None) or STD
+        for linear in (self.dense, self.out):
+            nn.init.normal_(linear.weight, std=std)
+            nn.init.zeros_(linear.bias)
+
+    def train(self, mode: bool = True) -> "Classifier":
+        super().train(mode)
+        if self.frozen:
+            self.body.eval()
+        return self
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Logits [B, C] of a batch."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        present = batch["attention_mask"]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            hidden = self.body(**inputs, **self.options).last_hidden_state  # [B, T, D]
+        if self.mean:
+            pooled = mean_over(hidden, present)
+        else:
+            last = 0 if self.first else present.sum(1) - 1
+            pooled = hidden[torch.arange(len(hidden), device=hidden.device), last]
+        return self.out(self.dropout(torch.tanh(self.dense(self.dropout(pooled)))))
+
+
+@contextmanager
+def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]:
+    """Afterwards torch's generators of the CPU and of the device are as they were before. What is drawn
+    meanwhile is a function of a key, where its parts are given."""
+    cpu = device.type == "cpu"
+    with torch.random.fork_rng(
+        [] if cpu else [device.index or 0], device_type="cuda" if cpu else device.type
+    ):
+        number = key(*parts) % 2**63
+        if parts:
+            torch.random.default_generator.manual_seed(number)
+        if parts and device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(number)
+        elif parts and not cpu:
+            getattr(torch, device.type).manual_seed(number)
+        yield
+
+
+def fine_tune(
+    model: PreTrainedModel, job: FinetuneJob, *, seed: int, device: torch.device, step: Callable[[], object]
+) -> tuple[np.ndarray, int]:
+    """Learns a task on a copy of a model; gives the predicted class of each test example, [N], and the epoch
+    whose model made them, counted from 1. `step` is called after every optimizer step.
+
+    The result is a function of model, task and seed; model and torch's generators stay as they are. Raises
+    ValueError where the loss is not finite."""
+    settings = job.settings
+    with forked_generators(device, "end task", job.name, seed):
+        classifier = Classifier(
+            model, classes=job.classes, dropout=settings.dropout, frozen=settings.frozen
+        ).to(device)
+        optimizer, schedule = make_optimizer(classifier, job)
+        best: tuple[float, int, dict[str, Tensor]] | None = None
+        for epoch in range(1, settings.epochs + 1):
+            train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch, step=step)
+            if job.dev is not None:
+                score = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
+                if best is None or score[settings.metric] > best[0]:
+                    state = {name: value.cpu().clone() for name, value in classifier.state_dict().items()}
+                    best = score[settings.metric], epoch, state
+        if best is not None:
+            classifier.load_state_dict(best[2])
+        return predict(classifier, job, job.test).numpy(), best[1] if best else settings.epochs
+
+
+def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
+    trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=job.settings.lr, weight_decay=job.settings.weight_decay, fused=True
+    )
+    policy = Linear(warmup=job.settings.warmup)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: policy(Progress.alone(step, steps=job.steps))
+    )
+
+
+def gradient_norm(classifier: Classifier) -> Tensor:
+    """That of all that is trained, a scalar."""
+    return get_total_norm([each.grad for each in classifier.parameters() if each.grad is not None])
+
+
+def train_epoch(
+    classifier: Classifier,
+    job: FinetuneJob,
+    optimizer: torch.optim.Optimizer,
+    schedule: Any,
+    *,
+    seed: int,
+    epoch: int,
+    step: Callable[[], object],
+) -> None:
+    """An epoch of training; ValueError where loss or gradient are not finite, on which no step is made."""
+    device = classifier.out.weight.device
+    failed = torch.full((), math.inf, device=device)  # the first step that was not made
+    mixed = job.settings.precision == "bf16-mixed"
+    classifier.train()
+    batches = job.batches(seed, epoch)
+    for number, rows in enumerate(batches, start=1):
+        batch = job.train.batch(rows, pad=job.pad, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+            logits = classifier(batch)
+        loss = functional.cross_entropy(logits.float(), batch["labels"])
+        loss.backward()
+        fine = (loss.detach() + gradient_norm(classifier)).isfinite()
+        optimizer.found_inf = (~fine).float()  # with which a fused optimizer makes no step
+        failed = torch.where(fine, failed, failed.clamp_max(number))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (number % CHECK_EVERY == 0 or number == len(batches)) and torch.isfinite(failed):
+            raise ValueError(
+                f"loss or gradient of end task {job.name}, seed {seed}, are not finite at step {int(failed)} "
+                f"of epoch {epoch}; a lower rate (endtask.lr, +endtask.tasks.{job.name}.lr) or "
+                "endtask.precision=32-true may help"
+            )
+        step()
+
+
+@torch.no_grad()
+def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples) -> Tensor:
+    """The most probable class of each example, [N] int64 on the CPU."""
+    device, mixed = classifier.out.weight.device, job.settings.precision == "bf16-mixed"
+    classifier.eval()
+    found = torch.empty(len(examples), dtype=torch.long, device=device)
+    order = sorted(range(len(examples)), key=lambda row: -len(examples.ids[row]))  # near lengths together
+    for first in range(0, len(order), job.eval_batch_size):
+        rows = order[first : first + job.eval_batch_size]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+            logits = classifier(examples.batch(rows, pad=job.pad, device=device))
+        found[torch.tensor(rows, device=device)] = logits.float().argmax(-1)
+    return found.cpu()
+
+
+def scores_of(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, float]:
+    """Macro-F1, micro-F1 and accuracy of predicted classes [N], 0 to 1.
+
+    A class of train with neither an example nor a prediction here has no F1 and is left out of the macro
+    average, so that a class that test lacks (SUBSTRATE_PRODUCT-OF of ChemProt) does not lower it; one that is
+    predicted without an example counts as 0. Micro-F1 of single labels is accuracy."""
+    given = {"preds": predictions, "target": labels, "num_classes": classes}
+    return {
+        "macro_f1": multiclass_f1_score(**given, average="macro").item(),
+        "micro_f1": multiclass_f1_score(**given, average="micro").item(),
+        "accuracy": multiclass_accuracy(**given, average="micro").item(),
+    }

@@ -1,0 +1,421 @@
+"""End tasks: their options, and where their examples come from. Nothing here needs torch."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from cpt.core import rules
+from cpt.core.errors import reason
+from cpt.core.options import Options, option
+from cpt.data.sources import readers
+from cpt.evaluation.task_metrics import ENDTASK_METRICS
+
+EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
+OF_ALL_TASKS = ("when", "seeds", "eval_batch_size")  # options that no source is told
+TABLE_KINDS = tuple(each for each in readers.KINDS if each not in (".txt", ".md"))
+FILE_SPLITS = {"train": "train", "dev": "valid", "test": "test"}  # as cpt.data.sources.readers calls them
+FINETUNE_FORMAT = 1  # counts changes of what a prediction file depends on
+
+
+BELOW_1 = rules.number("0 or more and below 1")
+SEEDS = rules.Rule(
+    lambda given: rules.is_list(given, lambda x: rules.is_whole(x, 0)) and 0 < len(given) == len({*given}),
+    "a list of different whole numbers, 0 or more",
+)
+TASKS = rules.Rule(
+    lambda given: isinstance(given, Mapping) and all(isinstance(x, Mapping | None) for x in given.values()),
+    "for each task its own values, or null",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions(Options):
+    """How a task is learned and scored; a task may have its own."""
+
+    epochs: int = option("passes over the task's training examples", rules.whole(1))
+    lr: float = option("peak learning rate", rules.number("above 0"))
+    weight_decay: float = option("on all parameters", rules.number("0 or more"))
+    warmup: float = option("share of the steps; then linear decay", BELOW_1)
+    batch_size: int = option("examples per step", rules.whole(1))
+    grouped: int = option("so many batches are sorted by length together; 1: a plain shuffle", rules.whole(1))
+    length: int = option("tokens of text and pair together, at most", rules.whole(8))
+    precision: str = option("of the computation", rules.one_of("32-true", "bf16-mixed"))
+    dropout: float = option("of the head; in the model it is the model's own", BELOW_1)
+    frozen: bool = option("the head alone is trained", rules.YES_NO)
+    metric: str = option("what MF1 means for a task", rules.one_of(*ENDTASK_METRICS))
+    select: str = option("the epoch that counts: the last, or the best on dev", rules.one_of("last", "dev"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneProtocol(Options):
+    """Options of all tasks together."""
+
+    when: str = option(
+        "after which stages: the last, each, or on the stage's own domain",
+        rules.one_of("last", "each", "diagonal"),
+    )
+    seeds: Sequence[int] = option("of fine-tuning, each a run", SEEDS)
+    eval_batch_size: int = option("examples per forward pass", rules.whole(1))
+    columns: Mapping[str, Any] = option("of the files: id, text, text_pair, label", rules.MAPPING)
+    tasks: Any = option("values of single tasks, by domain; null: left out", rules.or_null(TASKS))
+
+
+SETTINGS = tuple(each.name for each in fields(FinetuneOptions))
+RULES = {e.name: e.metadata["rule"] for kind in (FinetuneOptions, FinetuneProtocol) for e in fields(kind)}
+# Of sources' own options.
+RULES |= dict.fromkeys(("folder", "path", "cache"), rules.TEXT)
+RULES |= {"root": rules.or_null(rules.TEXT), "packages": rules.or_null(rules.TEXTS_BY_KEY)}
+
+
+@dataclass(frozen=True)
+class LabelledExample:
+    """A text, or a pair of texts, and its label."""
+
+    id: str
+    text: str
+    text_pair: str | None
+    label: str
+
+
+@dataclass(frozen=True)
+class FinetuneTask:
+    """A task's examples. `dev` is empty where it is not used."""
+
+    name: str
+    train: list[LabelledExample]
+    dev: list[LabelledExample]
+    test: list[LabelledExample]
+    classes: list[str]
+    settings: FinetuneOptions
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for splits that can not be learned and scored."""
+        dev = {"dev": self.dev} if self.settings.select == "dev" else {}
+        for split, examples in {"train": self.train, "test": self.test, **dev}.items():
+            if not examples:
+                raise ValueError(f"end task {self.name} has no example in {split}; needed is one or more")
+            if len(self.classes) < 2:
+                only = f"{self.classes[0]!r}; needed are two or more"
+                raise ValueError(f"end task {self.name} has one class in train, {only}")
+            unknown = next((each for each in examples if each.label not in set(self.classes)), None)
+            if unknown and split != "train":
+                raise ValueError(
+                    f"end task {self.name}: the label {unknown.label!r} of {unknown.id} in {split} is not in "
+                    f"train; allowed: {', '.join(self.classes)}"
+                )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a fine-tuning."""
+        return -(-len(self.train) // self.settings.batch_size) * self.settings.epochs
+
+    @cached_property
+    def content(self) -> str:
+        """A hash of the examples that are used, in their order."""
+        splits = [[asdict(example) for example in split] for split in (self.train, self.dev, self.test)]
+        return hash_json([self.name, self.classes, splits])
+
+    def digest(self, seed: int) -> str:
+        """A hash of what the predictions of a seed depend on besides the model."""
+        return hash_json([FINETUNE_FORMAT, self.content, asdict(self.settings), seed])
+
+
+def hash_json(value: Any) -> str:
+    """A hash of any JSON value, 16 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+class TaskSource(ABC):
+    """Where the examples come from. `tasks` has the values of single tasks, which replace those of all, or
+    None for a task that is left out."""
+
+    OPTIONS: tuple[str, ...]  # its own options
+    OWN: tuple[str, ...]  # what a task may have of its own besides FinetuneOptions
+
+    def __init__(self, *, tasks: Mapping[str, Mapping[str, Any] | None] | None, **shared: Any) -> None:
+        given = tasks or {}
+        self.tasks = {name: dict(own) for name, own in given.items() if own is not None}
+        self.left_out, self.shared = given.keys() - self.tasks.keys(), shared
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The tasks that there are, whether their domains are learned or not."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether a task's data are there, as far as that is known at once."""
+
+    @abstractmethod
+    def read(self, name: str, split: str) -> list[LabelledExample]:
+        """The examples of train, dev or test; none for a missing dev. ValueError for what can not be read."""
+
+    @abstractmethod
+    def fingerprint(self, name: str) -> Any:
+        """What decides the result of `read`, cheaply: names, sizes, times."""
+
+    def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
+        """The labels that a task has, sorted: those of train."""
+        return sorted({example.label for example in train})
+
+    def values(self, name: str) -> dict[str, Any]:
+        """The options as they are for a task; its columns one by one."""
+        own = self.tasks.get(name, {})
+        columns = {**self.shared["columns"], **(own.get("columns") or {})}
+        return {**self.shared, **own, "columns": columns}
+
+
+class FileTasks(TaskSource):
+    """root/folder/<task>/{train,dev,test} as .jsonl, .json, .csv or .parquet, also .gz, in one file or more
+    (train-00000-of-00002.parquet). `splits=das` takes the examples of all files and splits them by their
+    field `das_split`, which says how DAS did it (Ke et al., ICLR 2023)."""
+
+    OPTIONS = ("root", "folder")
+    OWN = ("path", "columns", "splits")
+
+    def __init__(self, *, root: str | None, folder: str, **shared: Any) -> None:
+        super().__init__(**shared)
+        if root is None:
+            raise ValueError(f"endtask.root=null; give the folder in which {folder}/ lies")
+        self.root = Path(root) / folder
+        own = {f"endtask.tasks.{name}": self.values(name) for name in self.tasks}
+        for prefix, values in {"endtask": self.shared, **own}.items():
+            if values["splits"] not in ("own", "das"):
+                raise ValueError(f"{prefix}.splits={values['splits']}; allowed: own, das")
+        if not self.root.is_dir():
+            raise ValueError(f"endtask.root={root}: there is no folder {self.root}")
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are named, and the other folders."""
+        folders = (path.name for path in self.root.iterdir() if path.is_dir() and path.name[0] != ".")
+        return list(dict.fromkeys([*self.tasks, *sorted(set(folders) - self.left_out)]))
+
+    def exists(self, name: str) -> bool:
+        return self.folder(name).is_dir()
+
+    def folder(self, name: str) -> Path:
+        return self.root / self.values(name).get("path", name)
+
+    def files(self, name: str, split: str) -> list[Path]:
+        """The files of a split, sorted. Raises ValueError where there are none, or some of another kind."""
+        folder = self.folder(name)
+        if not folder.is_dir():
+            raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
+        with readers.naming_file(folder):
+            found = sorted(path for path in folder.iterdir() if path.name[0] != ".")
+        named = [(path, readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
+        files = [
+            path for path, match in named if match and readers.SPLITS[match[1].lower()] == FILE_SPLITS[split]
+        ]
+        if unread := [path for path in files if readers.kind(path) not in TABLE_KINDS]:
+            raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
+        if not files and split != "dev":
+            allowed = ", ".join(f"{split}{each}" for each in TABLE_KINDS)
+            raise ValueError(
+                f"endtask.tasks.{name}: no {split} file in {folder}; allowed: {allowed}, also .gz .zst"
+            )
+        return files
+
+    def fingerprint(self, name: str) -> Any:
+        return readers.stamps(path for split in FILE_SPLITS for path in self.files(name, split))
+
+    def examples(self, name: str, split: str) -> Iterator[tuple[LabelledExample, Mapping[str, Any]]]:
+        """Each example of a split's files with all of its row."""
+        columns, place = self.values(name)["columns"], 0
+        for path in self.files(name, split):
+            own = readers.kind(path)
+            with readers.naming_file(path):
+                read = readers.csv_rows(path) if own == ".csv" else readers.json_rows(path)
+                for where, row in readers.parquet_rows(path, "") if own == ".parquet" else read:
+                    yield parse_example(where, row, columns=columns, instead=f"{split}-{place}"), row
+                    place += 1
+
+    def read(self, name: str, split: str) -> list[LabelledExample]:
+        if self.values(name)["splits"] == "own":
+            return [example for example, _ in self.examples(name, split)]
+        prefix, chosen = f"endtask.tasks.{name}", []
+        if split == "dev":
+            raise ValueError(f"{prefix}.select=dev with splits=das, which has no dev; allowed: select=last")
+        for example, row in (pair for each in FILE_SPLITS for pair in self.examples(name, each)):
+            if (its := row.get("das_split")) not in ("train", "test"):
+                raise ValueError(
+                    f"{prefix}.splits=das: {example.id} has das_split={its}; allowed: train, test in every "
+                    f"example, or {prefix}.splits=own"
+                )
+            chosen += [example] * (its == split)
+        return chosen
+
+    def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
+        """The labels of the train file, sorted: DAS moves all examples of a rare class to test."""
+        if self.values(name)["splits"] == "das":
+            train = [example for example, _ in self.examples(name, "train")]
+        return super().classes(name, train)
+
+
+class HubTasks(TaskSource):
+    """What `datasets.load_dataset` takes, also local folders: `tasks[name]` has `path`, and optionally `name`
+    (the configuration), `splits` and `columns`. Class numbers become the names that the data set has."""
+
+    OPTIONS = ()
+    OWN = ("path", "name", "columns", "splits")
+
+    def __init__(self, **shared: Any) -> None:
+        super().__init__(**shared)
+        if not self.tasks:
+            raise ValueError("endtask=hub needs tasks, like '+endtask.tasks.news={path: ag_news}'")
+        for name in self.tasks:
+            entry = self.values(name)
+            splits = entry["splits"]
+            named = isinstance(splits, Mapping) and set(splits) <= set(FILE_SPLITS)
+            if "path" not in entry or not named or not all(map(splits.get, ("train", "test"))):
+                raise ValueError(
+                    f"endtask.tasks.{name} has path={entry.get('path')}, splits={splits}; allowed: a path, "
+                    "and splits like {train: train, dev: validation, test: test}, where dev may be null"
+                )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.tasks)
+
+    def exists(self, name: str) -> bool:
+        return False  # a name says nothing: only a domain's is right
+
+    def fingerprint(self, name: str) -> Any:
+        entry = self.values(name)
+        local = sorted(Path(entry["path"]).rglob("*"))
+        return [entry["path"], entry.get("name"), readers.stamps(each for each in local if each.is_file())]
+
+    def read(self, name: str, split: str) -> list[LabelledExample]:
+        import pyarrow
+        from datasets import ClassLabel, load_dataset  # seconds, which only this source has to wait for
+        from datasets.exceptions import DatasetsError
+
+        entry = self.values(name)
+        columns, wanted = entry["columns"], entry["splits"].get(split)
+        if wanted is None:
+            return []
+        try:
+            rows = load_dataset(entry["path"], entry.get("name"), split=wanted)
+        except (DatasetsError, OSError, ValueError, pyarrow.ArrowException) as error:
+            raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {readers.cause(error)}") from error
+        label = columns["label"]
+        feature, examples = rows.features.get(label), []
+        for place, row in enumerate(rows):
+            if isinstance(feature, ClassLabel):  # -1: the data set gives no label
+                given = row[label]
+                row = {**row, label: None if given is None or given < 0 else feature.names[given]}
+            where = f"{entry['path']} ({wanted}), row {place}"
+            examples.append(parse_example(where, row, columns=columns, instead=f"{split}-{place}"))
+        return examples
+
+
+def parse_example(
+    where: str, row: Any, *, columns: Mapping[str, str | None], instead: str
+) -> LabelledExample:
+    """An example from a row. Where the first of the two texts is empty, the other stands alone; `instead` is
+    its id where no column has one. Raises ValueError for a row that lacks a column, a text or a label."""
+    used = {name: column for name, column in columns.items() if column is not None}
+    for name, column in used.items():
+        if not isinstance(row, Mapping) or column not in row:
+            has = ", ".join(row) if isinstance(row, Mapping) else f"{row!r:.60}"
+            raise ValueError(f"{where} has no column {column!r}; it has {has} (endtask.columns.{name})")
+    texts = []
+    for column in (used[name] for name in ("text", "text_pair") if name in used):
+        if row[column] is not None and not isinstance(row[column], str):
+            raise ValueError(f"{where}: column {column!r} is not text: {row[column]!r:.60}")
+        texts += [row[column]] * bool(row[column] and not row[column].isspace())
+    if not texts:
+        raise ValueError(f"{where} has no text; needed is one (endtask.columns.text, text_pair)")
+    label = row[used["label"]] if "label" in used else None
+    if not isinstance(label, str | int) or not str(label).strip():
+        raise ValueError(f"{where}: the label is {label!r:.60}; allowed: a word or a whole number")
+    name = str(row[used["id"]]) if "id" in used else instead
+    return LabelledExample(name, texts[0], texts[1] if len(texts) > 1 else None, str(label))
+
+
+@dataclass(frozen=True)
+class FinetunePlan:
+    """Options that have been checked, and the tasks of a run in the order of learning."""
+
+    source: TaskSource
+    when: str
+    seeds: list[int]
+    eval_batch_size: int
+    tasks: list[str]
+    stamp: str  # a hash of sizes and times of the data
+
+    def settings(self, name: str) -> FinetuneOptions:
+        values = self.source.values(name)
+        return FinetuneOptions(**{key: values[key] for key in SETTINGS})
+
+    def task(self, name: str) -> FinetuneTask:
+        """A task with its examples; dev is read only where it is used."""
+        settings, read = self.settings(name), partial(self.source.read, name)
+        dev = read("dev") if settings.select == "dev" else []
+        train, test = read("train"), read("test")
+        return FinetuneTask(name, train, dev, test, self.source.classes(name, train), settings)
+
+
+def plan_endtasks(
+    options: Mapping[str, Any], source_names: Sequence[str] | None, order: Sequence[str]
+) -> FinetunePlan | None:
+    """The plan of the end tasks of a run that learns the domains of `order`; None where none are asked for.
+
+    `source_names` are the domains that could be learned; a task of any other name is an error unless its data
+    are there, so that one set of tasks serves any choice of its domains. No text is read, and torch not
+    imported. Raises ValueError for options that are wrong, and where no task belongs to a learned domain."""
+    if not options or options.get("_target_") is None:
+        return None
+    if OmegaConf.is_config(options):
+        options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
+    given = {key: value for key, value in options.items() if key != "name"}
+    target = given.pop("_target_")
+    rules.TEXT.check("endtask._target_", target)
+    try:
+        source_class = get_class(target)
+    except Exception as error:  # whatever a module raises while it is read in
+        raise ValueError(f"endtask._target_={target}: {reason(error)}; allowed: module.Class") from error
+    if not issubclass(source_class, TaskSource):
+        allowed = f"{TaskSource.__module__}.TaskSource"
+        raise ValueError(f"endtask._target_={target}; allowed: a class below {allowed}")
+    allowed = (*SETTINGS, *OF_ALL_TASKS, "tasks", "columns", "splits", *source_class.OPTIONS)
+    check_task_values("endtask", given, allowed=allowed)
+    if missing := sorted(set(allowed) - set(given)):
+        raise ValueError(f"endtask lacks {', '.join(missing)}; allowed: {', '.join(allowed)}")
+    source = source_class(**{key: value for key, value in given.items() if key not in OF_ALL_TASKS})
+    for name, own in source.tasks.items():
+        prefix = f"endtask.tasks.{name}"
+        if source_names is not None and name not in source_names and not source.exists(name):
+            allowed = ", ".join(sorted(source_names))
+            raise ValueError(f"{prefix}: there is no such domain; allowed: {allowed}")
+        check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
+    learned = [name for name in order if name in source.names]
+    if not learned:
+        raise ValueError(
+            f"endtask={options.get('name')}: no task belongs to a domain of order={rules.show(list(order))}; "
+            f"there are: {', '.join(source.names) or 'none'}"
+        )
+    stamp = hash_json([source.fingerprint(name) for name in learned])
+    return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
+
+
+def check_task_values(prefix: str, values: Mapping[str, Any], *, allowed: Sequence[str] = ()) -> None:
+    """Raises ValueError for an option that is not allowed, and for a value that is not; a missing one is not
+    looked at."""
+    if allowed and (wrong := sorted(set(values) - set(allowed))):
+        raise ValueError(f"{prefix} has {', '.join(wrong)}; allowed: {', '.join(allowed)}")
+    for key, value in values.items():
+        if key in RULES:
+            RULES[key].check(f"{prefix}.{key}", value)
+    if unknown := sorted(set(values.get("columns") or ()) - set(EXAMPLE_COLUMNS)):
+        known = ", ".join(EXAMPLE_COLUMNS)
+        raise ValueError(f"{prefix}.columns names {', '.join(unknown)}; allowed: {known}")

@@ -1,0 +1,67 @@
+"""Journal of a run's rows: `scores.jsonl`, with a line for each row that `scores.json` does not have yet.
+
+Of N domains `scores.json` has N x N cells. A run rewrites it after a share of its rows, and appends a line
+for each row until then, so that a row costs what it has measured. A reader takes the journal first and then
+`scores.json`, which has no less than when the journal was read. A line says all that a row has and may be
+applied twice; it counts when it ends in a newline. So a process may be killed between any two writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from cpt.core.files import sync
+from cpt.core.schema import check_types
+
+MetricRecord = dict[str, Any]  # what was measured of a row: the fields of RECORD, and costs
+RECORD = {"row": int, "name": str, "nll": dict[str, float | None], "parts": dict[str, dict[str, float]]}
+RECORD |= {"phases": dict[str, float], "monitor": dict[str, dict[str, Any]]}
+
+
+def journal_file(scores: Path) -> Path:
+    return Path(scores).with_suffix(".jsonl")
+
+
+def append_row(scores: Path, line: str) -> None:
+    """Appends a line to the journal beside a `scores.json`, and flushes it to disk."""
+    path = journal_file(scores)
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync(path.parent)
+
+
+def remove_journal(scores: Path) -> None:
+    """Removes the journal, once the disk holds the `scores.json` that has its rows."""
+    path = journal_file(scores)
+    if path.exists():
+        sync(path.parent)
+        path.unlink()
+
+
+def read_journal(scores: Path) -> list[MetricRecord]:
+    """The records beside a `scores.json`, none where there is no journal. Raises ValueError for a damaged
+    one."""
+    path, records = journal_file(scores), []
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            check_types({"line": record}, {"line": dict[str, Any]})
+            check_types(record, RECORD)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path.name}, line {number}: {error}") from None
+        records.append(record)
+    return records
+
+
+def rows_so_far(scores: Path, rows: int) -> int:
+    """The rows of a run whose `scores.json` has `rows`. Raises ValueError for a damaged line."""
+    return max([rows, *(record["row"] + 1 for record in read_journal(scores))])

@@ -1,0 +1,246 @@
+"""The lm-evaluation-harness: its tasks, and measuring them on a model in memory. It may not be installed."""
+
+import io
+import json
+import logging
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from lm_eval import __version__ as VERSION
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.evaluator_utils import get_sample_size
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt.core.config import digest
+from cpt.core.errors import reason, unknown_name
+from cpt.evaluation.options import LMEvalOptions
+from cpt.models.forward import in_mode
+
+log = logging.getLogger(__name__)
+RESULTS_FORMAT = 1  # counts changes of what a file of results depends on
+# What the harness's own program seeds python, NumPy, torch and the choice of shots with.
+RANDOM_SEED, OTHER_SEED = 0, 1234
+DRAWS = 100  # of the bootstrap, where an error has no formula
+MIXED = {"16": "float16", "16-mixed": "float16", "bf16": "bfloat16", "bf16-mixed": "bfloat16"}
+REQUESTS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+
+
+@dataclass(frozen=True)
+class Column:
+    """What one number stands for: a task of the harness, or a group that has a mean of its own."""
+
+    name: str
+    tasks: Mapping[str, Task]
+    groups: Mapping[str, Any]
+
+    @property
+    def shots(self) -> int | None:
+        """Examples before each question; None of a group whose tasks differ."""
+        return common([task.get_config("num_fewshot") for task in self.tasks.values()])
+
+    def chance(self, limit: float | None) -> float | None:
+        """The mean of 1 / choices over the examples of a multiple choice; None where it is not known, or the
+        tasks of a group differ."""
+        found: list[float | None] = []
+        for task in self.tasks.values():
+            if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):
+                return None
+            documents = list(task.eval_docs)[: get_sample_size(task, limit)]
+            found.append(float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents])))
+        return common(found)
+
+
+def common(values: Sequence[Any]) -> Any:
+    """The value that all have; None where they differ."""
+    return values[0] if len(set(values)) == 1 else None
+
+
+class Harness:
+    """The tasks of a run, read at once, so that an error in them is reported before hours of training. Raises
+    ValueError for an unknown task or metric, one whose data cannot be read, that runs code which the model
+    writes, or that is not about text alone."""
+
+    version = VERSION
+
+    def __init__(self, options: LMEvalOptions, *, precision: Any = "32-true") -> None:
+        self.options, self.mixed = options, MIXED.get(str(precision))
+        self.columns: dict[str, Column] = {}
+        with silence():
+            # The harness's own 14,000 names take long to read: only where one is asked for.
+            manager = TaskManager(include_path=options.include, include_defaults=False)
+            if not set(options.tasks) <= set(manager.all_tasks):
+                manager = TaskManager(include_path=options.include)
+            for name in options.tasks:
+                self.columns |= {column.name: column for column in load_columns(manager, name)}
+        tasks = {name: task for column in self.columns.values() for name, task in column.tasks.items()}
+        for name, task in tasks.items():
+            if getattr(task, "UNSAFE_CODE", False):
+                raise ValueError(f"probe.tasks={name} runs code that the model writes; not allowed")
+            if getattr(task, "MULTIMODAL", False):
+                raise ValueError(f"probe.tasks={name} has pictures or sounds; allowed: tasks of text")
+            own, shots = task.get_config("num_fewshot"), options.shots
+            if shots is not None and own == 0 != shots:  # as the harness's own program: 0 stays 0
+                log.info("probe.shots=%d has no effect on %s, which is asked without examples", shots, name)
+            elif shots is not None or own is None:
+                task.set_config("num_fewshot", shots or 0)
+        for name, metric in options.metrics.items():
+            if name not in self.columns:
+                raise ValueError(unknown_name(f"probe.metrics.{name}", self.columns))
+            known = {each for task in self.columns[name].tasks.values() for each in task.aggregation()}
+            if known and metric.partition(",")[0] not in known:
+                raise ValueError(f"probe.metrics.{name}={metric}; allowed: {', '.join(sorted(known))}")
+        self.contents = {name: hash_task(task) for name, task in tasks.items()}
+
+    def digest(self, name: str) -> str:
+        """What a task's results depend on besides the model: the harness, the task, its data, the options."""
+        contents = [self.contents[task] for task in self.columns[name].tasks]
+        options = [self.options.limit, self.options.max_length, self.mixed]
+        return digest([RESULTS_FORMAT, self.version, name, contents, options])
+
+    def measure(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        expect: Callable[[int], object],
+        step: Callable[[], object],
+    ) -> dict[str, Any]:
+        """All metrics of a task on a model, where the model is: {metric: {value, error, higher}}, with what
+        they were measured on. `expect` is called with the number of requests to come, `step` after each.
+
+        The model's weights and mode, and the generators of python, NumPy and torch, stay as they were."""
+        column, options = self.columns[name], self.options
+        tasks = {"tasks": dict(column.tasks), "groups": dict(column.groups), "group_map": {}}
+        causal = not model.config.is_encoder_decoder
+        last = tokenizer("a")["input_ids"][-1:]
+        ends = causal and bool(last) and last[0] in tokenizer.all_special_ids
+        with isolate_rng(), in_mode(model, training=False), silence() as warned:
+            random.seed(RANDOM_SEED)  # as the harness's own program does
+            np.random.seed(OTHER_SEED)
+            torch.manual_seed(OTHER_SEED)
+            for task in column.tasks.values():
+                task.set_fewshot_seed(seed=OTHER_SEED)
+            lm = HFLM(
+                pretrained=model,
+                tokenizer=deepcopy(tokenizer),  # it may be given a token for padding
+                backend="causal" if causal else "seq2seq",
+                # None: the tokenizer's own tokens around a text, but not where they would end it
+                add_bos_token=False if ends else None,
+                batch_size=options.batch_size,
+                max_length=options.max_length,
+                mixed_precision_dtype=self.mixed,
+            )
+            for kind in REQUESTS:
+                setattr(lm, kind, partial(count_requests, getattr(lm, kind), expect))
+            lm.cache_hook = RequestHook(step)
+            found = evaluate(
+                lm=lm, task_dict=tasks, limit=options.limit, bootstrap_iters=DRAWS, log_samples=False
+            )
+        truncated = sum("runcat" in message for message in warned)
+        if truncated:
+            log.info("probe %s: %d requests or more were longer than is read, and cut", name, truncated)
+        return {
+            "digest": self.digest(name),
+            "harness": self.version,
+            "version": str(found["versions"].get(name)),
+            "shots": column.shots,
+            "limit": options.limit,
+            "examples": sum(found["n-samples"][task]["effective"] for task in column.tasks),
+            "chance": column.chance(options.limit),
+            "metrics": read_metrics(found["results"][name], found["higher_is_better"].get(name, {})),
+            "truncated": truncated,
+        }
+
+
+def count_requests(call: Callable, expect: Callable[[int], object], requests: list, **options: Any) -> list:
+    """A method of HFLM that reports how many requests it is given, and shows no bar of its own."""
+    expect(len(requests))
+    return call(requests, disable_tqdm=True)
+
+
+class RequestHook:
+    """In the place of the harness's cache, which is told of each request that is answered."""
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self.step = step
+
+    def add_partial(self, attr: str, req: Any, res: Any) -> None:
+        self.step()
+
+
+@contextmanager
+def silence() -> Iterator[list[str]]:
+    """While it lasts the harness shows nothing and starts no processes of its own; gives its warnings."""
+    logger, before, told = logging.getLogger("lm_eval"), os.environ.get("DISABLE_MULTIPROC"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    level, handlers, propagates = logger.level, logger.handlers, logger.propagate
+    logger.setLevel(logging.WARNING)
+    logger.handlers, logger.propagate = [handler], False
+    os.environ["DISABLE_MULTIPROC"] = "1"  # of its bootstrap
+    heard = io.StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(heard), redirect_stderr(heard):
+            warnings.simplefilter("ignore")
+            yield told
+    finally:
+        logger.setLevel(level)
+        logger.handlers, logger.propagate = handlers, propagates
+        del os.environ["DISABLE_MULTIPROC"]
+        os.environ.update({} if before is None else {"DISABLE_MULTIPROC": before})
+
+
+def load_columns(manager: TaskManager, name: str) -> Iterator[Column]:
+    """The columns that a name stands for: itself, or the tasks of a tag, and of a group without a mean."""
+    if name not in manager.all_tasks:
+        raise ValueError(unknown_name(f"probe.tasks={name}", manager.all_tasks))
+    try:
+        loaded = manager.load([name])
+    except Exception as error:  # whatever the harness, a task's own code or the reader of its data raises
+        where = "bring its data into the cache of Hugging Face while there is a network"
+        raise ValueError(f"probe.tasks={name} cannot be read ({reason(error)}); {where}") from error
+    groups = loaded.get("groups", {})
+    if name in groups and groups[name].has_aggregation:
+        yield Column(name, loaded["tasks"], groups)
+    else:
+        yield from (Column(leaf, {leaf: task}, {}) for leaf, task in loaded["tasks"].items())
+
+
+def hash_task(task: Task) -> str:
+    """A hash of a task's own options, of its examples and of those that may be shown before them."""
+    shown = task.fewshot_docs() if task.get_config("num_fewshot") else []
+    documents = [list(task.eval_docs), list(shown or [])]
+    return digest([json.loads(json.dumps(task.dump_config(), default=str)), documents])
+
+
+def read_metrics(found: Mapping[str, Any], higher: Mapping[str, bool | None]) -> dict[str, dict[str, Any]]:
+    """{metric: {value, error, higher}} of a task's results, which are {"acc,none": …, "acc_stderr,none": …};
+    the filter `none` is left out of a metric's name."""
+    metrics = {}
+    for name, value in found.items():
+        metric, comma, kind = name.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, Real):
+            error = found.get(f"{metric}_stderr,{kind}")
+            known = isinstance(error, Real) and isfinite(error)
+            metrics[metric if kind == "none" else name] = {
+                "value": float(value),
+                "error": float(error) if known else None,
+                "higher": higher.get(metric) is not False,
+            }
+    return metrics

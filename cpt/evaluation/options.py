@@ -1,0 +1,195 @@
+"""Options of what a run measures: cells of the matrix, answers to tasks, tasks of the lm-evaluation-harness.
+Nothing here needs torch or the harness, so that a wrong option is reported at once."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpt.core import rules
+from cpt.core.config import digest
+from cpt.core.errors import unknown_name
+from cpt.core.options import Options, option
+from cpt.core.randomness import key, shuffle
+from cpt.core.rules import YES_NO, Rule, or_null, whole
+from cpt.data.sources.base import GENERAL
+
+FULL = {"rows": "each", "columns": "all"}  # the policy of which no cell is missing
+AUTO, CAP = "auto", 200_000  # tokens of each text that are scored where eval.tokens is not set
+EVERY, SOME = re.compile(r"every:([1-9]\d*)"), re.compile(r"(near|sample):([1-9]\d*)")
+# Measures that a task may be reported by, and whether each is of what the model writes.
+KNOWN_BY = {"accuracy_ranked": False, "accuracy_ranked_mean": False}
+KNOWN_BY |= dict.fromkeys(("exact_match", "first_character", "rouge_l", "edit_similarity", "sari"), True)
+OLDEST, TOO_NEW = (0, 4, 13), (0, 5)  # versions of lm_eval with the tasks and results that we read
+EXTRA = "pip install -e '.[lm-eval]'"
+
+
+WHEN = Rule(
+    lambda value: value in ("last", "each") or isinstance(value, str) and bool(EVERY.fullmatch(value)),
+    "last, each, or every:K (and the last)",
+)
+COLUMNS = Rule(
+    lambda value: value in ("all", "seen") or isinstance(value, str) and bool(SOME.fullmatch(value)),
+    "all, seen, near:K, sample:K",
+)
+TOKENS = Rule(lambda value: value == AUTO or rules.is_steps(value), "auto or a whole number, 1 or more")
+MEASURES_BY_TASK = or_null(Rule(rules.MAPPED_TEXTS.allows, "a measure for each of some tasks"))
+NAMES = Rule(
+    lambda value: rules.is_list(value, rules.is_text) and 0 < len(value) == len(set(value)),
+    "one or more names, each once",
+)
+METRIC_BY_TASK = Rule(
+    lambda value: isinstance(value, Mapping) and all(map(rules.is_text, value.values())),
+    "a metric for each of some tasks, {hellaswag: acc_norm}",
+)
+LIMIT = Rule(
+    lambda value: rules.is_whole(value, 1) or (rules.is_number(value) and 0 < value < 1),
+    "a whole number, 1 or more, or a share above 0 and below 1",
+)
+REQUESTS = Rule(
+    lambda value: value == "auto" or rules.is_whole(value, 1), "auto or a whole number, 1 or more"
+)
+
+
+def is_due(when: str, number: int, *, stages: int) -> bool:
+    """Whether last, each or every:K includes this number of the stages; 0, the base, and the last always."""
+    every = EVERY.fullmatch(when)
+    return number in (0, stages) or when == "each" or bool(every and number % int(every[1]) == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(Options):
+    """Which cells of the matrix are measured. The base and the last model are scored on every text; every
+    stage on the domain that it learned and on the general text. A cell that is left out is missing, not 0."""
+
+    rows: str = option("stages after which further columns are scored: each, every:K, last", WHEN)
+    columns: str = option(
+        "which columns those are: all, seen (learned so far), near:K (in the order), sample:K (by key)",
+        COLUMNS,
+    )
+    tokens: int | str | None = option(
+        "of each text, at most: rows drawn by key, the same after every stage; null: all that is held out; "
+        f"auto: {CAP:,}, or what the run's folder was begun with",
+        or_null(TOKENS),
+    )
+
+    @property
+    def cap(self) -> int | None:
+        """Tokens of each text that are scored at most, where no folder says otherwise; None: no bound."""
+        return CAP if self.tokens == AUTO else self.tokens  # type: ignore[return-value]
+
+    @property
+    def policy(self) -> dict[str, str]:
+        """What may be widened later."""
+        return {"rows": self.rows, "columns": self.columns}
+
+    def choose_columns(
+        self, number: int, *, stages: Sequence[Sequence[str]], texts: Sequence[str]
+    ) -> list[str]:
+        """The texts that the model after `number` stages is scored on, in their order; `stages` are the
+        domains of each stage."""
+        if number in (0, len(stages)):
+            return list(texts)
+        chosen = {*stages[number - 1], GENERAL}
+        if is_due(self.rows, number, stages=len(stages)):
+            kind, _, count = self.columns.partition(":")
+            others = [place for place in range(len(stages)) if place != number - 1]
+            if kind == "all":
+                return list(texts)
+            if kind == "seen":
+                others, count = list(range(number)), number
+            elif kind == "near":
+                others.sort(key=lambda place: (abs(place - number + 1), place))
+            else:
+                drawn = shuffle(np.arange(len(others)), len(others), stream=key("columns", number))
+                others = [others[place] for place in drawn]
+            chosen.update(text for place in others[: int(count)] for text in stages[place])
+        return [text for text in texts if text in chosen]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions(Options):
+    """What is measured on the base, and after some of the stages."""
+
+    when: str = option("after which stages, beside the base", WHEN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvalOptions(StageOptions):
+    """How the held-out examples of a task are asked."""
+
+    written: bool = option("what a model writes by greedy decoding, beside the choices that it ranks", YES_NO)
+    tokens: int = option("of a written answer, at most", whole(1))
+    most: int | None = option("examples of a task; null: all that are held out", or_null(whole(1)))
+    batch_size: int = option("questions per forward pass", whole(1))
+    measures: Mapping[str, str] | None = option(
+        "what some tasks are known by, instead of the usual; null: none", MEASURES_BY_TASK
+    )
+
+    def check_together(self) -> None:
+        for task, measure in self.known_by.items():
+            if measure not in KNOWN_BY:
+                raise ValueError(unknown_name(f"measures.{task}={measure}", KNOWN_BY))
+            if KNOWN_BY[measure] and not self.written:
+                raise ValueError(
+                    f"measures.{task}={measure} is of what a model writes, and written=false; allowed: "
+                    + ", ".join(name for name, written in KNOWN_BY.items() if not written)
+                )
+
+    @property
+    def known_by(self) -> Mapping[str, str]:
+        """The measure that is asked for of each of some tasks."""
+        return self.measures or {}
+
+    def check_tasks(self, names: Iterable[str]) -> None:
+        """Raises ValueError for a measure of an unknown task."""
+        known = list(names)
+        if absent := [task for task in self.known_by if task not in known]:
+            raise ValueError(unknown_name(f"answers.measures.{absent[0]}", known))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMEvalOptions(StageOptions):
+    """Tasks of the lm-evaluation-harness (Gao et al., https://github.com/EleutherAI/lm-evaluation-harness),
+    measured on a model without fine-tuning."""
+
+    tasks: tuple[str, ...] = option("of the harness, or of your own: tasks, groups and tags", NAMES)
+    include: str | None = option(
+        "where the YAMLs of your own tasks are, in folders of any depth",
+        or_null(Rule(rules.is_text, "a folder")),
+    )
+    metrics: Mapping[str, str] = option(
+        "what a task's column shows; else the first that the harness gives", METRIC_BY_TASK
+    )
+    shots: int | None = option("examples before each question; null: as the task says", or_null(whole(0)))
+    limit: float | None = option("examples of a task; null: all", or_null(LIMIT))
+    batch_size: Any = option("requests per forward pass", REQUESTS)
+    max_length: int | None = option("tokens of a request; null: as the model reads", or_null(whole(2)))
+
+    @property
+    def stamp(self) -> str:
+        """A hash of names, sizes and times of the files in `include`."""
+        files = sorted(Path(self.include).rglob("*")) if self.include else []
+        kept = [path for path in files if path.is_file() and "__pycache__" not in path.parts]
+        stats = [(str(path.relative_to(self.include)), path.stat()) for path in kept]
+        return digest([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+
+    def check_installed(self) -> None:
+        """Raises ValueError where the folder is missing, or lm_eval is not installed in a version that we
+        read."""
+        if self.include is not None and not Path(self.include).is_dir():
+            raise ValueError(f"probe.include={self.include} is no folder; allowed: null or a folder")
+        try:
+            version = metadata.version("lm_eval")
+        except metadata.PackageNotFoundError:
+            raise ValueError(f"probe=lm_eval needs the lm-evaluation-harness: {EXTRA}") from None
+        if not OLDEST <= tuple(map(int, re.findall(r"\d+", version)[:3])) < TOO_NEW:
+            oldest, too_new = ".".join(map(str, OLDEST)), ".".join(map(str, TOO_NEW))
+            raise ValueError(
+                f"probe=lm_eval: lm_eval {version} is installed; needed: {oldest} or later, below {too_new}: "
+                + EXTRA
+            )

@@ -1,0 +1,258 @@
+"""Predictions by example: a parquet file for each (stage, task), or (stage, task, seed) of an end task, and
+what became of each example from one model to another.
+
+A file has a row for each test example, in columns of text, and in its metadata what is known `about` them:
+`digest` of all that they depend on besides the model, `seconds`, and what the kind of task adds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute, parquet
+
+from cpt.core.files import replacing
+from cpt.core.schema import check_types
+from cpt.evaluation.metrics import Array
+from cpt.evaluation.task_metrics import (
+    MEASURES,
+    RANKED,
+    TaskAnswers,
+    count_transitions,
+    head_of,
+    headline,
+    last_measured,
+)
+
+log = logging.getLogger(__name__)
+KEY = b"cpt"
+ENDTASK_COLUMNS = ("id", "label", "prediction")
+ANSWER_COLUMNS = ("id", "reference", "written", "ranked", "ranked_mean")
+RESULTS = {"digest": str, "seconds": float, "metrics": dict[str, dict[str, Any]]}
+SOURCE = "source"  # the texts that were asked about, where a measure is of them
+AGAIN = "delete it and give the run again"
+BASE_ROW = "base"
+
+
+def endtask_file(folder: Path, task: str, seed: int) -> Path:
+    """The predictions of an end task and a seed in a stage's folder."""
+    return folder / f"{task}-{seed}.parquet"
+
+
+def answers_file(folder: Path, task: str) -> Path:
+    """The answers to a task in a stage's folder."""
+    return folder / f"{quote(task, safe='')}.parquet"
+
+
+def save_predictions(
+    path: Path, columns: Mapping[str, Sequence[str] | None], *, about: Mapping[str, Any]
+) -> None:
+    """Writes a row for each example; a column that is None is null. The file appears whole or not at all."""
+    count = len(columns["id"] or ())
+    table = pa.table({name: pa.array(each or [None] * count, pa.string()) for name, each in columns.items()})
+    with replacing(path) as partial:
+        table = table.replace_schema_metadata({KEY: json.dumps(dict(about))})
+        parquet.write_table(table, partial, write_page_checksum=True)
+
+
+def load_predictions(
+    path: Path, columns: Sequence[str] = (), *, optional: Sequence[str] = ()
+) -> tuple[pa.Table, dict[str, Any]]:
+    """Columns of a file, every byte of them checked, those that are optional where it has them, and what is
+    known about them. Raises FileNotFoundError where there is no file, ValueError where it is damaged."""
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            wanted = [*columns, *(name for name in optional if name in file.schema_arrow.names)]
+            about = json.loads((file.schema_arrow.metadata or {}).get(KEY, b"{}"))
+            return file.read(columns=wanted).select(wanted), about
+    except FileNotFoundError:
+        raise FileNotFoundError(str(path)) from None
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise ValueError(f"{path}: damaged predictions ({' '.join(str(error).split())}); {AGAIN}") from None
+
+
+def find_predictions(
+    path: Path, columns: Sequence[str] = (), *, optional: Sequence[str] = (), digest: str
+) -> tuple[pa.Table, dict[str, Any]] | None:
+    """The same; None where there is no file, one of another digest, or a damaged one, which is logged."""
+    try:
+        table, about = load_predictions(path, columns, optional=optional)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.info("Measuring again: %s", error)
+        return None
+    return (table, about) if about.get("digest") == digest else None
+
+
+def answers_of(table: pa.Table, about: Mapping[str, Any]) -> TaskAnswers:
+    """What a file of ANSWER_COLUMNS, and of SOURCE where it has it, says that a model has answered."""
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    given = {name: None if None in columns[name] else columns[name] for name in ANSWER_COLUMNS[2:]}
+    choices = [tuple(each) for each in about["choices"]]
+    return TaskAnswers(columns["reference"], choices, **given, sources=columns.get(SOURCE))
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The examples of a task, [example] each: id, right answer, and how good a model's answer is."""
+
+    ids: Array
+    references: Array
+    values: Array
+
+    def take(self, places: Array) -> Marked:
+        return Marked(self.ids[places], self.references[places], self.values[places])
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What became of the examples of a task since a row of the matrix, by the last model that was asked."""
+
+    task: str
+    since: str
+    counts: Mapping[str, float]  # see count_transitions
+
+
+def answers_in(folder: Path, rows: Sequence[str], row: int, task: str) -> Path:
+    """The file of the answers to a task in a row of a run folder."""
+    return answers_file(Path(folder) / "answers" / f"{row:03d}-{rows[row]}", task)
+
+
+def rows_asked(task: Mapping[str, Any]) -> list[int]:
+    """The rows in which a task was asked."""
+    return [row for row, value in enumerate(task["measures"][head_of(task)]) if value is not None]
+
+
+def mark_answers(path: Path, measure: str) -> Marked:
+    """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, where there is none;
+    ValueError where it is damaged, or lacks what the measure is of."""
+    table, about = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
+    answered = answers_of(table, about)
+    if missing := [name for name in MEASURES[measure].needs if getattr(answered, name) is None]:
+        raise ValueError(f"{path} has no column of the {missing[0]}, which {measure} is of; {AGAIN}")
+    ids = np.array(table.column("id").to_pylist())
+    return Marked(ids, np.array(answered.references), MEASURES[measure].compute(answered))
+
+
+def join_examples(marked: Sequence[Marked], *, what: str) -> list[Marked]:
+    """The examples that all have, in one order. Raises ValueError where an id stands for several examples of
+    a file, or for another question in the next."""
+    first = marked[0]
+    if any(not np.array_equal(first.ids, each.ids) for each in marked[1:]):
+        if any(len(set(each.ids.tolist())) < len(each.ids) for each in marked):
+            raise ValueError(f"{what}: the examples differ, and their ids do not tell them apart")
+        shared = set(first.ids.tolist()).intersection(*(each.ids.tolist() for each in marked[1:]))
+        order = [name for name in first.ids.tolist() if name in shared]
+        places = [dict(zip(each.ids.tolist(), range(len(each.ids)), strict=True)) for each in marked]
+        marked = [
+            each.take(np.array([place[name] for name in order], dtype=int))
+            for each, place in zip(marked, places, strict=True)
+        ]
+    if any(not np.array_equal(marked[0].references, each.references) for each in marked[1:]):
+        raise ValueError(f"{what}: other right answers for the same ids, so these are other examples")
+    return list(marked)
+
+
+def follow_answers(
+    folder: Path, rows: Sequence[str], answers: Mapping[str, Any]
+) -> Iterator[Moved | FileNotFoundError | ValueError]:
+    """What became of the examples of each task from its own stage to the last row, and from the base: a task
+    after another, of which no more than two files are held. Of files that are gone or damaged the error."""
+    for task, told in answers["tasks"].items():
+        asked, measure = rows_asked(told), head_of(told)
+        since = [row for row, name in enumerate(rows) if name in (BASE_ROW, task) and row in asked[:-1]]
+        classes = 1 / told["chance"] if measure in RANKED and told["chance"] else None
+        try:
+            last = mark_answers(answers_in(folder, rows, asked[-1], task), measure) if since else None
+            for row in since:
+                path = answers_in(folder, rows, row, task)
+                then, now = join_examples([mark_answers(path, measure), last], what=f"{folder}: {task}")
+                yield Moved(task, rows[row], count_transitions(then.values, now.values, classes=classes))
+        except (FileNotFoundError, ValueError) as error:
+            yield error
+
+
+def transitions_of(
+    folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
+) -> dict[str, dict[str, float]]:
+    """{task: transitions} from each domain's own stage to the last row, the examples of all seeds together.
+
+    Without the tasks that have one row, or lack a file. ValueError if a file is damaged, or the two rows were
+    measured on different examples.
+    """
+    found = {}
+    for task, last in _last_rows(rows, endtasks):
+        own = rows.index(task) if task in rows else last
+        ends = []
+        for row in (own, last) if own < last else ():
+            tables = [_endtask_table(folder, rows, row, task, seed) for seed in endtasks["seeds"]]
+            if all(table is not None for table in tables):
+                ends.append(pa.concat_tables(tables))
+        if len(ends) == 2:
+            before, after = ends
+            if any(not before[name].equals(after[name]) for name in ("id", "label")):
+                raise ValueError(
+                    f"{folder}: {task}: the predictions of two rows are on different test examples"
+                )
+            right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in ends]
+            found[task] = count_transitions(*right, classes=endtasks["classes"][task])
+    return found
+
+
+def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> dict[tuple[str, int], Array]:
+    """{(task, seed): whether each test example was right}, bool [example], in the last row in which the task
+    was measured; without what has no file. ValueError if a file is damaged."""
+    found = {}
+    for task, last in _last_rows(rows, endtasks):
+        for seed in endtasks["seeds"]:
+            table = _endtask_table(folder, rows, last, task, seed, columns=ENDTASK_COLUMNS[1:])
+            if table is not None:
+                found[task, seed] = compute.equal(*table.columns).to_numpy()
+    return found
+
+
+def _last_rows(rows: Sequence[str], endtasks: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Each task that was measured, and the last row in which it was."""
+    if not endtasks:
+        return []
+    last = last_measured(headline(endtasks)[: len(rows)])
+    return [(task, row) for task, row in zip(endtasks["tasks"], last, strict=True) if row is not None]
+
+
+def _endtask_table(
+    folder: Path,
+    rows: Sequence[str],
+    row: int,
+    task: str,
+    seed: int,
+    columns: Sequence[str] = ENDTASK_COLUMNS,
+) -> pa.Table | None:
+    path = endtask_file(Path(folder) / "endtasks" / f"{row:03d}-{rows[row]}", task, seed)
+    try:
+        return load_predictions(path, columns)[0]
+    except FileNotFoundError:
+        return None
+
+
+def results_file(folder: Path, task: str) -> Path:
+    """The results of a task of the lm-evaluation-harness in a stage's folder: numbers alone, as JSON."""
+    return folder / f"{quote(task, safe='')}.json"
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """The content of such a file. Raises ValueError where it is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        check_types({"file": found}, {"file": dict[str, Any]})
+        check_types(found, RESULTS)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error})") from None
+    return found

@@ -1,0 +1,145 @@
+"""A model asked the questions of a task: which of the choices it finds likeliest, and what it writes.
+
+The batches are a function of the questions; several processes share them out, each those of its `share`: rank
+r of w has batches r, r + w, … So the answers do not change with the number of processes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt.data.collate import Rows
+from cpt.data.tokenized_tasks import Prompt
+from cpt.models.generate import generating, is_written_whole
+from cpt.models.objectives import Objective
+
+
+@dataclass(frozen=True)
+class Question:
+    """An example as a model is asked it."""
+
+    id: str
+    prompt: list[int]  # the ids that the answer follows
+    reference: str
+    choices: tuple[str, ...]  # none where any text may be right
+    answers: tuple[list[int], ...]  # the ids of each choice, with the end
+    end: int  # the token that ends an answer
+    text: str = ""  # what is asked about
+
+    @classmethod
+    def of_prompt(cls, prompt: Prompt) -> "Question":
+        given, choices = prompt.example, tuple(prompt.choices)
+        end = prompt.reference[-1]
+        return cls(given.id, prompt.ids, given.target, given.choices, choices, end, given.asked_about)
+
+
+Sums = Mapping[tuple[int, int], float]  # nats of a choice and its end, by the numbers of question and choice
+
+
+@torch.no_grad()
+def score_choices(
+    model: PreTrainedModel,
+    objective: Objective,
+    questions: Sequence[Question],
+    *,
+    batch_size: int,
+    step: Callable[[int], object],
+    share: tuple[int, int] = (0, 1),
+) -> Sums:
+    """-sum_t log p(choice_t, end | question) of each choice of a share of the questions. `step` is called
+    with the number of choices done."""
+    pairs = [(number, place) for number, each in enumerate(questions) for place in range(len(each.answers))]
+    pairs.sort(key=lambda pair: len(questions[pair[0]].prompt) + len(questions[pair[0]].answers[pair[1]]))
+    sums: dict[tuple[int, int], float] = {}
+    for chosen in make_batches(pairs, batch_size)[share[0] :: share[1]]:
+        rows = [(questions[number].prompt, questions[number].answers[place]) for number, place in chosen]
+        lengths = np.array([len(prompt) + len(answer) for prompt, answer in rows])
+        ids = np.zeros((len(rows), lengths.max()), np.int64)
+        answers = np.zeros(ids.shape, bool)
+        for row, (prompt, answer) in enumerate(rows):
+            ids[row, : lengths[row]] = prompt + answer
+            answers[row, len(prompt) : lengths[row]] = True
+        batch, _ = objective.batch(Rows(ids, lengths, np.zeros(len(rows), np.uint64), answers))
+        nll = objective.nll(model, {name: value.to(model.device) for name, value in batch.items()})
+        found = torch.zeros(len(rows), dtype=torch.double, device=nll.device)
+        found.index_add_(0, batch["rows"].to(nll.device), nll.double())
+        sums |= dict(zip(chosen, found.tolist(), strict=True))
+        step(len(chosen))
+    return sums
+
+
+def rank_choices(questions: Sequence[Question], sums: Sums) -> tuple[list[str], list[str]]:
+    """For each question the choice of the largest sum_t log p(choice_t, end | question), and that of the
+    largest mean over t; of equal ones the first."""
+    best, best_mean = [], []
+    for number, each in enumerate(questions):
+        nll = np.array([sums[number, place] for place in range(len(each.answers))])
+        tokens = np.array([len(answer) for answer in each.answers])
+        best.append(each.choices[int(nll.argmin())])
+        best_mean.append(each.choices[int((nll / tokens).argmin())])
+    return best, best_mean
+
+
+@torch.no_grad()
+def write_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    *,
+    most: int,
+    batch_size: int,
+    step: Callable[[int], object],
+    share: tuple[int, int] = (0, 1),
+) -> dict[int, str]:
+    """What the model writes to each question of a share, by its number, by greedy decoding: at most `most`
+    tokens, to the one that ends an answer, without special tokens. Prompts are padded on the left for a
+    causal model, on the right for an encoder; of a causal model with a part that takes rows of its own
+    (`written_whole`) those of one length go together, and nothing is cached."""
+
+    def length(number: int) -> int:
+        return len(questions[number].prompt)
+
+    batches = make_batches(sorted(range(len(questions)), key=length), batch_size)
+    seq2seq, whole = model.config.is_encoder_decoder, is_written_whole(model)
+    if whole:
+        batches = [list(alike) for batch in batches for _, alike in groupby(batch, key=length)]
+    end = questions[0].end
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    how = GenerationConfig(
+        max_new_tokens=most,
+        do_sample=False,
+        num_beams=1,
+        use_cache=not whole,
+        eos_token_id=end,
+        pad_token_id=padding,
+        decoder_start_token_id=getattr(model.config, "decoder_start_token_id", None),
+    )
+    written: dict[int, str] = {}
+    for chosen in batches[share[0] :: share[1]]:
+        prompts = [questions[number].prompt for number in chosen]
+        inputs = pad_prompts(prompts, padding=padding, left=not seq2seq)
+        with generating(model, how):
+            found = model.generate(**{name: value.to(model.device) for name, value in inputs.items()})
+        found = found[:, 0 if seq2seq else inputs["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(found, skip_special_tokens=True)
+        written |= {number: text.strip() for number, text in zip(chosen, texts, strict=True)}
+        step(len(chosen))
+    return written
+
+
+def pad_prompts(prompts: Sequence[list[int]], *, padding: int, left: bool) -> dict[str, Tensor]:
+    """Prompts as ids and mask, [B, T]."""
+    width = max(map(len, prompts))
+    ids, mask = torch.full((len(prompts), width), padding), torch.zeros((len(prompts), width)).long()
+    for row, prompt in enumerate(prompts):
+        place = slice(width - len(prompt), width) if left else slice(0, len(prompt))
+        ids[row, place], mask[row, place] = torch.tensor(prompt), 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def make_batches(items: Sequence, size: int) -> list[Sequence]:
+    return [items[at : at + size] for at in range(0, len(items), size)]

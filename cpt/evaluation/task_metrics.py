@@ -1,0 +1,392 @@
+"""Metrics of tasks: fine-tuned end tasks, ranked and written answers, columns of the lm-evaluation-harness.
+
+End tasks: A[t][u] is the score on the end task of domain u after the model of row t was fine-tuned on it, a
+mean over seeds; tasks stand in the order of learning. Ke et al. 2023 (DAS, ICLR): MF1, accuracy, forget rate.
+
+Answers: exact match follows the rule that O-LoRA and MIGU release (their `compute_metrics`): lower case, no
+ASCII punctuation, single blanks. It mixes two failures, the wrong class and no class at all, which
+`invalid` and `accuracy_valid` tell apart; `accuracy_ranked` asks for the class alone."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import eq
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cpt.evaluation.metrics import Array, Layout, bootstrap, metrics
+
+ENDTASK_METRICS = ("macro_f1", "micro_f1", "accuracy")
+ENDTASK_MEANINGS = {
+    "MF1": ("Mean over the tasks of each task's own metric, last model", "mean_u A[n][u]"),
+    "Acc": ("Accuracy, a mean over the tasks, last model", "mean_u A_accuracy[n][u]"),
+    "forward": ("Each task just after its domain was learned", "mean_u A[u][u]"),
+    "forget_rate": (
+        "Lost since each task's domain was learned, > 0 is bad",
+        "mean_{u<n} (A[u][u] - A[n][u])",
+    ),
+}
+# What the papers call a metric of the matrix of scores, and what it is called of a matrix of losses.
+ANSWER_METRICS = {"AP": "LC", "LA": "CPT", "BWT": "BWT_gem", "F": "FG_max", "FWT": "FWT_gem"}
+ANSWER_MEANINGS = {
+    "AP": ("Average performance of the last model", "mean_j a[n][j]"),
+    "LA": ("Learning accuracy, each task just after it was learned", "mean_{j<=n} a[j][j]"),
+    "BWT": ("Backward transfer, < 0 is forgetting", "mean_{j<n} (a[n][j] - a[j][j])"),
+    "F": ("Forgetting since the best model, > 0 is bad", "mean_{j<n} (max_{1<=i<=n-1} a[i][j] - a[n][j])"),
+    "FWT": ("Forward transfer just before learning", "mean_{2<=j} (a[j-1][j] - a[0][j])"),
+}
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
+    """Scores in 0..1 as [row, task, seed]; nan where not measured. ValueError if they are no such array."""
+    needed = (len(endtasks["tasks"]), len(endtasks["seeds"]))
+    try:
+        scores = np.array(endtasks["scores"][metric] or np.empty((0, *needed)), dtype=float)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"end tasks: {metric} is damaged ({error}); needed: [row][task][seed]") from None
+    if scores.shape[1:] != needed:
+        raise ValueError(
+            f"end tasks: {metric} is {list(scores.shape)}; needed: [rows, {needed[0]}, {needed[1]}]"
+        )
+    return scores
+
+
+def headline(endtasks: Mapping[str, Any]) -> Array:
+    """Each task in its own metric, as micro-F1 for ChemProt: [row, task, seed]; nan where not measured."""
+    own = [endtasks["metric"][task] for task in endtasks["tasks"]]
+    cubes = {kind: cube(endtasks, kind) for kind in set(own)}
+    return np.stack([cubes[kind][:, place] for place, kind in enumerate(own)], axis=1)
+
+
+def over_seeds(scores: Array) -> Array:
+    """[row, task, seed] to A as [row, task]: the mean over the seeds there are; nan where there is none."""
+    there = np.isfinite(scores)
+    count = there.sum(-1)
+    return np.where(count > 0, np.where(there, scores, 0).sum(-1) / np.maximum(count, 1), np.nan)
+
+
+def sd_over_seeds(scores: Array) -> Array:
+    """[row, task, seed] to [row, task]: standard deviation over seeds (n - 1); nan below two of them."""
+    there = np.isfinite(scores)
+    count = there.sum(-1)
+    squares = np.where(there, (scores - over_seeds(scores)[..., None]) ** 2, 0).sum(-1)
+    return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+
+
+def last_measured(scores: Array) -> list[int | None]:
+    """Per task of [row, task, ...], the last row with a score; None if there is none."""
+    there = np.isfinite(scores).any(tuple(range(2, scores.ndim)))
+    return [int(np.flatnonzero(column)[-1]) if column.any() else None for column in there.T]
+
+
+def pick_rows(scores: Array, chosen: Sequence[int | None]) -> Array:
+    """The score of each task in the row chosen for it, [row, task, ...] to [task, ...]; nan for None."""
+    nothing = np.full(scores.shape[2:], np.nan)
+    return np.array([nothing if row is None else scores[row, task] for task, row in enumerate(chosen)])
+
+
+def pick_final(scores: Array) -> Array:
+    """A of the last row in which each task was measured: that is the last model, or for a method that learns
+    each domain from the base the model of the domain."""
+    return pick_rows(scores, last_measured(scores))
+
+
+def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
+    """The diagonal A[u][u]: [row, task, ...] to [task, ...]; nan where a domain has no row (joint)."""
+    return pick_rows(scores, [rows.index(t) if t in rows[: len(scores)] else None for t in tasks])
+
+
+def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
+    """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])`, > 0 is forgetting; nan if a term is missing.
+
+    A is [row, task]. The task of the last stage never enters; a run that is not finished ends with its last
+    row. Where the last domain has no task, all learned tasks enter.
+    """
+    learned = [place for place, task in enumerate(tasks) if task in rows[: len(scores)][:-1]]
+    if not learned:
+        return float("nan")
+    return float((forward(scores, rows, tasks) - scores[-1])[learned].mean())
+
+
+def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
+    """MF1, Acc, forward and forget_rate, on seed means; without those that lack a term.
+
+    `when: diagonal` measures no last model: it has neither MF1 nor Acc.
+    """
+    if not endtasks:
+        return {}
+    scores, tasks = over_seeds(headline(endtasks)), endtasks["tasks"]
+    found = {"forward": forward(scores, rows, tasks).mean(), "forget_rate": forget_rate(scores, rows, tasks)}
+    if endtasks["when"] != "diagonal":
+        accuracy = over_seeds(cube(endtasks, "accuracy"))
+        found = {"MF1": pick_final(scores).mean(), "Acc": pick_final(accuracy).mean()} | found
+    return {name: float(value) for name, value in found.items() if np.isfinite(value)}
+
+
+def count_transitions(before: Array, after: Array, *, classes: float | None = None) -> dict[str, float]:
+    """What became of each example, from its scores [example] by two models: forgotten (lower than it was; of
+    right and wrong, 1 to 0), gained (higher; 0 to 1) and the others, which stayed.
+
+    Counts and shares of all examples; of right and wrong with the number of classes C also the shares beyond
+    chance, as in the code that Harmon et al. 2025 (arXiv 2510.17776) released: `max(0, share - (1 - a)
+    (1 - b) / (C - 1))`, a and b the accuracies. It assumes that an example is either known or guessed,
+    uniformly over the classes and independently each time. Two fine-tunings guess alike, so this subtracts
+    too much rather than too little.
+    """
+    counts = {"forgotten": int((after < before).sum()), "gained": int((after > before).sum())}
+    found = {"examples": len(before), "before": float(before.mean()), "after": float(after.mean()), **counts}
+    shares = {name: count / len(before) for name, count in counts.items()}
+    found |= {f"{name}_share": share for name, share in shares.items()}
+    if classes is not None and classes > 1:
+        luck = (1 - found["before"]) * (1 - found["after"]) / (classes - 1)
+        found |= {f"{name}_adjusted": max(0.0, share - luck) for name, share in shares.items()}
+    return found
+
+
+@dataclass(frozen=True)
+class TaskAnswers:
+    """What a model has answered to the examples of a task."""
+
+    references: Sequence[str]
+    choices: Sequence[Sequence[str]]  # of each example; none where any text may be right
+    written: Sequence[str] | None  # by greedy decoding; None where that was not asked for
+    ranked: Sequence[str] | None  # the choice of the largest likelihood; None where there are no choices
+    ranked_mean: Sequence[str] | None  # the same by the mean over the choice's tokens
+    sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
+
+    def score(self, rule: Callable[..., float], *names: str) -> Array:
+        """A rule applied to these fields of each example, [examples]."""
+        return np.array([*map(rule, *(getattr(self, name) for name in names))], float)
+
+
+def normalise_text(text: str) -> str:
+    """A text without what exact match overlooks."""
+    return " ".join(text.lower().translate(NO_PUNCTUATION).split())
+
+
+def is_match(one: str, other: str) -> bool:
+    return normalise_text(one) == normalise_text(other)
+
+
+def is_no_choice(written: str, choices: Sequence[str]) -> bool:
+    return normalise_text(written) not in {*map(normalise_text, choices)}
+
+
+def rouge_l(written: str, reference: str) -> float:
+    """F of the longest common subsequence of words (Lin 2004, section 3), by torchmetrics."""
+    from torchmetrics.functional.text.rouge import rouge_score  # which imports torch
+
+    return float(rouge_score([written], [reference], rouge_keys="rougeL")["rougeL_fmeasure"])
+
+
+def edit_similarity(written: str, reference: str) -> float:
+    """1 - edits / characters of the longer text (Levenshtein 1966), by torchmetrics."""
+    from torchmetrics.functional.text import edit_distance
+
+    return 1 - float(edit_distance(written, reference)) / max(len(written), len(reference), 1)
+
+
+def sari(source: str, written: str, references: Sequence[str]) -> float:
+    """SARI (Xu et al., TACL 2016, section 4) of a text that was written to simplify a source, in 0..1: the
+    mean of F_add, F_keep and P_del, each a mean over n-grams of 1 to 4 words.
+
+    With counts # of an n-gram in source I, output O and, divided by their number, references R:
+    add counts each n-gram of O that is not in I once, and of these those in R; keep counts min(#I, #O), and
+    of these min(#I, #R); deletion max(#I - #O, 0), and of these at most max(#I - #R, 0). Precision divides
+    by what the output does, recall by what the references do; 0 / 0 is 1, so that a reference itself has 1.
+    F is taken of each n before the mean, as in the authors' Python code; the paper takes it after. Words are
+    in lower case, signs are words."""
+    scores: list[float] = []
+    for order in range(1, 5):
+        one, other, *others = (count_ngrams(text, order) for text in (source, written, *references))
+        scores += score_ngrams(one, other, others)
+    return sum(scores) / len(scores)
+
+
+def count_ngrams(text: str, order: int) -> Counter:
+    words = WORD.findall(text.lower())
+    return Counter(zip(*(words[start:] for start in range(order)), strict=False))
+
+
+def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter]) -> tuple[float, ...]:
+    """F_add, F_keep and P_del of n-grams of one length. Counts are multiplied by the number of references,
+    rather than theirs divided."""
+
+    def ratio(part: int, whole: int) -> float:
+        return part / whole if whole else 1.0
+
+    def f_score(right: int, done: int, wanted: int) -> float:
+        precision, recall = ratio(right, done), ratio(right, wanted)
+        return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+    told, times = sum(references, Counter()), len(references)
+    source, written = (Counter({g: n * times for g, n in each.items()}) for each in (source, written))
+    added, wanted = set(written) - set(source), set(told) - set(source)
+    kept, keepable, deleted = source & written, source & told, source - written
+    return (
+        f_score(len(added & wanted), len(added), len(wanted)),
+        f_score((kept & told).total(), kept.total(), keepable.total()),
+        ratio((deleted & (source - told)).total(), deleted.total()),
+    )
+
+
+class AnswerMeasure(NamedTuple):
+    """A number per example, [examples], and what there has to be for it."""
+
+    compute: Callable[[TaskAnswers], Array]
+    needs: tuple[str, ...]  # fields of TaskAnswers
+    higher: bool = True
+
+
+WRITTEN = ("written", "references")
+MEASURES: Mapping[str, AnswerMeasure] = {
+    # the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference
+    "accuracy_ranked": AnswerMeasure(lambda a: a.score(eq, "ranked", "references"), ("ranked",)),
+    "exact_match": AnswerMeasure(lambda a: a.score(is_match, *WRITTEN), ("written",)),
+    "invalid": AnswerMeasure(
+        lambda a: a.score(is_no_choice, "written", "choices"), ("written", "ranked"), higher=False
+    ),
+    # exact match where what was written is one of the choices, else nan
+    "accuracy_valid": AnswerMeasure(
+        lambda a: np.where(
+            a.score(is_no_choice, "written", "choices") == 0, a.score(is_match, *WRITTEN), np.nan
+        ),
+        ("written", "ranked"),
+    ),
+    "accuracy_ranked_mean": AnswerMeasure(
+        lambda a: a.score(eq, "ranked_mean", "references"), ("ranked_mean",)
+    ),
+    "rouge_l": AnswerMeasure(lambda a: a.score(rouge_l, *WRITTEN), ("written",)),
+    "edit_similarity": AnswerMeasure(lambda a: a.score(edit_similarity, *WRITTEN), ("written",)),
+    "sari": AnswerMeasure(
+        lambda a: a.score(lambda source, one, other: sari(source, one, [other]), "sources", *WRITTEN),
+        ("written", "sources"),
+    ),
+    # the rule of TRACE (Wang et al. 2023) for answers that give a letter and then reasons
+    "first_character": AnswerMeasure(
+        lambda a: a.score(lambda one, other: one.lstrip()[:1] == other.lstrip()[:1], *WRITTEN), ("written",)
+    ),
+}
+CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
+RANKED = ("accuracy_ranked", "accuracy_ranked_mean")
+OPEN = ("rouge_l", "exact_match", "edit_similarity")
+
+
+def measures_of(answered: TaskAnswers, known_by: str | None = None) -> list[str]:
+    """The measures that a task has: of choices, or of free text; the first is the one that it is known by,
+    which may be asked for. Raises ValueError for one that there are no answers for."""
+    usual = CLOSED if answered.ranked is not None else OPEN
+    there = {name for name in vars(answered) if getattr(answered, name) is not None}
+    wanted = dict.fromkeys([known_by, *usual] if known_by else usual)
+    found = [name for name in wanted if there >= set(MEASURES[name].needs)]
+    if known_by and known_by not in found:
+        raise ValueError(f"{known_by} is of answers that there are not; allowed: {', '.join(found)}")
+    return found
+
+
+@dataclass(frozen=True)
+class AnswerSummary:
+    """What the answers to a task come to: small, as a run of N tasks has N (N + 1) of them."""
+
+    examples: int
+    chance: float | None  # what a guess among the choices reaches; None where there are none
+    majority: float | None  # what the most frequent answer reaches
+    means: Mapping[str, float | None]  # of every measure; the task is known by the first
+    head: Array  # [examples]: that one, by example
+    seconds: float
+
+
+def summarise_answers(
+    answered: TaskAnswers, *, seconds: float = 0.0, known_by: str | None = None
+) -> AnswerSummary:
+    """What answers come to; `known_by` is the measure that is asked for. A mean is over the examples that
+    count, None where none does."""
+    values = {name: MEASURES[name].compute(answered) for name in measures_of(answered, known_by)}
+    finite = {name: each[np.isfinite(each)] for name, each in values.items()}
+    chance = majority = None
+    if all(answered.choices) and answered.references:
+        chance = float(np.mean([1 / len(each) for each in answered.choices]))
+        majority = max(Counter(answered.references).values()) / len(answered.references)
+    return AnswerSummary(
+        len(answered.references),
+        chance,
+        majority,
+        {name: float(each.mean()) if len(each) else None for name, each in finite.items()},
+        next(iter(values.values())).astype(np.float32),
+        seconds,
+    )
+
+
+def collect_task(rows: Sequence[AnswerSummary | None]) -> dict[str, Any]:
+    """A task of `answers`, from what each row's answers come to; None for a row in which it was not asked."""
+    there = next(row for row in rows if row is not None)
+    return {
+        "examples": there.examples,
+        "chance": there.chance,
+        "majority": there.majority,
+        "measures": {name: [row and row.means[name] for row in rows] for name in there.means},
+    }
+
+
+def head_of(task: Mapping[str, Any]) -> str:
+    """The measure that a task is known by."""
+    return next(iter(task["measures"]))
+
+
+def matrix_of(answers: Mapping[str, Any]) -> Array:
+    """a as [row, task]: each task in the measure that it is known by; nan where it was not asked."""
+    columns = [task["measures"][head_of(task)] for task in answers["tasks"].values()]
+    return np.array(columns, dtype=float).T
+
+
+def compute_metrics(
+    matrix: Array, *, rows: Sequence[str], tasks: Sequence[str], asked: Array | None = None
+) -> dict[str, Array]:
+    """ANSWER_METRICS of a matrix of scores [..., row, task], each value [...], as far as their terms exist.
+    `asked`, [row, task], says which cells were (None: all): AP needs those of the last row, the others all of
+    them."""
+    layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
+    found = metrics(matrix, layout=layout, higher=True)
+    told = {name: found[other] for name, other in ANSWER_METRICS.items() if other in found}
+    if asked is None or asked.all():
+        return told
+    return {name: value for name, value in told.items() if name == "AP" and asked[-1].all()}
+
+
+def compute_intervals(
+    values: Mapping[str, Sequence[Array | None]], *, rows: Sequence[str]
+) -> dict[str, list[float]]:
+    """95 % percentile bootstrap over the examples of each task, alike for every row: {metric: [low, high]}.
+    `values` are each task's, [row][examples], None in a row in which it was not asked."""
+    asked = np.array([[row is not None for row in each] for each in values.values()]).T
+    samples = []
+    for each in values.values():
+        size = next(len(row) for row in each if row is not None)
+        stacked = np.stack([np.full(size, np.nan) if row is None else row for row in each])
+        samples.append((stacked.astype(float), np.ones(size)))
+
+    def compute(matrix: Array) -> dict[str, dict[str, Array]]:
+        found = compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))
+        return {name: {"score": value} for name, value in found.items()}
+
+    return {name: units["score"] for name, units in bootstrap(samples, compute).items()}
+
+
+def describe_task(name: str, task: Mapping[str, Any]) -> str:
+    """A task of the harness with what decides its numbers: `hellaswag (acc_norm, 0 shots, version 1.0)`."""
+    shots = "shots differ" if task["shots"] is None else f"{task['shots']} shots"
+    limit = "" if task["limit"] is None else f", limit {task['limit']:g}"
+    return f"{name} ({task['metric']}, {shots}{limit}, version {task['version']})"
+
+
+def last_value(task: Mapping[str, Any]) -> tuple[int, float] | None:
+    """The last row in which a task of the harness was measured, and its value there; None for none."""
+    there = [(row, value) for row, value in enumerate(task["values"]) if value is not None]
+    return there[-1] if there else None

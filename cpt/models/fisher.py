@@ -1,0 +1,149 @@
+"""Importance of weights and blocks: the diagonal Fisher, mean absolute gradients, and how much a block
+changes its input."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from cpt.core.collectives import agree, sum_in_place
+from cpt.core.tensors import precise
+from cpt.data.collate import Batch, idle_batch, single
+from cpt.models.fsdp import named_weights, raised_gradients
+from cpt.models.objectives import Objective
+from cpt.models.units import blocks
+from cpt.models.weights import swap_weights
+
+
+def fisher(
+    model: PreTrainedModel, probe: Iterable[Batch], *, objective: Objective, estimator: str
+) -> dict[str, Tensor]:
+    """The diagonal Fisher by parameter name, from the samples of all processes; 0 where one is not
+    trained."""
+    return sensitivity(model, probe, objective.nll, estimator=estimator, power=2, label="Fisher")
+
+
+def sensitivity(
+    model: PreTrainedModel,
+    probe: Iterable[Batch],
+    measured: Callable[[PreTrainedModel, Batch], Tensor],
+    *,
+    estimator: str,
+    power: int,
+    label: str,
+) -> dict[str, Tensor]:
+    """|g|^power by parameter name, g the gradient of the mean of what is `measured` at a sample's scored
+    positions, [K], averaged over the samples of all processes; 0 where a parameter is not trained.
+
+    `per_sample` is the mean over samples; `batch` the mean over batches of B |g|^power, with g the gradient
+    of a batch's mean, which is as large where the mean gradient is near 0. A sharded model's processes make
+    their passes together, and gradients are raised to the power before they are reduced, in the precision of
+    the weights."""
+    sharded = isinstance(model, FSDPModule)
+    if sharded:
+        weights: dict[str, Tensor] = dict(named_weights(model))
+        count = torch.zeros((), device=model.device)
+    else:  # leaves in at least 32 bits
+        weights = {n: precise(p).requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
+        sums = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        count = next(iter(sums.values())).new_zeros(())
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    for batch in tqdm(probe, desc=label, disable=None, leave=False):
+        parts = samples(batch) if estimator == "per_sample" else scored_batches([batch])
+        if sharded:
+            parts = list(parts)
+            count += sum("idle" not in part for part in parts)
+            parts += [idle_batch(batch)] * (agree(len(parts)) - len(parts))
+        for part in parts:
+            size = len(part["input_ids"])
+            if sharded:
+                with raised_gradients(model, power, weight=size * ("idle" not in part)):
+                    values = measured(model, part)
+                    (values.sum() / max(1, len(values))).backward()
+                continue
+            with swap_weights(model, weights):
+                value = measured(model, part).mean()
+            leaves, own = [weights[name] for name in trained], [sums[name] for name in trained]
+            gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+            if power == 2:
+                torch._foreach_addcmul_(own, gradients, gradients, value=size)
+            else:
+                torch._foreach_add_(own, torch._foreach_abs(gradients), alpha=size)
+            count += 1
+    if sharded:
+        sum_in_place(count)
+        sums = {name: torch.zeros_like(w.data) if w.grad is None else w.grad for name, w in weights.items()}
+        model.zero_grad()
+    else:
+        sum_in_place(*sums.values(), count)
+    return {name: each / count.clamp_min(1) for name, each in sums.items()}
+
+
+def samples(batch: Batch) -> Iterator[Batch]:
+    """The scored samples of a batch, a batch of one each."""
+    yield from scored_batches(single(batch, row) for row in range(len(batch["input_ids"])))
+
+
+def scored_batches(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches with something to predict."""
+    return (batch for batch in batches if len(batch["positions"]))
+
+
+def keep_important(
+    model: PreTrainedModel, importances: Mapping[str, Tensor]
+) -> dict[nn.Parameter, Callable[[Tensor], Tensor]]:
+    """For each parameter with an importance above 0, the projection of a movement on its most important
+    twentieth."""
+    return {
+        parameter: partial(within_most, importances[name])
+        for name, parameter in named_weights(model).items()
+        if name in importances and importances[name].any()
+    }
+
+
+def within_most(importance: Tensor, way: Tensor) -> Tensor:
+    """A movement where the importance is among the largest twentieth, and above 0."""
+    count = max(1, importance.numel() // 20)
+    least = importance.flatten().kthvalue(importance.numel() - count + 1).values
+    return way * ((importance >= least) & (importance > 0)).to(way.device)
+
+
+@torch.no_grad()
+def measure_similarity(model: PreTrainedModel, objective: Objective, batches: Iterable[Batch]) -> Tensor:
+    """The mean cosine of each block's input and output over all tokens of all processes, [blocks]; 1 without
+    any token (ShortGPT; Men et al., 2024, arXiv 2403.03853; AdaSVD; Li et al., 2025, arXiv 2502.01403)."""
+    layers, seen = [layer for _, layer in blocks(model)], {}
+
+    def note(place: int, module: nn.Module, args: tuple, given: dict[str, Any], made: Any) -> None:
+        seen[place] = (
+            args[0] if args else given["hidden_states"],
+            made[0] if isinstance(made, tuple) else made,
+        )
+
+    sums = torch.zeros(2, len(layers), device=model.device)
+    for batch in batches:
+        hooks = [
+            layer.register_forward_hook(partial(note, place), with_kwargs=True)
+            for place, layer in enumerate(layers)
+        ]
+        try:
+            objective.nll(model, batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for place, (given, made) in seen.items():
+            cosines = functional.cosine_similarity(given.float(), made.float(), dim=-1)  # [B, T]
+            present = batch.get("attention_mask")
+            if present is None or present.shape != cosines.shape:  # a block mask, or the other stack's
+                present = torch.ones_like(cosines)
+            sums[:, place] += torch.stack([(cosines * present.to(cosines)).sum(), present.to(cosines).sum()])
+        seen.clear()
+    sum_in_place(sums)
+    total, count = sums
+    return torch.where(count > 0, total / count.clamp_min(1), 1.0)

@@ -1,0 +1,81 @@
+"""A model sharded by FSDP2 (torch.distributed.fsdp.fully_shard; Zhao et al., VLDB 2023), block by block.
+
+Each forward pass of a sharded model is a collective: all processes must make it, with the same weights."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+from cpt.models.units import blocks
+
+
+class Reduction:
+    """The reduce-scatter of the gradients g_r: FSDP2's own, or while there is a `weight` c_r the sum of
+    c_r |g_r|^p over processes r, by entry."""
+
+    weight: float | None = None
+    power = 2
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, **how: Any) -> Any:
+        if self.weight is not None:
+            (input_tensor.square_() if self.power == 2 else input_tensor.abs_()).mul_(self.weight)
+            op = distributed.ReduceOp.SUM
+        # torch 2.13 has another name for it
+        reduce = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
+        return reduce(output_tensor, input_tensor, op=op, group=group, **how)
+
+
+def shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, *, ignored: set[nn.Parameter], reshard: bool
+) -> None:
+    """Shards the weights of a model in place, except those ignored: each block, and what is in none. With
+    `reshard`, blocks are resharded after forward. Raises ValueError for a model without blocks."""
+    reduction = Reduction()
+    for part in (*(block for _, block in blocks(model)), model):
+        # The root too: its weights are read, and exchanged, between passes.
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
+        part.set_custom_reduce_scatter(reduction)
+    model.reduction = reduction
+    model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)
+    register_fsdp_forward_method(model, "run_part")
+
+
+def call_within(model: nn.Module, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The result of a function that runs parts of a model, whose weights FSDP gathers for it."""
+    if not isinstance(model, FSDPModule):
+        return function(*args, **named)
+    return model.run_part(function, *args, **named)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered weights of a sharded model: parameters are the rows of this process."""
+    for part in model.modules() if isinstance(model, FSDPModule) else ():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def named_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a model by name; of a sharded one the rows of this process."""
+    reshard(model)
+    return dict(model.named_parameters())
+
+
+@contextmanager
+def raised_gradients(model: nn.Module, power: int, *, weight: float) -> Iterator[None]:
+    """Each backward pass of a sharded model inside the context adds sum_r c_r |g_r|^p to its gradients, with
+    the gradient g_r and the weight c_r of each process; p is 1 or 2."""
+    model.reduction.power, model.reduction.weight = power, weight
+    try:
+        yield
+    finally:
+        model.reduction.weight = None

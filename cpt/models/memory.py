@@ -1,0 +1,122 @@
+"""The same model with less memory or time: activation checkpointing, compiled blocks, a head padded for GPU
+kernels, and dropout masks drawn quickly on a CPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+
+from cpt.models.units import blocks
+
+COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
+CHECKPOINTING = "gradient_checkpointing"  # the attribute of transformers' modules
+EVEN = 64  # outputs of a padded head are a multiple of it
+LEVELS_16 = 1 << 16  # values of 16 bits
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174) with the random state
+    of the forward pass. Raises ValueError for a model that does not support it."""
+    if not model.supports_gradient_checkpointing:
+        raise ValueError(
+            f"trainer.gradient_checkpointing=true: {type(model).__name__} cannot compute activations again; "
+            "allowed: false"
+        )
+    # transformers 5 has the second name from some version on, which warns of the first.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+@contextmanager
+def keep_activations(model: nn.Module) -> Iterator[None]:
+    """No activation checkpointing for forward passes inside the context, whose gates or dropout rate would
+    be gone when activations are recomputed."""
+    enabled = [part for part in model.modules() if getattr(part, CHECKPOINTING, False)]
+    for part in enabled:
+        setattr(part, CHECKPOINTING, False)
+    try:
+        yield
+    finally:
+        for part in enabled:
+            setattr(part, CHECKPOINTING, True)
+
+
+def compile_blocks(model: PreTrainedModel) -> None:
+    """Compiles each transformer block on its own: they are alike, so that one is compiled."""
+    for _, block in blocks(model):
+        block.compile(**COMPILE_OPTIONS)
+
+
+class EvenHead(nn.Linear):
+    """A head padded with zero rows to a multiple of 64 outputs on a GPU in 16 bits, where logits of 50,257
+    entries (GPT-2) miss the fast matrix kernels: 30 of 77 ms of a step of GPT-2 124M on an H100."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        return self.padded(hidden) if hidden.is_cuda and dtype.itemsize == 2 else super().forward(hidden)
+
+    def padded(self, hidden: Tensor) -> Tensor:
+        """Outputs [..., V] of hidden states [..., D], cut from a multiple of 64."""
+        more = -self.out_features % EVEN
+        weight = functional.pad(self.weight, (0, 0, 0, more))
+        bias = None if self.bias is None else functional.pad(self.bias, (0, more))
+        return functional.linear(hidden, weight, bias)[..., : self.out_features]
+
+
+def even_head(model: PreTrainedModel) -> None:
+    """Makes a plain head an EvenHead where its rows of 16-bit logits are not aligned, to 8 entries."""
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.out_features % 8:
+        head.__class__ = EvenHead
+
+
+def quick_dropout(
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    plain: Callable[..., Tensor],
+) -> Tensor:
+    """torch.nn.functional.dropout on a CPU with 16 random bits for each entry, which is dropped with the
+    probability nearest to p in 1 / 65,536; `plain` elsewhere, and where nothing or everything is dropped."""
+    if not training or not 0 < p < 1 or input.device.type != "cpu":
+        return plain(input, p, training, inplace)
+    dropped = min(round(p * LEVELS_16), LEVELS_16 - 1)
+    bits = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    drawn = bits.view(torch.int16)[: input.numel()].view(input.shape)
+    noise = (drawn >= dropped - LEVELS_16 // 2).to(input.dtype).mul_(LEVELS_16 / (LEVELS_16 - dropped))
+    return input.mul_(noise) if inplace else input * noise
+
+
+@contextmanager
+def draw_quickly(wanted: bool) -> Iterator[None]:
+    """Dropout of modules and of transformers' eager attention is quick_dropout inside the context, if
+    wanted."""
+    plain = functional.dropout
+    try:
+        if wanted:
+            functional.dropout = lambda *args, **how: quick_dropout(*args, **how, plain=plain)
+        yield
+    finally:
+        functional.dropout = plain
+
+
+def dropout_rates(config: PretrainedConfig) -> dict[str, float]:
+    """The dropout rates of a configuration by name, some of which may be 0; not those of other heads or of
+    whole layers."""
+    named = {name: rate for name, rate in config.get_text_config().to_dict().items() if "drop" in name}
+    others = ("classifier", "seq_classif", "qa", "summary", "layerdrop")
+    return {n: r for n, r in named.items() if type(r) in (int, float) and not n.startswith(others)}
+
+
+def drops_attention(config: PretrainedConfig) -> bool:
+    """Whether attention weights are dropped; models without a rate for them use the general one."""
+    rates = dropout_rates(config)
+    own = [rate for name, rate in rates.items() if "att" in name]
+    return any(own or [rate for name, rate in rates.items() if name in ("dropout", "dropout_rate")])

@@ -1,0 +1,218 @@
+"""NaN guard: checks loss and gradients before each optimizer step, and counts loss spikes.
+
+The gradient's norm is needed for clipping anyway, so that one number covers all gradients; with several
+processes it is reduced together with the signals that they received, once per step."""
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from cpt.core.collectives import agree, maximise_in_place, sum_in_place
+from cpt.core.preemption import notice, release_children
+from cpt.core.processes import in_company
+from cpt.core.sharding import total_norm
+
+log = logging.getLogger(__name__)
+POLICIES = ("stop", "skip", "rollback")
+ADVICE = (
+    "a lower rate (optim.lr) or a clipped gradient (trainer.gradient_clip_val) may help; "
+    "on_nonfinite=skip or rollback goes on without such steps"
+)
+GRADIENT = "norm of the gradient"
+MOST = 10  # steps in a row that are left out, rollbacks of one domain
+WINDOW = 100  # steps whose losses are remembered
+ENOUGH = 20  # of them, before one is judged
+TIMES = 1.5  # the median, which a spike exceeds at least so far
+DEVIATIONS = 10.0  # median absolute deviations above the median, likewise
+
+
+class RollbackError(Exception):
+    """The step is not made: the domain restarts from its last checkpoint."""
+
+
+class NanGuard(Callback):
+    """Decides for every optimizer step of one domain whether it is made.
+
+    Where the loss or the gradient is not finite, `stop` raises a ValueError; `skip` leaves the step out;
+    `rollback` goes back to the last checkpoint and leaves out all steps from there to this one (Chowdhery et
+    al., JMLR 2023, section 5.1). `advice` ends the error. In float16 the scaler skips steps whose scaled
+    gradient overflows, as designed; there only the loss is checked."""
+
+    def __init__(self, *, policy: str = "stop", advice: str = ADVICE) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"on_nonfinite={policy}; allowed: {', '.join(POLICIES)}")
+        self.policy, self.advice = policy, advice
+        self.terms: dict[str, Tensor] = {}
+        self.spikes = Spikes()
+        self.left_out: set[int] = set()
+        self.failed: int | None = None  # the step that is rolled back from
+        self.in_a_row = self.rollbacks = 0
+        self.heard = 0  # the signal that all processes know of
+        self.asks = self.asked = False  # for a checkpoint: this process, and one of all as they have heard
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.guard = self
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.terms.clear()
+        if self.failed is not None:
+            self.left_out.update(range(trainer.global_step, self.failed + 1))
+            self.failed = None
+
+    def see(self, terms: Mapping[str, Tensor]) -> None:
+        """Takes the terms of the loss, scalars, of one of the accumulated parts of a step."""
+        for name, value in terms.items():
+            self.terms[name] = self.terms.get(name, 0) + value.detach()
+
+    def allows(self, trainer: Trainer, norm: Tensor) -> bool:
+        """Whether the step is made, alike in all processes; `norm` is its gradient's, a scalar. Raises
+        ValueError or RollbackError where the run must not continue."""
+        terms, self.terms = self.terms, {}
+        value, scaler = sum(terms.values()), getattr(trainer.precision_plugin, "scaler", None)
+        fine, self.heard, self.asked = exchange(value if scaler else value + norm, asks=self.asks)
+        step, name = trainer.global_step, trainer.datamodule.domain.name
+        if step in self.left_out:
+            return False
+        if not fine:
+            problem = f"{name_nonfinite(terms | {GRADIENT: norm})} at step {step} of {name}"
+            if self.policy == "stop":
+                self.end(problem)
+            self.in_a_row += 1
+            if max(self.in_a_row, self.rollbacks + 1) > MOST:
+                self.end(f"{problem}, and so was {MOST} times before")
+            if self.policy == "rollback":
+                self.roll_back(trainer, step, problem)
+            warn_once(trainer, f"{problem}: the step is left out")
+            self.left_out.add(step)
+            return False
+        self.in_a_row = 0
+        if isinstance(value, Tensor) and (spike := self.spikes.see(step, value.item())):
+            warn_once(trainer, f"{spike}, in {name}; more of this stage are counted in the report")
+        if scaler is None:
+            return True
+        if scaler.get_scale() < 1:  # no scale gives the gradient room: it is not finite itself
+            self.end(f"the {GRADIENT} is {norm.item()} at step {step} of {name}, at every scale")
+        return math.isfinite(norm.item())
+
+    def roll_back(self, trainer: Trainer, step: int, problem: str) -> None:
+        warn_once(trainer, f"{problem}: going back to the last checkpoint")
+        self.failed, self.rollbacks = step, self.rollbacks + 1
+        raise RollbackError(problem)
+
+    def check_weights(self, trainer: Trainer, weights: Iterable[Tensor]) -> None:
+        """Raises ValueError or RollbackError, in all processes, where the last step has left weights that are
+        not finite in one."""
+        if agree(int(not all_finite(weights))):
+            step, name = trainer.global_step, trainer.datamodule.domain.name
+            problem = f"the weights are not finite after step {step} of {name}"
+            if self.policy == "rollback" and self.rollbacks < MOST:
+                self.roll_back(trainer, step - 1, problem)
+            self.end(problem)
+
+    def end(self, problem: str) -> None:
+        """Raises ValueError, in all processes alike."""
+        release_children()
+        raise ValueError(f"{problem}; {self.advice}")
+
+    def leaving(self) -> int:
+        """The signal on which all processes leave now, 0 if there is none."""
+        return self.heard if in_company() else notice.number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left_out": sorted(self.left_out), "spikes": self.spikes.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left_out.update(state["left_out"])
+        self.spikes.load(state["spikes"])
+
+
+def warn_once(trainer: Trainer, message: str) -> None:
+    """Of all processes the first says it."""
+    if trainer.is_global_zero:
+        log.warning(message)
+
+
+def exchange(value: Tensor, *, asks: bool = False) -> tuple[bool, int, bool]:
+    """Whether a scalar of every process is finite, the signal that one of them has had, and whether one of
+    them asks for a checkpoint."""
+    if not in_company():
+        return math.isfinite(value.item()), 0, asks
+    told = torch.stack([(~value.isfinite()).to(value.dtype), *value.new_tensor([notice.number, asks])])
+    maximise_in_place(told)
+    bad, number, asked = told.tolist()
+    return not bad, int(number), bool(asked)
+
+
+def name_nonfinite(terms: Mapping[str, Tensor]) -> str:
+    """Which of the terms are not finite in some process, in words."""
+    values = torch.stack([value.float() for value in terms.values()])
+    sum_in_place(values)
+    found = [
+        f"the {name}{' loss' * (name != GRADIENT)} is {value}"
+        for name, value in zip(terms, values.tolist(), strict=True)
+        if not math.isfinite(value)
+    ]
+    return " and ".join(found)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every entry of the floating-point tensors is finite."""
+    floats = [each.detach() for each in tensors if each.is_floating_point() and each.numel()]
+    return bool(total_norm(floats, norm_type=math.inf).isfinite()) if floats else True
+
+
+def check_finite(state: Mapping[str, Tensor], row: str) -> None:
+    """Raises ValueError where something that a stage has left is not finite, in this process or another."""
+    fine = all_finite(state.values())
+    if agree(int(not fine)):
+        bad = [name for name, value in state.items() if not (fine or all_finite([value]))]
+        told = ", ".join(bad[:3]) or "what another process has"
+        raise ValueError(f"{told} is not finite after {row}; {ADVICE}")
+
+
+def check_losses(means: Mapping[str, float], row: str) -> None:
+    """Raises ValueError where a loss (nats) of a row is not finite."""
+    if bad := [f"{name}: {value}" for name, value in means.items() if not math.isfinite(value)]:
+        advice = "allowed: a model whose losses are numbers (model.checkpoint, trainer.precision)"
+        raise ValueError(
+            f"the loss after {row} is not finite ({', '.join(bad)}); {advice if row == 'base' else ADVICE}"
+        )
+
+
+class Spikes:
+    """Counts the losses of one stage that are far above those of the steps before; changes nothing.
+
+    `noted` is empty, or: how many, the step of the first, its loss and the running median then, all of the
+    minimised loss of this process."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.noted: list[float] = []
+
+    def see(self, step: int, loss: float) -> str:
+        """Takes a finite loss; gives a message for the first spike, else an empty string."""
+        median = statistics.median(self.recent) if len(self.recent) >= ENOUGH else None
+        spread = statistics.median(abs(each - median) for each in self.recent) if median is not None else 0.0
+        self.recent.append(loss)
+        if median is None or loss <= max(TIMES * median, median + DEVIATIONS * spread):
+            return ""
+        if self.noted:
+            self.noted[0] += 1
+            return ""
+        self.noted = [1, step, loss, median]
+        return f"the loss is {loss:.4g} at step {step}, far above its running median of {median:.4g}"
+
+    def state(self) -> dict[str, Any]:
+        return {"recent": [*self.recent], "noted": self.noted}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.recent = deque(state["recent"], maxlen=WINDOW)
+        self.noted = list(state["noted"])

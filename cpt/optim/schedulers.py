@@ -1,0 +1,301 @@
+"""Learning-rate schedules: factors of the peak rate, by the position in the run. The first ones restart with
+each domain; Rewarm and those after it relate the rate of a domain to those before it."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cpt.core.options import Options, option
+from cpt.core.rules import YES_NO, Rule, is_list, is_number, number, one_of
+
+PEAKS = Rule(
+    lambda value: (
+        value is None or (is_list(value, lambda peak: is_number(peak) and 0 <= peak <= 1) and bool(value))
+    ),
+    "null, or a list of shares of the peak rate, each 0 to 1",
+)
+FINAL = number("0 to 1")
+ALPHA = 10  # how steep an inverse square root is: 1 / sqrt(1 + 10 x)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is, all counted from 0: at step `step` of the `steps` of a domain, which is number `domain`
+    of `domains`, and at step `total_step` of the `total_steps` of all domains, of which the first has
+    `first`."""
+
+    step: int
+    steps: int
+    domain: int
+    domains: int
+    total_step: int
+    total_steps: int
+    first: int
+
+    @classmethod
+    def alone(cls, step: int, *, steps: int) -> "Progress":
+        """Where there is one domain only."""
+        return cls(step, steps, domain=0, domains=1, total_step=step, total_steps=steps, first=steps)
+
+    @property
+    def joined(self) -> "Progress":
+        """The same place where all domains are one."""
+        return Progress.alone(self.total_step, steps=self.total_steps)
+
+
+def half_cosine(place: float, *, low: float, high: float = 1.0) -> float:
+    """From `high` at place 0 down to `low` at place 1, and no further."""
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, place)))
+
+
+def warm_cosine(step: float, steps: float, *, rise: float, low: float, high: float = 1.0) -> float:
+    """A linear rise to `high` in so many of the steps, then half a cosine down to `low`."""
+    if step < rise:
+        return high * (step + 1) / (rise + 1)
+    return half_cosine((step - rise) / max(1.0, steps - rise), low=low, high=high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Options):
+    """A factor of the peak rate for each step."""
+
+    warmup: float = option("share of the domain's steps in which the rate rises linearly", number("0 to 1"))
+
+    @abstractmethod
+    def __call__(self, progress: Progress) -> float:
+        """The factor at a place of the run."""
+
+    @property
+    def branches(self) -> bool:
+        """Whether a domain ends in a decay that is a branch: it is scored and exported, and the next domain
+        goes on with the weights before it."""
+        return False
+
+    @property
+    def needs_end(self) -> bool:
+        """Whether rates depend on how many domains follow."""
+        return False
+
+    def branch_step(self, steps: int) -> int:
+        """The first step of that decay, of so many of a domain; all of them where there is none."""
+        return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(Schedule):
+    """Linear warm-up over a share of a domain's steps, then linear decay to 0."""
+
+    def __call__(self, progress: Progress) -> float:
+        rise, steps = self.warmup * progress.steps, progress.steps
+        if progress.step < rise:
+            return (progress.step + 1) / (rise + 1)
+        return max(0.0, (steps - progress.step) / max(1.0, steps - rise))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(Schedule):
+    """Linear warm-up over a share of a domain's steps, then half a cosine from 1 down to `final`."""
+
+    final: float = option("the factor at the end", number("0 to 1"))
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.steps
+        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(Schedule):
+    """Linear warm-up over a share of a domain's steps, then the peak rate."""
+
+    def __call__(self, progress: Progress) -> float:
+        return min(1.0, (progress.step + 1) / (self.warmup * progress.steps + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewarm(Schedule):
+    """Warm-up and half a cosine in each domain, to a peak of its own (Gupta et al. 2023, arXiv 2308.04014;
+    Ibrahim et al., TMLR 2024, arXiv 2403.08763)."""
+
+    final: float = option("the factor at the end of a domain, of its peak", FINAL)
+    peaks: Sequence[float] | None = option(
+        "the peak of each domain, a share of the rate; the last is that of all that follow; null: 1", PEAKS
+    )
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.steps
+        peak = self.peaks[min(progress.domain, len(self.peaks) - 1)] if self.peaks else 1.0
+        return peak * warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Once(Schedule):
+    """One warm-up and one half cosine over all domains together: what a union of them would be learned with.
+    Here the warm-up is a share of all steps. One more domain changes every rate."""
+
+    final: float = option("the factor at the end of the last domain", FINAL)
+
+    @property
+    def needs_end(self) -> bool:
+        return True
+
+    def __call__(self, progress: Progress) -> float:
+        rise = self.warmup * progress.total_steps
+        return warm_cosine(progress.total_step, progress.total_steps, rise=rise, low=self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decayed(Schedule):
+    """Warm-up and half a cosine in the first domain; the rate stays where that ends."""
+
+    final: float = option("the factor from the end of the first domain on", number("above 0, at most 1"))
+
+    def __call__(self, progress: Progress) -> float:
+        if progress.domain:
+            return self.final
+        rise = self.warmup * progress.steps
+        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Infinite(Schedule):
+    """Warm-up, a cool-down to a constant that all later domains keep, and where it is asked for a decay to
+    `final` at the end (Ibrahim et al., TMLR 2024, section 4.2). It does not know how many domains follow,
+    but for that decay: more can be added.
+
+    Cool-down, x from 0 to 1: constant + (1 - constant) f(x), f = (1 + cos(pi x)) / 2 or
+    1 - h(x) / h(1) with h(x) = 1 / sqrt(1 + 10 x) - 1. Decay: constant * (final / constant)^x."""
+
+    cooldown: float = option("share of the first domain's steps in which it cools down", number("0 to 1"))
+    constant: float = option("the factor of all later domains", number("above 0, at most 1"))
+    form: str = option("of the cool-down", one_of("cosine", "inverse_square_root"))
+    anneal: float = option("share of a domain's steps, its last, in which the rate decays", number("0 to 1"))
+    annealed: str = option(
+        "where it decays: at the end of the last domain, or of each: the next then goes on with the weights "
+        "before it",
+        one_of("last", "each"),
+    )
+    final: float = option("the factor at the end of that decay", number("above 0, at most 1"))
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.warmup + self.cooldown + self.anneal > 1:
+            raise ValueError(
+                f"warmup={self.warmup:g}, cooldown={self.cooldown:g} and anneal={self.anneal:g} are more "
+                "than a domain; allowed: 1 in all"
+            )
+
+    @property
+    def needs_end(self) -> bool:
+        return self.annealed == "last" and self.anneal > 0
+
+    @property
+    def branches(self) -> bool:
+        return self.annealed == "each" and self.anneal > 0
+
+    def branch_step(self, steps: int) -> int:
+        return min(steps, math.floor(steps * (1 - self.anneal)) + 1)
+
+    def __call__(self, progress: Progress) -> float:
+        start = progress.steps * (1 - self.anneal)
+        is_annealed = self.annealed == "each" or progress.domain == progress.domains - 1
+        if is_annealed and progress.step > start:
+            place = min(1.0, (progress.step - start) / (progress.steps - start))
+            return self.constant * (self.final / self.constant) ** place
+        return self.settle(progress)
+
+    def settle(self, progress: Progress) -> float:
+        """The factor of warm-up, cool-down and what follows."""
+        rise, fall = self.warmup * progress.first, self.cooldown * progress.first
+        if progress.total_step < rise:
+            return (progress.total_step + 1) / (rise + 1)
+        if progress.total_step >= rise + fall:
+            return self.constant
+        place = (progress.total_step - rise) / fall
+        if self.form == "cosine":
+            return half_cosine(place, low=self.constant)
+        fallen = (1 / math.sqrt(1 + ALPHA * place) - 1) / (1 / math.sqrt(1 + ALPHA) - 1)
+        return self.constant + (1 - self.constant) * (1 - fallen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSD(Schedule):
+    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM, arXiv 2404.06395; the form 1 - sqrt: Hägele et al.,
+    NeurIPS 2024, arXiv 2405.18392). With `branched` a domain's decay is a branch: it is scored and exported,
+    and the next domain goes on with the weights before it, at the peak; else each warms up anew."""
+
+    decay: float = option("share of a domain's steps, its last, in which the rate decays", number("0 to 1"))
+    form: str = option("of the decay, x from 0 to 1: 1 - sqrt(x) or 1 - x", one_of("root", "linear"))
+    final: float = option("the factor at a domain's end", FINAL)
+    branched: bool = option("the next domain goes on with the weights before the decay", YES_NO)
+
+    def check_together(self) -> None:
+        super().check_together()
+        if self.warmup + self.decay > 1:
+            raise ValueError(
+                f"warmup={self.warmup:g} and decay={self.decay:g} are more than a domain; allowed: 1 in all"
+            )
+
+    @property
+    def branches(self) -> bool:
+        return self.branched and self.decay > 0
+
+    def branch_step(self, steps: int) -> int:
+        return min(steps, math.floor(steps * (1 - self.decay)) + 1)
+
+    def __call__(self, progress: Progress) -> float:
+        rise, start = self.warmup * progress.steps, progress.steps * (1 - self.decay)
+        warms = progress.domain == 0 or not self.branched
+        if warms and progress.step < rise:
+            return (progress.step + 1) / (rise + 1)
+        if progress.step <= start:
+            return 1.0
+        place = min(1.0, (progress.step - start) / (progress.steps - start))
+        left = 1 - (math.sqrt(place) if self.form == "root" else place)
+        return self.final + (1 - self.final) * left
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReciprocalRoot(Schedule):
+    """(1 - final) sqrt(w / s) + final after w steps of warm-up, and a last linear decay to `final` (TiC-LM,
+    Li et al., ACL 2025, arXiv 2504.02107). s counts within a domain, or on across all of them."""
+
+    cooldown: float = option("share of a domain's steps, its last, in which the rate falls to final", FINAL)
+    final: float = option("the factor at a domain's end", FINAL)
+    across: bool = option("steps count on across domains; there is one warm-up then", YES_NO)
+
+    def check_together(self) -> None:
+        super().check_together()
+        if not self.warmup:
+            raise ValueError("warmup=0: the rate falls by sqrt(warmup / steps); allowed: above 0, at most 1")
+
+    def __call__(self, progress: Progress) -> float:
+        start = progress.steps * (1 - self.cooldown)
+        if progress.step <= start:
+            return self.fall(progress.step, progress)
+        place = min(1.0, (progress.step - start) / (progress.steps - start))
+        return self.final + (self.fall(start, progress) - self.final) * (1 - place)
+
+    def fall(self, step: float, progress: Progress) -> float:
+        """The factor at a step of the domain, before the last decay."""
+        before = progress.total_step - progress.step
+        rise = max(1.0, self.warmup * (progress.first if self.across else progress.steps))
+        at = step + 1 + (before if self.across else 0)
+        if at < rise:
+            return at / rise
+        return (1 - self.final) * math.sqrt(rise / at) + self.final
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoregressive(Schedule):
+    """Half a cosine in each domain, from a peak that falls from domain to domain (TiC-LM, Li et al., ACL
+    2025): a domain of n steps after b begins at the height that one cosine over all b + n steps has where the
+    domain's warm-up ends. That cosine begins after the warm-ups of all these domains together, a share of
+    b + n steps, so that its place there is b / (b + n), whatever the domains' sizes."""
+
+    final: float = option("the factor at a domain's end", FINAL)
+
+    def __call__(self, progress: Progress) -> float:
+        rise, before = self.warmup * progress.steps, progress.total_step - progress.step
+        peak = half_cosine(before / (before + progress.steps), low=self.final)
+        return warm_cosine(progress.step, progress.steps, rise=rise, low=self.final, high=peak)

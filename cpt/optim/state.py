@@ -1,0 +1,98 @@
+"""The optimizer's state (moments, counts of steps): carried from domain to domain, and laid out in memory as
+fused steps need it.
+
+A fused step goes through a parameter, its gradient and its moments entry by entry as they lie in memory, and
+compares no strides: of a column-major matrix and a row-major gradient, `torch._fused_adamw_` of torch 2.13
+silently takes other entries' gradients. It takes either sharded tensors or whole ones, not both."""
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cpt.core.sharding import is_sharded
+from cpt.core.tensors import NamedTensors
+
+log = logging.getLogger(__name__)
+MOST = 3  # names that a message lists
+
+
+class CarriedState(NamedTensors):
+    """An optimizer's state by the names of the parameters, between two domains; during a domain the optimizer
+    alone has it. It stays on the CPU in its own precision."""
+
+    def take(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Takes over the state of an optimizer. Raises ValueError where not all of it is tensors."""
+        self.clear()
+        for name, parameter in named:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    self.update({f"{name}:{key}": value.cpu()})
+                elif value is not None:
+                    kind = type(optimizer).__name__
+                    raise ValueError(f"optim.carry: {kind} keeps {key}={value}; allowed: none")
+
+    def give(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Loads the state into a new optimizer, and logs which parameters are new or gone."""
+        carried: dict[str, dict[str, Tensor]] = {}
+        for joint, value in self.named().items():
+            name, _, key = joint.rpartition(":")
+            carried.setdefault(name, {})[key] = value
+        names = {parameter: name for name, parameter in named}
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known, new = {}, []
+        for place, parameter in enumerate(params):
+            state = carried.get(names[parameter])
+            if state is not None and fits(state, parameter):
+                known[place] = carried.pop(names[parameter])
+            else:
+                new.append(names[parameter])
+        if known:
+            for those, what in (
+                (new, "new and begin without a state of the optimizer"),
+                (list(carried), "gone"),
+            ):
+                if those:
+                    listed = ", ".join([*those[:MOST], *["…"][: len(those) > MOST]])
+                    log.info("optim.carry: of the parameters %d are %s (%s)", len(those), what, listed)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": known})
+
+    def parameter_of(self, name: str) -> str:
+        return name.rpartition(":")[0].removeprefix("model.")  # a module names its model's parameters so
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "CarriedState":
+        return self
+
+
+def fits(state: dict[str, Tensor], parameter: nn.Parameter) -> bool:
+    """Whether a state is of a parameter of this shape: its entries are per entry, row or column, or one."""
+    try:
+        return all(
+            torch.broadcast_shapes(v.shape, parameter.shape) == parameter.shape for v in state.values()
+        )
+    except RuntimeError:
+        return False
+
+
+def lie_as(values: Tensor, like: Tensor) -> Tensor:
+    """The same values, with the strides of another tensor of their shape."""
+    if is_sharded(like) or values.shape != like.shape or values.stride() == like.stride():
+        return values
+    return torch.empty_like(like, dtype=values.dtype, device=values.device).copy_(values)
+
+
+def lay_out_moments(optimizer: Optimizer) -> None:
+    """Lays the moments out as their parameters: what comes from a file is row-major."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = lie_as(value, parameter)
+
+
+def unfuse_mixed(optimizer: Optimizer) -> None:
+    """Steps of a group with sharded and whole parameters are not fused."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and len({is_sharded(parameter) for parameter in group["params"]}) > 1:
+            group["fused"] = False

@@ -1,0 +1,351 @@
+"""A search over a config's values with Optuna (`hydra/sweeper=optuna`); the same command resumes it.
+
+The study is Optuna's journal in the sweep's folder. What a sampler draws depends on the seed and on the
+trials told so far, not on how often the search was started."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from cpt.core.config import executes
+from cpt.core.errors import readable
+from cpt.core.preemption import GO_ON
+from cpt.sweeps.jobs import CONTINUES, PreemptedJob
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
+    from optuna.trial import FrozenTrial
+
+log = logging.getLogger(__name__)
+SAMPLERS = ("tpe", "random", "nsga2", "grid")
+DIRECTIONS = ("minimize", "maximize")
+JOURNAL, RESULTS = "study.journal", "optimization_results.yaml"
+DIGITS = 6  # of a number that is given to a run: it is part of the folder's name
+
+
+class OptunaSweeper(Sweeper):
+    """Asks Optuna for `n_jobs` trials, has them run, tells their objectives, until there are `n_trials`.
+
+    seeds, orders: a trial is a run with every combination of them, and its objective is their mean."""
+
+    def __init__(
+        self,
+        *,
+        params: Mapping[str, Any] | None,
+        sampler: str,
+        options: Mapping[str, Any],
+        seed: int,
+        direction: str | Sequence[str],
+        n_trials: int | None,
+        n_jobs: int,
+        seeds: Sequence[Any] | None = None,
+        orders: Sequence[Any] | None = None,
+    ) -> None:
+        self.params, self.sampler, self.options = dict(params or {}), sampler, dict(options)
+        self.seed, self.direction, self.n_trials, self.n_jobs = seed, direction, n_trials, n_jobs
+        given = (("seed", seeds), ("order", orders))
+        self.averaged = {key: values for key, values in given if values is not None}
+
+    def check(self) -> None:
+        """Raises ValueError for a wrong option, or if Optuna is missing."""
+        if self.sampler not in SAMPLERS:
+            raise ValueError(f"hydra.sweeper.sampler={self.sampler}; allowed: {', '.join(SAMPLERS)}")
+        if type(self.n_jobs) is not int or self.n_jobs < 1:
+            raise ValueError(f"hydra.sweeper.n_jobs={self.n_jobs}; allowed: 1, 2, …")
+        endless = self.n_trials is None and self.sampler == "grid"  # the grid ends
+        if not endless and (type(self.n_trials) is not int or self.n_trials < 1):
+            raise ValueError(f"hydra.sweeper.n_trials={self.n_trials}; allowed: 1, 2, …; with grid also null")
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(f"hydra.sweeper.seed={self.seed}; allowed: 0, 1, 2, …")
+        try:
+            import optuna
+        except ImportError as error:
+            advice = "pip install -e '.[optuna]' in the checkout of cpt"
+            raise ValueError(f"hydra/sweeper=optuna needs Optuna ({error}): {advice}") from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            self.check()
+        self.loader, self.config = hydra_context.config_loader, config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Runs what the search still lacks; one process at a time may work on it."""
+        with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
+            lines = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+            parser = OverridesParser.create(config_loader=self.loader)
+            given = {each.get_key_element(): each for each in parser.parse_overrides(lines)}
+            space = {key: each for key, each in given.items() if each.is_sweep_override()}
+            fixed = [each.input_line or key for key, each in given.items() if key not in space]
+            self.check_space(space, fixed)
+            cfg = self.loader.load_sweep_config(self.config, fixed)
+            endtask = cfg.get("endtask")
+            if endtask is not None and endtask.get("name", "none") != "none":
+                log.info(
+                    "Skipping end tasks (endtask=%s) in trials: their scores are of test text", endtask.name
+                )
+                fixed = [line for line in fixed if not line.lstrip("+~").startswith("endtask")]
+                fixed.append("endtask=none")
+            folder = Path(cfg.hydra.sweep.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with FileLock(folder / ".study.lock", timeout=0):
+                    self.search(folder, space, fixed, cfg.get("objective"))
+            except Timeout as error:
+                raise ValueError(f"another search is at work in {folder}; choose another name=…") from error
+
+    def check_space(self, space: Mapping[str, Override], fixed: Sequence[str]) -> None:
+        """Raises ValueError for a search over nothing, over seeds and orders, or over end tasks."""
+        if not space:
+            raise ValueError(
+                "nothing to search for; give values like method=ncl,das or "
+                "'optim.lr=tag(log,interval(1e-4,1e-2))'"
+            )
+        keys = [line.lstrip("+").partition("=")[0] for line in fixed]
+        for key, given in self.averaged.items():
+            listed = isinstance(given, Sequence) and not isinstance(given, str)
+            if not listed or not given or len({str(each) for each in given}) < len(given):
+                raise ValueError(
+                    f"hydra.sweeper.{key}s={given}; allowed: null, or a list of different values as [0,1,2]"
+                )
+            if key in keys:
+                raise ValueError(f"{key}=… and hydra.sweeper.{key}s={list(given)}; allowed: one of them")
+        for key in space:
+            if key in ("seed", "order"):
+                raise ValueError(
+                    f"{key} is invalid as a dimension of a search: the luckiest would win. "
+                    f"Allowed: hydra.sweeper.{key}s=[…], the values that each trial is averaged over "
+                    "(hydra.sweeper.seeds=[0,1,2], hydra.sweeper.orders=[0,1])"
+                )
+            if key.startswith("endtask"):
+                raise ValueError(f"{key} is invalid as a dimension of a search: trials run no end tasks")
+
+    def search(
+        self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], objective: Any
+    ) -> None:
+        """Resumes the study of a folder, runs the missing trials in batches, and writes the best ones."""
+        names = [objective] if isinstance(objective, str) else list(objective or ["objective"])
+        study = self.open_study(folder, space, fixed, names)
+        grid = self.sampler == "grid"
+        total = self.n_trials or math.inf
+        if grid:
+            total = min(total, enqueue_grid(study, space))
+        left = int(total) - len(trials(study, "COMPLETE"))
+        retry_failed(study, set(space))
+        made = {key: distribution(key, each, grid=grid) for key, each in space.items()}
+        lists = ([f"{key}={value}" for value in given] for key, given in self.averaged.items())
+        runs = [list(each) for each in itertools.product(*lists)]  # the overrides of each run of a trial
+        while left > 0:
+            size = min(self.n_jobs, left)
+            batch = trials(study, "RUNNING")[:size]  # of a search that was killed: their run folders go on
+            while len(batch) < size:
+                study.sampler = self.make_sampler(len(study.trials))
+                asked = study.ask(dict(made))
+                batch.append(study.trials[asked.number])
+            overrides = [[*fixed, *to_overrides(trial.params), *run] for trial in batch for run in runs]
+            returned = self.launcher.launch(overrides, initial_job_idx=batch[0].number * len(runs))
+            preempted = [each for each in returned if isinstance(each._return_value, PreemptedJob)]
+            for place, trial in enumerate(batch):
+                of_trial = returned[place * len(runs) : (place + 1) * len(runs)]
+                if not any(each in preempted for each in of_trial):  # else it stays under way
+                    tell_trial(study, trial, of_trial)
+            if preempted:
+                print(f"cpt: {preempted[0]._return_value}; {CONTINUES}", file=sys.stderr)
+                raise SystemExit(GO_ON)
+            left -= len(batch)
+        write_best(study, folder, names)
+
+    def open_study(
+        self, folder: Path, space: Mapping[str, Override], fixed: Sequence[str], names: Sequence[str]
+    ) -> Study:
+        """The study of a folder, new or as it was left. Raises ValueError if it was another search."""
+        import optuna
+        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+        many = isinstance(self.direction, Sequence) and not isinstance(self.direction, str)
+        directions = [str(each) for each in self.direction] if many else [str(self.direction)] * len(names)
+        if len(directions) != len(names) or set(directions) - set(DIRECTIONS):
+            allowed = f"{' or '.join(DIRECTIONS)}, or a list of {len(names)}, for objective={list(names)}"
+            raise ValueError(f"hydra.sweeper.direction={self.direction}; allowed: {allowed}")
+        now = {
+            "space": {key: str(each.get_value_string()) for key, each in sorted(space.items())},
+            # how a run is carried out (workers, logger) may change
+            "fixed": sorted(line for line in fixed if not executes(line.lstrip("+~").partition("=")[0])),
+            "objective": list(names),
+            **{key: list(values) for key, values in self.averaged.items()},
+            "directions": directions,
+        }
+        path = str(folder / JOURNAL)
+        # Open, not link: FAT and some network file systems know no links; FileLock excludes a second search.
+        backend = JournalFileBackend(path, lock_obj=JournalFileOpenLock(path))
+        storage = optuna.storages.JournalStorage(backend)
+        if not optuna.study.get_all_study_names(storage):
+            study = optuna.create_study(storage=storage, study_name="search", directions=directions)
+            study.set_user_attr("made_of", now)
+            return study
+        study = optuna.load_study(study_name="search", storage=storage)
+        then = study.user_attrs.get("made_of", {})
+        if changed := [f"{key}: {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
+            raise ValueError(
+                f"{path} is another search ({'; '.join(changed)}); take them back or choose another name=…"
+            )
+        return study
+
+    def make_sampler(self, number: int) -> BaseSampler:
+        """The sampler of one trial, seeded by its number."""
+        from optuna import samplers
+
+        seed = (self.seed * 1_000_003 + number) % 2**32
+        try:
+            if self.sampler == "tpe":  # constant_liar: trials at once keep apart
+                return samplers.TPESampler(seed=seed, constant_liar=True, **self.options)
+            if self.sampler == "nsga2":
+                return samplers.NSGAIISampler(seed=seed, **self.options)
+        except TypeError as error:
+            raise ValueError(f"hydra.sweeper.options={self.options}: {error}") from error
+        return samplers.RandomSampler(seed=seed)
+
+
+def distribution(key: str, override: Override, *, grid: bool) -> BaseDistribution:
+    """Optuna's distribution for a sweep in Hydra's grammar: choices are text, ranges and intervals numbers
+    unless a grid is asked for. Raises ValueError for bounds that Optuna does not take."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if grid or override.is_choice_sweep():
+        return CategoricalDistribution(grid_values(override))
+    sweep: Any = override.value()
+    logarithmic = "log" in sweep.tags
+    if isinstance(sweep, RangeSweep):
+        points = sorted(float(f"{float(given):.12g}") for given in grid_values(override))  # 0.1 + 0.2 is 0.3
+        low, high, step = points[0], points[-1], abs(sweep.step)
+    else:  # a step of 1 between whole numbers: int(interval(1,8))
+        low, high = sweep.start, sweep.end
+        step = 1 if isinstance(low, int) and isinstance(high, int) else None
+    is_whole = isinstance(step, int)
+    try:
+        if is_whole:
+            return IntDistribution(int(low), int(high), log=logarithmic, step=step)
+        return FloatDistribution(float(low), float(high), log=logarithmic, step=step)
+    except ValueError as error:
+        raise ValueError(f"{key}={override.get_value_string()}: {error}") from error
+
+
+def grid_values(override: Override) -> list[str]:
+    """The values of a choice or a range, as an override gives them."""
+    if override.is_interval_sweep():
+        raise ValueError(f"{override.input_line} has no grid; allowed with sampler=grid: choices and ranges")
+    return list(dict.fromkeys(override.sweep_string_iterator()))
+
+
+def to_overrides(params: Mapping[str, Any]) -> list[str]:
+    """A trial's values as overrides; numbers with DIGITS digits."""
+    shown = {
+        key: repr(float(f"{value:.{DIGITS}g}")) if isinstance(value, float) else str(value)
+        for key, value in params.items()
+    }
+    return [f"{key}={value}" for key, value in shown.items()]
+
+
+def trials(study: Study, *states: str) -> list[FrozenTrial]:
+    return [trial for trial in study.trials if trial.state.name in states]
+
+
+def values_of(trial: FrozenTrial) -> dict[str, Any]:
+    """A trial's values, also while it waits."""
+    return trial.params or trial.system_attrs.get("fixed_params", {})
+
+
+def enqueue_grid(study: Study, space: Mapping[str, Override]) -> int:
+    """Enqueues the points that the study does not know, in the order of a sweep without a search; returns how
+    many points there are in all."""
+    points = list(itertools.product(*(grid_values(each) for each in space.values())))
+    known = [values_of(trial) for trial in study.trials]
+    for point in points:
+        params = dict(zip(space, point, strict=True))
+        if params not in known:
+            study.enqueue_trial(params)
+    return len(points)
+
+
+def retry_failed(study: Study, keys: set[str]) -> None:
+    """Enqueues again what failed at an earlier start: its run resumes. A trial that was killed while it was
+    asked for never had a run."""
+    for trial in trials(study, "RUNNING"):
+        if trial.params.keys() != keys:
+            study.tell(trial.number, state=trial.state.FAIL)
+    others = [values_of(trial) for trial in study.trials if trial.state.name != "FAIL"]
+    for trial in trials(study, "FAIL"):
+        if trial.params.keys() == keys and trial.params not in others:
+            study.enqueue_trial(trial.params)
+            others.append(trial.params)
+
+
+def tell_trial(study: Study, trial: FrozenTrial, returned: Sequence[JobReturn]) -> None:
+    """Tells Optuna the objective of a trial, the mean over its runs; it fails where a run failed or has no
+    finite objective."""
+    from optuna.trial import TrialState
+
+    values = [each._return_value for each in returned]
+    runs = [list(v) if isinstance(v, Sequence) and not isinstance(v, str) else [v] for v in values]
+    label = f"trial {trial.number}, {' '.join(to_overrides(trial.params))}"
+    for run, job in zip(runs, returned, strict=True):
+        finite = all(isinstance(value, int | float) and math.isfinite(value) for value in run)
+        if job.status is not JobStatus.COMPLETED or not finite or len(run) != len(study.directions):
+            study.tell(trial.number, state=TrialState.FAIL)
+            log.error("%s: failed, objective %s", label, job._return_value)
+            return
+    means = [fmean(each) for each in zip(*runs, strict=True)]
+    study.tell(trial.number, means)
+    log.info("%s: %s", label, format_values(means))
+
+
+def format_values(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.{DIGITS}g}" for value in values)
+
+
+def write_best(study: Study, folder: Path, names: Sequence[str]) -> None:
+    """Writes and logs the best trial, or the Pareto front of several objectives. Raises ValueError where no
+    trial has an objective."""
+    complete = trials(study, "COMPLETE")
+    if not complete:
+        raise ValueError("no trial of the search has an objective; the same command tries again")
+    several = len(names) > 1
+    best = study.best_trials if several else [study.best_trial]
+    found = [
+        {
+            "trial": trial.number,
+            "params": dict(line.split("=", 1) for line in to_overrides(trial.params)),
+            "values": trial.values,
+        }
+        for trial in best
+    ]
+    results = {"name": "optuna", "objective": list(names), "finished": len(complete), "best": found}
+    OmegaConf.save(OmegaConf.create(results), folder / RESULTS)
+    lines = [
+        f"{len(complete)} trials; {'the Pareto front' if several else 'the best'} ({', '.join(names)}):",
+        *(f"trial {t.number}: {format_values(t.values)}: {' '.join(to_overrides(t.params))}" for t in best),
+        str(folder / RESULTS),
+    ]
+    log.info("%s", "\n".join(lines))

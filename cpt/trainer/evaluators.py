@@ -1,0 +1,497 @@
+"""Evaluators: what a run measures after its stages beside the losses. End tasks are fine-tuned, tasks are
+asked for answers, tasks of the lm-evaluation-harness are measured by the harness itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cpt.adapters.domain_store import BASE
+from cpt.core.collectives import agree, gather_objects, wait_for_others
+from cpt.core.config import digest
+from cpt.core.files import replace as replace_file
+from cpt.core.preemption import Herald, Preempted, leave_together
+from cpt.core.processes import is_first_process, rank_and_world
+from cpt.core.progress import progress_bar
+from cpt.data.corpora import Corpora
+from cpt.data.datamodule import DomainSequence
+from cpt.evaluation import finetune, predictions, task_metrics
+from cpt.evaluation.finetune_tasks import FinetunePlan, hash_json
+from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_due
+from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
+from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
+from cpt.evaluation.task_metrics import AnswerSummary
+from cpt.methods.base import ContinualModule
+from cpt.models.forward import in_mode
+from cpt.trainer.base_model import Base
+from cpt.trainer.plan import Plan
+from cpt.trainer.run_dir import RunDir
+
+if TYPE_CHECKING:  # a package that may not be there
+    from cpt.evaluation.lm_eval import Harness
+
+log = logging.getLogger(__name__)
+ANSWERS_FORMAT = 1  # counts changes of what a file of answers depends on
+
+
+class Evaluator(ABC):
+    """Measures tasks on the base and after the stages asked for. Each result is a file in the run folder, so
+    that another start measures what is missing and nothing else; a digest in it stands for all that it
+    depends on besides the model.
+
+    `missing`, `measure` and `due` are called by every process of a run."""
+
+    GROUP: str  # of the config, that asks for it
+    KIND: str  # its name in scores.json, and its folder
+    LABEL: str
+
+    def __init__(self, when: str, *, place: RunDir, module: ContinualModule, data: DomainSequence) -> None:
+        self.when, self.place, self.module, self.data = when, place, module, data
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Hashes of the data of each task, where a run's identity keeps them."""
+        return {}
+
+    def name(self, number: int) -> str:
+        """The stage's, as the row of the matrix."""
+        return "base" if number == 0 else self.data.domains[number - 1].name
+
+    def folder(self, number: int) -> Path:
+        return self.place.path / self.KIND / f"{number:03d}-{self.name(number)}"
+
+    def learned(self, number: int) -> list[str]:
+        """The domains learned in the first stages, in their order."""
+        return list(dict.fromkeys(part for domain in self.data.domains[:number] for part in domain.parts))
+
+    def follows(self, number: int) -> bool:
+        """Whether something is asked for after a stage (0: on the base), measured or not."""
+        return is_due(self.when, number, stages=len(self.data))
+
+    @abstractmethod
+    def due(self, number: int) -> list[Any]:
+        """What is asked for after a stage and not measured yet."""
+
+    @abstractmethod
+    def work(self, number: int, due: list[Any], device: torch.device, label: str) -> None:
+        """Measures what is due, of which each process has its part. May be left by Preempted."""
+
+    @abstractmethod
+    def results(self, rows: int) -> dict[str, Any]:
+        """What the files of the first rows hold, for scores.json."""
+
+    def missing(self, number: int) -> bool:
+        """Whether something is due after a stage; all processes get the same answer."""
+        return bool(agree(len(self.due(number))))
+
+    def measure(self, number: int, device: torch.device) -> None:
+        """Measures what is due after a stage, whose weights the module has, on `device`."""
+        due, label = self.due(number), f"{self.LABEL} after {self.name(number)}"
+        wait_for_others()  # nobody works before all have looked
+        with suppress(Preempted):  # the other processes are waited for
+            self.work(number, due, device, label)
+        leave_together(f"in the {label}")
+
+
+@contextmanager
+def counted(label: str, *, total: int, hidden: bool, unit: str) -> Iterator[tuple[tqdm, Callable[..., None]]]:
+    """A progress bar, and what is called after each unit of work; it leaves if a signal has come to any
+    process."""
+    herald = Herald()
+    with progress_bar(label, total=total, hidden=hidden, unit=unit) as progress:
+
+        def step(count: int = 1) -> None:
+            progress.update(count)
+            herald.check()
+
+        yield progress, step
+
+
+@contextmanager
+def on_device(model: PreTrainedModel, device: torch.device) -> Iterator[PreTrainedModel]:
+    """The model on a device; afterwards it is where it was."""
+    before = model.device
+    try:
+        yield model.to(device)
+    finally:
+        model.to(before)
+
+
+class FinetuneEvaluator(Evaluator):
+    """End tasks: copies of what the module hands on after a stage are fine-tuned on classification tasks of
+    the learned domains, with each seed. Processes share the (task, seed) out; each writes its own files."""
+
+    GROUP, KIND, LABEL = "endtask", "endtasks", "end tasks"
+
+    def __init__(self, plan: FinetunePlan, tokenizer: PreTrainedTokenizerBase, **run: Any) -> None:
+        super().__init__(plan.when, **run)
+        self.plan, self.tasks = plan, {name: plan.task(name) for name in plan.tasks}
+        self.tokenizer = deepcopy(tokenizer)  # truncation is a state of it
+        self.jobs: dict[tuple[str, int], finetune.FinetuneJob] = {}  # by task and tokens of an example
+
+    @property
+    def contents(self) -> dict[str, str]:
+        return {name: task.content for name, task in self.tasks.items()}
+
+    def asked(self, number: int) -> list[tuple[str, int]]:
+        """(task, seed) asked for after a stage. A model that learned its domains alone is measured on these
+        only. A run without stages measures all tasks on the base."""
+        final, learned = number == len(self.data), self.learned(number)
+        wanted = set(learned) if self.when == "each" or (self.when == "last" and final) else set()
+        if self.module.alone or self.when == "diagonal":
+            wanted = set(self.data.domains[number - 1].parts) if number else set()
+        if final and not learned:
+            wanted = set(self.tasks)
+        return [(name, seed) for name in self.tasks if name in wanted for seed in self.plan.seeds]
+
+    def follows(self, number: int) -> bool:
+        return bool(self.asked(number))
+
+    def due(self, number: int) -> list[tuple[str, int]]:
+        due = []
+        for name, seed in self.asked(number):
+            task, path = self.tasks[name], endtask_file(self.folder(number), name, seed)
+            found = find_predictions(path, predictions.ENDTASK_COLUMNS, digest=task.digest(seed))
+            if found is None or found[0].num_rows != len(task.test):
+                due.append((name, seed))
+        return due
+
+    def work(self, number: int, due: list[tuple[str, int]], device: torch.device, label: str) -> None:
+        rank, world = rank_and_world()
+        costs = {each: self.tasks[each[0]].steps for each in self.asked(number)}
+        mine = share_measurements(costs, rank=rank, world=world) & set(due)
+        if not mine:
+            return
+        total = sum(costs[each] for each in mine)
+        with counted(label, total=total, hidden=rank != 0, unit="step") as (progress, step):
+            for name in dict.fromkeys(name for name, _ in due):
+                seeds = [seed for each, seed in due if each == name and (each, seed) in mine]
+                if not seeds:
+                    continue
+                with finetune.forked_generators(device):
+                    model = self.module.backbone(self.data.places.get(name, BASE))
+                for seed in seeds:
+                    progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
+                    self.measure_task(number, name, seed, model, device=device, step=step)
+
+    def measure_task(
+        self,
+        number: int,
+        name: str,
+        seed: int,
+        model: PreTrainedModel,
+        **how: Any,  # device, step
+    ) -> None:
+        """Fine-tunes a copy of a model on a task with a seed and writes its file."""
+        task, began = self.tasks[name], time.perf_counter()
+        length = finetune.longest(model, task.settings.length)
+        if (name, length) not in self.jobs:  # once for all seeds and stages
+            sizes = {"length": length, "eval_batch_size": self.plan.eval_batch_size}
+            self.jobs[name, length] = finetune.make_job(task, model, self.tokenizer, **sizes)
+        job = self.jobs[name, length]
+        predicted, epoch = finetune.fine_tune(model, job, seed=seed, **how)
+        about = {
+            "digest": task.digest(seed),
+            "metric": task.settings.metric,
+            "classes": task.classes,
+            **finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes),
+            "seconds": round(time.perf_counter() - began, 3),
+            "epochs": epoch,
+        }
+        columns = {
+            "id": [example.id for example in task.test],
+            "label": [example.label for example in task.test],
+            "prediction": [task.classes[each] for each in predicted],
+        }
+        predictions.save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
+
+    def results(self, rows: int) -> dict[str, Any]:
+        """Files of other settings or data count as not measured."""
+
+        def read(number: int, name: str, seed: int) -> dict[str, Any] | None:
+            path = endtask_file(self.folder(number), name, seed)
+            found = find_predictions(path, digest=self.tasks[name].digest(seed))
+            return found and found[1]
+
+        seeds = self.plan.seeds
+        found = [[[read(row, name, seed) for seed in seeds] for name in self.tasks] for row in range(rows)]
+        tasks = self.tasks
+        return {
+            "when": self.when,
+            "tasks": list(tasks),
+            "seeds": list(seeds),
+            "digest": hash_json([task.digest(seed) for task in tasks.values() for seed in seeds]),
+            "metric": {name: task.settings.metric for name, task in tasks.items()},
+            "classes": {name: len(task.classes) for name, task in tasks.items()},
+            "examples": {name: len(task.test) for name, task in tasks.items()},
+            "scores": {
+                kind: [[[about and about[kind] for about in task] for task in row] for row in found]
+                for kind in task_metrics.ENDTASK_METRICS
+            },
+            "seconds": sum(about["seconds"] for row in found for task in row for about in task if about),
+        }
+
+
+def share_measurements(
+    costs: Mapping[tuple[str, int], int], *, rank: int, world: int
+) -> set[tuple[str, int]]:
+    """The measurements of one process: the costliest first, each to the process that has the least so far.
+
+    It counts all of them and not those that are missing, which change while other processes work."""
+    loads, shares = [0] * world, [set() for _ in range(world)]
+    for each in sorted(costs, key=lambda each: -costs[each]):
+        least = loads.index(min(loads))
+        shares[least].add(each)
+        loads[least] += costs[each]
+    return shares[rank]
+
+
+class TaskEvaluator(Evaluator):
+    """The tasks of a run, asked of what the module hands on after a stage: choices are ranked, answers are
+    written. Processes share the questions of each task out; the first writes the file."""
+
+    GROUP, KIND, LABEL = "answers", "answers", "answers"
+
+    def __init__(
+        self,
+        options: TaskEvalOptions,
+        questions: Mapping[str, Sequence[Question]],  # by task, in the order of learning
+        digests: Mapping[str, str],
+        tokenizer: PreTrainedTokenizerBase,
+        **run: Any,
+    ) -> None:
+        super().__init__(options.when, **run)
+        self.options, self.questions, self.digests = options, questions, digests
+        self.tokenizer = tokenizer
+        self.known: dict[tuple[int, str], AnswerSummary] = {}  # of the files that have been read
+
+    def due(self, number: int) -> list[str]:
+        tasks = self.questions if self.follows(number) else ()
+        return [task for task in tasks if self.summary(number, task) is None]
+
+    def summary(self, row: int, task: str) -> AnswerSummary | None:
+        """What the answers of a row come to; each file is read once."""
+        if (row, task) not in self.known:
+            path, columns = predictions.answers_file(self.folder(row), task), predictions.ANSWER_COLUMNS
+            found = find_predictions(path, columns, optional=[SOURCE], digest=self.digests[task])
+            if found is None:
+                return None
+            how = {"known_by": self.options.known_by.get(task), "seconds": found[1]["seconds"]}
+            self.known[row, task] = task_metrics.summarise_answers(predictions.answers_of(*found), **how)
+        return self.known[row, task]
+
+    def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
+        # each choice that is ranked, and each text that is written
+        counts = [len(each.answers) + self.options.written for task in due for each in self.questions[task]]
+        total, hidden = sum(counts) // rank_and_world()[1], not is_first_process()
+        with counted(label, total=total, hidden=hidden, unit="answer") as (progress, step):
+            for task in due:
+                progress.set_postfix_str(task, refresh=False)
+                # A domain that is not learned yet is answered by the base, of a model in parts.
+                place = self.data.places[task] if task in self.learned(number) else BASE
+                backbone = self.module.backbone(place)
+                with on_device(backbone, device) as model, in_mode(model, training=False):
+                    self.ask(number, task, model, step=step)
+
+    def ask(self, number: int, task: str, model: PreTrainedModel, *, step: Callable[[int], object]) -> None:
+        """Asks a task, each process its share, and writes its file."""
+        questions, began = self.questions[task], time.perf_counter()
+        how = {"batch_size": self.options.batch_size, "step": step, "share": rank_and_world()}
+        closed = all(each.choices for each in questions)
+        sums: dict[tuple[int, int], float] = {}
+        texts: dict[int, str] = {}
+        with suppress(Preempted):  # the other processes are waited for
+            if closed:
+                sums |= score_choices(model, self.data.objective, questions, **how)
+            if self.options.written:
+                texts |= write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
+        leave_together(f"in the answers after {self.name(number)}")
+        for ranked, written in gather_objects((sums, texts)):
+            sums |= ranked
+            texts |= written
+        if is_first_process():
+            best, best_mean = rank_choices(questions, sums) if closed else (None, None)
+            columns = {
+                "id": [each.id for each in questions],
+                "reference": [each.reference for each in questions],
+                "written": [texts[at] for at in range(len(questions))] if self.options.written else None,
+                "ranked": best,
+                "ranked_mean": best_mean,
+            }
+            if needs_sources(self.options, task):
+                columns[SOURCE] = [each.text for each in questions]
+            about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
+            about["choices"] = [list(each.choices) for each in questions]
+            path = predictions.answers_file(self.folder(number), task)
+            predictions.save_predictions(path, columns, about=about)
+        wait_for_others()  # the file is there for all
+
+    def results(self, rows: int) -> dict[str, Any]:
+        """With the metrics of the matrix of scores, and their intervals after the last stage."""
+        found = {task: [self.summary(row, task) for row in range(rows)] for task in self.questions}
+        there = {task: cells for task, cells in found.items() if any(cells)}
+        answers: dict[str, Any] = {
+            "when": self.when,
+            "seconds": sum(cell.seconds for cells in there.values() for cell in cells if cell),
+            "tasks": {task: task_metrics.collect_task(cells) for task, cells in there.items()},
+            "metrics": {},
+            "intervals": {},
+        }
+        names = [self.name(number) for number in range(rows)]
+        if there:
+            asked = np.array([[cell is not None for cell in cells] for cells in there.values()]).T
+            shape = {"rows": names, "tasks": list(there)}
+            measured = task_metrics.compute_metrics(task_metrics.matrix_of(answers), asked=asked, **shape)
+            answers["metrics"] = {name: float(value) for name, value in measured.items()}
+            if rows == len(self.data) + 1 and measured:
+                values = {task: [cell and cell.head for cell in cells] for task, cells in there.items()}
+                answers["intervals"] = task_metrics.compute_intervals(values, rows=names)
+        return answers
+
+
+class LMEvalEvaluator(Evaluator):
+    """Tasks of the lm-evaluation-harness, measured on what the module hands on after a stage. The first
+    process has the harness and works; the others wait."""
+
+    GROUP, KIND, LABEL = "probe", "probes", "probe"
+
+    def __init__(
+        self, options: LMEvalOptions, harness: Harness | None, tokenizer: PreTrainedTokenizerBase, **run: Any
+    ) -> None:
+        super().__init__(options.when, **run)
+        self.options, self.harness, self.tokenizer = options, harness, tokenizer
+
+    def due(self, number: int) -> list[str]:
+        if self.harness is None or not self.follows(number):
+            return []
+        return [task for task in self.harness.columns if self.read(number, task) is None]
+
+    def read(self, number: int, task: str) -> dict[str, Any] | None:
+        """What was measured of a task; None for no file, a damaged one, and one of another digest."""
+        try:
+            found = predictions.load_results(predictions.results_file(self.folder(number), task))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.info("Measuring again: %s", error)
+            return None
+        return found if found["digest"] == self.harness.digest(task) else None
+
+    def work(self, number: int, due: list[str], device: torch.device, label: str) -> None:
+        if not due:
+            return
+        learned = self.learned(number)
+        place = self.data.places[learned[-1]] if learned else BASE  # the model of the last domain learned
+        with (
+            on_device(self.module.backbone(place), device) as model,
+            counted(label, total=0, hidden=False, unit="request") as (progress, step),
+        ):
+
+            def expect(count: int) -> None:
+                progress.total = (progress.total or 0) + count
+                progress.refresh()
+
+            for task in due:
+                progress.set_postfix_str(task, refresh=False)
+                began = time.perf_counter()
+                found = self.harness.measure(task, model, self.tokenizer, expect=expect, step=step)
+                found["seconds"] = round(time.perf_counter() - began, 3)
+                path = predictions.results_file(self.folder(number), task)
+                replace_file(path, json.dumps(found, indent=1) + "\n")
+
+    def results(self, rows: int) -> dict[str, Any]:
+        tasks, seconds = {}, 0.0
+        for task in self.harness.columns:
+            cells = [self.read(row, task) for row in range(rows)]
+            there = next(filter(None, cells), None)
+            if there is None:
+                continue
+            metric = self.options.metrics.get(task) or next(iter(there["metrics"]))
+            if metric not in there["metrics"]:
+                allowed = ", ".join(there["metrics"])
+                raise ValueError(f"probe.metrics.{task}={metric}; allowed: {allowed}")
+            values = [cell["metrics"].get(metric, {}) if cell else {} for cell in cells]
+            tasks[task] = {
+                **{name: there[name] for name in ("shots", "limit", "examples", "version", "truncated")},
+                "chance": there["chance"] if metric.startswith("acc") else None,
+                "metric": metric,
+                "higher": there["metrics"][metric]["higher"],
+                "values": [each.get("value") for each in values],
+                "errors": [each.get("error") for each in values],
+            }
+            seconds += sum(cell["seconds"] for cell in cells if cell)
+        return {"harness": self.harness.version, "when": self.when, "seconds": seconds, "tasks": tasks}
+
+
+def make_evaluators(
+    plan: Plan,
+    place: RunDir,
+    ready: PreflightResult,
+    corpora: Corpora,
+    start: Base,
+    *,
+    module: ContinualModule,
+    data: DomainSequence,
+) -> list[Evaluator]:
+    """The evaluators of a plan, in the order in which they measure."""
+    run, found = {"place": place, "module": module, "data": data}, []
+    if plan.endtasks is not None:
+        found.append(FinetuneEvaluator(plan.endtasks, start.tokenizer, **run))
+    if plan.answers is not None:
+        questions = read_questions(plan.answers, plan.order, corpora, start, split=plan.source.score_on)
+        settings = asdict(replace(plan.answers, when="each"))  # which changes no answer
+        del settings["measures"]  # nor do these, but that a file may have to hold the sources
+        known_by = [ANSWERS_FORMAT, settings, asdict(corpora.encoding)]
+        known_by += [corpora.tokenizer_digest(start.tokenizer), start.length, plan.source.score_on]
+        texts = {task: corpora.by_name[task].facts["digest"] for task in questions}
+        held = {task: [SOURCE] * needs_sources(plan.answers, task) for task in questions}
+        digests = {task: digest([*known_by, text, *held[task]]) for task, text in texts.items()}
+        if questions:
+            found.append(TaskEvaluator(plan.answers, questions, digests, start.tokenizer, **run))
+    if plan.probe is not None:
+        found.append(LMEvalEvaluator(plan.probe, ready.harness, start.tokenizer, **run))
+    return found
+
+
+def read_questions(
+    options: TaskEvalOptions, tasks: Sequence[str], corpora: Corpora, start: Base, *, split: str
+) -> dict[str, list[Question]]:
+    """The questions of each task that is asked: open ones only where answers are written. Raises ValueError
+    for a measure of choices where a task has none."""
+    questions, left = {}, []
+    how = {"tokenizer": start.tokenizer, "length": start.length, "seq2seq": start.seq2seq}
+    for task in tasks:
+        prompts = islice(corpora.prompts(task, split, **how), options.most)
+        asked = [Question.of_prompt(prompt) for prompt in prompts]
+        measure, closed = options.known_by.get(task), all(each.choices for each in asked)
+        if measure in task_metrics.RANKED and not closed:
+            raise ValueError(
+                f"answers.measures.{task}={measure} is of choices, and its answers are open; allowed: "
+                + ", ".join(name for name in KNOWN_BY if name not in task_metrics.RANKED)
+            )
+        if closed or options.written:
+            questions[task] = asked
+        else:
+            left.append(task)
+    if left and is_first_process():
+        log.info("answers.written=false: %s, whose answers are open, is not asked", ", ".join(left))
+    return questions
+
+
+def needs_sources(options: TaskEvalOptions, task: str) -> bool:
+    """Whether the measure that a task is known by is of the texts that were asked about."""
+    return task in options.known_by and "sources" in task_metrics.MEASURES[options.known_by[task]].needs

@@ -1,0 +1,228 @@
+"""What is kept of texts and examples that a model wrote, and the rows of them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from datasets import Dataset
+
+from cpt.contrib.generative_replay import writer
+from cpt.contrib.generative_replay.writer import (
+    MARK,
+    ExampleWriter,
+    GeneratedText,
+    Sample,
+    TextWriter,
+    WritingJob,
+    choose_texts,
+    from_form,
+    path_of,
+)
+from cpt.core.files import read_checked_json, write_checked_json
+from cpt.core.randomness import key, shuffle
+from cpt.data.example import Example
+from tests.support.data_fixtures import bare, rows_by_hand
+from tests.support.task_fixtures import LABELS, some_examples
+from tests.support.task_fixtures import encoder as made_encoder
+
+LENGTH, SIGN = 8, "An example of law:"
+
+
+def made(seed: int, count: int = 60) -> list[Sample]:
+    """Texts that ended and texts that were broken off."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        ended = bool(draw.random() < 0.6)
+        size = int(draw.integers(1, LENGTH)) if ended else LENGTH
+        ids = [1000 + 10 * number + place for place in range(size)]
+        found.append(Sample(ids, min(2, size), ended, float(draw.random()), f"text {number}"))
+    return found
+
+
+def write_samples(folder: Path, name: str, samples: list[Sample]) -> None:
+    path_of(folder, name, "jsonl").write_text("".join(json.dumps(vars(each)) + "\n" for each in samples))
+
+
+def job(name: str, *, tokens: int, wanted: int) -> WritingJob:
+    return WritingJob(name, 0, [], wanted, tokens, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 50, 137, 200])
+@pytest.mark.parametrize("drop", [0.0, 0.25, 0.9])
+def test_the_budget_is_met_to_the_token(tokens, drop):
+    samples = made(3, count=900)
+    sizes, nll = np.array([each.size for each in samples]), np.array([each.nll for each in samples])
+    wanted = round(tokens / (1 - drop) + 0.49)
+    kept = choose_texts(sizes, nll, tokens=tokens, wanted=wanted, cut=True)
+    assert kept[kept > 0].sum() == tokens
+    asked = int(np.searchsorted(np.cumsum(sizes), wanted)) + 1  # the first that come to what is wanted
+    assert (kept[asked:] == -1).all() and (kept[:asked] >= 0).all()
+    if drop and (kept == 0).any():
+        assert nll[kept > 0].max() <= nll[kept == 0].min()
+        left = sizes[kept == 0].sum() + (sizes - kept)[kept > 0].sum()
+        assert left == pytest.approx(drop * wanted, abs=2 * LENGTH)
+    if not drop:
+        assert (np.diff(np.flatnonzero(kept > 0)) == 1).all() and kept[0] > 0
+
+
+def test_a_larger_block_keeps_the_same_texts():
+    samples = made(4, count=200)
+    sizes, nll = np.array([each.size for each in samples]), np.array([each.nll for each in samples])
+    whole = choose_texts(sizes, nll, tokens=90, wanted=120, cut=True)
+    asked = int((whole >= 0).sum())
+    fewer = choose_texts(sizes[:asked], nll[:asked], tokens=90, wanted=120, cut=True)
+    assert whole[:asked].tolist() == fewer.tolist()
+
+
+def test_valid_examples_are_kept_up_to_the_budget():
+    sizes, nll = np.array([5, 6, 7, 8, 9, 5]), np.array([0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
+    valid = np.array([True, False, True, True, True, True])
+
+    def chosen(valid, **how):
+        return np.flatnonzero(choose_texts(sizes, nll, valid=valid, **how) > 0).tolist()
+
+    assert chosen(valid, tokens=20, wanted=20) == [0, 2, 3]  # of the first 4
+    assert chosen(valid, tokens=19, wanted=19) == [0, 2]
+    assert chosen(valid, tokens=11, wanted=26) == [3]  # of the lowest nats
+    assert chosen(valid, tokens=15, wanted=26) == [2, 3]
+    assert chosen(~valid & False, tokens=20, wanted=40) == []
+
+
+@pytest.mark.parametrize("tokens", [40, 301])
+def test_rows_hold_every_token_that_is_kept(tmp_path: Path, tokens):
+    """Ended texts one after another with their ends, a broken-off one in a row of its own."""
+    samples, tokenizer = made(5), bare()
+    end = tokenizer.eos_token_id
+    write_samples(tmp_path, "a/b", samples)
+    run = SimpleNamespace(tokenizer=tokenizer, length=LENGTH, sampling=SimpleNamespace(end=end))
+    facts = TextWriter.keep(run, tmp_path, job("a/b", tokens=tokens, wanted=tokens))
+    rows = GeneratedText(
+        Dataset.from_file(str(path_of(tmp_path, "a/b", "arrow"))), LENGTH, 0, facts["texts"], facts["bytes"]
+    )
+    lengths = rows.row_lengths
+    assert lengths.sum() == tokens == facts["tokens"]
+    ids = [row[:size].tolist() for row, size in zip(rows.ids(np.arange(len(rows))), lengths, strict=True)]
+    left, packed, alone = tokens, [], []
+    for sample in samples:
+        whole = [*sample.ids, *[end] * sample.ended]
+        if left and sample.ended and len(whole) <= left:
+            packed += whole
+        elif left:
+            alone.append(whole[:left])
+        left -= min(left, len(whole))
+    assert [row for row in ids if row in alone] == alone
+    assert [each for row in ids if row not in alone for each in row] == packed
+    documents = rows.document_of(np.arange(len(rows)))
+    assert len(set(documents[documents >= 0].tolist())) == facts["texts"]
+    assert facts["excerpt"] == "text 0" and facts["real"] > 0
+
+
+def test_prefixes_are_of_the_rows_of_the_probe():
+    text = rows_by_hand(31, last=2, seed=1)
+
+    def kept(prefix):
+        options = SimpleNamespace(starts=12, prefix=prefix)
+        return TextWriter.to_keep(
+            SimpleNamespace(options=options, data=SimpleNamespace(train={"law": text})), "law"
+        )
+
+    rows = shuffle(np.arange(12), 31, stream=key("probe", "law"))
+    rows = rows[rows != 30]  # which has two tokens
+    assert kept(3) == text.ids(rows)[:, :3].tolist() and kept(0) is None
+    with pytest.raises(ValueError, match=r"^replay.prefix=8: no row of law that could be kept has more tok"):
+        kept(text.length)
+
+
+def test_damaged_prefixes_are_not_used(tmp_path: Path):
+    path = tmp_path / "law.json"
+    with pytest.raises(ValueError, match=r"law.json is gone; bring it back$"):
+        read_checked_json(path, instead="bring it back")
+    write_checked_json(path, [[1, 2], [3, 4]])
+    assert read_checked_json(path, instead="") == [[1, 2], [3, 4]]
+    known = json.loads(path.read_text())
+    for wrong in (path.read_text()[:-9], json.dumps(known | {"kept": [[1, 2], [3, 5]]}), "[]"):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=r"law.json is damaged \(.*; bring it back$"):
+            read_checked_json(path, instead="bring it back")
+
+
+def example_writer(*, seq2seq: bool = False, **how) -> ExampleWriter:
+    """One that has what it needs to make forms and rows."""
+    made = object.__new__(ExampleWriter)
+    made.options, made.seq2seq = SimpleNamespace(prompt=None), seq2seq
+    made.encoder = made_encoder(bare(), length=120, seq2seq=seq2seq)
+    made.tokenizer, made.length = made.encoder.tokenizer, 120
+    for name, value in how.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_what_is_written_is_read_back():
+    for example in some_examples(20):
+        form = example_writer().to_form(example, "law")
+        assert form.source == SIGN and form.choices == ()
+        found = from_form(form.target, task="law", number=3, choices=LABELS)
+        assert (found.source, found.target, found.choices) == (example.source, example.target, LABELS)
+        assert found.text == (0, len(example.source)) and found.task == "law"
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        *[
+            (f"a question {MARK} tu", True),
+            (f"a question{MARK}tu ", True),
+            (f"a {MARK} b {MARK} mu na", True),
+        ],
+        *[(f"a question {MARK} mu", False), (f"a question {MARK} TU", False), (f"{MARK} tu", False)],
+        *[(f"a question {MARK}", False), ("a question tu", False), ("", False)],
+    ],
+)
+def test_an_answer_has_to_be_one_of_the_choices(text, valid):
+    assert (from_form(text, task="law", number=0, choices=LABELS) is not None) == valid
+
+
+def test_open_answers_may_be_any():
+    assert from_form(f"a {MARK} b", task="law", number=0, choices=()).target == "b"
+
+
+def test_choices_that_differ_are_no_task_s(monkeypatch):
+    examples = some_examples(5)
+    kept = example_writer(corpora=SimpleNamespace(by_name={"law": examples}))
+    monkeypatch.setattr(writer.tokenized_tasks, "read_examples", lambda corpus, split: corpus)
+    assert kept.to_keep("law") == list(LABELS)
+    examples.append(Example("other", "a", "b", "TC", ("b",)))
+    assert kept.to_keep("law") == []
+
+
+@pytest.mark.parametrize("seq2seq", [False, True])
+def test_rows_are_the_example_as_it_is_asked_and_as_it_is_written(tmp_path: Path, seq2seq):
+    writing = example_writer(seq2seq=seq2seq, recall=lambda text: list(LABELS))
+    encoder, examples = writing.encoder, some_examples(6)
+    texts = [writing.to_form(each, "law").target for each in examples]
+    texts[1] = texts[1] + "x"  # which is no choice
+    ended = [True, True, True, False, True, True]
+    samples = [
+        Sample(encoder.ids_of([text])[0], 0, end, 1.0, text) for text, end in zip(texts, ended, strict=True)
+    ]
+    write_samples(tmp_path, "law", samples)
+    facts = writing.keep(tmp_path, job("law", tokens=10**6, wanted=10**6))
+    assert facts["texts"] == 4 and facts["invalid"] == 2 == facts["left_out"]
+    (tmp_path / "facts.json").write_text(json.dumps({"law": facts}))
+    rows = writing.open(tmp_path, "law")
+    kept = [example for at, example in enumerate(examples) if at not in (1, 3)]
+    expected = [each for example in kept for each in (example, writing.to_form(example, "law"))]
+    assert len(rows) == len(expected) == 8
+    for number, example in enumerate(expected):
+        whole = Example("x", example.source, example.target, "law", LABELS if number % 2 == 0 else ())
+        row = encoder.encode(whole)
+        at = np.array([number])
+        size = rows.row_lengths[number]
+        assert rows.ids(at)[0, :size].tolist() == row.ids
+        assert rows.answers(at)[0, :size].tolist() == row.answer
+    at = np.array([1])
+    answer = writing.tokenizer.decode(rows.ids(at)[rows.answers(at)])
+    assert answer.strip() == expected[1].target + "</s>"

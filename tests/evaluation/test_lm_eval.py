@@ -1,0 +1,223 @@
+"""Tasks measured by the lm-evaluation-harness itself, on small models in memory, offline."""
+
+import random
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from torch import log_softmax
+from transformers import AutoModelForSeq2SeqLM, T5Config
+
+pytest.importorskip("lm_eval", reason="the extra: pip install -e '.[lm-eval]'")
+
+from cpt.core.errors import reason
+from cpt.evaluation.lm_eval import Harness
+from cpt.evaluation.options import LMEvalOptions
+from cpt.models.loading import train_tokenizer
+from tests.conftest import VOCABULARIES
+from tests.evaluation.test_lm_eval_options import PLAIN
+from tests.support import endtask_fixtures
+from tests.support.probing import make_rows, write_generation, write_probe
+
+COUNT = 40
+pytestmark = pytest.mark.slow  # the harness takes eight seconds to be read in
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_probe(tmp_path_factory.mktemp("tasks"), count=COUNT)
+    write_probe(folder, "other_word", domain="food")
+    (folder / "group.yaml").write_text(
+        "group: words\ntask: [next_word, other_word]\n"
+        "aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]\n"
+    )
+    (folder / "loose.yaml").write_text("group: loose\ntask: [next_word, other_word]\n")
+    return write_generation(folder)
+
+
+@pytest.fixture(scope="module")
+def words():
+    return train_tokenizer(iter([" ".join(VOCABULARIES.values())] * 5), vocabulary=400, objective="causal")
+
+
+@pytest.fixture
+def model(words):
+    """Its weights are large, so that its answers differ."""
+    model = endtask_fixtures.model("gpt2", words, dropout=0.1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)
+    return model
+
+
+def harness(folder, *tasks, **given):
+    return Harness(LMEvalOptions(**{**PLAIN, "tasks": tasks, "include": str(folder), **given}))
+
+
+def measure(each, name, model, words):
+    steps = []
+    found = each.measure(name, model, words, expect=lambda n: steps.append(n), step=lambda: steps.append(-1))
+    assert sum(steps) == 0 and max(steps) > 0, "as many answers as were expected"
+    return found
+
+
+def rank_choices(model, words, text, choices, *, begin=True):
+    """The place of the choice with the largest log-likelihood after a text."""
+    scores = []
+    for choice in choices:
+        before = words(text, add_special_tokens=begin)["input_ids"]
+        whole = words(f"{text} {choice}", add_special_tokens=begin)["input_ids"]
+        logits = model(torch.tensor([whole])).logits[0]
+        places = range(len(before), len(whole))
+        scores.append(sum(log_softmax(logits[at - 1], -1)[whole[at]].item() for at in places))
+    return int(np.argmax(scores))
+
+
+@torch.no_grad()
+def test_accuracy_is_that_of_the_likeliest_choice(folder, model, words):
+    found = measure(harness(folder, "next_word"), "next_word", model, words)
+    model.eval()
+    rows = make_rows("law", count=COUNT, seed=0)
+    right = [rank_choices(model, words, row["text"], row["choices"]) == row["label"] for row in rows]
+    assert found["metrics"]["acc"]["value"] == pytest.approx(np.mean(right)) and 0 < np.mean(right) < 1
+    assert found["metrics"]["acc"]["error"] == pytest.approx(np.std(right, ddof=1) / COUNT**0.5)
+    assert found["metrics"]["acc"]["higher"] and list(found["metrics"]) == ["acc", "acc_norm"]
+    facts = {name: found[name] for name in ("chance", "examples", "shots", "version", "truncated")}
+    assert facts == {"chance": 0.25, "examples": COUNT, "shots": 0, "version": "3.0", "truncated": 0}
+
+
+@torch.no_grad()
+def test_a_tokenizer_that_ends_texts_does_not_end_the_question(folder, model):
+    text = iter([" ".join(VOCABULARIES.values())] * 5)
+    words = train_tokenizer(text, vocabulary=400, objective="masked")
+    assert words("a")["input_ids"][-1] == words.eos_token_id
+    found = measure(harness(folder, "next_word"), "next_word", model, words)
+    model.eval()
+    rows = make_rows("law", count=COUNT, seed=0)
+    ranked = [rank_choices(model, words, row["text"], row["choices"], begin=False) for row in rows]
+    right = [place == row["label"] for place, row in zip(ranked, rows, strict=True)]
+    assert found["metrics"]["acc"]["value"] == pytest.approx(np.mean(right))
+
+
+@pytest.mark.parametrize("given", [{}, {"shots": 2}, {"limit": 5}, {"limit": 0.5}])
+def test_numbers_are_those_of_the_harness_called_from_outside(given, folder, model, words):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    found = measure(harness(folder, "next_word", **given), "next_word", model, words)
+    whole = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=words, backend="causal", batch_size=3),
+        tasks=["next_word"],
+        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+        num_fewshot=given.get("shots"),
+        limit=given.get("limit"),
+    )["results"]["next_word"]
+    for metric, cell in found["metrics"].items():
+        assert (cell["value"], cell["error"]) == (whole[f"{metric},none"], whole[f"{metric}_stderr,none"])
+    assert found["examples"] == whole["sample_len"] and found["shots"] == given.get("shots", 0)
+
+
+def test_weights_mode_generators_and_tokenizer_stay_and_nothing_is_said(folder, model, words, capfd):
+    each = harness(folder, "next_word", "say_word", shots=2)
+    words = deepcopy(words)
+    words.pad_token = None  # the harness looks for another
+    model.train()
+    model.transformer.drop.eval()
+    modes = [part.training for part in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    entries, padding = len(words), words.pad_token
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    drawn = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    found = [measure(each, name, model, words) for name in ("next_word", "say_word", "next_word")]
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+    assert [part.training for part in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert (len(words), words.pad_token) == (entries, padding)
+    assert found[0] == found[2], "the same shots are drawn each time"
+    assert found[1]["metrics"].keys() == {"exact_match"} and found[1]["chance"] is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_requests_beyond_the_length_are_counted(folder, model, words, caplog):
+    each = harness(folder, "next_word", shots=4, max_length=8, limit=10)
+    with caplog.at_level("INFO"):
+        found = measure(each, "next_word", model, words)
+    counted = found["truncated"]  # the harness asks choices of one token together, and warns once
+    assert 30 <= counted <= 40
+    assert f"probe next_word: {counted} requests or more were longer than is read" in caplog.text
+
+
+def test_a_group_with_a_mean_is_one_column_another_is_its_tasks(folder, model, words):
+    each = harness(folder, "words", metrics={"words": "acc"})
+    assert list(each.columns) == ["words"]
+    found = measure(each, "words", model, words)
+    parts = [measure(harness(folder, name), name, model, words) for name in ("next_word", "other_word")]
+    sizes = [part["examples"] for part in parts]
+    values = [part["metrics"]["acc"]["value"] for part in parts]
+    assert sizes == [COUNT, 12] and found["examples"] == COUNT + 12
+    assert found["metrics"]["acc"]["value"] == pytest.approx(np.average(values, weights=sizes))
+    assert found["chance"] == 0.25 and found["shots"] == 0
+    assert list(harness(folder, "loose").columns) == ["next_word", "other_word"]
+
+
+def test_what_decides_a_number_is_in_its_digest(folder, tmp_path):
+    plain = harness(folder, "next_word").digest("next_word")
+    assert harness(folder, "next_word", batch_size=1, when="each").digest("next_word") == plain
+    others = [{"shots": 1}, {"limit": 3}, {"max_length": 9}]
+    digests = {harness(folder, "next_word", **given).digest("next_word") for given in others}
+    changed = harness(write_probe(tmp_path, count=COUNT - 1), "next_word").digest("next_word")
+    assert len(digests | {plain, changed}) == 5
+
+
+def test_a_model_of_two_stacks_is_measured_too(folder, words):
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+    ids = {"pad_token_id": 0, "decoder_start_token_id": 0}
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(vocab_size=len(words), **sizes, **ids))
+    found = measure(harness(folder, "next_word"), "next_word", model, words)
+    assert 0 <= found["metrics"]["acc"]["value"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("tasks", "given", "told"),
+    [
+        (["next_wrd"], {}, "probe.tasks=next_wrd is not known; did you mean next_word?"),
+        (
+            ["next_word"],
+            {"metrics": {"other": "acc"}},
+            "probe.metrics.other is not known; allowed: next_word",
+        ),
+        (
+            ["next_word"],
+            {"metrics": {"next_word": "f1"}},
+            "probe.metrics.next_word=f1; allowed: acc, acc_norm",
+        ),
+        (["lost"], {}, "probe.tasks=lost cannot be read (Unable to find"),
+        (["unsafe"], {}, "probe.tasks=unsafe runs code that the model writes"),
+    ],
+)
+def test_what_cannot_be_measured_is_told_at_once(tasks, given, told, tmp_path, monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    write_probe(tmp_path), write_probe(tmp_path, "lost"), write_probe(tmp_path, "unsafe")
+    (tmp_path / "lost.jsonl").unlink()
+    with (tmp_path / "unsafe.yaml").open("a") as file:
+        file.write("unsafe_code: true\n")
+    whole = TaskManager.__init__
+    monkeypatch.setattr(  # the harness's own names take 18 seconds
+        TaskManager, "__init__", lambda self, **given: whole(self, **{**given, "include_defaults": False})
+    )
+    with pytest.raises(ValueError) as raised:
+        harness(tmp_path, *tasks, **given)
+    assert reason(raised.value).startswith(told)
+
+
+def test_a_task_that_is_asked_without_examples_keeps_that_and_says_so(tmp_path, caplog):
+    write_probe(tmp_path)
+    with (tmp_path / "next_word.yaml").open("a") as file:
+        file.write("num_fewshot: 0\n")
+    with caplog.at_level("INFO"):
+        assert harness(tmp_path, "next_word", shots=3).columns["next_word"].shots == 0
+    assert "probe.shots=3 has no effect on next_word" in caplog.text

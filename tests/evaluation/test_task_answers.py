@@ -1,0 +1,171 @@
+"""A model asked: against its own losses, one question after another, and a loop over tokens."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from cpt.adapters.soft_prompt import attach_prompt
+from cpt.evaluation.task_answers import (
+    Question,
+    pad_prompts,
+    rank_choices,
+    score_choices,
+    write_answers,
+)
+from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
+from tests.support.data_fixtures import framed
+
+pytestmark = pytest.mark.slow
+
+END, PAD = 2, 1
+CHOICES = ("one", "two", "three")
+ANSWERS = ([11, END], [12, 13, END], [14, 15, 16, END])
+
+
+def causal(seed=0):
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=2, n_positions=64)).eval()
+
+
+def seq2seq(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    tokens = {"pad_token_id": PAD, "eos_token_id": END, "decoder_start_token_id": PAD}
+    return T5ForConditionalGeneration(T5Config(vocab_size=60, **sizes, **tokens)).eval()
+
+
+MODELS = {
+    "causal": (causal, CausalAnswers(Causal(), pad=PAD)),
+    "seq2seq": (seq2seq, Seq2SeqAnswers(Causal(), pad=PAD, start=PAD)),
+}
+
+
+def questions(count=9):
+    draw = torch.Generator().manual_seed(3)
+    prompts = [
+        torch.randint(5, 60, (int(torch.randint(2, 14, (), generator=draw)),), generator=draw).tolist()
+        for _ in range(count)
+    ]
+    return [
+        Question(str(number), prompt, CHOICES[number % 3], CHOICES, ANSWERS, END)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def log_likelihood(model, prompt, answer):
+    """The sum over an answer's tokens, a pass for each token."""
+    total = 0.0
+    for place, token in enumerate(answer):
+        if model.config.is_encoder_decoder:
+            taken = torch.tensor([[PAD, *answer[:place]]])
+            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=taken).logits
+        else:
+            logits = model(input_ids=torch.tensor([[*prompt, *answer[:place]]])).logits
+        total += logits[0, -1].log_softmax(-1)[token].item()
+    return total
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_choice_is_that_of_the_largest_likelihood(kind):
+    build, objective = MODELS[kind]
+    for seed in range(3):
+        model, told = build(seed), []
+        sums = score_choices(model, objective, questions(), batch_size=4, step=told.append)
+        best, best_mean = rank_choices(questions(), sums)
+        for question, found, found_mean in zip(questions(), best, best_mean, strict=True):
+            sums = [log_likelihood(model, question.prompt, answer) for answer in ANSWERS]
+            means = [each / len(answer) for each, answer in zip(sums, ANSWERS, strict=True)]
+            assert found == CHOICES[sums.index(max(sums))]
+            assert found_mean == CHOICES[means.index(max(means))]
+        assert sum(told) == 27
+    assert len({*best_mean}) > 1 or len({*best}) > 1 or best != best_mean
+
+
+def greedy(model, prompt, most):
+    """What a loop over tokens writes, its end with it."""
+    written = []
+    while len(written) < most and (not written or written[-1] != END):
+        if model.config.is_encoder_decoder:
+            taken = torch.tensor([[PAD, *written]])
+            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=taken).logits
+        else:
+            logits = model(input_ids=torch.tensor([[*prompt, *written]])).logits
+        written.append(int(logits[0, -1].argmax()))
+    return written
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("batch_size", [1, 4, 20])
+def test_what_is_written_is_greedy_in_any_batch(kind, batch_size):
+    build, _ = MODELS[kind]
+    tokenizer, differing = framed(), set()
+    for seed in range(2):
+        model = build(seed)
+        with torch.no_grad():
+            wanted = [greedy(model, each.prompt, most=6) for each in questions()]
+            found = write_answers(
+                model, tokenizer, questions(), most=6, batch_size=batch_size, step=lambda count: None
+            )
+        texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
+        assert found == dict(enumerate(texts))
+        differing |= set(texts)
+    assert len(differing) > 1
+
+
+@torch.no_grad()
+def test_a_causal_model_with_a_prompt_writes_what_it_is_likeliest_to():
+    """A row at a time and without a cache, which a prompt does not take."""
+    model, tokenizer = causal(seed=1), framed()
+    attach_prompt(model, tokens=3, causal=True)
+    found = write_answers(model, tokenizer, questions(), most=6, batch_size=4, step=lambda count: None)
+    wanted = [greedy(model, each.prompt, most=6) for each in questions()]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in wanted]
+    assert found == dict(enumerate(texts)) and len({*texts}) > 1
+
+
+def test_an_answer_ends_at_its_end():
+    """A model that always writes the end writes nothing."""
+    model = causal()
+    model.lm_head = torch.nn.Linear(32, 60)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.copy_(torch.eye(60)[END] * 9)
+        found = write_answers(model, framed(), questions(3), most=50, batch_size=2, step=lambda count: None)
+    assert found == {0: "", 1: "", 2: ""}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_processes_share_out_the_batches_of_one(kind):
+    """To the bit, and each question is of one process."""
+    build, objective = MODELS[kind]
+    model, tokenizer = build(), framed()
+    how = {"batch_size": 4, "step": lambda count: None}
+    whole = score_choices(model, objective, questions(), **how)
+    texts = write_answers(model, tokenizer, questions(), most=6, **how)
+    shares = [(rank, 3) for rank in range(3)]
+    sums = [score_choices(model, objective, questions(), share=share, **how) for share in shares]
+    parts = [write_answers(model, tokenizer, questions(), most=6, share=share, **how) for share in shares]
+    assert {at: value for part in sums for at, value in part.items()} == whole
+    assert {at: value for part in parts for at, value in part.items()} == texts
+    assert sum(map(len, sums)) == len(whole) and sum(map(len, parts)) == len(texts)
+    assert all(sums) and all(parts)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_checkpoints_own_way_of_writing_is_not_taken(kind):
+    """Many are saved with a penalty or a beam; afterwards it is the model's again."""
+    model, tokenizer = MODELS[kind][0](seed=1), framed()
+    how = {"most": 6, "batch_size": 4, "step": lambda count: None}
+    greedy_texts = write_answers(model, tokenizer, questions(), **how)
+    own = model.generation_config
+    own.repetition_penalty, own.forced_bos_token_id, own.num_beams = 5.0, 7, 3
+    assert write_answers(model, tokenizer, questions(), **how) == greedy_texts
+    assert model.generation_config is own
+
+
+def test_prompts_are_padded_on_their_side():
+    left = pad_prompts([[5, 6, 7], [8]], padding=PAD, left=True)
+    assert left["input_ids"].tolist() == [[5, 6, 7], [PAD, PAD, 8]]
+    assert left["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    right = pad_prompts([[5, 6, 7], [8]], padding=PAD, left=False)
+    assert right["input_ids"].tolist() == [[5, 6, 7], [8, PAD, PAD]]
