@@ -234,6 +234,10 @@ class Group:
         return any(run.scores.needs_domain for run in self.runs)
 
     @property
+    def named_orders(self) -> str:
+        return few(self.orders, between=", ")
+
+    @property
     def size(self) -> str:
         """`6 (3 seeds x 2 orders)`."""
         seeds, orders = (len({run.pair[place] for run in self.runs}) for place in (1, 0))
