@@ -12,8 +12,7 @@ from PIL import Image
 
 from cpt.core.errors import reason
 from cpt.core.naming import LONGEST_TAG
-from cpt.evaluation.conditions import conditions, describe_conditions
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting import figures
 from cpt.reporting.frames import choose_headlines, escape_name, label, split_variant, summarize_scores
 from cpt.reporting.tables import stage_points, tabulate, task_points

@@ -18,15 +18,19 @@ import numpy as np
 from pandas import DataFrame
 
 from cpt.core.files import replacing
-from cpt.evaluation import statistics as tests
-from cpt.evaluation.answers.by_example import Marked, answers_in, join_examples, mark_answers, rows_asked
-from cpt.evaluation.answers.results import head_of
-from cpt.evaluation.conditions import describe_conditions, text_digest
-from cpt.evaluation.endtasks.metrics import correct
 from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
-from cpt.evaluation.probes.results import describe_task
-from cpt.evaluation.scores import RUN_KEYS
-from cpt.evaluation.statistics import BOOTSTRAPPED, LEAST, Difference, compare_differences, compare_pairs
+from cpt.evaluation.predictions import Marked, answers_in, correct, join_examples, mark_answers, rows_asked
+from cpt.evaluation.scores import RUN_KEYS, describe_conditions
+from cpt.evaluation.statistics import (
+    BOOTSTRAPPED,
+    LEAST,
+    Difference,
+    compare_differences,
+    compare_pairs,
+    intervals_of_means,
+    mcnemar,
+)
+from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import frames
 from cpt.reporting.frames import decimals, format_interval, megabytes, percent, perplexity, strip_controls
 from cpt.reporting.load_runs import Group, Run, Section, differing_settings, name_orders
@@ -149,7 +153,7 @@ def spread_values(section: Section) -> dict[str, dict[str, Spread]]:
         values = {key: each.to_numpy() for key, each in rows.groupby("key", sort=False)["value"]}
         for n in {len(each) for each in values.values()}:
             same = {key: each for key, each in values.items() if len(each) == n}
-            bounds = tests.intervals_of_means(np.stack([*same.values()])).tolist()
+            bounds = intervals_of_means(np.stack([*same.values()])).tolist()
             for (key, each), edges in zip(same.items(), bounds, strict=True):
                 sd = stdlib.stdev(each.tolist()) if n > 1 else None
                 low, high = edges if n >= LEAST else (None, None)
@@ -239,9 +243,8 @@ def contrast_examples(section: Section) -> tuple[list[dict[str, Any]], list[str]
     answers: a record for all tasks together (`task` is empty) and for each task. Then notes, and a line for
     each file that cannot be read. One task's answers are read after another's."""
     notes, failed, parts = [], [], defaultdict(dict)
-    wanted = [
-        (each, section.baselines[each.name]) for each in section.groups if each.name in section.baselines
-    ]
+    compared = [group for group in section.groups if group.name in section.baselines]
+    wanted = [(group, section.baselines[group.name]) for group in compared]
     runs = list(dict.fromkeys(run for pair in wanted for group in pair for run in group.runs))
     tuned: dict[str, dict] = defaultdict(dict)  # of a task, by run and end-task seed
     for run in runs:
@@ -294,7 +297,7 @@ def contrast_examples(section: Section) -> tuple[list[dict[str, Any]], list[str]
         found = {name: compare_differences(each[0] for each in given) for name, given in own.items()}
         for name, ((difference, pairs, counts), *others) in own.items():
             if not others and pairs == 1 and set(np.unique(difference)) <= {-1, 0, 1}:
-                found[name] = found[name]._replace(p=tests.mcnemar(*counts[1:].tolist()))
+                found[name] = found[name]._replace(p=mcnemar(*counts[1:].tolist()))
         for name, contrast in correct_holm(found).items():
             counts = np.sum([each[2] for each in own[name]], axis=0).tolist()
             record = {"kind": kind, "task": task, "measure": measure, "tasks": len(own[name]), "group": name}
@@ -329,20 +332,12 @@ def build_table(section: Section, cells: Sequence[Sequence[str]], *, of: int = 0
 
 
 def tabulate_spreads(
-    section: Section,
-    measures: Iterable[Measure],
-    *,
-    bounds: bool = True,
-    names: Sequence[str] = (),
-    **block: Any,
+    section: Section, measures: Iterable[Measure], *, bounds: bool = True, names: Any = (), **block: Any
 ) -> Block:
-    """A row per group that has one of the measures, `names` (properties of a group) before them."""
+    """A row per group; `names`, properties of it, before the measures that some run has."""
     spreads, measures, cells = spread_values(section), list_present(section, measures), []
     for group in section.groups:
-        row = [group.name]
-        for name in names:
-            value = getattr(group, name)
-            row.append(value if isinstance(value, str) else few(value, between=", "))
+        row = [group.name, *(getattr(group, name) for name in names)]
         baseline = group if group in section.baselines.values() else section.baselines.get(group.name)
         for measure in measures:
             own = spreads[group.name].get(measure.key)
@@ -353,13 +348,14 @@ def tabulate_spreads(
             else:
                 row.append(format_spread(own, measure.show, bounds=bounds))
         cells.append(row)
-    head = ["group", *({"size": "runs"}.get(name, name) for name in names), *(m.title for m in measures)]
+    called = {"size": "runs", "named_orders": "orders"}
+    head = ["group", *(called.get(name, name) for name in names), *(m.title for m in measures)]
     return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
 
 
 def tabulate_main(section: Section, *, domains: Sequence[str] = ()) -> Block:
     """Every measure; `domains`: the only ones measured, if any."""
-    names, measures = ("method", "model", "orders", "size"), [*MEASURES, FLOPS]
+    names, measures = ("method", "model", "named_orders", "size"), [*MEASURES, FLOPS]
     shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
     lines = [*only, f"{SPREAD} In nats if no unit is named.", *describe_section(section)]
@@ -406,9 +402,6 @@ def describe_section(section: Section) -> list[str]:
     if keys := [key for key in differing_settings(runs) if not key.startswith(own)]:
         more = f" and {len(keys) - MAX_SETTINGS} more" * (len(keys) > MAX_SETTINGS)
         lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
-    mixed = [f"{t} ({', '.join(m)})" for t, m in list_answer_measures(section).items() if len(m) > 1]
-    if mixed:
-        lines.append(f"AP, LA, BWT, F and FWT are over different measures: {few(mixed, between=', ')}.")
     if not section.baselines and len(groups) > 1:
         lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
     return lines
@@ -542,10 +535,9 @@ def describe_best(section: Section, groups: Sequence[Group], measure: Measure, b
     best = min(means, key=lambda name: means[name] * (-1 if measure.higher else 1))
     show, unit, spread = measure.show, QUESTIONS[measure.key][1], spread_values(section)[best][measure.key]
     bounds = format_interval(spread.low, spread.high, show)
-    line = (
-        f"{begin}: `{best}`, {measure.title.removesuffix(f' ({unit.strip()})')} {show(spread.mean)}{bounds}"
-    )
-    line += f"{unit} (runs: {spread.n}{'' if bounds else ', no interval'})"
+    title = measure.title.removesuffix(f" ({unit.strip()})")
+    line = f"{begin}: `{best}`, {title} {show(spread.mean)}{bounds}{unit}"
+    line += f" (runs: {spread.n}{'' if bounds else ', no interval'})"
     if lead := contrast_groups(section, measure.key).get(best):
         by_t = "" if lead.p_t is None else f", paired t {lead.p_t:.2g}, Holm {lead.p_t_holm:.2g}"
         line += f"; {show(lead.mean)}{format_interval(lead.low, lead.high, show)} against "
@@ -555,21 +547,16 @@ def describe_best(section: Section, groups: Sequence[Group], measure: Measure, b
     pairs = pair_values(section, measure.key)
     against = {name: compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
     others = correct_holm({name: each for name, each in against.items() if each.n})
-    count, alike = len(others), [name for name, each in others.items() if each.p_holm >= LEVEL]
-    most = max((each.n for each in others.values()), default=0)
-    if not count:
-        verdict = "No other group has an order and seed in common with it"
-    elif not alike:
-        verdict = f"Told apart from all {count} others (Holm p < {LEVEL:.2g})"
-    elif len(alike) < count or least_p(most) * count < LEVEL:
-        names = few(alike, between=", ")
-        verdict = f"Not told apart from {len(alike)} of {count} others (Holm p ≥ {LEVEL:.2g}): {names}"
-    else:
+    alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
+    most, count = max((each.n for each in others.values()), default=0), len(others)
+    verdict = f"Told apart from {count - len(alike)} of {count} others (Holm p < {LEVEL:.2g})"
+    if alike and (needed := needed_pairs(count)) and most < needed:
         within = few([n for n, each in others.items() if not (each.low > 0 or each.high < 0)], between=", ")
-        verdict = f"{most} pair{'s' * (most > 1)} cannot tell it from the {count} others: Holm over {count} "
-        verdict += f"needs {needed_pairs(count)} pairs"
+        verdict += f": Holm over {count} needs {needed} pairs, there are {most}"
         if most >= LEAST:
             verdict += f". The paired intervals exclude 0 against all others{' but ' * bool(within)}{within}"
+    elif alike:
+        verdict += f", not from {few(alike, between=', ')}"
     return [f"{line}. {verdict}."]
 
 
@@ -582,19 +569,14 @@ def build_heading(sections: Sequence[Section]) -> list[Block]:
         f"means another thing in each, so that no number of one may be compared with one of another, but for "
         "the bits per byte of causal models on the same texts where only tokenizer or length differ."
     ]
-    texts = defaultdict(set)
     for number, section in enumerate(sections, start=1):
-        own, scores = section.conditions, section.runs[0].scores
+        own = section.conditions
         keys = [key for key in own if len({each.conditions[key] for each in sections}) > 1]
         named = own | {"domains": few(section.domains, between=", ")}
         said = ", ".join(f"{key} {named[key]}" for key in keys if own[key] != "none")
         models = few(sorted({group.model for group in section.groups}), between=", ")
         runs = f"{len(section.runs)} run{'s' * (len(section.runs) > 1)}"
         lines.append(f"Section {number}, {runs} of {models}: {said}.")
-        for name in scores.domains:
-            texts[name].add(text_digest(scores, name))
-    if several := [name for name, digests in texts.items() if len(digests) > 1]:
-        lines.append(f"Not the same text in all sections: {few(several, between=', ')}.")
     return [Block(lines=lines)]
 
 
@@ -647,9 +629,8 @@ def format_latex(section: Section) -> str:
     table = DataFrame(brief.cells, columns=list(brief.head)).map(strip_controls)
     bold = DataFrame("", index=table.index, columns=table.columns)
     for measure in (measure for measure in MEASURES if measure.title in table):
-        means = [
-            group.mean(measure.key) if is_ranked(group, measure.key) else None for group in section.groups
-        ]
+        key = measure.key
+        means = [group.mean(key) if is_ranked(group, key) else None for group in section.groups]
         known = [mean for mean in means if mean is not None]
         best = measure.show((max if measure.higher else min)(known)) if known else None
         bold[measure.title] = ["textbf:--rwrap;" * (x is not None and measure.show(x) == best) for x in means]
@@ -671,16 +652,12 @@ def format_json(sections: Sequence[Section], runs: Sequence[tuple], more: Mappin
     for number, section in enumerate(sections, start=1):
         contrasts = {key: contrast_groups(section, key) for key in dict.fromkeys(section.frame["key"])}
         groups = [
-            {"name": group.name, "method": group.method, "model": group.model, "orders": list(group.orders)}
-            | {"runs": len(group.runs), "baseline": getattr(section.baselines.get(group.name), "name", None)}
-            | {"spreads": {key: x._asdict() for key, x in spread_values(section)[group.name].items()}}
-            | {
-                "differences": {
-                    k: own[group.name]._asdict() for k, own in contrasts.items() if group.name in own
-                }
-            }
-            | {"ranks": {k: own[group.name] for k, own in rank_groups(section).items() if group.name in own}}
-            for group in section.groups
+            {"name": name, "method": group.method, "model": group.model, "orders": list(group.orders)}
+            | {"runs": len(group.runs), "baseline": getattr(section.baselines.get(name), "name", None)}
+            | {"spreads": {key: each._asdict() for key, each in spread_values(section)[name].items()}}
+            | {"differences": {key: own[name]._asdict() for key, own in contrasts.items() if name in own}}
+            | {"ranks": {key: own[name] for key, own in rank_groups(section).items() if name in own}}
+            for name, group in ((group.name, group) for group in section.groups)
         ]
         told = {"title": section.title, "conditions": dict(section.conditions), "domains": section.domains}
         told |= {"groups": groups, "examples": contrast_examples(section)[0]}

@@ -9,8 +9,7 @@ from matplotlib.lines import Line2D
 from pandas import DataFrame
 
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.answers.results import matrix_of
-from cpt.evaluation.endtasks import metrics as task_metrics
+from cpt.evaluation import task_metrics
 from cpt.evaluation.scores import Scores
 from cpt.reporting.drawing import (
     DASHES,
@@ -201,7 +200,9 @@ def draw_endtasks(scores: Scores) -> Picture:
 
 def draw_answers(scores: Scores) -> Picture:
     """Each task in the measure that it is known by."""
-    return draw_tasks(matrix_of(scores.answers), scores.rows, list(scores.answers["tasks"]), kind="Scores")
+    return draw_tasks(
+        task_metrics.matrix_of(scores.answers), scores.rows, list(scores.answers["tasks"]), kind="Scores"
+    )
 
 
 def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *, kind: str) -> Picture:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from pandas import DataFrame
 
-from cpt.evaluation.endtasks import metrics as endtasks
+from cpt.evaluation import task_metrics as endtasks
 from cpt.evaluation.metrics import UNITS, in_units
-from cpt.evaluation.probes.results import last_value
 from cpt.evaluation.scores import COSTS, Scores
+from cpt.evaluation.task_metrics import last_value
 
 COST_NAMES = {"seen": "tokens"}  # of COSTS, those with another name here than in scores.json
 COST_UNITS = {"trained": "parameters", "seen": "tokens", "flops": "operations", "skipped": "steps"}
@@ -125,7 +125,7 @@ def list_texts(scores: Scores) -> Iterator[Record]:
 def list_endtasks(scores: Scores) -> Iterator[Record]:
     """The score of every fine-tuning: row, task, metric, seed."""
     given = scores.endtasks
-    for kind in endtasks.KINDS if given else ():
+    for kind in endtasks.ENDTASK_METRICS if given else ():
         for place in np.argwhere(np.isfinite(cube := endtasks.cube(given, kind))):
             row, task, seed = place.tolist()
             where = {"stage": row, "row": scores.rows[row], "text": given["tasks"][task]}
@@ -139,7 +139,7 @@ def list_task_means(scores: Scores) -> Iterator[Record]:
     for name, value in endtasks.summarise_endtasks(given, scores.rows).items():
         yield Record(name, value, "share", f"endtask/{name}")
     yield Record("seconds", given["seconds"], "s", "endtask/seconds")
-    for kind in endtasks.KINDS:
+    for kind in endtasks.ENDTASK_METRICS:
         cube = endtasks.cube(given, kind)
         means, deviations = endtasks.over_seeds(cube), endtasks.sd_over_seeds(cube)
         final, own = endtasks.pick_final(means), endtasks.forward(means, scores.rows, given["tasks"])

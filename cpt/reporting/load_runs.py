@@ -19,12 +19,10 @@ from pandas import DataFrame
 
 from cpt.core.config import executes, flatten
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.answers import results as answers
-from cpt.evaluation.conditions import conditions
-from cpt.evaluation.endtasks.metrics import MEANINGS
+from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
-from cpt.evaluation.probes.results import describe_task
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.scores import Scores, conditions
+from cpt.evaluation.task_metrics import describe_task, matrix_of
 from cpt.reporting.drawing import find_places
 from cpt.reporting.frames import escape_name, label, shorten, split_variant, summarize_scores
 from cpt.reporting.page import few
@@ -149,9 +147,11 @@ def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
     }
     asked = scores.answers
     if tasks := {task: given for task, given in asked.get("tasks", {}).items() if task in names}:
-        matrix = np.where([task not in tasks for task in asked["tasks"]], np.nan, answers.matrix_of(asked))
+        matrix = np.where(
+            [task not in tasks for task in asked["tasks"]], np.nan, task_metrics.matrix_of(asked)
+        )
         rows, columns = scores.rows[: len(matrix)], list(asked["tasks"])
-        found = answers.compute_metrics(matrix, rows=rows, tasks=columns)
+        found = task_metrics.compute_metrics(matrix, rows=rows, tasks=columns)
         found = {name: float(found[name]) for name in asked["metrics"] if name in found}
         asked = asked | {"tasks": tasks, "metrics": found, "intervals": {}}
     tuned = scores.endtasks
@@ -176,7 +176,9 @@ def measure_runs(runs: Sequence[Run], *, domains: Collection[str] = ()) -> list[
     plain = {"method": "one", "mask": "none", "replay": "none"}
     references = [run for run in runs if plain.items() <= run.scores.run.items()]
     keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
-    keys += [f"endtask/{name}" for name in MEANINGS] + [f"answers/{name}" for name in answers.NAMES]
+    keys += [f"endtask/{name}" for name in task_metrics.ENDTASK_MEANINGS] + [
+        f"answers/{name}" for name in task_metrics.ANSWER_METRICS
+    ]
     measured = []
     for run in runs:
         names = frozenset(domains) & set(run.scores.domains)
@@ -232,6 +234,10 @@ class Group:
     def needs_domain(self) -> bool:
         """Whether the domain of a text is given at test time."""
         return any(run.scores.needs_domain for run in self.runs)
+
+    @property
+    def named_orders(self) -> str:
+        return few(self.orders, between=", ")
 
     @property
     def size(self) -> str:

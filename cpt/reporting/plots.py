@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -74,9 +75,8 @@ def build_figures(section: Section) -> list[Block]:
             blocks.append(Block(title=title, lines=[line], picture=picture, name=name))
     runs = {group.name: [run.scores for run in group.runs] for group in section.groups}
     line = "Mean perplexity over the domains learned so far: mean and range over the runs of a group."
-    blocks.append(
-        Block(title="Over the stages", lines=[line], picture=draw_stages(runs, **how), name="stages")
-    )
+    picture = draw_stages(runs, **how)
+    blocks.append(Block(title="Over the stages", lines=[line], picture=picture, name="stages"))
 
     baselines = {group.name for group in section.baselines.values()}
     shown = [group for group in section.groups if len(group.runs[0].scores.rows) > 1]
@@ -108,15 +108,18 @@ def draw_plane(
     x: str,
     y: str,
     logarithmic: bool = False,
+    lines: Sequence[Sequence[str]] = (),
     places: Mapping[str, int] | None = None,
     marks: Mapping[str, str] | None = None,
 ) -> bytes:
     """A group's mean of x against that of y, small its runs, and the Pareto front; lower is better. A group
-    without x is a line at its mean y; an outlier stands at the border. `logarithmic`: x, without values of 0
-    or less."""
+    without x is a line at its mean y; outliers are named only. `logarithmic`: x, without values of 0
+    or less; `lines` connect means."""
+    own = places or {name: place for place, name in enumerate(groups)}
+    styles = {name: drawing.style(own[name]) for name in groups}
     figure, axes = open_axes(len(groups))
     axes.margins(0.12)
-    styles, points, levels = assign_styles(groups, places), {}, {}
+    points, levels = {}, {}
     for name, values in groups.items():
         pairs = np.array([list(values[0]), list(values[1])], dtype=float)
         known = np.isfinite(pairs).all(0) & ((pairs[0] > 0) | (not logarithmic))
@@ -128,30 +131,25 @@ def draw_plane(
         axes.set_xscale("log")
     means = {name: runs.mean(1) for name, runs in points.items()}
     windows = [
-        find_window({name: runs[axis] for name, runs in points.items()}, logarithmic=logarithmic and not axis)
+        find_window([runs[axis] for runs in points.values()], logarithmic=logarithmic and not axis)
         for axis in (0, 1)
     ]
-    off = []
     for name, runs in points.items():
-        style = {"marker": styles[name]["marker"]}
-        mean, colour = means[name], styles[name]["color"]
-        shown = np.array([m if w is None else np.clip(m, *w) for m, w in zip(mean, windows, strict=True)])
+        style, many = {"marker": styles[name]["marker"]}, runs.shape[1] > 5
+        small = {"s": 12 if many else 24, "alpha": 0.4 if many else 0.7, "linewidths": 0, "zorder": 2}
+        large = {"s": 130, "facecolors": "none", "linewidths": 2, "zorder": 3}
         label = literal(name, width=44) + f" ({runs.shape[1]})" * (runs.shape[1] > 1)
-        drawn = []
-        if (shown == mean).all():
-            many = runs.shape[1] > 5
-            small = {"s": 12 if many else 24, "alpha": 0.4 if many else 0.7, "linewidths": 0, "zorder": 2}
-            drawn.append(axes.scatter(*runs, color=colour, **small, **style))
-            style["facecolors"] = "none"
-        else:
-            off.append(f"{name} ({mean[0]:.4g}, {mean[1]:.4g})")
+        mean = means[name].tolist()
+        if any(w and not w[0] <= each <= w[1] for each, w in zip(mean, windows, strict=True)):
             label += f": off the axes, {mean[0]:.4g}, {mean[1]:.4g}"
-            style |= {"facecolors": "0.8", "clip_on": False}
-        large = {"s": 130, "edgecolors": colour, "linewidths": 2, "zorder": 3}
-        drawn.append(axes.scatter(*shown, label=label, **large, **style))
-        name_marks(name, drawn)
-    for window, limit in zip(windows, (axes.set_xlim, axes.set_ylim), strict=True):
-        if window is not None:
+        drawn = axes.scatter(*runs, color=styles[name]["color"], **small, **style)
+        large["edgecolors"] = styles[name]["color"]
+        name_marks(name, [drawn, axes.scatter(*mean, label=label, **large, **style)])
+    for line in ([name for name in each if name in means] for each in lines):
+        if line:
+            axes.plot(*np.array([means[name] for name in line]).T, color=styles[line[0]]["color"], zorder=1)
+    for limit, window in zip((axes.set_xlim, axes.set_ylim), windows, strict=True):
+        if window:
             limit(*window)
     front = pareto_front({name: tuple(mean.tolist()) for name, mean in means.items()})
     if front:
@@ -165,7 +163,6 @@ def draw_plane(
     axes.set(xlabel=x, ylabel=y)
     add_legend(figure, axes)
     told = list_few(f"{name}: x {mean[0]:.4g}, y {mean[1]:.4g}" for name, mean in means.items())
-    told += f" Off the axes, drawn at the border: {'; '.join(off)}." if off else ""
     best = f"The front: {few(front, between=', ') or 'no group'}."
     return png(figure, told=f"{y} against {x}; lower is better for both. {best} {told}", marks=marks)
 
@@ -179,9 +176,11 @@ def draw_stages(
     """Perplexity over the stages, a mean over the domains learned so far; a group's mean and range over its
     runs. A model that learned no sequence is a line at its mean over all domains. Of more than FEW groups,
     those that end lowest are told apart."""
+    own = places or {name: place for place, name in enumerate(groups)}
+    styles = {name: drawing.style(own[name]) for name in groups}
     figure, axes = open_axes(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
-    styles, lines, levels = assign_styles(groups, places), {}, {}
+    lines, levels = {}, {}
     for name, runs in groups.items():
         so_far, last = [], []
         for scores in (scores for scores in runs if scores.rows):
@@ -198,8 +197,6 @@ def draw_stages(
             levels[name] = float(np.mean([each for each in last if np.isfinite(each)]))
     means = {name: table.mean() for name, table in lines.items()}
     ends = {name: float(mean.dropna().iloc[-1]) for name, mean in means.items()}
-    window = find_window({name: np.array([mean.max()]) for name, mean in means.items()}, logarithmic=True)
-    top = window[1] if window else np.inf
     marked = sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in (name for name in lines if name not in marked):
         name_marks(name, axes.plot(means[name].index + 1, means[name], color="0.75", zorder=1))
@@ -207,16 +204,13 @@ def draw_stages(
         axes.plot([], [], color="0.75", label=f"{others} others")
     for name in marked:
         stages, table = means[name].index + 1, lines[name]
-        label = (
-            literal(name, width=44) + f" ({len(table)})" * (len(table) > 1) + f": {perplexity(ends[name])}"
-        )
-        label += " (off the axis)" * bool(means[name].max() > top)
+        label = literal(name, width=44) + f" ({len(table)})" * (len(table) > 1)
+        label += f": {perplexity(ends[name])}"
         style = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20), "linewidth": 1.6}
         drawn = axes.plot(stages, means[name], label=label, zorder=3, **style)
         faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
         band = axes.fill_between(stages, table.min(), table.max(), color=style["color"], **faint)
         name_marks(name, [*drawn, band])
-    axes.set_ylim(top=window[1] if window else None)
     draw_levels(axes, levels, styles)
     known = [np.ravel(table.to_numpy()) for table in lines.values()]
     drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *known]))
@@ -257,51 +251,35 @@ def draw_heat_maps(
 
 
 def build_setting_curve(section: Section, key: str) -> Block:
-    """Learned against forgotten over a setting (`--curve`): a line for groups that differ in it alone, a mark
-    for each without it; nothing where no two groups differ in it alone."""
+    """Learned against forgotten over a setting (`--curve`): a line through groups that differ in it alone,
+    and groups without it; nothing where no two groups differ in it alone."""
     curves: dict[str, list[tuple[Any, Group]]] = defaultdict(list)
     for group in section.groups:
         value = group.runs[0].settings.get(key)
-        others = sorted(mark for mark in group.own if not mark.startswith(f"{key}="))
-        name = group.name if value is None else " ".join([group.plain, *others])
-        curves[name].append((value, group))
+        others = sorted(each for each in group.own if not each.startswith(f"{key}="))
+        curves[group.name if value is None else " ".join([group.plain, *others])].append((value, group))
     curves = {name: points for name, points in curves.items() if len(points) > 1 or points[0][0] is None}
     if all(len(points) == 1 for points in curves.values()):
         return Block()
-    figure = drawing.figure((8.0, 5.0))
-    axes, cells, told = figure.subplots(), [], []
-    for name, points in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
-        points.sort(
-            key=lambda each: (not is_number(each[0]), each[0] if is_number(each[0]) else str(each[0]))
-        )
-        style = drawing.style(section.places[points[0][1].name])
-        look = {name: style[name] for name in ("color", "linestyle", "marker")} | {"markersize": 4}
-        if len(points) == 1:
-            look = {"color": "0.3", "linestyle": "none", "marker": "*", "markersize": 12}
-        spots = []
-        for value, group in points:
-            pairs = [(run.values.get("ZS/nats"), run.values.get("CPT/nats")) for run in group.runs]
-            learned = [base - own for base, own in pairs if base is not None and own is not None]
-            x, y = float(np.mean(learned)) if learned else None, group.mean("FG/nats")
-            numbers = ["–" if each is None else f"{each:.4f}" for each in (x, y, group.mean("LC/nats"))]
-            shown = "–" if value is None else show(value)
-            cells.append([name, shown, str(len(group.runs)), *numbers])
-            if x is not None and y is not None:
-                spots.append((x, y))
-                mark = literal(name, width=30) if value is None else shown
-                how = {"textcoords": "offset points", "xytext": (5, 4), "fontsize": 7, "color": look["color"]}
-                axes.annotate(mark, (x, y), **how)
-        if spots:
-            axes.plot(*np.array(spots).T, label=literal(name, width=30) if len(points) > 1 else None, **look)
-        told.append(f"{name}: {', '.join(show(value) for value, _ in points)}")
-    axes.axhline(0, color="0.7", linewidth=0.8)
-    axes.set(xlabel="learned (nats, ZS - CPT; right is better)", ylabel="forgotten FG (nats; down is better)")
-    axes.margins(0.1)
-    axes.legend(fontsize=8, title=literal(key, width=40), title_fontsize=8)
+    cells, points, lines, places = [], {}, [], {}
+    for name, own in sorted(curves.items(), key=lambda each: len(each[1]) == 1):
+        own.sort(key=lambda x: (not is_number(x[0]), x[0] if is_number(x[0]) else str(x[0])))
+        lines.append([])
+        for value, group in own:
+            called = name if value is None else f"{name} {show(value)}"
+            points[called] = group.of("CPT/nats"), group.of("FG/nats")
+            places[called] = section.places[own[0][1].name]
+            lines[-1].append(called)
+            pairs = zip(group.of("ZS/nats"), group.of("CPT/nats"), strict=True)
+            learned = [base - after for base, after in pairs if None not in (base, after)]
+            numbers = [fmean(learned) if learned else None, group.mean("FG/nats"), group.mean("LC/nats")]
+            told = ["–" if each is None else f"{each:.4f}" for each in numbers]
+            cells.append([name, "–" if value is None else show(value), str(len(group.runs)), *told])
+    labels = {"x": "loss just after learning, CPT (nats)", "y": "forgetting FG (nats)"}
     return Block(
         title=f"Learned against forgotten over {key}",
         lines=["Learned: the base's loss minus that just after a domain was learned (ZS - CPT)."],
-        picture=png(figure, told=f"Learned against forgotten, a line over {key}: {'; '.join(told)}"),
+        picture=draw_plane(points, lines=lines, places=places, **labels),
         name="strengths",
         head=["method", key, "runs", "learned (nats)", "forgotten FG (nats)", "LC (nats)"],
         cells=cells,
@@ -320,12 +298,6 @@ def check_curve(key: str, runs: Sequence[Run]) -> None:
         raise ValueError(f"--curve {key}; allowed: a setting in which runs differ: {listed or 'none'}")
 
 
-def assign_styles(names: Iterable[str], places: Mapping[str, int] | None) -> dict[str, dict[str, str]]:
-    """Colour, marker and dashes of each group."""
-    own = places or {name: place for place, name in enumerate(names)}
-    return {name: drawing.style(own[name]) for name in names}
-
-
 def open_axes(groups: int) -> tuple[Figure, Axes]:
     """A figure that is high enough for a legend of so many groups."""
     figure = drawing.figure((8.5, max(4.8, 0.23 * groups + 0.8)))
@@ -335,10 +307,10 @@ def open_axes(groups: int) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def find_window(values: Mapping[str, np.ndarray], *, logarithmic: bool) -> tuple[float, float] | None:
+def find_window(values: Sequence[np.ndarray], *, logarithmic: bool) -> tuple[float, float] | None:
     """Limits of an axis without groups whose mean is an outlier (Tukey's outer fences), where the others
     would have less than 40 % of the axis; None where there is none."""
-    means = np.array([each.mean() for each in values.values()], dtype=float)
+    means = np.array([each.mean() for each in values], dtype=float)
     scaled = np.log(means) if logarithmic and (means > 0).all() else means
     if len(scaled) < OUTLIERS or not np.isfinite(scaled).all():
         return None
@@ -346,7 +318,7 @@ def find_window(values: Mapping[str, np.ndarray], *, logarithmic: bool) -> tuple
     near = (scaled >= low - 3 * (high - low)) & (scaled <= high + 3 * (high - low))
     if near.all() or not 0 < np.ptp(scaled[near]) < 0.4 * np.ptp(scaled):
         return None
-    runs = np.concatenate([each for each, inside in zip(values.values(), near, strict=True) if inside])
+    runs = np.concatenate([each for each, inside in zip(values, near, strict=True) if inside])
     ends = np.log([runs.min(), runs.max()]) if logarithmic else np.array([runs.min(), runs.max()])
     ends = ends + 0.12 * np.ptp(ends) * np.array([-1, 1])
     bottom, top = (np.exp(ends) if logarithmic else ends).tolist()

@@ -14,16 +14,11 @@ import numpy as np
 import pandas
 
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.answers.by_example import Moved, follow_answers
-from cpt.evaluation.answers.results import MEANINGS as ANSWER_MEANINGS
-from cpt.evaluation.answers.results import head_of, matrix_of
-from cpt.evaluation.conditions import conditions, describe_conditions
-from cpt.evaluation.endtasks import metrics as task_metrics
-from cpt.evaluation.endtasks.metrics import MEANINGS as ENDTASK_MEANINGS
-from cpt.evaluation.endtasks.metrics import transitions_of
+from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
-from cpt.evaluation.probes.results import describe_task, last_value
-from cpt.evaluation.scores import Scores
+from cpt.evaluation.predictions import Moved, follow_answers, transitions_of
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
 from cpt.reporting import figures
 from cpt.reporting.drawing import FEW
 from cpt.reporting.frames import (
@@ -414,7 +409,7 @@ def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
     title = "End tasks: what became of the predictions"
     moved_head = ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]
     return [
-        summarize_tasks("End tasks", lines, found, ENDTASK_MEANINGS, {}),
+        summarize_tasks("End tasks", lines, found, task_metrics.ENDTASK_MEANINGS, {}),
         Block(title=f"End tasks: {names}", picture=picture, name="endtasks", head=head, cells=tables[0]),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
         Block(title=title, lines=about, head=moved_head, cells=changes),
@@ -490,7 +485,7 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
     moved["folded"] = f"{len(moves)} comparisons" if len(moves) > 2 * FEW else ""
     return [
         Block(name="answers", head=["after", *tasks], cells=format_answers(scores), **matrix),
-        summarize_tasks("Scores", lines, found, ANSWER_MEANINGS, scores.answers["intervals"]),
+        summarize_tasks("Scores", lines, found, task_metrics.ANSWER_MEANINGS, scores.answers["intervals"]),
         Block(title="Answers of the last model", head=measures, cells=last, folded=f"{len(last)} tasks"),
         Block(lines=about, cells=changes, words=2, **moved),
     ]

@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from cpt.evaluation.answers.files import path_of
-from cpt.evaluation.answers.metrics import MEASURES
 from cpt.evaluation.metrics import METRICS, describe_metric
+from cpt.evaluation.predictions import answers_file
 from cpt.evaluation.scores import Scores
+from cpt.evaluation.task_metrics import MEASURES
 from cpt.reporting import figures, run_page
 from cpt.reporting.drawing import description
 from cpt.reporting.frames import perplexity, shorten
@@ -413,8 +413,8 @@ def test_what_became_of_the_examples_is_a_table(tmp_path):
     block = run_page.show_answers(scores, tmp_path)[-1]
     cells = ["law", "law", "4", "75.00", "50.00", "2", "50.00", "37.50", "1", "25.00", "12.50", "1"]
     assert block.cells[1] == cells and block.cells[0][1] == "base" and len(block.head) == len(cells)
-    path_of(tmp_path / "answers" / "001-law", "law").unlink()
-    path_of(tmp_path / "answers" / "000-base", "law").write_text("damaged")
+    answers_file(tmp_path / "answers" / "001-law", "law").unlink()
+    answers_file(tmp_path / "answers" / "000-base", "law").write_text("damaged")
     (line,) = run_page.show_answers(scores, tmp_path)[-1].lines
     assert "000-base/law.parquet: damaged answers" in line
 
