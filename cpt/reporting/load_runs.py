@@ -22,7 +22,7 @@ from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
 from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
 from cpt.evaluation.scores import Scores, conditions
-from cpt.evaluation.task_metrics import describe_task, matrix_of
+from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.drawing import find_places
 from cpt.reporting.frames import escape_name, label, shorten, split_variant, summarize_scores
 from cpt.reporting.page import few
