@@ -85,10 +85,10 @@ def take(root: Path, into: Path) -> None:
 
 def learn(options: argparse.Namespace, work: Path, name: str, rate: float, seed: int) -> dict[str, Any]:
     """One run: what it learned, and by how much other text rose."""
-    from cpt.reporting import run_report
+    from cpt.reporting import run_page
     from cpt.train import train
 
-    run_report.write_report = lambda *given: None  # pictures take longer than the learning
+    run_page.write_report = lambda *given: None  # pictures take longer than the learning
     bounds = [f"budget.general={options.general}", f"budget.past={options.past}"]
     given = [f"seed={seed}", f"trainer.steps={options.steps}", f"optim.lr={2e-3 * rate}", "logger=none"]
     given += [f"monitor.tokens={options.tokens}", *bounds * (name == "budget"), *options.given]

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from cpt.evaluation.pairs import LEVEL
 from cpt.evaluation.statistics import Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
-from cpt.reporting.comparison.differences import CorrectedDifference, correct_holm
-from cpt.reporting.comparison.groups import ComparedRuns, Group
-from cpt.reporting.comparison.runs import Pair, Run
+from cpt.reporting.compare import Contrast, correct_holm
+from cpt.reporting.load_runs import Group, Pair, Run, Section
 
 SHORT = "less than that is not excluded"
 FEW = 2  # the first and the last so many domains (MIGU, Table 4)
@@ -177,7 +176,7 @@ def by_pair(group: Group, measure: str) -> Values:
     return {pair: value for pair, value in found.items() if value is not None}
 
 
-def tested(claim: Claim, section: ComparedRuns) -> Difference | None:
+def tested(claim: Claim, section: Section) -> Difference | None:
     """What the runs say about a claim; None where a group is missing."""
     groups = {group.name: group for group in section.groups}
     if claim.of not in groups or (claim.against and claim.against not in groups):
@@ -188,12 +187,11 @@ def tested(claim: Claim, section: ComparedRuns) -> Difference | None:
     return found if found.n else None
 
 
-def verdict(claim: Claim, given: CorrectedDifference) -> str:
+def verdict(claim: Claim, found: Contrast) -> str:
     """What a difference says of a claim, by its corrected p-value."""
-    found = given.difference
     if claim.better == 0:
-        return "differs" if given.holm <= LEVEL else "no difference shown"
-    if given.holm > LEVEL:
+        return "differs" if found.p_holm <= LEVEL else "no difference shown"
+    if found.p_holm > LEVEL:
         return "not shown"
     if found.mean * claim.better < 0:
         return "the contrary"
@@ -201,7 +199,7 @@ def verdict(claim: Claim, given: CorrectedDifference) -> str:
     return "held" if sure >= claim.least or not claim.least else f"held in direction, {SHORT}"
 
 
-def rows(section: ComparedRuns, claims: Sequence[Claim]) -> list[list[str]]:
+def rows(section: Section, claims: Sequence[Claim]) -> list[list[str]]:
     """A line per claim: see `tell`."""
     return tell({claim: tested(claim, section) for claim in claims})
 
@@ -213,13 +211,12 @@ def tell(tests: Mapping[Claim, Difference | None]) -> list[list[str]]:
     corrected = correct_holm({names[claim]: each for claim, each in tests.items() if each is not None})
     lines = []
     for claim, name in names.items():
-        given = corrected.get(name)
-        if given is None:
+        found, show = corrected.get(name), claim.show
+        if found is None:
             lines.append([claim.text, "–", "0", *["–"] * 4, "not run"])
             continue
-        found, show = given.difference, claim.show
         bounds = f" [{show(found.low)}, {show(found.high)}]" if math.isfinite(found.low) else ""
-        p = [found.p, given.holm, found.p_t, given.holm_t]
+        p = [found.p, found.p_holm, found.p_t, found.p_t_holm]
         shown = ["–" if each is None else f"{each:.3g}" for each in p]
-        lines.append([claim.text, show(found.mean) + bounds, str(found.n), *shown, verdict(claim, given)])
+        lines.append([claim.text, show(found.mean) + bounds, str(found.n), *shown, verdict(claim, found)])
     return lines

@@ -10,8 +10,8 @@ from itertools import product
 import claims
 import study
 
-from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.groups import ComparedRuns
+from cpt.reporting import compare
+from cpt.reporting.load_runs import Section
 from cpt.reporting.page import Block, markdown
 
 SEEDS, ORDERS = "seed=0,1,2", ("order=0", "order=1")
@@ -32,16 +32,16 @@ def main() -> None:
     study.make_study(options, "das6_mini", sweeps, name="comparison", raw="scores.jsonl", parts=parts)
 
 
-def parts(section: ComparedRuns) -> Iterator[str]:
+def parts(section: Section) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TEXT)
     claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
-    differences, tasks = tables.tabulate_differences(section), tables.tabulate_tasks(section)
-    for block in (claimed, tables.tabulate_main(section, domains=()), differences, tasks):
+    differences, tasks = compare.tabulate_differences(section), compare.tabulate_tasks(section)
+    for block in (claimed, compare.tabulate_main(section), differences, tasks):
         yield markdown(block, picture="")
 
 
-def describe_runs(section: ComparedRuns) -> str:
+def describe_runs(section: Section) -> str:
     """What was run, from the runs themselves."""
     runs = [run.scores for run in section.runs]
     first = next(scores for scores in runs if len(scores.seen) > 1)

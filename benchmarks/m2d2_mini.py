@@ -14,9 +14,8 @@ import numpy as np
 import study
 
 from cpt.evaluation.statistics import compare_pairs
-from cpt.reporting.comparison.groups import ComparedRuns, Group
-from cpt.reporting.comparison.runs import Run
 from cpt.reporting.drawing import figure, literal, png, style
+from cpt.reporting.load_runs import Group, Run, Section
 from cpt.reporting.page import Block, markdown
 
 EVERY = ["order=similar,random", "seed=0,1"]
@@ -82,7 +81,7 @@ def main() -> None:
     )
 
 
-def parts(section: ComparedRuns) -> Iterator[str]:
+def parts(section: Section) -> Iterator[str]:
     told = [order_of(run) for run in section.runs if run.scores.similarity]  # not of published ones
     similar = find_similar(told or map(order_of, section.runs))
     groups = {group.name: Studied(group, similar) for group in section.groups}

@@ -12,8 +12,8 @@ from pathlib import Path
 import study
 from standard_cl_mini import describe_runs, tabulate_levels
 
-from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.groups import ComparedRuns
+from cpt.reporting import compare
+from cpt.reporting.load_runs import Section
 from cpt.reporting.page import markdown
 
 EVERY = ["order=1,2,3", "seed=0"]
@@ -41,11 +41,11 @@ def main() -> None:
     )
 
 
-def parts(section: ComparedRuns, root: Path | None) -> Iterator[str]:
+def parts(section: Section, root: Path | None) -> Iterator[str]:
     yield describe_runs(section)
     for block in (
-        tables.tabulate_main(section, domains=()),
-        tables.tabulate_differences(section),
+        compare.tabulate_main(section),
+        compare.tabulate_differences(section),
         tabulate_levels(section, root),
     ):
         yield markdown(block, picture="")

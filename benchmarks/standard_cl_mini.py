@@ -17,9 +17,8 @@ from cpt.core.places import CONF
 from cpt.data.corpora import Corpora
 from cpt.data.example import Example, read_example
 from cpt.evaluation.task_metrics import matrix_of
-from cpt.reporting.comparison import tables
-from cpt.reporting.comparison.groups import ComparedRuns
-from cpt.reporting.comparison.runs import Run
+from cpt.reporting import compare
+from cpt.reporting.load_runs import Run, Section
 from cpt.reporting.page import Block, markdown
 from cpt.trainer.plan import make_plan
 
@@ -42,21 +41,21 @@ def main() -> None:
     )
 
 
-def parts(section: ComparedRuns, root: Path | None) -> Iterator[str]:
+def parts(section: Section, root: Path | None) -> Iterator[str]:
     yield describe_runs(section)
     cells = claims.rows(section, claims.ON_TASKS)
     claimed = Block(title="What the papers claim", head=claims.HEAD, cells=cells, words=2)
     levels = tabulate_levels(section, root)
     for block in (
         claimed,
-        tables.tabulate_main(section, domains=()),
-        tables.tabulate_differences(section),
+        compare.tabulate_main(section),
+        compare.tabulate_differences(section),
         levels,
     ):
         yield markdown(block, picture="")
 
 
-def describe_runs(section: ComparedRuns) -> str:
+def describe_runs(section: Section) -> str:
     """What was run, from the runs themselves."""
     first = section.runs[0].scores
     examples = {task: facts["examples"] for task, facts in first.answers["tasks"].items()}
@@ -65,7 +64,7 @@ def describe_runs(section: ComparedRuns) -> str:
     return f"{told}\n\n{study.list_orders(section.runs)}"
 
 
-def tabulate_levels(section: ComparedRuns, root: Path | None) -> Block:
+def tabulate_levels(section: Section, root: Path | None) -> Block:
     """Each task's chance, majority and bag of words, beside what the methods reach."""
     first = section.runs[0].scores.answers["tasks"]
     groups = {group.name: group.runs for group in section.groups if group.name in ("ncl", "joint")}

@@ -19,8 +19,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import digest, plain_config
 from cpt.core.places import CONF
-from cpt.reporting.comparison.groups import ComparedRuns, sections
-from cpt.reporting.comparison.runs import Run, find_runs, measure_runs
+from cpt.reporting.load_runs import Run, Section, build_sections, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
 FEW = 10  # domains of which a folder can have the names
@@ -51,7 +50,7 @@ def make_study(
     *,
     name: str,
     raw: str,
-    parts: Callable[[ComparedRuns], Iterable[str]],
+    parts: Callable[[Section], Iterable[str]],
     marked: str | None = None,
     name_orders: Callable[[Sequence[Sequence[str]]], Sequence[Any]] = list,
 ) -> None:
@@ -64,7 +63,7 @@ def make_study(
         run_sweeps(options, experiment, sweeps)
     runs = find_finished(options.runs)
     write_results(options, runs, name=name, raw=raw)
-    (section,) = sections(runs, by_order=False, baseline="ncl")
+    (section,) = build_sections(runs)
     write_section(marked or experiment, parts(section))
 
 
@@ -97,6 +96,9 @@ def restore_runs(
             cfg = compose(
                 "config", [f"experiment={experiment}", f"name={into.name}", "domains.root=FOLDER", *chosen]
             )
+            if not scores.get("conditions"):  # of the runs on six domains
+                names = {"score_on": "domains", "length": "model", "mask_rate": "model"}
+                scores["conditions"] = {name: cfg[group][name] for name, group in names.items()}
             orders = cfg.domains.orders or ()
             numbered = orders.items() if isinstance(orders, Mapping | DictConfig) else enumerate(orders)
             cfg.order = next((number for number, each in numbered if list(each) == run["order"]), order)
@@ -108,9 +110,7 @@ def restore_runs(
 
 
 def find_finished(folder: Path) -> list[Run]:
-    scores, _ = find_runs([folder])
-    runs = [Run(folder=path, scores=each) for path, each in scores.items() if each.run["finished"]]
-    return measure_runs(runs, domains=())
+    return measure_runs([run for run in find_runs([folder]).runs if run.scores.run["finished"]])
 
 
 def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str, raw: str) -> None:

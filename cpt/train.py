@@ -17,7 +17,6 @@ from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.rules import show
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_report import format_scores
 from cpt.trainer.domain_order import arrange, recall
 from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
 from cpt.trainer.manifest import check_manifest, is_unchanged, resolve_eval_cap, write_manifest
@@ -49,6 +48,8 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
                     message = "%s was finished, but %s: made again, without learning"
                     log.info(message, run.path, "; ".join(lost[:5]))
                 scores = fit(plan, run)
+    from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
+
     log.info("\n%s\n%s", format_scores(scores), run.path / "report.html")
     return objective_value(scores.metrics, plan.run.objective)
 
@@ -79,7 +80,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
         from cpt.core.threads import keep_threads
         from cpt.data.corpora import Corpora
         from cpt.loggers.loggers import About, track
-        from cpt.loggers.wandb_run import run_name
+        from cpt.loggers.wandb import run_name
         from cpt.trainer import build, preflight
         from cpt.trainer.base_model import make_base
         from cpt.trainer.callbacks import CustomCallbacks

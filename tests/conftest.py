@@ -230,14 +230,9 @@ def small_t5(composed: Callable[..., DictConfig], corpora: Path, cache: Path) ->
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a third of a small run; tests/reporting/test_report.py looks at them."""
-    from cpt.reporting.page import Block
-
-    for name in ("heatmap", "stages", "mixtures", "similarities"):
-        monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
-    monkeypatch.setattr("cpt.reporting.monitor.draw_rises", lambda scores: b"")
-    monkeypatch.setattr("cpt.reporting.run_report.build_training_block", lambda scores, folder: Block())
-    monkeypatch.setattr("cpt.reporting.run_report.build_inside_blocks", lambda scores, folder: [])
+    """They take a third of a small run; tests/reporting/test_run_page.py draws them."""
+    for name in ("matrix", "text_curves", "training", "monitor", "parts", "similarity", "diagnostics"):
+        monkeypatch.setattr(f"cpt.reporting.figures.draw_{name}", lambda *given: b"")
 
 
 @pytest.fixture

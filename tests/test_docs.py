@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from cpt.contrib.wandb_tools.rebuild import build_parser
 from cpt.evaluation.scores import VERSION
 from cpt.report import parser
-from cpt.reporting.comparison.runs import FILTERS
+from cpt.reporting.load_runs import FILTERS
 from tests.conftest import ROOT
 from tests.support.site import program
 

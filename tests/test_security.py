@@ -51,7 +51,7 @@ def test_no_file_is_read_that_could_bring_code():
     assert {where for where, _, given in found if given.get("allow_pickle", "False") != "False"} == set()
     assert {where for where, _, given in found if given.get("shell", "False") != "False"} == set()
     loaders = {given.get("Loader") for _, name, given in found if name == "yaml.load"}
-    assert loaders <= {"Loader"}  # cpt.reporting.comparison.runs: CSafeLoader or SafeLoader
+    assert loaders <= {"Loader"}  # cpt.reporting.load_runs: CSafeLoader or SafeLoader
     assert not {
         name for _, name, _ in found if name in ("yaml.unsafe_load", "yaml.full_load", "eval", "os.system")
     }

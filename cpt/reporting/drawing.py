@@ -1,76 +1,165 @@
-"""What all pictures share: figures without pyplot's state, marks, ticks, panels, and small PNG files.
+"""What all figures share: colours, axes, heat maps, and their PNG, SVG and PDF files.
 
-Colours are safe for the colour-blind: the diverging map is ColorBrewer's RdBu, the series are those of Okabe
-and Ito (2008), with a violet for their yellow, which is too pale for lines on white. A picture says in words
-what it shows: PNG's text chunk "Description".
-"""
+Colours are safe for the colour-blind: ColorBrewer's RdBu for changes, those of Okabe and Ito (2008) for
+series, with a violet for their yellow. PNG's text chunk "Description" says what a picture shows."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from html import escape, unescape
+from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import Colormap
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from cpt.reporting.formatting import shorten
-from cpt.reporting.vectors import Picture
+from cpt.reporting.frames import shorten
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
-    from matplotlib.colors import Colormap
-    from matplotlib.figure import Figure
-    from matplotlib.image import AxesImage
-
-FEW = 12  # up to so many domains are told apart one by one; more are shown as a crowd
+FEW = 12  # up to so many domains are drawn one by one
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
+PLACES = 72  # combinations of colour and marker
+METHODS = (  # in the order of their places; neighbours differ in colour and marker
+    "ncl", "das", "ewc", "kd", "derpp", "demix", "migu", "replay", "lora", "adapter", "joint", "one",
+    "hat", "none", "prompt", "cpt_plugin", "agem", "dga", "elle", "ema", "inclora", "l2", "lifelong_moe",
+    "mas", "merge", "merge_lora", "moelora", "nlora", "olora", "osf", "peft", "progprompt", "recadam",
+    "reptile", "sapt", "si", "wise_ft",
+)  # fmt: skip
+SVG_COLORS = {"#000000": "ink", "#ffffff": "paper", "#e6e6e6": "line", "#595959": "rule"}  # CSS variables
+VECTORS = {"svg.fonttype": "none", "svg.hashsalt": "cpt", "pdf.fonttype": 42}  # 42: as publishers require
+
+
+class Picture(bytes):
+    """A PNG, with its figure and, by group, what the group's marks in it stand for."""
+
+    drawn: Figure
+    marks: Mapping[str, str]
+
+    def save(self, kind: str) -> bytes:
+        """The figure as `svg` or `pdf`, the same bytes each time."""
+        buffer, date = io.BytesIO(), {"svg": "Date", "pdf": "CreationDate"}[kind]
+        with matplotlib.rc_context(VECTORS):
+            self.drawn.savefig(buffer, format=kind, metadata={date: None})
+        return buffer.getvalue()
+
+    @cached_property
+    def svg(self) -> bytes:
+        return self.save("svg")
 
 
 def figure(size: tuple[float, float]) -> Figure:
-    """An empty figure of a size in inches."""
-    from matplotlib.figure import Figure
-
+    """An empty figure of a size in inches, not one of pyplot's."""
     return Figure(figsize=size, dpi=130, layout="constrained")
 
 
 def png(drawn: Figure, *, told: str, marks: Mapping[str, str] | None = None) -> Picture:
-    """The figure as PNG in at most 256 colours, a third of the size, with what it shows in words; `marks`
-    says the same of each group whose artists have its name: see cpt.reporting.vectors."""
-    from PIL import Image
-    from PIL.PngImagePlugin import PngInfo
-
+    """The figure in at most 256 colours, a third of the size, described by `told`."""
     buffer, small, text = io.BytesIO(), io.BytesIO(), PngInfo()
     drawn.savefig(buffer, format="png")
     text.add_itxt("Description", told)
     image = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     image.save(small, format="png", optimize=True, pnginfo=text)
-    return Picture.of(small.getvalue(), drawn, marks or {})
+    drawn.set_layout_engine("none")  # everything has its place by now
+    picture = Picture(small.getvalue())
+    picture.drawn, picture.marks = drawn, dict(marks or {})
+    return picture
 
 
 def description(picture: bytes) -> str:
-    """What a picture says that it shows; "" if it says nothing."""
-    from PIL import Image
-
     return str(Image.open(io.BytesIO(picture)).text.get("Description", ""))
 
 
+def name_marks(group: str, artists: Iterable[Artist]) -> None:
+    """Makes artists the marks of a group, by which a page filters and highlights them."""
+    for artist in artists:
+        artist.set_gid(f"mark:{group}")
+
+
+def inline_svg(picture: Picture, *, prefix: str, told: str) -> str:
+    """The picture as an element of a page that loads nothing: ids with a prefix, marks with `data-group` and
+    a title. One without a raster takes the page's colours for ink and paper."""
+    text = picture.svg.decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<defs>\s*</defs>|<!--.*?-->", "", text, flags=re.S
+    )
+    text = re.sub(r"\n\s*", "\n", text)
+    vector, box = "<image" not in text, re.search(r'viewBox="([^"]+)"', text)
+    for colour, role in SVG_COLORS.items() if vector else ():
+        text = text.replace(f": {colour}", f": var(--{role})")
+    kind = ' class="drawn"' if vector else ""
+    head = f'<svg viewBox="{box[1]}"{kind} role="img" aria-label="{escape(told)}">'
+
+    def open_mark(found: re.Match[str]) -> str:
+        group = unescape(found[2])
+        title = f"<title>{escape(picture.marks[group])}</title>" if group in picture.marks else ""
+        return f'<g data-group="{escape(group)}">{title}'
+
+    text = re.sub(r"<svg\b[^>]*>", lambda _: head, text, count=1).replace("xlink:href", "href")
+    text = re.sub(r"""<g id=(["'])mark:(.*?)\1>""", open_mark, text)
+    for start in (' id="', 'href="#', "url(#"):
+        text = text.replace(start, start + prefix)
+    return re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text)
+
+
 def style(place: int) -> dict[str, str]:
-    """Colour, marker and dashes of a series; 72 differ in the first two, neighbours in both."""
+    """Colour, marker and dashes of a series; PLACES differ in the first two, neighbours in both."""
     colour, turn = place % len(SERIES), place // len(SERIES)
     marker = MARKERS[(place + 2 * turn) % len(MARKERS)]
     return {"color": SERIES[colour], "marker": marker, "linestyle": DASHES[turn % len(DASHES)]}
 
 
+def own_place(plain: str) -> int:
+    """The place of a method, or of one with its mask and replay, which follows from the name."""
+    known = len(METHODS)
+    return METHODS.index(plain) if plain in METHODS else known + zlib.crc32(plain.encode()) % (PLACES - known)
+
+
+def find_places(groups: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """The place of each group by its name, from pairs of a name and the name without its settings.
+
+    A method has its own place on every page unless another group has it. The first eight groups differ in
+    colour; of more, one with settings has the colour of the one without, and a marker of its own."""
+    there, colours = dict(groups), len(SERIES)
+    first = list(there)[:colours]
+    ordered = sorted(
+        there, key=lambda name: (name not in first, name != there[name], own_place(there[name]), name)
+    )
+    owners: dict[int, str] = {}  # of each colour
+    for name in ordered:
+        owners.setdefault(own_place(there[name]) % colours, name)
+    places: dict[str, int] = {}
+    for name in sorted(ordered, key=lambda name: (name not in first, name not in owners.values())):
+        wanted, shown = own_place(there[name]), {place % colours for place in places.values()}
+        alike = [(wanted + colours * step) % PLACES for step in range(PLACES // colours)]
+        others = [(wanted + step) % PLACES for step in range(PLACES)]
+        fresh = [place for place in others if place % colours not in shown]
+        free = [place for place in [*alike, *others] if place not in places.values()]
+        places[name] = next(iter([*fresh, *free]), wanted)
+    return {name: places[name] for name in there}
+
+
 def literal(name: str, *, width: int) -> str:
-    """The name as matplotlib shows it unchanged; a dollar sign would start a formula."""
+    """The name as matplotlib shows it unchanged: a dollar sign would start a formula."""
     return shorten(name, width=width).replace("$", r"\$")
 
 
 def ticks(axis: Axis, *, names: Sequence[str], few: bool, rotation: int, most: int = 30) -> None:
-    """Names as labels; of many, at most so many and the last."""
+    """Names as labels; of many, at most `most` and the last."""
     step = 1 if few else -(-len(names) // most)
     places = [*range(0, len(names) - 1 - step // 2, step), len(names) - 1] if names else []
     axis.set_ticks(places, [literal(names[place], width=22) for place in places])
@@ -81,8 +170,6 @@ def ticks(axis: Axis, *, names: Sequence[str], few: bool, rotation: int, most: i
 
 def plain_logarithm(axis: Axis, values: np.ndarray) -> None:
     """Ticks written out, also where the values span less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
     known = values[np.isfinite(values)]
     narrow = known.max(initial=0) < 5 * known.min(initial=np.inf)
     axis.set_major_locator(MaxNLocator(6) if narrow else LogLocator(subs=(1, 2, 5)))
@@ -91,14 +178,10 @@ def plain_logarithm(axis: Axis, values: np.ndarray) -> None:
 
 
 def diverging() -> Colormap:
-    import matplotlib
-
     return matplotlib.colormaps["RdBu_r"].with_extremes(bad="0.75")
 
 
 def sequential() -> Colormap:
-    import matplotlib
-
     return matplotlib.colormaps["Blues"].with_extremes(bad="0.85")
 
 
@@ -109,40 +192,45 @@ def limits(change: np.ndarray) -> dict[str, float]:
     return {"vmin": -(bound or 1.0), "vmax": bound or 1.0}
 
 
-def direct_labels(axes: Axes, ends: Mapping[str, tuple[np.ndarray, str]]) -> None:
-    """Names at the right of their lines (values, colour), moved apart where they would overlap."""
-    low, high = np.log(axes.get_ylim())
-    known = {name: line[np.isfinite(line)][-1] for name, (line, _) in ends.items() if np.isfinite(line).any()}
-    wanted = {name: (np.log(value) - low) / (high - low) for name, value in known.items()}
-    for name, height in space_heights(wanted, gap=0.052).items():
-        axes.annotate(
-            literal(name, width=30),
-            xy=(1, wanted[name]),
-            xytext=(1.06, height),
-            xycoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=ends[name][1],
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "relpos": (0, 0.5)},
-            annotation_clip=False,
-        )
-
-
-def space_heights(wanted: Mapping[str, float], *, gap: float) -> dict[str, float]:
-    """Heights at least `gap` apart, close to the wanted ones, within 0..1 where there is room."""
-    placed: dict[str, float] = {}
-    below = -np.inf
-    for name in sorted(wanted, key=wanted.get):
-        below = placed[name] = max(wanted[name], below + gap)
-    above = 1 + gap
-    for name in reversed(list(placed)):
-        above = placed[name] = min(placed[name], above - gap)
-    return placed
+def draw_heat(
+    values: np.ndarray,
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    label: str,
+    told: str,
+    x: str = "",
+    y: str = "",
+    white: np.ndarray | None = None,
+    show: Callable[[float], str] = "{:.2f}".format,
+    numbers: np.ndarray | None = None,
+    framed: Iterable[tuple[int, int]] = (),
+    last_apart: bool = False,
+    margin: float = 2.6,
+    extend: str = "neither",
+    **how: Any,
+) -> Picture:
+    """A heat map of its own, `label` at its colour scale. Where cells are few their `numbers` (default: the
+    values) are written into them, in white where `white`. `last_apart`: a line before the last column."""
+    few = max(values.shape, default=0) <= FEW + 1
+    drawn = figure((margin + 0.72 * len(columns), 2.0 + 0.42 * len(rows)) if few else (9.5, 8.5))
+    axes = drawn.add_subplot()
+    image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
+    drawn.colorbar(image, ax=axes, extend=extend, label=label)
+    ticks(axes.xaxis, names=columns, few=few, rotation=35 if few else 90)
+    ticks(axes.yaxis, names=rows, few=few, rotation=0)
+    axes.set(xlabel=x, ylabel=y)
+    white = np.zeros_like(values, dtype=bool) if white is None else white
+    write_numbers(axes, values if numbers is None else numbers, white=white, most=FEW + 1, show=show, size=9)
+    frame_cells(axes, framed, width=2 if few else 0.7)
+    if last_apart:
+        axes.axvline(len(columns) - 1.5, color="black", linewidth=1.5 if few else 0.8)
+    return png(drawn, told=told)
 
 
 def panels(shapes: Mapping[str, tuple[int, int]], *, each: float) -> tuple[Figure, Iterator[Axes]]:
-    """A figure with room for a heat map per name, of so many rows and columns, at most 3 or 4 side by side;
-    `each` is the size of a cell in inches where cells are few."""
+    """A figure with room for a heat map per name, of so many rows and columns, at most 4 side by side; `each`
+    is the size of a cell in inches where cells are few."""
     across = min(len(shapes), 3 if len(shapes) <= 9 else 4) or 1
     down = -(-len(shapes) // across) or 1
     each = each if len(shapes) <= FEW else each / 2
@@ -158,76 +246,40 @@ def panels(shapes: Mapping[str, tuple[int, int]], *, each: float) -> tuple[Figur
 def panel(
     axes: Axes, values: np.ndarray, *, title: str, rows: Sequence[str], columns: Sequence[str], **how: Any
 ) -> AxesImage:
-    """A heat map with names at its sides, or without where they are many."""
+    """A heat map with names at its sides, or their number where they are many."""
     few = max(values.shape, default=0) <= FEW + 1
     image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
     axes.set_title(literal(title, width=34), fontsize=9)
     ticks(axes.xaxis, names=columns if few else [], few=few, rotation=35)
     ticks(axes.yaxis, names=rows if few else [], few=few, rotation=0)
-    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        label.set_fontsize(7)
+    axes.tick_params(labelsize=7)
     if not few:
         axes.set(xlabel=f"{len(columns)} columns", ylabel=f"{len(rows)} rows")
     return image
 
 
-def draw_heat(
-    values: np.ndarray,
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    few: bool,
-    label: str,
-    margin: float = 2.6,
-    extend: str = "neither",
-    **how: Any,
-) -> tuple[Figure, Axes]:
-    """A heat map as a picture of its own, `label` beside its colour scale; large unless few."""
-    drawn = figure((margin + 0.72 * len(columns), 2.0 + 0.42 * len(rows)) if few else (9.5, 8.5))
-    axes = drawn.add_subplot()
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
-    drawn.colorbar(image, ax=axes, extend=extend, label=label)
-    ticks(axes.xaxis, names=columns, few=few, rotation=35 if few else 90)
-    ticks(axes.yaxis, names=rows, few=few, rotation=0)
-    return drawn, axes
-
-
-def draw_scores(
-    A: np.ndarray,  # noqa: N803
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    across: str,
-    told: str,
-) -> bytes:
-    """Shares of 1, [row, column], as percentages on a heat map, nan where there is none; the row that a
-    column is called as is marked."""
-    small = max(len(rows), len(columns)) <= FEW + 1
-    how = {"cmap": sequential(), "few": small, "label": "score, % (dark: better)"}
-    drawn, axes = draw_heat(100 * A, rows=rows, columns=columns, **how)
-    axes.set(xlabel=across, ylabel="model after stage")
-    middle = (np.nanmin(A) + np.nanmax(A)) / 2 if len(A) else 0
-    for (row, column), value in np.ndenumerate(A if small else A[:0]):
-        if np.isfinite(value):
-            colour = "white" if value > middle else "black"
-            axes.text(column, row, f"{100 * value:.1f}", ha="center", va="center", fontsize=9, color=colour)
-    own = [(list(rows).index(name), column) for column, name in enumerate(columns) if name in rows]
-    frame_cells(axes, own, width=2 if small else 0.7)
-    return png(drawn, told=told)
-
-
 def frame_cells(axes: Axes, cells: Iterable[tuple[int, int]], *, width: float) -> None:
-    """A frame round each (row, column)."""
-    from matplotlib.patches import Rectangle
-
+    """A frame around each (row, column)."""
     for row, column in cells:
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
 
 
-def write_numbers(axes: Axes, values: np.ndarray, *, white: np.ndarray, most: int, sign: str = "") -> None:
-    """Values written into their cells, in white where that is asked for; nothing where cells are many."""
-    for (row, column), value in np.ndenumerate(values if max(values.shape) <= most else values[:0]):
-        if np.isfinite(value):
+def write_numbers(
+    axes: Axes,
+    values: np.ndarray,
+    *,
+    white: np.ndarray,
+    most: int,
+    sign: str = "",
+    show: Callable[[float], str] | None = None,
+    size: float = 6.5,
+) -> None:
+    """Values written into their cells, in white where `white`; nothing where there are more than `most`."""
+    show = show or f"{{:{sign}.2f}}".format
+    for (row, column), value in np.ndenumerate(
+        values if max(values.shape, default=0) <= most else values[:0]
+    ):
+        if not np.isnan(value):
             colour = "white" if white[row, column] else "black"
-            text = f"{value:{sign}.2f}".replace("-", "−")
-            axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=colour)
+            text = show(value).replace("-", "−")
+            axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)

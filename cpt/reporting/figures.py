@@ -1,203 +1,229 @@
-"""The pictures of one run, as PNG bytes that say in words what they show: see cpt.reporting.drawing."""
+"""The figures of one run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.lines import Line2D
+from pandas import DataFrame
 
 from cpt.data.sources.base import GENERAL
+from cpt.evaluation import task_metrics
 from cpt.evaluation.scores import Scores
-from cpt.reporting import drawing
-from cpt.reporting.drawing import DASHES, FEW, SERIES, png, ticks
-from cpt.reporting.formatting import perplexity
+from cpt.reporting.drawing import (
+    DASHES,
+    FEW,
+    SERIES,
+    Picture,
+    diverging,
+    draw_heat,
+    figure,
+    limits,
+    literal,
+    plain_logarithm,
+    png,
+    sequential,
+    ticks,
+)
+from cpt.reporting.frames import perplexity, shorten
+from cpt.reporting.page import few
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
-@np.errstate(over="ignore")
-def perplexities(scores: Scores) -> np.ndarray:
-    """The matrix as perplexities, [row, column]."""
-    return np.exp(scores.matrix)
-
-
-def heatmap(scores: Scores) -> bytes:
-    """The matrix, coloured by the change in nats against the base model; a domain's own row is marked."""
-    change = scores.matrix - scores.matrix[:1]
-    columns, few, scale = len(scores.domains), len(scores.domains) <= FEW + 1, drawing.limits(change)
-    figure, axes = drawing.draw_heat(
-        change,
-        rows=scores.rows,
-        columns=scores.domains,
-        few=few,
-        label="change in nats per token\n(blue: better than base)",
-        extend="both" if np.nanmax(np.abs(change), initial=0) > scale["vmax"] else "neither",
-        cmap=drawing.diverging(),
-        **scale,
-    )
-    axes.set(xlabel="test text", ylabel="model after stage")
-    if few:
-        _annotate(axes, scores=scores, strong=0.6 * scale["vmax"])
-    mark_own(axes, scores=scores, columns=scores.domains)
-    if GENERAL in scores.domains:
-        axes.axvline(columns - 1.5, color="black", linewidth=1.5 if few else 0.8)
-    return png(figure, told=_changes(scores))
+CURVES = {
+    "lm": "loss (nats)",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_s": "tokens/s",
+}
 
 
-def stages(scores: Scores) -> bytes:
-    """Perplexity on each test text over the stages; a domain's own stage is marked."""
-    figure = drawing.figure((8.5, 4.8))
-    axes = figure.add_subplot()
-    losses = perplexities(scores).T
-    losses = np.where(np.isfinite(losses), losses, np.nan)
-    axes.set_yscale("log")
+def draw_matrix(scores: Scores) -> Picture:
+    """The matrix of perplexities, coloured by the change in nats against the base model; a domain's own stage
+    is framed."""
+    change, scale = scores.matrix - scores.matrix[:1], limits(scores.matrix - scores.matrix[:1])
+    with np.errstate(over="ignore"):
+        perplexities = np.exp(scores.matrix)
+    ends = zip(scores.domains, perplexities[0].tolist(), perplexities[-1].tolist(), strict=True)
+    ends = [f"{text} {perplexity(first)} to {perplexity(last)}" for text, first, last in ends]
+    told = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {few(ends, between='; ')}."
+    label = {"label": "change in nats per token\n(blue: better than base)", "cmap": diverging(), **scale}
+    label["extend"] = "both" if np.nanmax(np.abs(change), initial=0) > scale["vmax"] else "neither"
+    cells = {"numbers": perplexities, "show": perplexity, "white": np.abs(change) > 0.6 * scale["vmax"]}
+    cells["framed"] = [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]
+    axes = {"x": "test text", "y": "model after stage", "last_apart": GENERAL in scores.domains}
+    return draw_heat(change, rows=scores.rows, columns=scores.domains, told=told, **label, **cells, **axes)
+
+
+def draw_text_curves(scores: Scores) -> Picture:
+    """Perplexity on each test text over the stages; of many domains their median. A domain's own stage is
+    marked."""
+    with np.errstate(over="ignore"):
+        losses = np.exp(scores.matrix).T
+    losses[~np.isfinite(losses)] = np.nan
     domains = [name for name in scores.domains if name != GENERAL]
-    ends = _crowd(axes, losses[: len(domains)]) if len(domains) > FEW else _each(axes, losses, names=domains)
-    _own_stages(axes, scores=scores, losses=losses, large=len(domains) <= FEW)
+    many, dot = len(domains) > FEW, "." if len(scores.rows) == 1 else ""
+    drawn = figure((8.5, 4.8))
+    axes = drawn.add_subplot(yscale="log")
+    if many:
+        axes.plot(losses[: len(domains)].T, color="0.6", linewidth=0.4, alpha=0.5, marker=dot)
+        median, label = np.median(losses[: len(domains)], axis=0), f"median of {len(domains)}"
+        axes.plot(median, color=SERIES[0], linewidth=2.5, zorder=4, marker=dot, label=label)
+    for place in [] if many else np.argsort(-losses[: len(domains), -1]):  # the legend as the lines end
+        how = {"color": SERIES[place % 6], "linestyle": DASHES[place // 6], "marker": ".", "linewidth": 1.6}
+        axes.plot(losses[place], label=literal(domains[place], width=30), **how)
     if GENERAL in scores.domains:
-        style = {"linestyle": "-.", "linewidth": 1.8, "marker": _dot(losses)}
-        axes.plot(losses[-1], color="black", zorder=3, **style)
-        ends[GENERAL] = (losses[-1], "black")
-    drawing.plain_logarithm(axes.yaxis, losses)
+        how = {"color": "black", "linestyle": "-.", "linewidth": 1.8, "marker": dot, "zorder": 3}
+        axes.plot(losses[-1], label=GENERAL, **how)
+    own = [(scores.rows.index(name), scores.domains.index(name)) for name in scores.learned]
+    if own:
+        points = np.array([(row, losses[column, row]) for row, column in own]).T
+        ring = {"facecolors": "none", "edgecolors": "black", "zorder": 5, "label": "own stage"}
+        axes.scatter(*points, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
+    plain_logarithm(axes.yaxis, losses)
     axes.set(xlabel="stages learned", ylabel="perplexity (log scale)")
     if len(scores.rows) <= FEW + 1:
         ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
-    drawing.direct_labels(axes, ends)
-    return png(figure, told=_describe_means(scores))
+    drawn.legend(loc="outside right upper", frameon=False, fontsize=9)
+    mean = losses[: len(domains)].mean(0)
+    told = f"Mean perplexity over {len(domains)} domains: {perplexity(mean[0])} at the base, "
+    return png(drawn, told=f"{told}{perplexity(mean[-1])} after {len(mean) - 1} stages.")
 
 
-def mixtures(scores: Scores) -> bytes:
-    """The weight of each part in the last model's score of each text."""
-    names, weights = part_weights(scores)
-    few = max(weights.shape) <= FEW + 1
-    how = {"cmap": "Blues", "vmin": 0, "vmax": 1, "few": few, "margin": 3.2, "label": "mean weight"}
-    figure, axes = drawing.draw_heat(weights, rows=scores.domains, columns=names, **how)
-    axes.set(xlabel="part of", ylabel="test text")
-    for (row, column), value in np.ndenumerate(weights if few else weights[:0]):
-        axes.text(
-            column, row, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.6 else "black"
-        )
-    return png(figure, told=heaviest(scores))
+def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[float, float]]) -> Picture:
+    """A panel for each of CURVES over the tokens of the whole run, the index of the frames; `borders`: where
+    each stage begins and ends."""
+    shown = [term for term in CURVES if any(term in curves for curves in stages.values())]
+    drawn = figure((10, 1.2 + 1.7 * len(shown)))
+    grid = drawn.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    for term, axes in zip(shown, grid, strict=True):
+        curves = [each[term].dropna() for each in stages.values() if term in each]
+        for curve in curves:
+            axes.plot(curve.index, curve, color=SERIES[0], linewidth=1.1, marker="." * (len(curve) < 3))
+        if term == "grad_norm" and all((curve > 0).all() for curve in curves):
+            axes.set_yscale("log")
+        axes.set_ylabel(CURVES[term], fontsize=9)
+        axes.grid(axis="y", color="0.92")
+        for begin, _ in borders.values():
+            axes.axvline(begin, color="0.75", linewidth=0.8, zorder=0)
+    above, step = grid[0].secondary_xaxis("top"), -(-len(borders) // FEW)
+    labels = [literal(name, width=18) for name in list(borders)[::step]]
+    above.set_xticks([sum(each) / 2 for each in borders.values()][::step], labels, fontsize=8)
+    above.tick_params(length=0)
+    grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
+    ends = [f"{name} {each['lm'].dropna().iloc[-1]:.3f}" for name, each in stages.items() if "lm" in each]
+    return png(drawn, told=f"Loss at the last point of each stage: {few(ends, between='; ')}.")
 
 
-def similarities(scores: Scores) -> bytes:
-    """How alike the texts of any two domains are, both in the order learned; last with the general text."""
-    told = scores.similarity
-    names, values = told["names"], np.column_stack([told["matrix"], told["general"]])
-    few = len(names) <= FEW
-    others = values[:, :-1][~np.eye(len(names), dtype=bool)]
-    bound = float(np.abs(np.append(others, values[:, -1])).max(initial=0)) or 1.0
-    np.fill_diagonal(values, np.nan)  # each is as itself
-    how = {"cmap": drawing.diverging(), "vmin": -bound, "vmax": bound, "few": few}
-    label = "cosine of mean embeddings, centred\n(red: alike)"
-    figure, axes = drawing.draw_heat(values, rows=names, columns=[*names, GENERAL], label=label, **how)
-    axes.set(xlabel="domain, in the order learned", ylabel="domain, in the order learned")
-    axes.axvline(len(names) - 0.5, color="black", linewidth=1.5 if few else 0.8)
-    drawing.write_numbers(axes, values, white=np.abs(values) > 0.6 * bound, most=FEW + 1)
-    return png(figure, told=describe_similarity(scores))
+def draw_monitor(scores: Scores) -> Picture:
+    """The change of validation losses since each stage's first evaluation, the stages one after another."""
+    drawn = figure((11, 4.2))
+    axes = drawn.add_subplot()
+    begin, middles, told, bound = 0, [], [], False
+    for name, stage in scores.monitor.items():
+        steps = begin + np.array(stage["steps"])
+        lines = {text: np.array(values) - values[0] for text, values in stage["nll"].items()}
+        own = {name} if name in lines else set(lines) - {GENERAL}
+        for text, line in lines.items():
+            if text in own:
+                axes.plot(steps, line, color=SERIES[0], linewidth=1.4, linestyle="--")
+            elif text != GENERAL:
+                axes.plot(steps, line, color=SERIES[1], linewidth=0.9, alpha=0.7)
+        if GENERAL in lines:
+            low, high = np.array(stage["rise"][GENERAL], float).T
+            axes.plot(steps, lines[GENERAL], color="black", linewidth=1.6)
+            axes.fill_between(steps, low, high, color="black", alpha=0.15, linewidth=0)
+            told.append(f"{name} {lines[GENERAL][-1]:+.3f}".replace("-", "−"))
+        budget = stage.get("budget") or {"drift": {}}
+        for text, seen in budget["drift"].items():
+            if seen[0][0] is not None:
+                height, colour = (
+                    budget["allowed"][text] - seen[0][0],
+                    "black" if text == GENERAL else SERIES[1],
+                )
+                axes.plot(steps[[0, -1]], [height] * 2, color=colour, linewidth=1.2, linestyle=":")
+                bound = True
+        axes.axvline(steps[-1], color="0.7", linewidth=0.8, linestyle=":" if stage["ended"] else "-")
+        middles.append((steps[0] + steps[-1]) / 2)
+        begin = int(steps[-1])
+    axes.axhline(0, color="0.6", linewidth=0.8)
+    step = 1 if len(middles) <= FEW else -(-len(middles) // 30)
+    names = [literal(name, width=18) for name in list(scores.monitor)[::step]]
+    axes.set_xticks(middles[::step], names, rotation=30, ha="right", fontsize=9 if step == 1 else 7)
+    axes.set(
+        ylabel="change in nats per token\nsince the stage's first evaluation", xlabel="steps of the stage"
+    )
+    kinds = {
+        "the domain itself": (SERIES[0], "--"),
+        "past domains": (SERIES[1], "-"),
+        "general text": ("black", "-"),
+    }
+    kinds |= {"what a budget allows": ("black", ":")} if bound else {}
+    lines = [Line2D([], [], color=colour, linestyle=dashes) for colour, dashes in kinds.values()]
+    axes.legend(lines, list(kinds), loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    title = "Change of the general text's loss while each domain was learned, nats"
+    return png(drawn, told=f"{title}: {few(told, between='; ')}.")
 
 
-def describe_similarity(scores: Scores) -> str:
-    """In words: how alike neighbours in the order are, against any two domains."""
-    matrix = np.array(scores.similarity["matrix"])
-    if len(matrix) < 2:
-        return "One domain: there is nothing to compare it with."
-    neighbours = np.diagonal(matrix, 1).mean()
-    pairs = matrix[~np.eye(len(matrix), dtype=bool)].mean()
-    return (
-        f"Mean cosine of domains learned one after another: {neighbours:.2f}; of any two: {pairs:.2f}."
-    ).replace("-", "−")
-
-
-def part_weights(scores: Scores) -> tuple[list[str], np.ndarray]:
-    """The parts, the base first, and their weights in the last model's score, [text, part]; 0 where a text
-    was scored without a part."""
-    names, last = ["base", *scores.learned], scores.parts[-1] if scores.parts else {}
-    weights = [[last.get(text, {}).get(name, 0.0) for name in names] for text in scores.domains]
-    return names, np.array(weights, dtype=float)
-
-
-def heaviest(scores: Scores) -> str:
-    """The heaviest part of each text in words, where parts scored it; of many texts the first."""
-    names, weights = part_weights(scores)
-    each = [
+def draw_parts(scores: Scores) -> Picture:
+    """The weight of each of the model's parts, the base first, in the last model's score of each text."""
+    names, last = ["base", *scores.learned], scores.parts[-1]
+    weights = np.array([[last.get(text, {}).get(name, 0.0) for name in names] for text in scores.domains])
+    heaviest = [
         f"{text}: {names[row.argmax()]} {row.max():.2f}"
         for text, row in zip(scores.domains, weights, strict=True)
         if row.any()
     ]
-    more = f"; and {len(each) - FEW} more" if len(each) > FEW else ""
-    return f"Heaviest part of the last model for each text. {'; '.join(each[:FEW])}{more}."
+    told = f"Heaviest part of the last model for each text. {few(heaviest, between='; ')}."
+    axes = {"x": "part of", "y": "test text", "margin": 3.2, "white": weights > 0.6}
+    scale = {"label": "mean weight", "cmap": sequential(), "vmin": 0, "vmax": 1}
+    return draw_heat(weights, rows=scores.domains, columns=names, told=told, **axes, **scale)
 
 
-def mark_own(axes: Axes, *, scores: Scores, columns: Sequence[str]) -> None:
-    """A frame round each domain's own row: what is below it was measured after the domain was learned."""
-    cells = [(scores.rows.index(name), columns.index(name)) for name in scores.learned]
-    drawing.frame_cells(axes, cells, width=2 if len(columns) <= FEW + 1 else 0.7)
+def draw_similarity(scores: Scores, told: str) -> Picture:
+    """The similarity of the texts of any two domains in the order learned, and with the general text."""
+    names = scores.similarity["names"]
+    values = np.column_stack([scores.similarity["matrix"], scores.similarity["general"]]).astype(float)
+    np.fill_diagonal(values, np.nan)
+    bound = float(np.nanmax(np.abs(values), initial=0)) or 1.0
+    axes = dict.fromkeys(("x", "y"), "domain, in the order learned") | {"last_apart": True}
+    scale = {"label": "cosine of mean embeddings, centred\n(red: alike)", "vmin": -bound, "vmax": bound}
+    how = {"cmap": diverging(), "white": np.abs(values) > 0.6 * bound, **axes, **scale}
+    return draw_heat(values, rows=names, columns=[*names, GENERAL], told=told, **how)
 
 
-def _changes(scores: Scores) -> str:
-    """Where the last model's perplexity stands against the base's, text by text; of many texts the first."""
-    before, after = perplexities(scores)[0].tolist(), perplexities(scores)[-1].tolist()
-    each = [
-        f"{name} {perplexity(old)} to {perplexity(new)}"
-        for name, old, new in zip(scores.domains, before, after, strict=True)
-    ]
-    more = f"; and {len(each) - FEW} more" if len(each) > FEW else ""
-    return f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {'; '.join(each[:FEW])}{more}."
+def draw_endtasks(scores: Scores) -> Picture:
+    """Each end task in its own metric, a mean over seeds."""
+    matrix = task_metrics.over_seeds(task_metrics.headline(scores.endtasks))
+    return draw_tasks(matrix, scores.rows, scores.endtasks["tasks"], kind="End-task scores")
 
 
-def _describe_means(scores: Scores) -> str:
-    """The mean perplexity over the domains at the first and the last stage."""
-    columns = [place for place, name in enumerate(scores.domains) if name != GENERAL]
-    mean = perplexities(scores)[:, columns].mean(1)
-    return (
-        f"Mean perplexity over {len(columns)} domains: {perplexity(mean[0])} at the base, "
-        f"{perplexity(mean[-1])} after {len(mean) - 1} stages."
+def draw_answers(scores: Scores) -> Picture:
+    """Each task in the measure that it is known by."""
+    return draw_tasks(
+        task_metrics.matrix_of(scores.answers), scores.rows, list(scores.answers["tasks"]), kind="Scores"
     )
 
 
-def _annotate(axes: Axes, *, scores: Scores, strong: float) -> None:
-    change = scores.matrix - scores.matrix[:1]
-    for (row, column), value in np.ndenumerate(perplexities(scores)):
-        colour = "white" if abs(change[row, column]) > strong else "black"
-        if np.isnan(value):  # not measured
-            continue
-        axes.text(column, row, perplexity(value), ha="center", va="center", fontsize=9, color=colour)
+def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *, kind: str) -> Picture:
+    """Scores [row, task], shares of 1, in %, of the rows that were measured; a task's own stage is framed."""
+    measured = np.flatnonzero(np.isfinite(matrix).any(1))
+    matrix, rows = matrix[measured], [rows[row] for row in measured]
+    last = [
+        f"{task} {100 * score:.1f} %" for task, score in zip(tasks, matrix[-1], strict=True) if score == score
+    ]
+    told = f"{kind} of {len(rows)} models; after {rows[-1]}: {few(last, between=', ')}"
+    axes = {"x": "task", "y": "model after stage", "label": "score, % (dark: better)", "cmap": sequential()}
+    cells = {"show": "{:.1f}".format, "white": (np.nanmin(matrix) + np.nanmax(matrix)) / 2 < matrix}
+    cells["framed"] = [(rows.index(task), column) for column, task in enumerate(tasks) if task in rows]
+    return draw_heat(100 * matrix, rows=rows, columns=tasks, told=told, **axes, **cells)
 
 
-def _each(axes: Axes, losses: np.ndarray, *, names: Sequence[str]) -> dict[str, tuple[np.ndarray, str]]:
-    """A line per domain; gives what the labels at their ends need."""
-    ends = {}
-    for place, name in enumerate(names):
-        colour, dashes = SERIES[place % 6], DASHES[place // 6]
-        axes.plot(losses[place], color=colour, linestyle=dashes, marker=".", linewidth=1.6)
-        ends[name] = (losses[place], colour)
-    return ends
-
-
-def _crowd(axes: Axes, losses: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
-    """Thin grey lines and, where all are measured, their median."""
-    axes.plot(losses.T, color="0.6", linewidth=0.4, alpha=0.5, marker=_dot(losses))
-    middle = np.median(losses, axis=0)
-    axes.plot(middle, color=SERIES[0], linewidth=2.5, zorder=4, marker=_dot(losses))
-    return {f"median of {len(losses)}": (middle, SERIES[0])}
-
-
-def _dot(losses: np.ndarray) -> str:
-    """A marker where there is a single stage and hence no line."""
-    return "." if losses.shape[1] == 1 else ""
-
-
-def _own_stages(axes: Axes, *, scores: Scores, losses: np.ndarray, large: bool) -> None:
-    for place, name in enumerate(scores.learned):
-        column, row = scores.domains.index(name), scores.rows.index(name)
-        label = "own stage" if place == 0 else None
-        style = {"s": 70, "linewidths": 1.8} if large else {"s": 5, "linewidths": 0.7}
-        axes.scatter(
-            row, losses[column, row], facecolors="none", edgecolors="black", zorder=5, label=label, **style
-        )
-    if scores.learned:
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False, markerscale=1 if large else 2)
+def draw_diagnostics(means: DataFrame, title: str) -> Picture:
+    """Means of what a method keeps, [part of the model, stage]."""
+    values = means.to_numpy()
+    first, last = (f"{means[name].mean():.3f} after {name}" for name in means.columns[[0, -1]])
+    told, rows = f"{title}: mean {first}, {last}.", [part.removeprefix("model.") for part in means.index]
+    names = {"rows": [shorten(part, width=34) for part in rows], "columns": list(means)}
+    how = {"label": "mean", "x": "after stage", "margin": 4.2, "cmap": sequential(), "vmin": 0}
+    return draw_heat(values, told=told, white=values > 0.6 * np.nanmax(values), **names, **how)

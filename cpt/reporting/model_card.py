@@ -8,25 +8,24 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator
-from math import isfinite, isnan
+from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.metrics import METRICS, UNITS, describe_metric, in_units
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.reporting.drawing import FEW
-from cpt.reporting.formatting import decimals, megabytes, percent, perplexity, strip_controls
-from cpt.reporting.page import IN_CELL, few, quote_markup
-from cpt.reporting.run_table import KINDS
+from cpt.reporting.frames import KINDS, format_interval, megabytes, percent, strip_controls
+from cpt.reporting.page import IN_CELL, TEMPLATES, few, quote_markup
+from cpt.reporting.run_page import format_matrix, format_metric
 
-TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.j2"
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
 SHOWN = re.compile(
     r"(method|mask|replay|freeze|optim|schedule)\..+|domains\.packing|model\.(length|mask_rate|mean_span)|seed"
@@ -38,7 +37,7 @@ PATH = re.compile(r"[/~]|[A-Za-z]:\\")
 
 def write_model_card(folder: Path, scores: Scores) -> Path:
     """Writes the card of a finished run's exported model from its scores, its config and the overrides of its
-    command; gives the card's path."""
+    command. Returns the card's path."""
     run, model = scores.run, folder / "model"
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))
     base = {"name": run["model"], "origin": "unknown"} | scores.base
@@ -50,24 +49,59 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     public = [*data_sets, *[base["name"]] * from_hub]
     method = run["method"] + "".join(f" + {run[kind]}" for kind in ("mask", "replay") if run[kind] != "none")
     title = strip_controls(f"{base['name']}, {method}: {few(run['order'])}")
-    parts = json.loads(path.read_text())["parts"] if (path := model / "parts.json").exists() else []
-    losses = in_units(scores.cells, layout=scores)["perplexity"].tolist()
-    matrix = [["after", *scores.domains]]
-    for row, values in zip(scores.rows, losses, strict=True):
-        matrix.append([row, *("–" if isnan(value) else perplexity(value) for value in values)])
+
+    # A causal model has no mask rate.
+    unused = {"name", "_partial_"} | ({"mask_rate"} if run["objective"] == "causal" else set())
+    shown = []
+    for key, value in (settings | scores.numerics).items():
+        last = key.rpartition(".")[2]
+        if (SHOWN.fullmatch(key) or key in scores.numerics) and last not in unused and not is_secret(key):
+            text = str(value).rpartition(".")[2] if last == "_target_" else hide_paths(value, public)
+            shown += [[key.removesuffix("._target_"), text]] if value not in (None, {}) else []
+    command = ["python run.py"]
+    for override in read_yaml(folder / ".hydra" / "overrides.yaml") or []:
+        key, equals, value = override.partition("=")
+        name = key.lstrip("+~")
+        if not (executes(name) or is_secret(name) or name.startswith(("callbacks", "hydra"))):
+            text = value if name == "order" else hide_paths(value, public)
+            command.append(shlex.quote(strip_controls(f"{key}{equals}{text}")))
+
+    found = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
+    matrix = [["after", *scores.domains], *format_matrix(scores)]
     if len(scores.domains) > FEW:
         matrix = list(zip(matrix[0], matrix[1], matrix[-1], strict=True))
+    else:
+        last = np.exp(scores.matrix[-1]).tolist()
+        found += [(strip_controls(text), "last", ppl) for text, ppl in zip(scores.domains, last, strict=True)]
+    pipeline, split = PIPELINES.get(run["objective"]), scores.conditions.get("score_on", "test")
+    measured = {"dataset_split": split, "task_type": pipeline or "text2text-generation"}
+    results = []
+    for text, name, value in found:
+        if value is not None and isfinite(value):
+            of = {
+                "dataset_type": text,
+                "dataset_name": text,
+                "metric_type": "perplexity",
+                "metric_name": name,
+            }
+            results.append(EvalResult(**of, **measured, metric_value=float(f"{value:.6g}")))
+    metrics = [format_metric(scores, name) for name in scores.metrics]
+    tasks = []
+    for each in (each for kind in ("task", "score", "probe") for each in KINDS[kind](scores)):
+        if each.unit in ("share", "") and "/" not in each.metric and each.value is not None:
+            share = percent(each.value) + format_interval(each.low, each.high, percent)
+            tasks.append([each.text or "all tasks", each.metric, each.row or "–", share])
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base["name"] if from_hub else None,
             library_name="transformers",
-            pipeline_tag=PIPELINES.get(run["objective"]),
+            pipeline_tag=pipeline,
             tags=["continual-pretraining", "continual-learning", "cpt", run["method"]],
             datasets=data_sets or None,
             model_name=title,
-            eval_results=list(list_results(scores, losses[-1])) or None,
+            eval_results=results or None,
         ),
-        template_path=str(TEMPLATE),
+        template_path=str(TEMPLATES / "model_card.md.j2"),
         quote=lambda text: quote_markup(str(text), IN_CELL),
         table=make_table,
         megabytes=megabytes,
@@ -77,76 +111,19 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
         order=few(run["order"]),
         base=base,
         loading=scores.loading if '"model"' in scores.loading else "",
-        parts=parts,
-        settings=list(list_settings(settings | scores.numerics, scores, public)),
+        parts=json.loads(path.read_text())["parts"] if (path := model / "parts.json").exists() else [],
+        settings=shown,
         source=settings.get("domains.name", "unknown"),
         conditions=describe_conditions(conditions(scores)),
         matrix=matrix,
-        metrics=list(list_metrics(scores)),
-        tasks=list(list_tasks(scores)),
+        metrics=[[name, f"{meaning}: {formula}", *cells[:3]] for name, meaning, formula, *cells in metrics],
+        tasks=tasks,
         general=GENERAL in scores.domains,
         missing=sum(value is None for row in scores.nll for value in row),
-        command=" ".join(["python run.py", *list_overrides(folder, public)]),
+        command=" ".join(command),
     )
     replace(model / "README.md", f"{card}\n")
     return model / "README.md"
-
-
-def list_results(scores: Scores, perplexities: list[float]) -> Iterator[EvalResult]:
-    """The metrics and, of a few texts, the perplexities of the last model, for the card's metadata."""
-    found = [("all domains", name, metric["perplexity"]) for name, metric in scores.metrics.items()]
-    if len(scores.domains) <= FEW:
-        found += [(text, "last", value) for text, value in zip(scores.domains, perplexities, strict=True)]
-    for text, name, value in found:
-        if value is not None and isfinite(value):
-            yield EvalResult(
-                task_type=PIPELINES.get(scores.run["objective"], "text2text-generation"),
-                dataset_type=strip_controls(text),
-                dataset_name=strip_controls(text),
-                dataset_split=scores.conditions.get("score_on", "test"),
-                metric_type="perplexity",
-                metric_name=name,
-                metric_value=float(f"{value:.6g}"),
-            )
-
-
-def list_settings(settings: dict[str, Any], scores: Scores, public: Iterable[str]) -> Iterator[list[str]]:
-    """The method's options and how it was trained, by config key; a causal model has no mask rate."""
-    unused = {"name", "_partial_"} | ({"mask_rate"} if scores.run["objective"] == "causal" else set())
-    for key, value in settings.items():
-        last = key.rpartition(".")[2]
-        shown = SHOWN.fullmatch(key) or key in scores.numerics
-        if shown and value not in (None, {}) and last not in unused and not is_secret(key):
-            text = str(value).rpartition(".")[2] if last == "_target_" else hide_paths(value, public)
-            yield [key.removesuffix("._target_"), text]
-
-
-def list_overrides(folder: Path, public: Iterable[str]) -> Iterator[str]:
-    """The overrides of the run's command that decide its result."""
-    for override in read_yaml(folder / ".hydra" / "overrides.yaml") or []:
-        key, equals, value = override.partition("=")
-        name = key.lstrip("+~")
-        if not (executes(name) or is_secret(name) or name.startswith(("callbacks", "hydra"))):
-            text = value if name == "order" else hide_paths(value, public)
-            yield shlex.quote(strip_controls(f"{key}{equals}{text}"))
-
-
-def list_metrics(scores: Scores) -> Iterator[list[str]]:
-    """Each metric with its meaning, its formula and its intervals."""
-    for name, metric in scores.metrics.items():
-        cells = []
-        for unit, show in zip(UNITS, (decimals, perplexity, decimals), strict=True):
-            bounds = metric.get("interval", {}).get(unit)
-            cells.append(show(metric[unit]) + (f" [{', '.join(map(show, bounds))}]" if bounds else ""))
-        yield [name, ": ".join(describe_metric(METRICS[name].compute)), *cells]
-
-
-def list_tasks(scores: Scores) -> Iterator[list[str]]:
-    """End tasks, answers and probes that were measured."""
-    for line in (line for kind in ("task", "score", "probe") for line in KINDS[kind](scores)):
-        if line.unit in ("share", "") and "/" not in line.name and line.value is not None:
-            bounds = "" if line.low is None else f" [{percent(line.low)}, {percent(line.high)}]"
-            yield [line.on or "all tasks", line.name, line.after or "–", percent(line.value) + bounds]
 
 
 def make_table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

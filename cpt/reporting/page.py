@@ -1,4 +1,4 @@
-"""A report is a list of blocks: shown as Markdown with pictures, as one self-contained HTML page, as text."""
+"""A report as a list of blocks: one self-contained HTML page, Markdown with pictures, and text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from cpt.reporting.drawing import FEW, description
-from cpt.reporting.formatting import strip_controls
-from cpt.reporting.vectors import Picture, inline_svg, write_vectors
+from cpt.reporting.drawing import FEW, Picture, description, inline_svg
+from cpt.reporting.frames import strip_controls
 
-LONGEST = 60  # characters of a picture's name
+TEMPLATES = Path(__file__).parent / "templates"
 # What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
 IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
 IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
@@ -27,71 +26,55 @@ IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A part of a report, without what is empty; `folded` is the line that unfolds its table and code.
+    """A section of a report; one without lines, picture, cells and code is left out.
 
-    On the HTML page the reader sorts a `sortable` table by its columns; the filters of the whole page act on
-    the rows of every `filtered` one and on the marks of their groups in pictures: a search over the title and
-    the columns of words, and a list of boxes to tick for each name in `facets`, one mapping from names to
-    values for each row of cells."""
+    On the HTML page a `sortable` table is sorted by its columns. The filters of the page act on the rows of
+    `filtered` tables and on the marks of their groups in pictures: a search over the title and the columns of
+    words, and a list of values for each name in `facets`, a mapping for each row of cells."""
 
     title: str = ""
     lines: Sequence[str] = ()
     picture: bytes = b""
     head: Sequence[str] = ()
     cells: Sequence[Sequence[str]] = ()
-    words: int = 1  # so many columns hold words, the others numbers
+    words: int = 1  # the number of columns with words; the others hold numbers
     code: str = ""
-    folded: str = ""
+    folded: str = ""  # the line that unfolds table and code
     sortable: bool = True
     filtered: bool = False
     facets: Sequence[Mapping[str, str]] = ()
-    name: str = ""  # of the files of its picture; what its title says if nothing is given
-    chosen: Sequence[int] = ()  # columns that the page shows at first, others by choice; none: all
-
-    def __post_init__(self) -> None:
-        if len(self.facets) not in (0, len(self.cells)):
-            raise ValueError(f"facets={len(self.facets)} rows; allowed: none, or {len(self.cells)} as cells")
+    name: str = ""  # of the files of its picture; default: the title
+    chosen: Sequence[int] = ()  # columns that the page shows at first; default: all
 
 
 def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool = False) -> Path:
-    """Writes STEM.md, its pictures STEM-NAME.png, named by what they show, and STEM.html; gives the path of
-    the latter. `vectors`: each picture as SVG and PDF too."""
+    """Writes STEM.html, STEM.md and STEM-NAME.png, with `vectors` also SVG and PDF."""
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
-    parts = [f"# {quote_markup(title, IN_CELL)}"]
-    for block, name in zip(shown, name_pictures(shown), strict=True):
-        picture = stem.with_name(f"{stem.name}-{name}.png")
-        if block.picture:
-            picture.write_bytes(block.picture)
-        if block.picture and vectors:
-            write_vectors(block.picture, picture.with_suffix(""))
-        parts.append(markdown(block, picture=picture.name))
-    stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    page = stem.with_name(f"{stem.name}.html")
-    page.write_text(_html(shown, title=title), encoding="utf-8")
-    return page
-
-
-def name_pictures(blocks: Sequence[Block]) -> list[str]:
-    """What the picture of each block is called in files: of two alike the second has a number."""
-    plain = [
-        re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_") for block in blocks
-    ]
-    seen: Counter[str] = Counter()
-    names = []
-    for block, name in zip(blocks, plain, strict=True):
-        name = name[:LONGEST] or "picture"
+    parts, seen = [f"# {quote_markup(title, IN_CELL)}"], Counter[str]()
+    for block in shown:
+        name = (
+            re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]
+            or "picture"
+        )
         seen[name] += bool(block.picture)
-        names.append(f"{name}-{seen[name]}" if seen[name] > 1 else name)
-    return names
+        file = stem.with_name(f"{stem.name}-{name}" + f"-{seen[name]}" * (seen[name] > 1))
+        parts.append(markdown(block, picture=f"{file.name}.png"))
+        if block.picture:
+            file.with_name(f"{file.name}.png").write_bytes(block.picture)
+        if vectors and isinstance(block.picture, Picture):
+            file.with_name(f"{file.name}.svg").write_bytes(block.picture.svg)
+            file.with_name(f"{file.name}.pdf").write_bytes(block.picture.save("pdf"))
+    stem.with_name(f"{stem.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
-
-def _html(blocks: Sequence[Block], *, title: str) -> str:
-    """The page, which loads nothing: its policy forbids that, and any script but its own."""
-    template, style, script = (_asset(f"report.{kind}.j2") for kind in ("html", "css", "js"))
+    # The page loads nothing: its policy forbids that, and any script but its own.
+    template, style, script = (
+        (TEMPLATES / f"report.{kind}.j2").read_text() for kind in ("html", "css", "js")
+    )
     script = re.sub(r"^\s+|/\*.*?\*/\n?", "", script, flags=re.M | re.S)  # no indents, no comments
-    return jinja2.Template(template, autoescape=True).render(
+    page = stem.with_name(f"{stem.name}.html")
+    html = jinja2.Template(template, autoescape=True).render(
         title=title,
-        blocks=blocks,
+        blocks=shown,
         style=Markup(style),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -102,10 +85,12 @@ def _html(blocks: Sequence[Block], *, title: str) -> str:
         told=separate_interval,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
+    page.write_text(html, encoding="utf-8")
+    return page
 
 
 def draw_inline(block: Block, number: int) -> Markup:
-    """Its picture as SVG where the marks in it have names; else nothing."""
+    """The picture as SVG where its marks have names; else nothing."""
     if not (isinstance(block.picture, Picture) and block.picture.marks):
         return Markup()
     told = f"{block.title}. {description(block.picture)}"
@@ -113,35 +98,29 @@ def draw_inline(block: Block, number: int) -> Markup:
 
 
 def inline(line: str) -> Markup:
-    """A line of Markdown with what stands between backticks as code."""
+    """A line of Markdown, with text between backticks as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(line))))
 
 
 def separate_interval(cell: str) -> Markup:
-    """A number with its deviation and its interval, if it has them, as elements of their own."""
+    """A number with its deviation and its interval as elements of their own."""
     parted = re.sub(r" (\[[^\]]*\])", r" <small>\1</small>", str(escape(cell)))
     return Markup(re.sub(r"(± [^ <]+)", r"<span>\1</span>", parted))
 
 
-def _asset(name: str) -> str:
-    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
-
-
 def markdown(block: Block, *, picture: str) -> str:
-    """A block with its picture in a file of this name."""
-
-    def row(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(quote_markup(cell, IN_CELL) for cell in cells)} |"
+    """A block, with its picture in a file of the given name."""
 
     title, folded = (quote_markup(text, IN_CELL) for text in (block.title, block.folded))
     fence = "~" * max([4, *(len(tildes) + 1 for tildes in re.findall("~+", block.code))])
     bar = [":--" if column < block.words else "--:" for column in range(len(block.head))]
+    rows = [[quote_markup(cell, IN_CELL) for cell in row] for row in (block.head, bar, *block.cells)]
     parts = [
         f"## {title}" if title else "",
         *(quote_markup(line, IN_LINE) for line in block.lines),
         f"![{title}]({picture})" if block.picture else "",
         f"<details><summary>{folded}</summary>" if folded else "",
-        "\n".join(map(row, [block.head, bar, *block.cells])) if block.cells else "",
+        "\n".join(f"| {' | '.join(row)} |" for row in rows) if block.cells else "",
         f"{fence}yaml\n{block.code}\n{fence}" if block.code else "",
         "</details>" if folded else "",
     ]
@@ -149,13 +128,13 @@ def markdown(block: Block, *, picture: str) -> str:
 
 
 def quote_markup(text: str, markup: re.Pattern[str]) -> str:
-    """On one line, with a character reference for each sign of markup: Markdown shows the text as it is."""
+    """On one line, with character references for markup: Markdown shows the text as it is."""
     named = {"&": "&amp;", "<": "&lt;"}
     return markup.sub(lambda sign: named.get(sign[0], f"&#{ord(sign[0])};"), strip_controls(text))
 
 
 def align_columns(block: Block) -> str:
-    """The table with its columns aligned: words to the left, numbers to the right."""
+    """The table as text: words to the left, numbers to the right."""
     lines = [list(map(strip_controls, row)) for row in (block.head, *block.cells)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     align = [str.ljust if place < block.words else str.rjust for place in range(len(widths))]
@@ -164,6 +143,7 @@ def align_columns(block: Block) -> str:
 
 
 def few(names: Sequence[str], *, between: str = " → ") -> str:
+    """All names; of more than FEW the first and last three."""
     return between.join(
         names if len(names) <= FEW else [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
     )

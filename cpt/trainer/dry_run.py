@@ -30,7 +30,7 @@ from cpt.evaluation.scores import Scores
 from cpt.methods.base import ContinualModule
 from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
-from cpt.reporting.formatting import megabytes
+from cpt.reporting.frames import megabytes
 from cpt.trainer.base_model import find_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage

@@ -26,7 +26,7 @@ from cpt.methods.base import ContinualModule
 from cpt.models.memory import draw_quickly
 from cpt.models.weights import measure_movement
 from cpt.optim.nan_guard import NanGuard, RollbackError, check_finite
-from cpt.reporting import run_report
+from cpt.reporting import run_page
 from cpt.reporting.model_card import write_model_card
 from cpt.trainer.base_model import Base
 from cpt.trainer.build import build_method
@@ -254,7 +254,7 @@ class ContinualTrainer:
             self.journal.collect(each)
         scores.objective = objective_value(scores.metrics, self.plan.run.objective)
         scores.run["finished"] = True
-        run_report.write_report(run.path, scores)
+        run_page.write_report(run.path, scores)
         if len(scores.rows) > 1:
             write_model_card(run.path, scores)
         run.write_checksums()

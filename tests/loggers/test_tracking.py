@@ -12,8 +12,8 @@ from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.loggers.loggers import About, LongCSV, log_scores, log_stage, track
-from cpt.loggers.wandb_run import Curves, open_run, run_name
-from cpt.reporting.run_table import choose_headlines, summarise_run
+from cpt.loggers.wandb import Curves, init_wandb, run_name
+from cpt.reporting.frames import choose_headlines, summarize_scores
 from tests.conftest import ROOT, SMALL
 from tests.support.processes import ended, started
 from tests.support.tracked import refusing, scores
@@ -246,7 +246,7 @@ def test_a_run_that_is_started_again_is_one_run_to_wandb(resumed):
 def test_all_that_the_report_says_is_logged_at_the_end(resumed):
     known, shown = choose_headlines(scores()), summary(resumed)
     assert {key: shown[key] for key in known} == pytest.approx(known)
-    assert not (set(summarise_run(scores())) - set(known)) & set(shown)
+    assert not (set(summarize_scores(scores())) - set(known)) & set(shown)
     keys = {key.split(".")[0] for row in history(resumed) for key in row}
     assert keys >= {"matrix", "losses", "endtasks", "costs", "endtasks_image", "tasks/law"}
     assert any(key.startswith("units/heads") for row in history(resumed) for key in row)
@@ -270,7 +270,7 @@ def test_metrics_csv_has_the_points_over_the_stages(resumed):
 )
 def test_what_wandb_refuses_ends_in_one_line(tmp_path, given, message):
     with pytest.raises(ValueError, match=message) as caught:
-        open_run("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
+        init_wandb("id0", tmp_path, **{"mode": "offline", "project": "p", **given})
     assert "\n" not in str(caught.value)
 
 
@@ -283,4 +283,4 @@ def test_wandb_that_cannot_be_reached_and_a_wrong_key_are_told_apart(tmp_path, m
     ):
         monkeypatch.setattr(wandb, "init", refusing(error))
         with pytest.raises(expected, match="W&B: no answer; logger.mode=offline keeps"):
-            open_run("id0", tmp_path, tags=[], mode="online")
+            init_wandb("id0", tmp_path, tags=[], mode="online")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cpt.loggers import wandb_run
-from cpt.reporting.run_table import choose_headlines, summarise_run
-from cpt.reporting.tables import stage_row, tabulate, task_rows
-from cpt.trainer.plan import make_plan
+from cpt.loggers import wandb
+from cpt.reporting.frames import choose_headlines, summarize_scores
+from cpt.reporting.tables import stage_points, tabulate, task_points
 from tests.conftest import ROOT
 from tests.support.tracked import scores
 
@@ -26,10 +25,10 @@ def test_all_numbers_are_in_the_summary_where_they_are_asked_for():
         def log(self, points):
             pass
 
-    known = summarise_run(scores())
+    known = summarize_scores(scores())
     for asked, expected in (("all", known), ("headlines", choose_headlines(scores()))):
         run = Run()
-        wandb_run.publish(run, scores(), folder=Path("nowhere"), summary=asked)
+        wandb.publish(run, scores(), folder=Path("nowhere"), summary=asked)
         assert run.summary == pytest.approx(expected)
     assert len(known) > 80
 
@@ -38,8 +37,8 @@ def test_a_run_without_end_tasks_or_parts_has_no_such_table_or_picture():
     plain = scores(endtasks=False)
     plain.parts = [{} for _ in plain.rows]
     assert set(tabulate(plain)) == {"matrix", "losses", "metrics", "costs", "seconds", "texts"}
-    assert set(wandb_run.pictures(plain)) == {"matrix_image", "stages_image"}
-    assert task_rows(plain) == []
+    assert set(wandb.pictures(plain)) == {"matrix_image", "stages_image"}
+    assert task_points(plain) == []
 
 
 def test_the_table_of_end_tasks_has_a_line_per_stage_task_seed_and_metric():
@@ -83,12 +82,12 @@ def test_a_number_that_is_not_finite_is_none_in_a_table_and_left_out_of_the_summ
     broken.nll[2][0] = math.nan
     broken.measure()
     assert tabulate(broken)["matrix"].iloc[2, 1] is None
-    assert "LC/nats" not in summarise_run(broken)
+    assert "LC/nats" not in summarize_scores(broken)
 
 
 def test_no_key_collides_whatever_domains_are_called():
     made = scores(domains=NASTY)
-    summary, rows = summarise_run(made), [stage_row(made, len(NASTY)), *task_rows(made)]
+    summary, rows = summarize_scores(made), [stage_points(made, len(NASTY)), *task_points(made)]
     points = {key for row in rows for key in row} | set(tabulate(made)) | {"report", "trainer/global_step"}
     points |= {f"{name}_image" for name in ("matrix", "stages", "parts", "endtasks")}
     assert not points & set(summary)
@@ -123,17 +122,11 @@ def test_each_parameter_of_the_sweep_is_a_valid_override(sweep, composed, monkey
             assert (cfg.name, cfg.logger.wandb, cfg.logger.mode) == ("s1", True, "online")
 
 
-def test_combinations_of_the_sweep_are_plans(sweep, composed):
-    for end in (0, -1):
-        chosen = [f"{name}={candidates(parameter)[end]}" for name, parameter in sweep["parameters"].items()]
-        assert make_plan(composed(*chosen)).order
-
-
 def test_the_sweep_runs_the_program_and_minimises_a_number_that_there_is(sweep):
     assert (ROOT / sweep["program"]).is_file()
     assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
     assert sweep["command"][-1] == "${args_no_hyphens}"
-    assert sweep["metric"]["name"] in summarise_run(scores())
+    assert sweep["metric"]["name"] in summarize_scores(scores())
     assert sweep["metric"]["goal"] == "minimize"
     for parameter in sweep["parameters"].values():
         assert all(not isinstance(value, str) or value.isidentifier() for value in candidates(parameter))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cpt.report import main
-from cpt.reporting.comparison import charts
+from cpt.reporting import plots
 from cpt.reporting.page import Block, write_page
 from tests.support.comparing import endtasks, saved
 
@@ -134,7 +134,9 @@ HEAD = ["group", "model", "LC", "stored", "FLOPs", "domain known"]
 def page(tmp_path_factory):
     """A comparison: two tables that are filtered, one that is not, a picture, a folded part, odd names."""
     facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
-    picture = charts.trade_off({name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")})
+    picture = plots.draw_plane(
+        {name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")}, x="FG", y="LC"
+    )
     wide = [[f"part {place}", *map(str, np.arange(40) * 1.5)] for place in range(12)]
     blocks = [
         Block(title="masked: pubmed", head=HEAD, cells=ROWS, words=2, filtered=True, facets=facets),
@@ -216,31 +218,6 @@ def test_tables_sort_by_words_and_by_numbers(opened, place, ascending, unknown):
     assert third == ("none", [row[place] for row in ROWS])
 
 
-def test_rows_stay_whole_and_one_header_says_that_it_sorts(opened):
-    for place in (3, 2):
-        opened.run(f"{head(place)}.querySelector('button').click()")
-    rows = opened.run(
-        "[...document.querySelector('table').tBodies[0].rows].map(r => [...r.cells].map(c => c.textContent))"
-    )
-    assert rows == [ROWS[place] for place in (0, 4, 1, 2, 3)]
-    states = opened.run("[...document.querySelector('thead').rows[0].cells].map(c => c.ariaSort)")
-    assert states == ["none", "none", "ascending", "none", "none", "none"]
-    assert opened.run("document.querySelectorAll('table')[3].querySelectorAll('button').length") == 0
-
-
-def test_the_keyboard_reaches_what_the_mouse_does(opened):
-    opened.run(f"{head(2)}.querySelector('button').focus()")
-    opened.press("Enter", 13, "\r")
-    assert column(opened, 2)[0] == "−0.5 ± 0.1"
-    assert opened.run(f"{head(2)}.ariaSort") == "ascending"
-    opened.run("document.querySelector('section img').focus()")
-    opened.press("Enter", 13, "\r")
-    assert opened.run("document.querySelector('dialog').open")
-    assert opened.run("document.querySelector('dialog img').naturalWidth") > 500
-    opened.press("Escape", 27)
-    assert not opened.run("document.querySelector('dialog').open")
-
-
 def typed(browser, text, *, box=0):
     """Looks for a text in a search box of the page."""
     browser.run(
@@ -296,14 +273,6 @@ def test_boxes_to_tick_choose_rows_in_all_filtered_tables(opened):
     assert opened.run(summaries) == ["method: all", "model: all"]
 
 
-def test_a_long_table_has_a_search_of_its_own(opened):
-    opened.run("document.querySelectorAll('section details').forEach(each => each.open = true)")
-    assert opened.run("document.querySelectorAll('input[type=search]').length") == 2
-    typed(opened, "part 11", box=1)
-    assert column(opened, 0, table=2) == ["part 11"]
-    assert len(column(opened, 0)) == len(ROWS)
-
-
 def test_a_phone_need_not_scroll_sideways(browser, page):
     browser.open(page, size=PHONE)
     browser.run("document.querySelectorAll('section details').forEach(each => each.open = true)")
@@ -321,17 +290,6 @@ def test_contents_lead_to_the_sections_and_pictures_are_told(opened):
     alt = opened.run("document.querySelector('section img').alt")
     assert alt.startswith("Trade-off. Forgetting (nats) and average perplexity")
     assert "b: forgetting 0.1, perplexity 60" in alt
-
-
-def test_paper_shows_what_is_folded(opened):
-    assert not opened.run("document.querySelector('pre').checkVisibility()")
-    opened.run("dispatchEvent(new Event('beforeprint'))")
-    assert opened.run("document.querySelector('pre').checkVisibility()")
-    opened.run("dispatchEvent(new Event('afterprint'))")
-    assert not opened.run("document.querySelector('pre').checkVisibility()")
-    opened.send("Emulation.setEmulatedMedia", media="print")
-    assert opened.run("getComputedStyle(document.querySelector('.page')).display") == "none"
-    opened.send("Emulation.setEmulatedMedia", media="")
 
 
 NARROW = ["group", "LC (perplexity)", "CPT", "FG", "MF1 (%)", "FLOPs (x baseline)"]
@@ -383,42 +341,6 @@ def test_a_mark_says_what_it_stands_for(browser, comparison):
     )
 
 
-def test_on_a_phone_a_legend_stands_below_its_axes(browser, comparison):
-    places = "p => [...p.querySelectorAll('svg')].map(s => s.getBoundingClientRect().toJSON())"
-    plots = f"[...document.querySelectorAll('.plot:has([id$=legend_1])')].map({places})"
-    browser.open(comparison, size=LAPTOP)
-    assert [len(each) for each in browser.run(plots)] == [1] * 4
-    browser.open(comparison, size=PHONE)
-    shown = browser.run(plots)
-    assert len(shown) == 4
-    for axes, legend in shown:
-        assert axes["bottom"] <= legend["top"] + 1 and axes["width"] > 0.8 * PHONE[0] > 0.4 * legend["width"]
-        assert axes["left"] >= 0 and max(axes["right"], legend["right"]) <= PHONE[0]
-    tick(browser, "das")
-    below = "[...document.querySelectorAll('[aria-label=legend] [data-group]')]"
-    below += ".filter(m => getComputedStyle(m).display != 'none')"
-    assert browser.run(f"[...new Set({below}.map(m => m.dataset.group))]") == ["das"]
-    assert browser.run(f"{below}.map(m => m.textContent).join('')").count("das") == 4
-
-
-def test_in_the_dark_a_method_has_its_colour_on_the_pages_paper(browser, comparison):
-    look = "s => Object.fromEntries(['stroke', 'fill', 'filter'].map(n => [n, getComputedStyle(s)[n]]))"
-    looks = f"['[data-group=das] use', 'text'].map(s => ({look})(document.querySelector('svg.drawn ' + s)))"
-    ink = "getComputedStyle(document.body).color"
-    browser.open(comparison, size=LAPTOP)
-    light, black = browser.run(looks), browser.run(ink)
-    browser.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    dark, white = browser.run(looks), browser.run(ink)
-    filters = browser.run(
-        "[...document.querySelectorAll('svg')].map(s => [s.classList.value, getComputedStyle(s).filter])"
-    )
-    browser.send("Emulation.setEmulatedMedia", features=[])
-    assert light[0] == dark[0] and "213, 94, 0" in light[0]["fill"]
-    assert (light[1]["fill"], dark[1]["fill"]) == (black, white) and black != white
-    assert {kind for kind, filtered in filters if filtered == "none"} == {"drawn"}
-    assert ["", "invert(0.91) hue-rotate(180deg)"] in filters  # heat maps, whose figures stand on colours
-
-
 def test_the_main_table_is_narrow_and_shows_other_columns_by_choice(browser, comparison):
     browser.open(comparison, size=LAPTOP)
     heads = "[...document.querySelector('[data-chosen]').tHead.rows[0].cells]"
@@ -432,15 +354,3 @@ def test_the_main_table_is_narrow_and_shows_other_columns_by_choice(browser, com
     wide = "[...document.querySelectorAll('.wide')].filter(w => w.scrollWidth > innerWidth).length"
     assert browser.run(wide) == 0
     browser.send("Emulation.setEmulatedMedia", media="")
-
-
-def test_a_phone_shows_the_numbers_of_the_main_table(browser, comparison):
-    browser.open(comparison, size=PHONE)
-    assert browser.run("document.documentElement.scrollWidth") <= PHONE[0]
-    cells = "[...document.querySelector('[data-chosen]').tBodies[0].rows[2].cells]"
-    edges = browser.run(f"{cells}.filter(c => c.checkVisibility()).map(c => c.getBoundingClientRect().right)")
-    assert len(edges) == len(NARROW) and max(edges) <= PHONE[0]
-    assert browser.run(f"getComputedStyle({cells}[0]).position") == "sticky"
-    first = browser.run("document.querySelector('section h2').getBoundingClientRect().top")
-    assert browser.run("document.querySelector('section h2').textContent") == "Findings"
-    assert 0 < first < PHONE[1] / 2

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from cpt.reporting.formatting import megabytes
-from cpt.reporting.labels import label, shared_values
+from cpt.reporting.frames import label, megabytes
 from tests.conftest import ROOT
 
 RUN = {"method": "das", "mask": "none", "replay": "none", "variant": ""}
@@ -20,11 +19,8 @@ def test_a_label_names_what_is_laid_over_the_method():
 def test_values_that_all_runs_share_are_left_out():
     one = RUN | {"variant": "trainer.steps=5; units=[heads]"}
     other = RUN | {"variant": "trainer.steps=5; contrast=0"}
-    shared = shared_values([one, other])
-    assert shared == {"trainer.steps=5"}
-    assert label(one, shared=shared) == "das (units=[heads])"
+    assert label(one, shared={"trainer.steps=5"}) == "das (units=[heads])"
     assert label(other) == "das (trainer.steps=5, contrast=0)"
-    assert label(RUN, shared=shared_values([RUN, one])) == "das"
 
 
 def test_a_variant_is_what_the_command_line_gives_beyond_the_names():

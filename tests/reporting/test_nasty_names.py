@@ -1,18 +1,15 @@
 """Names as no one would choose them, in every format: they are shown, and are nothing but names."""
 
-import csv
-import io
 import random
 import re
 
 import pytest
 
-from cpt.reporting import run_report
-from cpt.reporting.comparison.exports import SPECIAL, defuse, escape_latex, format_csv, format_latex
-from cpt.reporting.formatting import strip_controls
+from cpt.reporting import run_page
+from cpt.reporting.frames import strip_controls
 from cpt.reporting.page import Block, align_columns, markdown, write_page
 from tests.reporting.test_page import Elements
-from tests.support.comparing import NLL, made, run, section
+from tests.support.comparing import NLL, made
 
 NAMES = [
     "law\n\\input{/etc/passwd}\n",
@@ -55,56 +52,6 @@ def drawn(count):
 
 
 ALL = [*NAMES, *drawn(200)]
-
-
-def compared(name):
-    """A comparison in which a value, a method and a domain are called so."""
-    order = [name, "food", "space"]
-    runs = [run(method=method, order=order, variant=f"x={name}".replace(";", "")) for method in ("ncl", name)]
-    return section(runs)
-
-
-# --- CSV
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_csv_gives_names_back_and_no_formulas(name, tmp_path):
-    head, *lines = csv.reader(io.StringIO(format_csv([compared(name)], top=tmp_path), newline=""))
-    assert [len(line) for line in lines] == [len(head)] * 2
-    methods = {line[head.index("method")] for line in lines}
-    assert methods == {"ncl", defuse(name)}
-    assert {each.removeprefix("'") for each in methods} == {"ncl", name}
-    for cell in (cell for line in (head, *lines) for cell in line):
-        assert not re.match(r"[=+\-@\t\r\n＝＋－＠]", cell) or float(cell) < 0
-
-
-def test_numbers_in_csv_stay_numbers(tmp_path):
-    head, line = csv.reader(io.StringIO(format_csv([section([run(shift=-3.0)])], top=tmp_path)))
-    told = dict(zip(head, line, strict=True))
-    assert float(told["FG/nats"]) < 0
-    assert told["FG/nats"] == str(made(shift=-3.0).metrics["FG"]["nats"])
-    assert [defuse(x) for x in (-1.5, -1, "a-b", "", "'")] == [-1.5, -1, "a-b", "", "'"]
-
-
-# --- LaTeX
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_latex_has_no_sign_of_its_own_from_a_name(name):
-    text = escape_latex(name)
-    for printed in sorted(SPECIAL.values(), key=len, reverse=True):
-        text = text.replace(printed, "")
-    assert not set(text) & set("\\~^%$#&_{}\n\r\t\x00\x1b\u2028\x85")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_latex_tables_keep_their_lines(name):
-    usual, other = (format_latex([compared(each)]).split("\n") for each in ("name", name))
-    assert len(other) == len(usual)
-    for line, like in zip(other, usual, strict=True):
-        assert line[:1] == like[:1] or not like.startswith(("%", "\\"))
-        assert len(re.findall(r"(?<!\\)&", line)) == len(re.findall(r"(?<!\\)&", like))
-        assert not re.search(r"\\(input|write)", line)
 
 
 # --- Markdown
@@ -172,10 +119,10 @@ def test_a_page_has_no_element_from_a_name(tmp_path):
 
 
 def test_the_report_of_a_run_with_such_names(tmp_path, monkeypatch):
-    for name in ("heatmap", "stages", "mixtures"):
+    for name in ("draw_matrix", "draw_text_curves"):
         monkeypatch.setattr(f"cpt.reporting.figures.{name}", lambda scores: b"")
     names = ["law\n# x", "<script>alert(1)</script>", "a|b"]
-    run_report.write_report(tmp_path, made(order=names, nll=NLL))
+    run_page.write_report(tmp_path, made(order=names, nll=NLL))
     text = (tmp_path / "report.md").read_text()
     assert "<script" not in text
     assert not re.search(r"^# x", text, re.MULTILINE)

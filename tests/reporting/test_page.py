@@ -1,20 +1,23 @@
-"""A report as Markdown, as a page that loads nothing, and as text."""
+"""A report as Markdown, as a page that loads nothing, and as text; its pictures, colours and markers."""
 
 import base64
 import hashlib
-import io
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import pytest
-from PIL import Image, PngImagePlugin
 
-from cpt.reporting.comparison import charts
-from cpt.reporting.drawing import description
+from cpt.reporting import drawing, plots
+from cpt.reporting.drawing import METHODS, PLACES, description, find_places, inline_svg, own_place
 from cpt.reporting.page import Block, align_columns, few, inline, write_page
+from tests.conftest import ROOT
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
+GROUPS = {"ncl": ([0.1, 0.2], [50.0, 51.0]), 'das "<&>"': ([0.3], [60.0]), "joint": ([None], [52.0])}
+MARKS = {"ncl": "ncl: FG 0.15 [0.1, 0.2]", 'das "<&>"': "das, one run"}
 
 
 class Elements(HTMLParser):
@@ -41,102 +44,131 @@ def page(tmp_path, *blocks, title="Title"):
     return write_page(blocks, title=title, stem=tmp_path / "report").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def picture():
+    return plots.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
+
+
 def test_the_policy_lets_the_page_run_its_own_script_alone(tmp_path):
-    elements = Elements(page(tmp_path, Block(lines=["one"])))
+    html = page(tmp_path, Block(lines=["one"]))
+    elements = Elements(html)
     policy = next(meta["content"] for meta in elements.all("meta") if "http-equiv" in meta)
     assert len(elements.scripts) == 1
     digest = base64.b64encode(hashlib.sha256(elements.scripts[0].encode()).digest()).decode()
     assert policy.split("; ")[0] == "default-src 'none'"
     assert policy.endswith(f"script-src 'sha256-{digest}'")
-    assert "unsafe-eval" not in policy
-    assert policy.count("unsafe-inline") == 1
+    assert policy.count("unsafe") == 1
+    assert not re.search(r"https?:|//|@import|url\(", html) and "@media print" in html
 
 
 def test_tables_say_what_the_reader_may_do_with_them(tmp_path):
     facets = [{"method": "das", "domains": 'a "b"'}, {"method": "ncl <x>", "domains": "c"}]
-    html = page(
-        tmp_path,
-        Block(head=HEAD, cells=CELLS),
-        Block(head=HEAD, cells=CELLS, sortable=False, filtered=True, facets=facets),
-    )
+    filtered = {"sortable": False, "filtered": True, "facets": facets}
+    html = page(tmp_path, Block(head=HEAD, cells=CELLS), Block(head=HEAD, cells=CELLS, **filtered))
     elements = Elements(html)
     assert [table["class"].split() for table in elements.all("table")] == [["sortable"], ["filtered"]]
     rows = [row for row in elements.all("tr") if "data-facets" in row]
     assert [json.loads(row["data-facets"]) for row in rows] == facets
-    assert [cell.get("class") for cell in elements.all("td")][:2] == ["short text", None]
     assert "ncl + &lt;migu&gt;" in html
 
 
-def test_facets_have_a_mapping_for_each_row():
-    with pytest.raises(ValueError, match="facets=1 rows; allowed: none, or 2"):
-        Block(head=HEAD, cells=CELLS, facets=[{"method": "das"}])
-
-
-def test_a_picture_is_told_in_its_own_words(tmp_path):
-    picture = charts.trade_off({'"das" & co': ([0.25], [50.0])})
-    said = description(picture)
-    assert '"das" & co: forgetting 0.25, perplexity 50' in said
-    image = Elements(page(tmp_path, Block(title="Trade-off", picture=picture))).all("img")[0]
-    assert image["alt"] == f"Trade-off. {said}"
-    assert base64.b64decode(image["src"].partition("base64,")[2]) == picture
-    assert (tmp_path / "report-trade-off.png").read_bytes() == picture
-
-
-def test_pictures_of_others_need_not_say_anything():
-    for text in (None, PngImagePlugin.PngInfo()):
-        buffer = io.BytesIO()
-        Image.new("RGB", (2, 2)).save(buffer, format="png", pnginfo=text)
-        assert description(buffer.getvalue()) == ""
-
-
-def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path):
-    blocks = [
-        Block(),
-        Block(title="Empty"),
-        Block(
-            title="Table", lines=["A line."], head=HEAD, cells=[["a|b", "<i>"]], folded="more", code="x: 1"
-        ),
-        Block(title="Picture", picture=charts.trade_off({})),
-    ]
-    page(tmp_path, *blocks)
+def test_markdown_has_tables_pictures_and_what_is_folded(tmp_path, picture):
+    cells = [["a|b", "<i>"]]
+    table = Block(title="Table", lines=["A line."], head=HEAD, cells=cells, folded="more", code="x: 1")
+    html = page(
+        tmp_path, Block(), Block(title="Empty"), table, Block(title="Picture", picture=bytes(picture))
+    )
     parts = (tmp_path / "report.md").read_text(encoding="utf-8").split("\n\n")
     assert parts[:4] == ["# Title", "## Table", "A line.", "<details><summary>more</summary>"]
     assert parts[4] == "| group | LC |\n| :-- | --: |\n| a&#124;b | &lt;i> |"
     assert parts[5:8] == ["~~~~yaml\nx: 1\n~~~~", "</details>", "## Picture"]
     assert parts[8] == "![Picture](report-picture.png)\n"
-
-
-def test_names_with_dots_keep_them(tmp_path):
-    path = write_page([Block(lines=["one"])], title="t", stem=tmp_path / "v1.5")
-    assert path == tmp_path / "v1.5.html"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["v1.5.html", "v1.5.md"]
+    image = Elements(html).all("img")[0]  # described in its own words
+    assert image["alt"] == f"Picture. {description(picture)}" and 'das "<&>"' in image["alt"]
+    assert base64.b64decode(image["src"].partition("base64,")[2]) == picture
+    assert (tmp_path / "report-picture.png").read_bytes() == picture
 
 
 def test_the_title_and_cells_are_not_taken_for_markup(tmp_path):
     html = page(tmp_path, Block(title="<b>", lines=["</script>"], code="<i>", folded="<u>"), title="<s>")
     assert {tag for tag, _ in Elements(html).elements}.isdisjoint({"b", "i", "u", "s"})
     assert html.count("</script>") == 1
+    assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
 
 
-def test_the_page_works_where_it_is_printed_or_dark(tmp_path):
-    html = page(tmp_path, Block(lines=["one"]))
-    assert "@media print" in html
-    dark = html.partition("prefers-color-scheme: dark")[2].partition("\n}")[0]
-    assert "img, svg:not(.drawn) { filter: invert" in dark  # these are drawn on white
-    assert not re.search(r"https?:|//|@import|url\(", html)
-
-
-def test_a_table_as_text_is_aligned():
-    block = Block(head=HEAD, cells=CELLS)
-    assert align_columns(block) == "group           LC\ndas           −1.5\nncl + <migu>    20"
-
-
-def test_of_many_names_the_ends_are_shown():
+def test_tables_and_names_as_text():
+    assert (
+        align_columns(Block(head=HEAD, cells=CELLS))
+        == "group           LC\ndas           −1.5\nncl + <migu>    20"
+    )
     assert few(["a", "b"]) == "a → b"
     names = [f"d{place}" for place in range(20)]
     assert few(names, between=", ") == "d0, d1, d2, … 14 more …, d17, d18, d19"
 
 
-def test_code_within_a_line_is_code_in_the_page_and_nothing_else_is():
-    assert inline("`one` and `a<b`, not <b>") == "<code>one</code> and <code>a&lt;b</code>, not &lt;b&gt;"
-    assert inline("a ` alone") == "a ` alone"
+def test_marks_and_lines_of_the_legend_say_whose_they_are(picture):
+    text = inline_svg(picture, prefix="p1-", told='a "plane"')
+    assert text.startswith("<svg viewBox=") and 'aria-label="a &quot;plane&quot;"' in text
+    names = re.findall(r'data-group="([^"]*)"', text)
+    assert names.count("ncl") == 4  # runs, mean, and the legend's mark and text
+    assert names.count("das &quot;&lt;&amp;&gt;&quot;") == 4 and names.count("joint") == 3
+    assert "<title>ncl: FG 0.15 [0.1, 0.2]</title>" in text
+    assert not re.search(r"https?:|<style|<metadata|<!--|xlink", text)
+    assert set(re.findall(r'href="#(...)', text)) == {"p1-"} == set(re.findall(r' id="(...)', text))
+
+
+def test_pictures_are_named_by_content_and_the_same_each_time(tmp_path, picture):
+    blocks = [Block(title="Any", picture=picture, name="forgetting_learning"), Block(title="Plain")]
+    again = [Block(title="Other", lines=["first"]), *blocks]
+    kept = []
+    for each in (blocks, again):
+        write_page(each, title="t", stem=tmp_path / "v1.5", vectors=True)
+        kept.append({path.name: path.read_bytes() for path in tmp_path.glob("v1.5-*.*")})
+    assert set(kept[0]) == {f"v1.5-forgetting_learning.{kind}" for kind in ("png", "svg", "pdf")}
+    assert kept[0] == kept[1] and kept[0]["v1.5-forgetting_learning.pdf"].startswith(b"%PDF")
+    titles = ("Ä/../b: c", "ä … b c", "b c", "…", "x" * 99)
+    write_page([Block(title=title, picture=picture) for title in titles], title="t", stem=tmp_path / "report")
+    names = {f"report-{name}.png" for name in ("b_c", "b_c-2", "b_c-3", "picture", "x" * 60)}
+    assert {path.name for path in tmp_path.glob("report-*")} == names
+
+
+def test_pages_leave_pyplot_and_torch_alone():
+    code = "import sys; from cpt.reporting import run_page; from cpt import report; "
+    code += "print([m for m in ('matplotlib.pyplot', 'torch', 'lightning') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# --- colours and markers
+
+
+def test_a_method_is_alike_on_pages_with_other_groups():
+    assert {path.stem for path in (ROOT / "conf" / "method").glob("*.yaml")} <= set(METHODS)
+    pages = [("ncl", "das", "kd"), ("hat", "das"), ("das", "ncl + migu", "own_method", "kd")]
+    found = [find_places((name, name) for name in names) for names in pages]
+    assert {page["das"] for page in found} == {own_place("das")}
+    assert found[0]["kd"] == found[2]["kd"] == own_place("kd")
+
+
+def test_groups_with_values_have_the_colour_of_their_method():
+    eight = dict.fromkeys(["ncl", "ewc", "kd", "derpp", "demix", "migu", "das", "replay"])
+    variants = {name: name for name in eight} | {f"das (seed={place})": "das" for place in range(4)}
+    places = find_places(variants.items())
+    assert places["das"] == own_place("das") and places["replay"] == own_place("replay")
+    styles = [drawing.style(places[name]) for name, plain in variants.items() if plain == "das"]
+    assert len({style["color"] for style in styles}) == 1 and len({style["marker"] for style in styles}) == 5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["lora", "ncl", "replay (a)", "replay (b)", "adapter", "kd + migu", "own", "joint", "one", "hat"],
+        list(METHODS[::8]),
+    ],
+)
+def test_the_first_eight_groups_have_a_colour_each(names):
+    places = find_places((name, name.split(" (")[0]) for name in names)
+    assert len({drawing.style(places[name])["color"] for name in names[:8]}) == len(names[:8])
+    assert len(set(places.values())) == len(places)
+    many = [(f"group {place}", f"group {place}") for place in range(80)]
+    assert len(set(find_places(many[:PLACES]).values())) == PLACES and len(find_places(many)) == 80

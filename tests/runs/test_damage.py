@@ -1,17 +1,14 @@
 """One run folder with a damaged scores.json never takes the other runs' report with it."""
 
 import copy
-import io
 import json
 import random
 
 import pytest
-from PIL import Image
 
 from cpt.evaluation.scores import Scores
 from cpt.report import main
-from cpt.reporting import run_report
-from cpt.reporting.comparison import charts, panels
+from cpt.reporting import plots, run_page
 from tests.support.comparing import endtasks, made, saved
 
 WRONG = (None, "x", -1, 1.5, True, [], {}, [[]], [None], {"a": None}, 10**400)
@@ -40,12 +37,8 @@ def changed(data, at, wrong):
 
 @pytest.fixture
 def no_charts(monkeypatch):
-    file = io.BytesIO()
-    Image.new("RGB", (1, 1)).save(file, format="PNG")
-    drawn = {charts: ("trade_off", "pareto", "curves"), panels: ("matrices", "overlaps", "posteriors")}
-    for module, names in drawn.items():
-        for name in names:
-            monkeypatch.setattr(module, name, lambda *_, **__: file.getvalue())
+    for name in ("draw_plane", "draw_stages", "draw_heat_maps"):
+        monkeypatch.setattr(plots, name, lambda *_, **__: b"")
 
 
 def full():
@@ -76,7 +69,7 @@ def survived(top, data, at, wrong):
     except ValueError as error:
         assert "\n" not in str(error)
         return False
-    run_report.format_scores(scores)
+    run_page.format_scores(scores)
     folder = top / "runs" / str(len(list(top.glob("runs/*"))))
     folder.mkdir(parents=True)
     scores.save(folder / "scores.json")

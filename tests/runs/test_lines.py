@@ -40,7 +40,7 @@ def test_a_run_whose_rows_are_in_lines_is_read_and_goes_on(start, small, killing
     assert look.learned == pytest.approx(1 / 3, abs=0.3) and verify.main([str(few)]) == 0
     assert report.main([str(few)]) == 2  # nothing is finished
     with monkeypatch.context() as patched, pytest.raises(KilledError):
-        patched.setattr("cpt.reporting.run_report.write_report", die)
+        patched.setattr("cpt.reporting.run_page.write_report", die)
         start(small(ORDER, *FEW, "keep_stages=true"), few)
     assert '"rows": ["base", "law", "food", "space"]' in (few / "scores.json").read_text()
     assert not journal_file(few / "scores.json").exists()  # a run that is to be finished has none

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.comparison.groups import sections
-from cpt.reporting.comparison.runs import Run, measure_runs
+from cpt.reporting.load_runs import Run, build_sections, measure_runs
 
 FROM_BASE = ("one", "dga")  # methods that train every domain from the base
 DOMAINS = ["law", "food", "space"]
@@ -96,7 +95,7 @@ def saved(folder, *, config=None, **given):
 
 def section(runs, *, by_order=False, baseline="ncl", domains=()):
     """The only section of runs."""
-    (found,) = sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
+    (found,) = build_sections(measure_runs(runs, domains=domains), by_order=by_order, baseline=baseline)
     return found
 
 

@@ -34,7 +34,7 @@ from cpt.data.sources.texts import Texts
 from cpt.evaluation.finetune_tasks import plan_endtasks
 from cpt.evaluation.journal import append_row
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_report import format_scores
+from cpt.reporting.run_page import format_scores
 from cpt.sweeps.arguments import check_choices
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir

@@ -7,8 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.comparison.groups import sections
-from cpt.reporting.comparison.runs import Run, measure_runs
+from cpt.reporting.load_runs import Run, build_sections, measure_runs
 from cpt.trainer.manifest import resolve_eval_cap
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
@@ -23,7 +22,7 @@ def scores_of(folder: Path) -> Scores:
 
 def compared(*folders: Path):
     runs = [Run(folder=folder, scores=scores_of(folder)) for folder in folders]
-    return sections(measure_runs(runs, domains=()), by_order=False, baseline="ncl")
+    return build_sections(measure_runs(runs))
 
 
 @pytest.fixture
@@ -77,4 +76,4 @@ def test_runs_that_score_other_rows_are_not_compared(low, early, start, small):
     earlier = scores_of(early.parent / "part")
     del earlier.conditions["cap"]  # as one with eval.tokens=64 was written before
     runs = [Run(folder=early, scores=each) for each in (earlier, scores_of(early.parent / "part"))]
-    assert len(sections(measure_runs(runs, domains=()), by_order=False, baseline="ncl")) == 1
+    assert len(build_sections(measure_runs(runs))) == 1

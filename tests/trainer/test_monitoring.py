@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cpt.evaluation.monitor import MonitorOptions, Watched
-from cpt.reporting.monitor import with_interval
 from tests.support.killing import KilledError, Killer
 from tests.support.making import DROPOUT
 
@@ -63,7 +62,6 @@ def test_of_one_document_there_is_no_interval_and_no_end():
     for step, nats in enumerate((20.0, 90.0)):
         watched.add(step, began, began | {"past": np.array([[nats], [10.0]])})
     assert not watched.judge(options(every=1, stop=0.1), own=["mine"])
-    assert with_interval(watched.rises()["past"], watched.rise["past"][-1]) == "+7.000 [–, –]"
 
 
 def test_its_own_text_may_rise():

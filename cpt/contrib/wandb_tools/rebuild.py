@@ -30,8 +30,8 @@ from cpt.core.errors import readable, reason
 from cpt.core.files import check_archive
 from cpt.core.output import run_program
 from cpt.evaluation.scores import Scores
-from cpt.loggers.wandb_run import AXES, TRAINING, Curves, open_run, publish, publish_stage, run_name
-from cpt.reporting.comparison.runs import find_runs
+from cpt.loggers.wandb import AXES, TRAINING, Curves, init_wandb, publish, publish_stage, run_name
+from cpt.reporting.load_runs import find_runs
 
 if TYPE_CHECKING:
     import wandb
@@ -82,7 +82,8 @@ def main(arguments: Sequence[str]) -> int:
     given = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable(errors_only=not os.environ.get("HYDRA_FULL_ERROR")):
-        runs, damaged = find_runs(given.folders)
+        found, damaged, _ = find_runs(given.folders)
+        runs = {run.folder: run.scores for run in found}
         print(*damaged, sep="\n", end="\n" * bool(damaged), file=sys.stderr)
         if not runs:
             raise ValueError(f"no readable scores.json below {', '.join(map(str, given.folders))}")
@@ -211,7 +212,7 @@ def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None
     about = {"name": name, "group": scores.run["name"], "job_type": scores.run["method"]}
     about["tags"] = [str(tag) for tag in record.config.get("tags") or []]
     own = identifier(record.path, scores)
-    run = open_run(own, folder, config=record.config, settings=SETTINGS, **about, **place)
+    run = init_wandb(own, folder, config=record.config, settings=SETTINGS, **about, **place)
     failed = True
     try:
         with translate_errors():

@@ -11,7 +11,7 @@ from filelock import FileLock
 from cpt.contrib.wandb_tools import rebuild
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
-from cpt.reporting.run_table import MOST, choose_headlines
+from cpt.reporting.frames import MAX_HEADLINES, choose_headlines
 from cpt.reporting.tables import tabulate
 from tests.support import wandb_files
 from tests.support.tracked import refusing, scores
@@ -175,7 +175,7 @@ def test_the_summary_has_the_headlines_and_few_entries(synced):
     known, shown = choose_headlines(scores()), wandb_files.summary(synced[0] / "done")
     assert {key: shown[key] for key in known} == pytest.approx(known)
     entries = {key.split(".")[0] for key in shown if not key.startswith("_")}
-    assert len(known) <= MOST and len(entries) <= 40
+    assert len(known) <= MAX_HEADLINES and len(entries) <= 40
     assert entries - set(known) - {"stage", "train/tokens", "trainer/global_step"} >= set(tabulate(scores()))
 
 
@@ -236,7 +236,7 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
             self.code = exit_code
 
     run = Run()
-    monkeypatch.setattr(rebuild, "open_run", lambda *args, **about: run)
+    monkeypatch.setattr(rebuild, "init_wandb", lambda *args, **about: run)
     assert (
         rebuild.sync_runs(
             {folder(tmp_path / "done", scores()): scores()}, project=None, entity=None, mode="online"
@@ -252,12 +252,12 @@ def test_a_run_that_wandb_knows_gets_what_is_missing(tmp_path, monkeypatch):
 
 def test_wandb_that_takes_no_run_ends_in_one_line(tmp_path, monkeypatch):
     runs = {folder(tmp_path / str(place), scores()): scores() for place in range(5)}
-    monkeypatch.setattr(rebuild, "open_run", refusing(ConnectionError("W&B: no answer")))
+    monkeypatch.setattr(rebuild, "init_wandb", refusing(ConnectionError("W&B: no answer")))
     with pytest.raises(ValueError, match="W&B took none of 3 runs; W&B: no answer"):
         rebuild.sync_runs(runs, project=None, entity=None, mode="online")
     few = dict(list(runs.items())[:2])
     assert rebuild.sync_runs(few, project=None, entity=None, mode="online") == 2
-    monkeypatch.setattr(rebuild, "open_run", refusing(ValueError("W&B: no key")))
+    monkeypatch.setattr(rebuild, "init_wandb", refusing(ValueError("W&B: no key")))
     with pytest.raises(ValueError, match="W&B: no key"):
         rebuild.sync_runs(few, project=None, entity=None, mode="online")
 

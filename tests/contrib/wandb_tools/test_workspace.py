@@ -6,9 +6,9 @@ import warnings
 import pytest
 
 from cpt.contrib.wandb_tools import workspace as program
-from cpt.loggers.wandb_run import describe_run, pictures
-from cpt.reporting.run_table import choose_headlines, summarise_run
-from cpt.reporting.tables import stage_row, tabulate, task_rows
+from cpt.loggers.wandb import describe_run, pictures
+from cpt.reporting.frames import choose_headlines, summarize_scores
+from cpt.reporting.tables import stage_points, tabulate, task_points
 from tests.support.tracked import scores
 
 
@@ -23,7 +23,9 @@ def workspace():
 
 def test_the_workspace_shows_numbers_that_there_are(workspace):
     made = scores()
-    curves = {key for row in [stage_row(made, 2), *task_rows(made)] for key in row} | set(summarise_run(made))
+    curves = {key for row in [stage_points(made, 2), *task_points(made)] for key in row} | set(
+        summarize_scores(made)
+    )
     panels = [panel for section in workspace.sections for panel in section.panels]
     points = [key for panel in panels for key in getattr(panel, "metrics", None) or []]
     for panel in panels:
@@ -45,7 +47,7 @@ def test_patterns_of_the_workspace_meet_the_curves(workspace):
     assert len(patterns) == 2
     names = ["ppl/law", "ppl/a%2Fb", "tasks/law"]
     assert all([name for name in names if re.search(pattern, name)] for pattern in patterns)
-    assert not any(re.search(pattern, name) for pattern in patterns for name in summarise_run(scores()))
+    assert not any(re.search(pattern, name) for pattern in patterns for name in summarize_scores(scores()))
 
 
 def test_the_workspace_groups_by_method_and_sorts_by_perplexity(workspace):

@@ -8,8 +8,8 @@ import pytest
 
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
-from cpt.reporting.run_table import COST_COLUMNS, KINDS, SUMMARISED, escape_name, run_table, summarise_run
-from cpt.reporting.tables import stage_row, tabulate
+from cpt.reporting.frames import COST_COLUMNS, KINDS, SUMMARIZED, escape_name, summarize_scores, tidy_scores
+from cpt.reporting.tables import stage_points, tabulate
 from tests.support.answering import answers
 from tests.support.probing import probes
 
@@ -68,20 +68,20 @@ def endtasks(tasks=("law", "food")):
 def test_metrics_with_their_intervals():
     scores = made(objective=44.5)
     scores.metrics["FG"]["interval"] = {unit: [place, place + 0.5] for place, unit in enumerate(UNITS)}
-    found = summarise_run(scores)
+    found = summarize_scores(scores)
     for name, metric in scores.metrics.items():
         assert [found[f"{name}/{unit}"] for unit in UNITS] == [metric[unit] for unit in UNITS]
     assert (found["FG/perplexity/low"], found["FG/perplexity/high"]) == (1, 1.5)
     assert "LC/nats/low" not in found
     assert found["objective"] == 44.5
-    assert {"objective/0": 3.0, "objective/1": 4.0}.items() <= summarise_run(
+    assert {"objective/0": 3.0, "objective/1": 4.0}.items() <= summarize_scores(
         made(objective=[3.0, 4.0])
     ).items()
-    assert not any(name.startswith("objective") for name in summarise_run(made()))
+    assert not any(name.startswith("objective") for name in summarize_scores(made()))
 
 
 def test_perplexities_and_texts():
-    found = summarise_run(made())
+    found = summarize_scores(made())
     expected = {"base": 6.0, "own": 4.0, "final": 4.0}
     assert {name: math.log(found[f"ppl/food/{name}"]) for name in expected} == pytest.approx(expected)
     assert math.log(found["ppl/law/own"]) == pytest.approx(3.0)
@@ -92,7 +92,7 @@ def test_perplexities_and_texts():
 
 
 def test_end_tasks():
-    found = summarise_run(made(endtasks=endtasks()))
+    found = summarize_scores(made(endtasks=endtasks()))
     expected = {
         "endtask/MF1": (0.55 + 0.85) / 2,
         "endtask/Acc": (0.275 + 0.425) / 2,
@@ -106,11 +106,11 @@ def test_end_tasks():
         "endtask/food/accuracy/sd": np.std([0.4, 0.45], ddof=1),
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert not any(name.startswith("endtask") for name in summarise_run(made()))
+    assert not any(name.startswith("endtask") for name in summarize_scores(made()))
 
 
 def test_costs_of_the_run_and_of_a_stage():
-    found = summarise_run(made())
+    found = summarize_scores(made())
     expected = {"tokens": 3000, "flops": 4e12, "memory": 90, "trained": 800, "stored": 30}
     expected |= {"stored_per_domain": 20, "seconds": 99}
     expected |= {"seconds_learn": 6, "seconds_score": 9, "seconds_endtasks": 16}
@@ -122,7 +122,7 @@ def test_costs_of_the_run_and_of_a_stage():
 
 
 def total(scores, cost):
-    return summarise_run(scores).get(f"cost/{cost}")
+    return summarize_scores(scores).get(f"cost/{cost}")
 
 
 def test_the_total_of_a_cost():
@@ -140,32 +140,32 @@ ANSWERS = answers({"law": [0.2, 0.9, 0.6], "food": [0.3, 0.4, 0.8]}, rows=["base
 def test_the_table_has_a_line_per_number():
     scores = made(endtasks=endtasks(), probes=probes({"a": [0.5]}), answers=ANSWERS)
     scores.parts = [{}, {"law": {"law": 0.75, "base": 0.25}}, {}]
-    table = run_table(scores)
+    table = tidy_scores(scores)
     assert set(table["kind"]) == set(KINDS)
     losses = table[table["kind"] == "loss"]
     assert len(losses) == 3 * 3 * len(UNITS)
-    (cell,) = losses.query("after == 'food' and on == 'law' and unit == 'nats'").to_dict("records")
-    assert (cell["stage"], cell["value"], cell["name"]) == (2, 3.4, "loss")
+    (cell,) = losses.query("row == 'food' and text == 'law' and unit == 'nats'").to_dict("records")
+    assert (cell["stage"], cell["value"], cell["metric"]) == (2, 3.4, "loss")
     assert table.query("kind == 'part' and part == 'base'")["value"].tolist() == [0.25]
-    stages = table.query("kind == 'cost' and name == 'flops'").set_index("after")["value"]
+    stages = table.query("kind == 'cost' and metric == 'flops'").set_index("row")["value"]
     assert stages.loc[["base", "law", "food"]].tolist() == [0, 1e12, 3e12]
-    assert table.query("kind == 'phase' and name == 'start'")["value"].sum() == 96
-    assert set(run_table(scores, "text")["kind"]) == {"text"}
+    assert table.query("kind == 'phase' and metric == 'start'")["value"].sum() == 96
+    assert set(tidy_scores(scores, "text")["kind"]) == {"text"}
 
 
 def test_the_kinds_of_a_summary_are_those_with_keys():
-    table = run_table(
+    table = tidy_scores(
         made(endtasks=endtasks(), probes=probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, 0.2]}), answers=ANSWERS)
     )
-    assert set(table[table["key"].notna()]["kind"]) == set(SUMMARISED)
-    assert table[table["kind"].isin(SUMMARISED)]["key"].notna().all()
+    assert set(table[table["key"].notna()]["kind"]) == set(SUMMARIZED)
+    assert table[table["kind"].isin(SUMMARIZED)]["key"].notna().all()
     assert table["key"].dropna().is_unique
-    assert set(COST_COLUMNS) < set(table[table["kind"] == "cost"]["name"])
+    assert set(COST_COLUMNS) < set(table[table["kind"] == "cost"]["metric"])
 
 
 def test_answers_have_their_metrics_the_last_of_each_task_and_every_cell():
     scores = made(answers=ANSWERS)
-    found = {key: x for key, x in summarise_run(scores).items() if key.startswith("answers/")}
+    found = {key: x for key, x in summarize_scores(scores).items() if key.startswith("answers/")}
     assert found == pytest.approx(
         {
             "answers/AP": 0.7,
@@ -189,7 +189,7 @@ def test_answers_have_their_metrics_the_last_of_each_task_and_every_cell():
 
 def test_a_probe_has_its_last_its_base_and_every_other_value():
     scores = made(probes=probes({"a/b": [0.5, 0.4, 0.3], "c": [0.5, None, None], "d": [None] * 3}))
-    found = {key: x for key, x in summarise_run(scores).items() if key.startswith("probe/")}
+    found = {key: x for key, x in summarize_scores(scores).items() if key.startswith("probe/")}
     values = {"probe/a%2Fb/base": 0.5, "probe/a%2Fb/after/law": 0.4, "probe/a%2Fb": 0.3, "probe/c": 0.5}
     bounds = {f"{key}/low": x - 0.0196 for key, x in values.items()}
     bounds |= {f"{key}/high": x + 0.0196 for key, x in values.items()}
@@ -212,7 +212,7 @@ def test_every_value_is_a_finite_number():
     scores.measure()
     scores.metrics["ZS"]["nats"] = None  # as a file has what is not finite
     scores.metrics["ZS"]["interval"] = {unit: [None, 2.0] for unit in UNITS}
-    found = summarise_run(scores)
+    found = summarize_scores(scores)
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
     assert not {"LC/nats", "ppl/law/final", "ppl/food/final", "ZS/nats", "ZS/nats/low"} & set(found)
     assert found["ZS/nats/high"] == 2
@@ -220,7 +220,7 @@ def test_every_value_is_a_finite_number():
 
 @pytest.mark.parametrize("rows", [0, 1, 2])
 def test_runs_that_have_hardly_begun(rows):
-    found = summarise_run(made(rows=rows))
+    found = summarize_scores(made(rows=rows))
     assert found["cost/seconds"] == 99
     assert ("LC/nats" in found) == (rows > 0)
 
@@ -247,9 +247,9 @@ TRICKY = [
 def test_no_two_numbers_share_a_key(pair):
     plain, odd = made(endtasks=endtasks()), made(tasks=pair, endtasks=endtasks(pair))
     names = dict(zip(("law", "food"), map(escape_name, pair), strict=True))
-    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in summarise_run(plain)}
-    assert set(summarise_run(odd)) == renamed
-    assert len(renamed) == len(summarise_run(plain))
+    renamed = {"/".join(names.get(part, part) for part in key.split("/")) for key in summarize_scores(plain)}
+    assert set(summarize_scores(odd)) == renamed
+    assert len(renamed) == len(summarize_scores(plain))
 
 
 def test_escaped_names_differ_and_have_no_slash():
@@ -261,12 +261,12 @@ def test_escaped_names_differ_and_have_no_slash():
 def test_the_points_of_a_stage_are_of_its_row_and_not_of_the_whole_matrix(monkeypatch):
     scores = made()
     monkeypatch.setattr(Scores, "matrix", property(lambda self: pytest.fail("the whole matrix is looked at")))
-    points = stage_row(scores, 1)
+    points = stage_points(scores, 1)
     assert points["ppl/law"] == pytest.approx(math.exp(3.0)) and points["stages/learned"] == points["ppl/law"]
     assert (
         points["stages/tokens"] == 1000 and points["stages/seconds"] == 2.0 and points["stages/memory"] == 90
     )
-    later = stage_row(scores, 2)
+    later = stage_points(scores, 2)
     assert (
         later["stages/tokens"] == 3000 and later["stages/seconds"] == 6.0 and later["stages/trained"] == 800
     )

@@ -1,13 +1,17 @@
 """How far domains use the same: hand-computed similarities, and what the methods themselves write."""
 
-import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cpt.reporting.comparison.overlap import jaccard, measure_overlap, similarity
+from cpt.reporting.overlap import jaccard, measure_overlap, soft_jaccard
 
 ROWS = ["base", "law", "food", "space"]
+
+
+def overlap(folder, rows, seen=()):
+    return measure_overlap(folder, SimpleNamespace(rows=rows, seen=list(seen)))
 
 
 def save(folder, number, **values):
@@ -19,11 +23,11 @@ def save(folder, number, **values):
 def test_soft_jaccard_is_the_sum_of_minima_over_that_of_maxima():
     values = np.array([[1, 0.5, 0], [0.5, 0.5, 1], [0, 0, 0]])
     expected = [[1, 1 / 2.5, 0], [1 / 2.5, 1, 0], [0, 0, np.nan]]
-    np.testing.assert_allclose(similarity(values), expected)
+    np.testing.assert_allclose(soft_jaccard(values), expected)
     generator = np.random.default_rng(0)
     many = generator.random((5, 40))
     pairs = [[np.minimum(a, b).sum() / np.maximum(a, b).sum() for a in many] for b in many]
-    np.testing.assert_allclose(similarity(many), pairs)
+    np.testing.assert_allclose(soft_jaccard(many), pairs)
 
 
 def test_jaccard_from_the_shares_of_rows():
@@ -37,7 +41,7 @@ def test_accumulated_importances_are_compared_over_all_layers(tmp_path):
     save(tmp_path, 0, importance__a=[0, 0], importance__b=[0])
     save(tmp_path, 1, importance__a=[0.2, 0.3], importance__b=[0.5])
     save(tmp_path, 2, importance__a=[0.2, 0.8], importance__b=[1.0])
-    names, values = measure_overlap(tmp_path, ROWS[:3])["importance, accumulated"]
+    names, values = overlap(tmp_path, ROWS[:3])["importance, accumulated"]
     assert names == ["law", "food"]
     np.testing.assert_allclose(values, [[1, 0.5], [0.5, 1]], rtol=1e-6)
 
@@ -45,7 +49,7 @@ def test_accumulated_importances_are_compared_over_all_layers(tmp_path):
 def test_importances_of_the_domains_themselves_are_compared_as_they_are(tmp_path):
     save(tmp_path, 1, measured__a=[1, 0], importance__a=[1, 0])
     save(tmp_path, 2, measured__a=[0, 1], importance__a=[1, 1])
-    found = measure_overlap(tmp_path, ROWS[:3])
+    found = overlap(tmp_path, ROWS[:3])
     np.testing.assert_allclose(found["importance of each domain"][1], np.eye(2))
     assert found["importance, accumulated"][1][0, 1] == 0.5
 
@@ -64,53 +68,51 @@ OWN = [[1, 0, 0.5, 0.5], [0, 1, 0.5, 0.5], [0.25, 0.75, 1, 0]]
 @pytest.mark.parametrize("steps", [(4, 4, 4), (4, 8, 400)])
 def test_rows_are_compared_by_each_domains_own_steps(tmp_path, steps):
     chosen(tmp_path, steps=steps, own=OWN)
-    if len(set(steps)) > 1:
-        seen = [0, *(size * 128 for size in steps)]
-        (tmp_path / "scores.json").write_text(json.dumps({"seen": seen}))
-    names, values = measure_overlap(tmp_path, ROWS)["rows updated"]
+    seen = [0, *(size * 128 for size in steps)] if len(set(steps)) > 1 else []
+    names, values = overlap(tmp_path, ROWS, seen)["rows updated"]
     assert names == ROWS[1:]
-    np.testing.assert_allclose(values, similarity(np.array(OWN)), atol=1e-4)
+    np.testing.assert_allclose(values, soft_jaccard(np.array(OWN)), atol=1e-4)
 
 
 def test_a_first_domain_without_a_mask_does_not_count(tmp_path):
     chosen(tmp_path, steps=(0, 4, 4), own=[[0] * 4, *OWN[1:]])
-    names, values = measure_overlap(tmp_path, ROWS)["rows updated"]
+    names, values = overlap(tmp_path, ROWS)["rows updated"]
     assert names == ["food", "space"]
-    np.testing.assert_allclose(values, similarity(np.array(OWN[1:])), atol=1e-6)
+    np.testing.assert_allclose(values, soft_jaccard(np.array(OWN[1:])), atol=1e-6)
 
 
 def test_gates_are_those_of_the_last_model(tmp_path):
     save(tmp_path, 2, overlap__neurons=[[1, 0], [0, 1]], taken__a=[1, 0])
     save(tmp_path, 3, overlap__neurons=[[1, 0.5, 0], [1, 1, 0], [0, 0, 1]], overlap__heads=np.eye(3))
-    found = measure_overlap(tmp_path, ROWS)
+    found = overlap(tmp_path, ROWS)
     assert set(found) == {"gates: neurons", "gates: heads"}
     assert found["gates: neurons"][0] == ROWS[1:]
     np.testing.assert_allclose(found["gates: neurons"][1], [[1, 0.5, 0], [0.5, 1, 0], [0, 0, 1]])
 
 
 def test_what_is_missing_damaged_or_single_is_left_out(tmp_path):
-    assert measure_overlap(tmp_path / "nowhere", ROWS) == {}
+    assert overlap(tmp_path / "nowhere", ROWS) == {}
     save(tmp_path, 1, importance__a=[1, 0])
-    assert measure_overlap(tmp_path, ROWS) == {}
+    assert overlap(tmp_path, ROWS) == {}
     save(tmp_path, 3, importance__a=[1, 1])
     (tmp_path / "diagnostics" / "002.npz").write_bytes(b"PK\x03\x04 half a file")
-    assert measure_overlap(tmp_path, ROWS)["importance, accumulated"][0] == ["law", "space"]
-    assert measure_overlap(tmp_path, ["base", "joint"]) == {}
+    assert overlap(tmp_path, ROWS)["importance, accumulated"][0] == ["law", "space"]
+    assert overlap(tmp_path, ["base", "joint"]) == {}
 
 
 def test_rows_after_a_missing_stage_are_left_out(tmp_path):
     chosen(tmp_path, steps=(4, 4, 4), own=OWN)
     (tmp_path / "diagnostics" / "002.npz").unlink()
-    assert "rows updated" not in measure_overlap(tmp_path, ROWS)
+    assert "rows updated" not in overlap(tmp_path, ROWS)
     chosen(tmp_path, steps=(4, 4, 4), own=OWN)
     (tmp_path / "diagnostics" / "003.npz").write_bytes(b"")
-    assert measure_overlap(tmp_path, ROWS)["rows updated"][0] == ["law", "food"]
+    assert overlap(tmp_path, ROWS)["rows updated"][0] == ["law", "food"]
 
 
 def test_what_is_no_vector_of_units_is_not_compared(tmp_path):
     save(tmp_path, 1, demix__sources=[-1])
     save(tmp_path, 2, demix__sources=[-1, 0], demix__perplexities=[5, 6])
-    assert measure_overlap(tmp_path, ROWS[:3]) == {}
+    assert overlap(tmp_path, ROWS[:3]) == {}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,7 @@ def test_what_is_no_vector_of_units_is_not_compared(tmp_path):
 )
 def test_what_the_methods_write_is_found(small, start, tmp_path, overrides, quantities):
     start(small(*overrides, "trainer.steps=2", "order=[law,food]"), tmp_path)
-    found = measure_overlap(tmp_path, ROWS[:3])
+    found = overlap(tmp_path, ROWS[:3])
     assert quantities <= set(found)
     for names, values in found.values():
         assert names == ["law", "food"]

@@ -1,0 +1,157 @@
+"""The Weights & Biases run of a run folder, alike during a run and when it is rebuilt from the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from cpt.core.errors import reason
+from cpt.core.naming import LONGEST_TAG
+from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.reporting import figures
+from cpt.reporting.frames import choose_headlines, escape_name, label, split_variant, summarize_scores
+from cpt.reporting.tables import stage_points, tabulate, task_points
+
+if TYPE_CHECKING:
+    import wandb
+
+LARGEST_REPORT = 10_000_000  # bytes; a larger page is slow in a panel
+TOKENS, STEP = "train/tokens", "trainer/global_step"
+TRAINING = ("train", "monitor", "budget")  # curves KIND/NAME/DOMAIN of metrics.csv
+AXES = {  # No two patterns meet: of several that do W&B takes any.
+    TOKENS: tuple(f"{kind}/*" for kind in TRAINING),
+    "stage": ("ppl/*", "stages/*", "tasks/*", "units/*"),
+}
+LONGEST_NAME, LONGEST_ORDER = 80, 30  # characters of a run's name, and of an order in it
+
+
+def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: Any) -> wandb.Run:
+    """A W&B run with its files below the folder; an existing one of this identifier is continued. `about`: of
+    wandb.init, `settings` as a mapping. Raises ValueError for what W&B refuses, ConnectionError where it
+    cannot be reached or keeps no such run."""
+    import wandb
+
+    if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
+        raise ValueError(f"tags={wrong}; allowed: 1 to {LONGEST_TAG} characters each")
+    about["settings"] = wandb.Settings(silent=True, console="off", **about.get("settings", {}))
+    try:
+        # Offline too: the files of two starts are one run to `wandb sync` only if both say so.
+        run = wandb.init(
+            id=identifier, dir=str(folder), tags=tags, resume="allow", reinit="create_new", **about
+        )
+    except wandb.Error as error:
+        lost = isinstance(error, wandb.errors.CommError) and not isinstance(
+            error, wandb.errors.AuthenticationError
+        )
+        kind = ConnectionError if lost else ValueError
+        raise kind(f"W&B: {reason(error)}; logger.mode=offline keeps the run in its folder") from None
+    for axis, patterns in AXES.items():
+        run.define_metric(axis)
+        for names in patterns:
+            run.define_metric(names, step_metric=axis, step_sync=True, summary="none")
+    return run
+
+
+def run_name(run: Mapping[str, Any], order: Any) -> str:
+    """`das + migu order=0 seed=1 (temperature=0.1)`; run: as in scores.json, order: as given."""
+    if isinstance(order, Sequence) and not isinstance(order, str):
+        listed = ",".join(map(str, order))
+        order = listed if len(listed) <= LONGEST_ORDER else f"{len(order)} domains"
+    own = ", ".join(split_variant(run))
+    name = f"{label({**run, 'variant': ''})} order={order} seed={run['seed']}" + f" ({own})" * bool(own)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+
+
+class Curves:
+    """Curves of training over the tokens of the whole run: `train/lm/DOMAIN` of metrics.csv is `train/loss`.
+    `per_domain`: also the keys of metrics.csv, over the steps of their domain. `high`: a file that remembers
+    how far the curves go, so that steps which a resumed run repeats are not logged twice."""
+
+    def __init__(self, run: wandb.Run, *, per_domain: bool = False, high: Path | None = None) -> None:
+        self.run, self.per_domain, self.high = run, per_domain, high
+        self.domain, self.before, self.tokens = "", 0.0, 0.0
+        self.defined: set[str] = set()
+        known = high.read_text() if high is not None and high.exists() else ""
+        self.logged = float(known) if known.isdigit() else 0.0
+
+    def enter(self, domain: str, *, tokens: float) -> None:
+        """The points that follow are of this domain, before which the run had read so many tokens."""
+        self.domain, self.before, self.tokens = domain, tokens, tokens
+
+    def log(self, points: Mapping[str, float], step: int | None) -> None:
+        """Logs points that have the names of metrics.csv; other names are kept, over the same axis."""
+        merged, own, axes, ending = dict[str, float](), dict[str, float](), {}, f"/{self.domain}"
+        for key, value in points.items():
+            kind, _, rest = key.partition("/")
+            if kind in TRAINING and rest.endswith(ending):
+                name = f"{kind}/{escape_name(rest.removesuffix(ending))}"
+                merged["train/loss" if name == "train/lm" else name] = value
+                own[f"{name}/{escape_name(self.domain)}"] = value
+            elif key != "epoch":
+                merged[key], axes[key] = value, TOKENS
+        if TOKENS in merged:
+            self.tokens = self.before + merged[TOKENS]
+        if self.tokens < self.logged:
+            return
+        if self.high is not None and self.tokens > self.logged and self.high.parent.is_dir():
+            self.high.write_text(str(int(self.tokens)))
+        self.logged = self.tokens
+        if self.per_domain and step is not None:
+            axes |= dict.fromkeys(own, STEP)
+            merged |= {**own, STEP: step}
+        for key in axes.keys() - self.defined:  # no pattern of AXES covers it, or it has another axis
+            self.run.define_metric(key, step_metric=axes[key], step_sync=True)
+        self.defined |= axes.keys()
+        self.run.log(merged | {TOKENS: self.tokens})
+
+
+def publish_stage(
+    run: wandb.Run, scores: Scores, *, row: int, distributions: Mapping[str, np.ndarray]
+) -> None:
+    """The points of one row of the matrix, and a method's diagnostics after it as histograms."""
+    import wandb
+
+    histograms = {f"units/{name}": wandb.Histogram(values) for name, values in distributions.items()}
+    run.log({**stage_points(scores, row), **histograms})
+
+
+def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "headlines") -> None:
+    """Tables, pictures, the report, end tasks over the stages; as summary the headlines, or `all` numbers."""
+    import wandb
+
+    for points in task_points(scores):
+        run.log(points)
+    logged: dict[str, Any] = pictures(scores)
+    for name, frame in tabulate(scores).items():
+        logged[name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())
+    page = folder / "report.html"
+    if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
+        logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
+    run.log(logged)
+    run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
+    run.summary.update(summarize_scores(scores) if summary == "all" else choose_headlines(scores))
+
+
+def describe_run(scores: Scores) -> dict[str, Any]:
+    """What the config does not contain: the name in comparisons, the resolved order, texts and versions."""
+    name, given = label(scores.run), conditions(scores)
+    about = {"label": name, "measured": describe_conditions(given), "conditions": given}
+    about |= {"group": f"{name} | {about['measured']}", "digest": scores.config_digest}
+    about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
+    about |= {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
+    return about
+
+
+def pictures(scores: Scores) -> dict[str, Any]:
+    """The heat maps and the curves of the report."""
+    import wandb
+
+    draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
+    draw |= {"parts": figures.draw_parts} if any(scores.parts) else {}
+    draw |= {"endtasks": figures.draw_endtasks} if task_points(scores) else {}
+    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}

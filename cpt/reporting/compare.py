@@ -1,0 +1,668 @@
+"""Compare groups of runs: means, paired differences from a baseline, ranks, Pareto fronts, and what can be
+concluded from them; as blocks of a page, and exported as CSV, LaTeX, JSON and parquet."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics as stdlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pandas import DataFrame
+
+from cpt.core.files import replacing
+from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
+from cpt.evaluation.predictions import Marked, answers_in, correct, join_examples, mark_answers, rows_asked
+from cpt.evaluation.scores import RUN_KEYS, describe_conditions
+from cpt.evaluation.statistics import (
+    BOOTSTRAPPED,
+    LEAST,
+    Difference,
+    compare_differences,
+    compare_pairs,
+    intervals_of_means,
+    mcnemar,
+)
+from cpt.evaluation.task_metrics import describe_task, head_of
+from cpt.reporting import frames
+from cpt.reporting.frames import decimals, format_interval, megabytes, percent, perplexity, strip_controls
+from cpt.reporting.load_runs import Group, Run, Section, differing_settings, name_orders
+from cpt.reporting.page import Block, few
+
+NONE = "–"
+KINDS = {"csv": ".csv", "latex": ".tex", "json": ".json", "parquet": ".parquet"}  # of exports
+EQUAL_COMPUTE = 1.1  # times the baseline's FLOPs
+MAX_SETTINGS = 8  # differing settings that a note names
+ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
+RUNS = f"95 % interval: Student's t, BCa bootstrap from {BOOTSTRAPPED} on, none below {LEAST}"
+SPREAD = f"Mean ± standard deviation over the runs of a group, [{RUNS}]; (k): k of its runs have the number."
+TESTED = (
+    "p: two-sided sign-flip test over the pairs, for n pairs at least 2^(1-n) and 1/10001; Holm: corrected "
+    f"for the groups in the column (Holm 1979); p (t), Holm (t): paired t test, from {LEAST} pairs on"
+)
+EXAMPLES = (
+    "Group minus baseline in percentage points over the examples that both were given; tasks weigh alike. "
+    "Predictions are means over the orders and seeds that both have. Examples are redrawn within their task "
+    "(interval) or swapped between the two (p; McNemar's exact test for a pair of runs): interval and p are "
+    "about other examples, not other runs. Both, only group, only baseline: right there, of each pair of "
+    "runs; of a graded measure: as good, better in one of the two."
+)
+COSTS = (
+    "FLOPs: forward, backward and extra passes; learning: without scoring; (x): over the baseline's; "
+    "trained: parameters; stored: what the method keeps beside the model; per domain: its growth with each."
+)
+
+
+class Measure(NamedTuple):
+    key: str  # of Run.values
+    title: str
+    show: Callable[[float], str] = decimals
+    higher: bool = False  # whether more is better
+    relative: bool = False  # shown as the mean, and that over the baseline's
+
+
+def whole(number: float) -> str:
+    return f"{number:,.0f}"
+
+
+MEASURES = (
+    Measure("LC/perplexity", "LC (perplexity)", perplexity),
+    Measure("LC/bits_per_byte", "LC (bits per byte)"),
+    Measure("CPT/nats", "CPT"),
+    Measure("FG/nats", "FG"),
+    Measure("BWT_zs/nats", "BWT_zs", higher=True),
+    Measure("FWT_zs/nats", "FWT_zs", higher=True),
+    Measure("general_drift/nats", "general drift"),
+    Measure("intransigence/nats", "intransigence"),
+    Measure("answers/AP", "AP (%)", percent, higher=True),
+    Measure("answers/LA", "LA (%)", percent, higher=True),
+    Measure("answers/BWT", "BWT (%)", percent, higher=True),
+    Measure("answers/F", "F (%)", percent),
+    Measure("answers/FWT", "FWT (%)", percent, higher=True),
+    Measure("endtask/MF1", "MF1 (%)", percent, higher=True),
+    Measure("endtask/Acc", "Acc (%)", percent, higher=True),
+    Measure("endtask/forward", "forward MF1 (%)", percent, higher=True),
+    Measure("endtask/forget_rate", "forget rate (%)", percent),
+)
+FLOPS = Measure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
+COST_MEASURES = (
+    Measure("cost/tokens", "tokens (x baseline)", whole, relative=True),
+    FLOPS,
+    Measure("cost/seconds_learn", "learning, s (x baseline)", whole, relative=True),
+    Measure("cost/seconds", "all (s)", whole),
+    Measure("cost/memory", "peak memory", megabytes),
+    Measure("cost/trained", "trained", whole),
+    Measure("cost/stored", "stored", megabytes),
+    Measure("cost/stored_per_domain", "per domain", megabytes),
+)
+COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
+CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")  # shown at first
+BRIEF = ("LC/perplexity", "CPT/nats", "FG/nats", "general_drift/nats")  # in the console and LaTeX
+BRIEF += ("answers/AP", "answers/F", "endtask/MF1", "endtask/forget_rate")
+QUESTIONS = {  # how a finding begins, and its unit
+    "FG/nats": ("Forgets least", " nats"),
+    "CPT/nats": ("Learns most", " nats"),
+    "LC/perplexity": ("Best average at the end", " perplexity"),
+    "endtask/MF1": ("Best end tasks", ""),
+    "answers/AP": ("Best answers", ""),
+}
+FRONTS = {  # lower is better in both
+    "forgetting (FG) and learning (CPT)": ("CPT/perplexity", "FG/nats"),
+    "LC and FLOPs": ("cost/flops", "LC/perplexity"),
+}
+
+
+class Spread(NamedTuple):
+    """A value over the runs of a group, None where there are too few; n of `runs` have it."""
+
+    n: int
+    runs: int
+    mean: float
+    sd: float | None  # of the sample
+    low: float | None  # 95 % interval of the mean
+    high: float | None
+
+
+class Contrast(NamedTuple):
+    """A difference from the baseline with its p-values, and these by Holm's procedure over the groups."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    n: int
+    p_t: float | None
+    p_holm: float
+    p_t_holm: float | None
+
+
+@lru_cache(maxsize=64)
+def spread_values(section: Section) -> dict[str, dict[str, Spread]]:
+    """By group and key."""
+    found: dict[str, dict[str, Spread]] = {group.name: {} for group in section.groups}
+    runs = {group.name: len(group.runs) for group in section.groups}
+    for group, rows in section.frame.groupby("group", sort=False):
+        values = {key: each.to_numpy() for key, each in rows.groupby("key", sort=False)["value"]}
+        for n in {len(each) for each in values.values()}:
+            same = {key: each for key, each in values.items() if len(each) == n}
+            bounds = intervals_of_means(np.stack([*same.values()])).tolist()
+            for (key, each), edges in zip(same.items(), bounds, strict=True):
+                sd = stdlib.stdev(each.tolist()) if n > 1 else None
+                low, high = edges if n >= LEAST else (None, None)
+                found[group][key] = Spread(n, runs[group], stdlib.fmean(each), sd, low, high)
+    return found
+
+
+def format_spread(given: Spread | None, show: Callable[[float], str], *, bounds: bool = True) -> str:
+    """`53.10 ± 0.30 [52.80, 53.40] (3)`; the last says how many runs have the number if not all have."""
+    if given is None:
+        return NONE
+    deviation = "" if given.sd is None else f" ± {show(given.sd)}"
+    interval = format_interval(given.low, given.high, show) if bounds else ""
+    return show(given.mean) + deviation + interval + f" ({given.n})" * (given.n < given.runs)
+
+
+def correct_holm(found: Mapping[str, Difference]) -> dict[str, Contrast]:
+    """Holm's step-down procedure (Holm 1979) on both p-values: the k-th smallest of m times m - k + 1, never
+    below the one before it, at most 1. A difference without a t test counts as one of p = 1."""
+    holm = []
+    for p in ([each.p for each in found.values()], [each.p_t for each in found.values()]):
+        p = np.array([1.0 if each is None else each for each in p])
+        order = np.argsort(p, kind="stable")
+        raised = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+        holm.append(raised[np.argsort(order)].tolist())
+    return {
+        name: Contrast(*each, flipped, None if each.p_t is None else by_t)
+        for (name, each), flipped, by_t in zip(found.items(), *holm, strict=True)
+    }
+
+
+@lru_cache(maxsize=1024)
+def pair_values(section: Section, key: str) -> dict[str, dict[tuple, float]]:
+    """By group and (order, seed); the mean of runs that have both alike."""
+    rows = section.frame[section.frame["key"] == key]
+    found: dict[str, dict[tuple, float]] = defaultdict(dict)
+    for (group, *pair), value in rows.groupby(["group", "order", "seed"], sort=False)["value"].mean().items():
+        found[group][tuple(pair)] = value
+    return found
+
+
+@lru_cache(maxsize=1024)
+def contrast_groups(section: Section, key: str) -> dict[str, Contrast]:
+    """By group, its mean difference from its baseline over the orders and seeds that both have."""
+    pairs = pair_values(section, key)
+    named = {name: other.name for name, other in section.baselines.items()}
+    found = {name: compare_pairs(pairs.get(name, {}), pairs.get(other, {})) for name, other in named.items()}
+    return correct_holm({name: each for name, each in found.items() if each.n})
+
+
+def is_ranked(group: Group, key: str) -> bool:
+    """Whether a group is ranked by a measure: with a model per domain, not by those of one final model."""
+    return not group.alone or key.startswith(ALONE)
+
+
+@lru_cache(maxsize=64)
+def rank_groups(section: Section) -> dict[str, dict[str, float]]:
+    """By measure, the mean rank (1: best) of each group among those of its model (and order, where groups are
+    told apart by it), over the orders and seeds that all these have."""
+    ranks = {}
+    for measure in list_present(section, COMPARED):
+        pairs, alike = pair_values(section, measure.key), defaultdict(dict)
+        for group in section.groups:
+            if group.name in pairs and is_ranked(group, measure.key):
+                alike[group.model, group.order][group.name] = pairs[group.name]
+        tables = [DataFrame(values).dropna() for values in alike.values() if len(values) > 1]
+        found = {}
+        for table in (table for table in tables if len(table)):
+            found |= table.rank(axis=1, ascending=not measure.higher).mean().to_dict()
+        ranks[measure.key] = found
+    return ranks
+
+
+def pareto_front(means: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The names than which no other is lower in one and no higher in the other, by ascending x."""
+    front, lowest = [], (math.inf, math.inf)
+    for name in sorted(means, key=lambda name: means[name]):
+        if means[name][1] < lowest[1] or means[name] == lowest:
+            front.append(name)
+            lowest = means[name]
+    return front
+
+
+@lru_cache(maxsize=16)
+def contrast_examples(section: Section) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Each group minus its baseline over the examples that both were given, of end tasks and of tasks with
+    answers: a record for all tasks together (`task` is empty) and for each task. Then notes, and a line for
+    each file that cannot be read. One task's answers are read after another's."""
+    notes, failed, parts = [], [], defaultdict(dict)
+    compared = [group for group in section.groups if group.name in section.baselines]
+    wanted = [(group, section.baselines[group.name]) for group in compared]
+    runs = list(dict.fromkeys(run for pair in wanted for group in pair for run in group.runs))
+    tuned: dict[str, dict] = defaultdict(dict)  # of a task, by run and end-task seed
+    for run in runs:
+        try:
+            for (task, seed), right in correct(run.folder, run.scores.rows, run.scores.endtasks).items():
+                if not run.domains or task in run.domains:  # joined by place, and only as many examples
+                    size = len(right)
+                    tuned[task][run, seed] = Marked(np.arange(size), np.full(size, size), right)
+        except ValueError as error:
+            failed.append(str(error))
+
+    asked = list_answer_measures(section)
+    for kind, task in [*(("end tasks", task) for task in tuned), *(("answers", task) for task in asked)]:
+        marked, measure = tuned.get(task, {}), "accuracy"
+        if kind == "answers":
+            marked, (measure, *others) = {}, asked[task]
+            if others:
+                notes.append(f"{task} is left out, as {' and '.join(asked[task])} are different measures.")
+            for run in (run for run in runs if task in run.tasks and not others):
+                try:
+                    row = rows_asked(run.tasks[task])[-1]
+                    marked[run, 0] = mark_answers(answers_in(run.folder, run.scores.rows, row, task), measure)
+                except (FileNotFoundError, IndexError):
+                    notes.append(f"{task}: no answers in {run.folder}.")
+                except ValueError as error:
+                    failed.append(str(error))
+        for group, baseline in wanted:
+            ours, theirs = (
+                {(run.pair, seed): each for (run, seed), each in reversed(marked.items()) if run in own.runs}
+                for own in (group, baseline)
+            )
+            both = [each[key] for key in ours if key in theirs for each in (ours, theirs)]
+            try:
+                joined = join_examples(both, what=f"{group.name}, {task}") if both else []
+            except ValueError as error:
+                failed.append(str(error))
+                continue
+            values = np.array([each.values for each in joined]).astype(float)
+            if values.size:
+                one, other = values[::2], values[1::2]
+                counts = [int((one * other).sum()), int((one > other).sum()), int((one < other).sum())]
+                if not set(np.unique(values)) <= {0, 1}:  # a graded measure
+                    counts[0] = int((one == other).sum())
+                part = ((one - other).mean(0), len(one), np.array(counts))
+                for key in ((kind, "", ""), (kind, task, measure)):
+                    parts[key].setdefault(group.name, []).append(part)
+
+    records = []
+    for (kind, task, measure), own in sorted(parts.items(), key=lambda each: each[0][1] != ""):
+        found = {name: compare_differences(each[0] for each in given) for name, given in own.items()}
+        for name, ((difference, pairs, counts), *others) in own.items():
+            if not others and pairs == 1 and set(np.unique(difference)) <= {-1, 0, 1}:
+                found[name] = found[name]._replace(p=mcnemar(*counts[1:].tolist()))
+        for name, contrast in correct_holm(found).items():
+            counts = np.sum([each[2] for each in own[name]], axis=0).tolist()
+            record = {"kind": kind, "task": task, "measure": measure, "tasks": len(own[name]), "group": name}
+            record |= {"baseline": section.baselines[name].name} | contrast._asdict()
+            records.append(record | dict(zip(("both", "only_group", "only_baseline"), counts, strict=True)))
+    return records, notes, failed
+
+
+def list_answer_measures(section: Section) -> dict[str, list[str]]:
+    """The headline measures of each task: one, unless runs differ."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for run in section.runs:
+        for task, given in run.tasks.items():
+            found[task].add(head_of(given))
+    return {task: sorted(names) for task, names in found.items()}
+
+
+def list_present(section: Section, measures: Iterable[Measure]) -> list[Measure]:
+    """The measures that some run has."""
+    keys = set(section.frame["key"])
+    return [measure for measure in measures if measure.key in keys]
+
+
+def build_table(section: Section, cells: Sequence[Sequence[str]], *, of: int = 0, **block: Any) -> Block:
+    """A table whose rows the page filters by the group in column `of`; nothing without rows."""
+    groups = {group.name: group for group in section.groups}
+    facets = []
+    for group in (groups[row[of]] for row in cells):
+        order = {"order": group.orders[0]} if group.order is not None else {}
+        facets.append({"method": group.plain, "model": group.model, **order, "domains": section.title})
+    return Block(cells=cells, filtered=True, facets=facets, **block) if cells else Block()
+
+
+def tabulate_spreads(
+    section: Section, measures: Iterable[Measure], *, bounds: bool = True, names: Any = (), **block: Any
+) -> Block:
+    """A row per group; `names`, properties of it, before the measures that some run has."""
+    spreads, measures, cells = spread_values(section), list_present(section, measures), []
+    for group in section.groups:
+        row = [group.name, *(getattr(group, name) for name in names)]
+        baseline = group if group in section.baselines.values() else section.baselines.get(group.name)
+        for measure in measures:
+            own = spreads[group.name].get(measure.key)
+            other = spreads[baseline.name].get(measure.key) if baseline else None
+            if measure.relative and own:
+                ratio = f" ({own.mean / other.mean:.2f})" if other and other.mean else ""
+                row.append(measure.show(own.mean) + ratio)
+            else:
+                row.append(format_spread(own, measure.show, bounds=bounds))
+        cells.append(row)
+    called = {"size": "runs", "named_orders": "orders"}
+    head = ["group", *(called.get(name, name) for name in names), *(m.title for m in measures)]
+    return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
+
+
+def tabulate_main(section: Section, *, domains: Sequence[str] = ()) -> Block:
+    """Every measure; `domains`: the only ones measured, if any."""
+    names, measures = ("method", "model", "named_orders", "size"), [*MEASURES, FLOPS]
+    shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
+    only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
+    lines = [*only, f"{SPREAD} In nats if no unit is named.", *describe_section(section)]
+    titled = {"title": section.title, "lines": lines, "chosen": [0, *shown]}
+    return tabulate_spreads(section, measures, names=names, **titled)
+
+
+def tabulate_brief(section: Section) -> Block:
+    """The main table without intervals and rarer measures."""
+    measures = [measure for measure in MEASURES if measure.key in BRIEF]
+    return tabulate_spreads(section, measures, names=["size"], bounds=False)
+
+
+def tabulate_tasks(section: Section) -> Block:
+    """The last score of each end task, in its own metric."""
+    found = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
+    measures = [Measure(f"task/{task}", f"{task} ({metric})", percent) for task, metric in found.items()]
+    line = f"In %, each in the last row in which it was measured, a mean over its seeds. {SPREAD}"
+    return tabulate_spreads(section, measures, title="End tasks", lines=[line])
+
+
+def describe_section(section: Section) -> list[str]:
+    """What a reader must know before comparing the groups of a section."""
+    groups, runs, objective = section.groups, section.runs, section.conditions["objective"]
+    lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
+    if objective != "causal":
+        lines.append(
+            f"Bits per byte of a {objective} model are no code length, and comparable within these runs only."
+        )
+    if any(len(group.runs) > 1 for group in groups):
+        lines.append(
+            "Runs of a model share its base (model.base.seed) and one split of the texts. Intervals and p "
+            "over runs are about orders, masked positions and dropout, not about other bases or texts."
+        )
+    orders = name_orders(runs)
+    if len(orders) > 1:
+        lines += [f"order {name}: {few(order)}" for order, name in orders.items() if name != ",".join(order)]
+    if alone := sorted({f"`{group.method}`" for group in groups if group.alone}):
+        meaning = "their CPT counts; their LC and FG compare models that never met"
+        lines.append(f"Methods that learn every domain from the base ({' and '.join(alone)}): {meaning}.")
+    if given := [group.name for group in groups if group.needs_domain]:
+        lines.append(f"Given the domain of a text at test time: {few(given, between=', ')}.")
+    own = ("method.", "mask.", "replay.", "routing.", "model.")
+    if keys := [key for key in differing_settings(runs) if not key.startswith(own)]:
+        more = f" and {len(keys) - MAX_SETTINGS} more" * (len(keys) > MAX_SETTINGS)
+        lines.append(f"The runs differ beyond their methods, in {', '.join(keys[:MAX_SETTINGS])}{more}.")
+    if not section.baselines and len(groups) > 1:
+        lines.append(f"No differences: no single group {section.baseline} with the same model and orders.")
+    return lines
+
+
+def tabulate_differences(
+    section: Section, measures: Iterable[Measure] = COMPARED, *, title: str = "Differences"
+) -> Block:
+    """A row per group that has a baseline: mean difference, interval, p-values and Holm's."""
+    measures = list_present(section, measures)
+    columns = [contrast_groups(section, measure.key) for measure in measures]
+    head, cells = ["group", "baseline", "pairs"], []
+    for measure in measures:
+        head += [f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)"]
+    for group in section.groups:
+        if group.name in section.baselines and any(group.name in column for column in columns):
+            own = [column.get(group.name) for column in columns]
+            row = [group.name, section.baselines[group.name].name, str(max(each.n for each in own if each))]
+            for each, measure in zip(own, measures, strict=True):
+                row += format_contrast(each, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
+            cells.append(row)
+    most, count = max((each.n for own in columns for each in own.values()), default=0), len(cells)
+    needed = needed_pairs(count) if count else None
+    need = f"; for {count} groups, Holm ≤ {LEVEL} needs {needed} pairs or more" * bool(needed)
+    lines = [f"Group minus baseline, over the pairs (order, seed) that both have; [{RUNS}]."]
+    lines.append(f"{TESTED} (the smallest p here: {least_p(most):.3g}){need}.")
+    named = f"{title} from {section.baseline}"
+    return build_table(section, cells, title=named, head=head, words=2, lines=lines)
+
+
+def format_contrast(
+    given: Contrast | None, show: Callable[[float], str], tests: Sequence[str] = ("p", "p_holm")
+) -> list[str]:
+    """Difference with its interval, and p-values."""
+    if given is None:
+        return [NONE] * (1 + len(tests))
+    shown = [getattr(given, name) for name in tests]
+    difference = show(given.mean) + format_interval(given.low, given.high, show)
+    return [difference, *(NONE if p is None else f"{p:.3g}" for p in shown)]
+
+
+def build_tables(section: Section) -> list[Block]:
+    """All tables after the main one: differences, ranks, end tasks, benchmarks, examples, compute."""
+    measures = {}
+    for name, task in ((n, t) for run in section.runs for n, t in run.scores.probes.get("tasks", {}).items()):
+        told = describe_task(name, task)
+        chance = "" if task["chance"] is None else f", chance {decimals(task['chance'])}"
+        title = f"{told}{chance}{', lower is better' * (not task['higher'])}"
+        measures[told] = Measure(f"probe/{told}", title, higher=task["higher"])
+    in_units = f"In the harness's own units, after the last stage that was measured. {SPREAD}"
+
+    ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
+    placed = [
+        [group.name, *(f"{own[group.name]:.2f}" if group.name in own else NONE for own in ranks.values())]
+        for group in section.groups
+    ]
+    head = ["group", *(measure.title for measure in COMPARED if measure.key in ranks)]
+    line = "Mean rank (1: best) over the orders and seeds that all groups with the measure have."
+
+    records, notes, _ = contrast_examples(section)
+    examples = []
+    for each in records:
+        contrast = Contrast(*(each[name] for name in Contrast._fields))
+        counts = [f"{each[name]:,}" for name in ("n", "both", "only_group", "only_baseline")]
+        task = each["task"] or f"all {each['tasks']} {each['kind']}"
+        row = [task, each["group"], each["baseline"], each["measure"] or NONE, counts[0]]
+        examples.append([*row, *format_contrast(contrast, percent), *counts[1:]])
+    tail = ["measure", "examples", "Δ (points)", "p", "Holm", "both", "only group", "only baseline"]
+
+    fronts = {}
+    for title, (x, y) in FRONTS.items():
+        means = {g.name: (g.mean(x), g.mean(y)) for g in section.groups if is_ranked(g, y)}
+        fronts[title] = pareto_front({name: point for name, point in means.items() if None not in point})
+    on_front = [f"On the Pareto front of {t}: {few(f, between=', ')}." for t, f in fronts.items() if f]
+    return [
+        tabulate_differences(section),
+        build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[line]),
+        tabulate_tasks(section),
+        tabulate_spreads(section, measures.values(), title="Probes", lines=[in_units]),
+        tabulate_differences(section, measures.values(), title="Probes: differences"),
+        build_table(section, examples, of=1, title="Over test examples", words=4, lines=[EXAMPLES, *notes],
+                    head=["task", "group", "baseline", *tail]),
+        Block(title="Over test examples", lines=notes) if notes and not examples else Block(),
+        tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[COSTS, *on_front]),
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def build_findings(section: Section) -> Block:
+    """Sentences: by each of QUESTIONS the best group, its lead over the baseline, and what the test does not
+    tell apart from it. Nothing of fewer than two groups that learned a sequence."""
+    alike = defaultdict(list)
+    for group in section.groups:
+        if not group.alone and group.mean("FG/nats") is not None:
+            alike[group.model, group.order].append(group)
+    several, lines = sum(len(groups) > 1 for groups in alike.values()) > 1, []
+    for (model, order), groups in alike.items():
+        if len(groups) < 2:
+            continue
+        whose = f" ({model}{f', order {groups[0].orders[0]}' * bool(order)})" * several
+        for measure in (measure for measure in MEASURES if measure.key in QUESTIONS):
+            lines += describe_best(section, groups, measure, QUESTIONS[measure.key][0] + whose)
+            if measure.key == "FG/nats" and (given := [g.name for g in groups if g.needs_domain]):
+                lines.append(f"Given the domain of a text at test time{whose}: {few(given, between=', ')}.")
+                rest = [group for group in groups if not group.needs_domain]
+                lines += describe_best(section, rest, measure, f"Forgets least without it{whose}")
+        bases = {section.baselines[group.name] for group in groups if group.name in section.baselines}
+        if len(bases) == 1:
+            (base,), begin = bases, f"Best at equal compute{whose}"
+            limit = EQUAL_COMPUTE * (base.mean("cost/flops") or 0)
+            within = [group for group in groups if 0 < (group.mean("cost/flops") or 0) <= limit]
+            told = f"{begin} (at most {EQUAL_COMPUTE} times {base.name}'s FLOPs, {len(within)} groups)"
+            none = f"no other group took at most {EQUAL_COMPUTE} times the FLOPs of {base.name}"
+            none = none if limit else f"not known, {base.name} has no counted FLOPs"
+            lines += describe_best(section, within, MEASURES[0], told) or [f"{begin}: {none}."]
+    how = (
+        f"Best by its mean over runs [{RUNS}]; against others by the mean paired difference over the orders "
+        "and seeds that both have, the sign-flip test (p), which tells groups apart, and the paired t test, "
+        "each with Holm over all others. The best was chosen by the same runs: its lead is, if anything, too "
+        "large. Methods without a sequence (`joint`, `one`, `none`) are left out."
+    )
+    return Block(title="Findings", lines=[*lines, how] if lines else [])
+
+
+def describe_best(section: Section, groups: Sequence[Group], measure: Measure, begin: str) -> list[str]:
+    """One line, `Forgets least: ewc, FG 0.0042 [0.0030, 0.0051] nats (runs: 3); -0.2 [-0.3, -0.1] against ncl
+    …`; none where fewer than two groups have the number."""
+    means = {group.name: mean for group in groups if (mean := group.mean(measure.key)) is not None}
+    if len(means) < 2:
+        return []
+    best = min(means, key=lambda name: means[name] * (-1 if measure.higher else 1))
+    show, unit, spread = measure.show, QUESTIONS[measure.key][1], spread_values(section)[best][measure.key]
+    bounds = format_interval(spread.low, spread.high, show)
+    title = measure.title.removesuffix(f" ({unit.strip()})")
+    line = f"{begin}: `{best}`, {title} {show(spread.mean)}{bounds}{unit}"
+    line += f" (runs: {spread.n}{'' if bounds else ', no interval'})"
+    if lead := contrast_groups(section, measure.key).get(best):
+        by_t = "" if lead.p_t is None else f", paired t {lead.p_t:.2g}, Holm {lead.p_t_holm:.2g}"
+        line += f"; {show(lead.mean)}{format_interval(lead.low, lead.high, show)} against "
+        line += f"{section.baselines[best].name}, p {lead.p:.2g}, Holm {lead.p_holm:.2g}{by_t} "
+        line += f"({lead.n} pair{'s' * (lead.n > 1)})"
+
+    pairs = pair_values(section, measure.key)
+    against = {name: compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
+    others = correct_holm({name: each for name, each in against.items() if each.n})
+    alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
+    most, count = max((each.n for each in others.values()), default=0), len(others)
+    verdict = f"Told apart from {count - len(alike)} of {count} others (Holm p < {LEVEL:.2g})"
+    if alike and (needed := needed_pairs(count)) and most < needed:
+        within = few([n for n, each in others.items() if not (each.low > 0 or each.high < 0)], between=", ")
+        verdict += f": Holm over {count} needs {needed} pairs, there are {most}"
+        if most >= LEAST:
+            verdict += f". The paired intervals exclude 0 against all others{' but ' * bool(within)}{within}"
+    elif alike:
+        verdict += f", not from {few(alike, between=', ')}"
+    return [f"{line}. {verdict}."]
+
+
+def build_heading(sections: Sequence[Section]) -> list[Block]:
+    """What several sections differ in."""
+    if len(sections) < 2:
+        return []
+    lines = [
+        f"{len(sections)} sections, each with its own tables, ranks, differences and pictures: a perplexity "
+        f"means another thing in each, so that no number of one may be compared with one of another, but for "
+        "the bits per byte of causal models on the same texts where only tokenizer or length differ."
+    ]
+    for number, section in enumerate(sections, start=1):
+        own = section.conditions
+        keys = [key for key in own if len({each.conditions[key] for each in sections}) > 1]
+        named = own | {"domains": few(section.domains, between=", ")}
+        said = ", ".join(f"{key} {named[key]}" for key in keys if own[key] != "none")
+        models = few(sorted({group.model for group in section.groups}), between=", ")
+        runs = f"{len(section.runs)} run{'s' * (len(section.runs) > 1)}"
+        lines.append(f"Section {number}, {runs} of {models}: {said}.")
+    return [Block(lines=lines)]
+
+
+def export_sections(
+    sections: Sequence[Section], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
+) -> None:
+    """Writes STEM.csv (a row per run with every number of its report), .tex (a booktabs table per section),
+    .json (everything, with `more`) and .parquet (the tidy frame of all runs)."""
+    runs: list[tuple[dict[str, Any], Run]] = []
+    for number, section in enumerate(sections, start=1):
+        for group, run in ((each, run) for each in section.groups for run in each.runs):
+            facts = {"folder": Path(os.path.relpath(run.folder, stem.parent)).as_posix()}
+            facts |= {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
+            facts |= {"order": " ".join(run.scores.run["order"]), "section": number, "group": group.name}
+            runs.append((facts, run))
+    for kind in kinds:
+        with replacing(stem.with_name(stem.name + KINDS[kind])) as partial:
+            if kind == "csv":
+                partial.write_text(format_csv(runs), encoding="utf-8")
+            elif kind == "latex":
+                tables = "\n".join(map(format_latex, sections))
+                partial.write_text("% needs \\usepackage{booktabs}\n" + tables, encoding="utf-8")
+            elif kind == "json":
+                partial.write_text(format_json(sections, runs, more), encoding="utf-8")
+            else:
+                rows = [own | {"key": key, "value": x} for own, run in runs for key, x in run.values.items()]
+                DataFrame(rows).to_parquet(partial, index=False)
+
+
+def format_csv(runs: Sequence[tuple[dict[str, Any], Run]]) -> str:
+    """`compared/…` are over the domains of --domains, other numbers over all texts. A text that a spreadsheet
+    would take for a formula gets an apostrophe."""
+    names, lines = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap"), []
+    for facts, run in runs:
+        numbers = frames.summarize_scores(run.scores)
+        line = facts | {name: run.conditions[name] for name in names}
+        line |= {f"compared/{key}": value for key, value in run.values.items()}
+        lines.append(line | {f"{key}/value" if key in RUN_KEYS else key: x for key, x in numbers.items()})
+
+    def defuse(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+    frame = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
+    return frame.to_csv(index=False, lineterminator="\n")
+
+
+def format_latex(section: Section) -> str:
+    """The brief table; in bold the best mean of each column and those that are equal in the digits shown."""
+    brief = tabulate_brief(section)
+    table = DataFrame(brief.cells, columns=list(brief.head)).map(strip_controls)
+    bold = DataFrame("", index=table.index, columns=table.columns)
+    for measure in (measure for measure in MEASURES if measure.title in table):
+        key = measure.key
+        means = [group.mean(key) if is_ranked(group, key) else None for group in section.groups]
+        known = [mean for mean in means if mean is not None]
+        best = measure.show((max if measure.higher else min)(known)) if known else None
+        bold[measure.title] = ["textbf:--rwrap;" * (x is not None and measure.show(x) == best) for x in means]
+
+    def typeset(text: str) -> str:
+        return re.sub(r"^-(?=\d)", "$-$", text.replace("±", r"$\pm$").replace("–", "--"))
+
+    style = table.style.hide(axis="index").format(typeset, escape="latex")
+    style = style.format_index(escape="latex", axis=1).apply(lambda _: bold, axis=None)
+    comments = (section.title, describe_conditions(section.conditions))
+    text = style.to_latex(hrules=True, column_format="l" + "r" * (len(brief.head) - 1))
+    return "".join(f"% {strip_controls(comment)}\n" for comment in comments) + text
+
+
+def format_json(sections: Sequence[Section], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:
+    """By section: groups with spreads, differences and ranks; examples; runs with their values. A number that
+    is not finite is null."""
+    described = []
+    for number, section in enumerate(sections, start=1):
+        contrasts = {key: contrast_groups(section, key) for key in dict.fromkeys(section.frame["key"])}
+        groups = [
+            {"name": name, "method": group.method, "model": group.model, "orders": list(group.orders)}
+            | {"runs": len(group.runs), "baseline": getattr(section.baselines.get(name), "name", None)}
+            | {"spreads": {key: each._asdict() for key, each in spread_values(section)[name].items()}}
+            | {"differences": {key: own[name]._asdict() for key, own in contrasts.items() if name in own}}
+            | {"ranks": {key: own[name] for key, own in rank_groups(section).items() if name in own}}
+            for name, group in ((group.name, group) for group in section.groups)
+        ]
+        told = {"title": section.title, "conditions": dict(section.conditions), "domains": section.domains}
+        told |= {"groups": groups, "examples": contrast_examples(section)[0]}
+        told["runs"] = [own | {"values": run.values} for own, run in runs if own["section"] == number]
+        described.append(told)
+    text = json.dumps({"version": 2, "sections": described, **more})
+    plain = json.loads(text, parse_constant=lambda constant: None)  # JSON has no nan and infinity
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"

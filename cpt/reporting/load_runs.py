@@ -1,0 +1,386 @@
+"""Runs for a comparison: found, filtered, measured, and grouped where their numbers are comparable."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from pandas import DataFrame
+
+from cpt.core.config import executes, flatten
+from cpt.data.sources.base import GENERAL
+from cpt.evaluation import task_metrics
+from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
+from cpt.evaluation.scores import Scores, conditions
+from cpt.evaluation.task_metrics import describe_task
+from cpt.reporting.drawing import find_places
+from cpt.reporting.frames import escape_name, label, shorten, split_variant, summarize_scores
+from cpt.reporting.page import few
+
+SUBFOLDERS = {  # of a run folder; none holds another run
+    *("answers", "checkpoints", "diagnostics", "documents", "endtasks", "model", "probes", "rebuilt"),
+    *("stages", "wandb"),
+}
+FILTERS = ("method", "mask", "replay", "variant", "model", "order", "seed", "name", "objective")
+COSTS = ("tokens", "flops", "seconds_learn", "seconds", "memory", "trained", "stored", "stored_per_domain")
+SOURCES = ("domains.", "eval.tokens", "order")  # settings that digests, counts and the order stand for
+NAMED_SETTINGS = 3  # in a group's name, if it differs in more
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the former is ten times as fast
+Pair = tuple[tuple[str, ...], int]  # order and seed
+
+
+@dataclass(kw_only=True, eq=False)
+class Run:
+    """A run and the finite numbers it is compared by: `LC/nats`, `task/<task>`, `probe/<description>`, ..."""
+
+    folder: Path
+    scores: Scores
+    domains: frozenset[str] = frozenset()  # the metrics are of these alone; empty: of all
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def pair(self) -> Pair:
+        return tuple(self.scores.run["order"]), self.scores.run["seed"]
+
+    @property
+    def tasks(self) -> dict[str, Mapping[str, Any]]:
+        """The tasks with answers, of the chosen domains."""
+        found = self.scores.answers.get("tasks", {})
+        return {task: given for task, given in found.items() if not self.domains or task in self.domains}
+
+    @cached_property
+    def conditions(self) -> dict[str, str]:
+        """What a perplexity depends on beside the model: see cpt.evaluation.conditions."""
+        return conditions(self.scores)
+
+    @property
+    def comparability(self) -> tuple[str, ...]:
+        """Equal for runs whose perplexities are over the same scored tokens, whatever the cap."""
+        return tuple(value for name, value in self.conditions.items() if name != "cap")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The leaves of config.yaml without what only says how it was executed; empty where there is none."""
+        try:
+            tree = yaml.load((self.folder / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):
+            return {}
+        leaves = flatten(tree) if isinstance(tree, dict) else ()
+        return {key: value for key, value in leaves if not executes(key)}
+
+    @property
+    def order(self) -> str:
+        """The order's name in the config (0, reverse, ...), else its domains with commas."""
+        given = self.settings.get("order")
+        return ",".join(self.scores.run["order"]) if given is None or isinstance(given, list) else str(given)
+
+    def names(self, key: str) -> set[str]:
+        """The values that a filter may give for this run."""
+        given = self.order if key == "order" else str(self.scores.run[key])
+        more = {"order": [",".join(self.scores.run["order"])], "variant": split_variant(self.scores.run)}
+        return {given, *more.get(key, [])}
+
+
+class FoundRuns(NamedTuple):
+    runs: list[Run]
+    damaged: list[str]  # a line for each folder or file that cannot be read
+    begun: list[Path]  # folders with config.yaml and no scores.json
+
+
+def find_runs(folders: Sequence[Path]) -> FoundRuns:
+    """The runs below the folders, each once."""
+    damaged = [f"{folder}: no such folder" for folder in folders if not Path(folder).is_dir()]
+    holding: dict[Path, tuple[Path, bool]] = {}
+    for top in folders:
+        for folder, inner, files in os.walk(top):
+            is_run = "scores.json" in files or "config.yaml" in files
+            inner[:] = [name for name in inner if name[0] != "." and not (is_run and name in SUBFOLDERS)]
+            if is_run:
+                holding[Path(folder).resolve()] = Path(folder), "scores.json" in files
+    runs, begun = [], []
+    for folder, measured in sorted(holding.values()):
+        try:
+            if measured:
+                runs.append(Run(folder=folder, scores=Scores.load(folder / "scores.json")))
+            else:
+                begun.append(folder)
+        except (OSError, ValueError) as error:
+            damaged.append(str(error))
+    return FoundRuns(runs, damaged, begun)
+
+
+def filter_runs(runs: Sequence[Run], where: Sequence[str]) -> list[Run]:
+    """The runs that have one of the values of each `KEY=VALUE[,VALUE…]`; one with commas may be given whole.
+    Raises ValueError for another form or key, and for a value that no run has."""
+    pairs = [word.partition("=") for word in where]
+    for word, (key, _, value) in zip(where, pairs, strict=True):
+        if key not in FILTERS or not value:
+            raise ValueError(f"--where {word}; allowed: KEY=VALUE[,VALUE…] with one of {', '.join(FILTERS)}")
+    chosen = list(runs)
+    for key, _, value in pairs if runs else ():
+        known = set().union(*(run.names(key) for run in runs))
+        values = {value} if value in known else set(value.split(","))
+        if absent := sorted(values - known):
+            raise ValueError(f"--where {key}={','.join(absent)}; there is: {', '.join(sorted(known))}")
+        chosen = [run for run in chosen if run.names(key) & values]
+    if runs and not chosen:
+        raise ValueError(f"--where {' '.join(where)}: no run has all of these, each alone some have")
+    return chosen
+
+
+def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
+    """The scores with metrics, end tasks and answers over these domains alone: a mean is over their terms."""
+    cells = np.where([name not in (*names, GENERAL) for name in scores.domains], np.nan, scores.cells)
+    metrics = {
+        name: {unit: float(value) for unit, value in units.items()}
+        for name, units in compute_values(cells, layout=scores).items()
+    }
+    asked = scores.answers
+    if tasks := {task: given for task, given in asked.get("tasks", {}).items() if task in names}:
+        matrix = np.where(
+            [task not in tasks for task in asked["tasks"]], np.nan, task_metrics.matrix_of(asked)
+        )
+        rows, columns = scores.rows[: len(matrix)], list(asked["tasks"])
+        found = task_metrics.compute_metrics(matrix, rows=rows, tasks=columns)
+        found = {name: float(found[name]) for name in asked["metrics"] if name in found}
+        asked = asked | {"tasks": tasks, "metrics": found, "intervals": {}}
+    tuned = scores.endtasks
+    if places := [place for place, task in enumerate(tuned.get("tasks", ())) if task in names]:
+        kept = [tuned["tasks"][place] for place in places]
+        cubes = {
+            kind: [[row[place] for place in places] for row in rows] for kind, rows in tuned["scores"].items()
+        }
+        facts = {key: {task: tuned[key][task] for task in kept} for key in ("metric", "classes", "examples")}
+        tuned = tuned | facts | {"tasks": kept, "scores": cubes}
+    asked, tuned = asked if tasks else {}, tuned if places else {}
+    return replace(scores, metrics=metrics, answers=asked, endtasks=tuned)
+
+
+def measure_runs(runs: Sequence[Run], *, domains: Collection[str] = ()) -> list[Run]:
+    """Copies of the runs with their values, over these domains alone if any are given; without runs that have
+    none of them. Intransigence is against `one` with the same model, order and conditions, and the same seed
+    if there is one. Raises ValueError for a domain that no run has."""
+    known = {name for run in runs for name in run.scores.domains} - {GENERAL}
+    if absent := [name for name in domains if runs and name not in known]:
+        raise ValueError(f"--domains {','.join(absent)}; there is: {', '.join(sorted(known))}")
+    plain = {"method": "one", "mask": "none", "replay": "none"}
+    references = [run for run in runs if plain.items() <= run.scores.run.items()]
+    keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
+    keys += [f"endtask/{name}" for name in task_metrics.ENDTASK_MEANINGS] + [
+        f"answers/{name}" for name in task_metrics.ANSWER_METRICS
+    ]
+    measured = []
+    for run in runs:
+        names = frozenset(domains) & set(run.scores.domains)
+        if domains and not names:
+            continue
+        scores = restrict_scores(run.scores, names) if names else run.scores
+        numbers = summarize_scores(scores, ("metric", "task", "score", "probe", "cost"))
+        alone = [each for each in references if each.pair[0] == run.pair[0]]
+        alone = [each for each in alone if each.scores.run["model"] == run.scores.run["model"]]
+        alone = [each for each in alone if each.comparability == run.comparability]
+        if alone and run not in references:
+            other = min(alone, key=lambda each: each.pair[1] != run.pair[1]).scores.diagonal
+            own = {name: x for name, x in run.scores.diagonal.items() if not names or name in names}
+            if shared := [name for name in own if name in other]:
+                lost = intransigence([own[n] for n in shared], one=[other[n] for n in shared])
+                numbers["intransigence/nats"] = float(lost)
+        named = {
+            f"task/{task}": f"endtask/{escape_name(task)}/{metric}"
+            for task, metric in scores.endtasks.get("metric", {}).items()
+        }
+        for task, given in scores.probes.get("tasks", {}).items():
+            named[f"probe/{describe_task(task, given)}"] = f"probe/{escape_name(task)}"
+        found = {key: numbers.get(named.get(key, key), math.nan) for key in (*keys, *named)}
+        found |= {f"cost/{cost}": numbers.get(f"cost/{cost}", math.nan) for cost in COSTS}
+        run = copy.copy(run)
+        run.domains, run.values = names, {key: x for key, x in found.items() if math.isfinite(x)}
+        measured.append(run)
+    return measured
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """Runs that differ in seed and order alone."""
+
+    name: str
+    plain: str  # method, mask and replay
+    model: str
+    orders: Sequence[str]  # names of its orders
+    own: frozenset[str]  # the values that set it apart
+    runs: Sequence[Run]
+    order: tuple[str, ...] | None = None  # where groups are told apart by it
+
+    @property
+    def method(self) -> str:
+        return self.runs[0].scores.run["method"]
+
+    @property
+    def alone(self) -> bool:
+        """Whether its method trains every domain from the base."""
+        return self.runs[0].scores.alone
+
+    @property
+    def needs_domain(self) -> bool:
+        """Whether the domain of a text is given at test time."""
+        return any(run.scores.needs_domain for run in self.runs)
+
+    @property
+    def named_orders(self) -> str:
+        return few(self.orders, between=", ")
+
+    @property
+    def size(self) -> str:
+        """`6 (3 seeds x 2 orders)`."""
+        seeds, orders = (len({run.pair[place] for run in self.runs}) for place in (1, 0))
+        counts = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((seeds, "seed"), (orders, "order"))]
+        return f"{len(self.runs)} ({(' x ' if len(self.runs) == seeds * orders else ', ').join(counts)})"
+
+    def of(self, key: str) -> list[float | None]:
+        """A value by run."""
+        return [run.values.get(key) for run in self.runs]
+
+    def mean(self, key: str) -> float | None:
+        known = [run.values[key] for run in self.runs if key in run.values]
+        return fmean(known) if known else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Section:
+    """Groups whose runs were measured under the same conditions, so that their numbers can be compared; the
+    best LC first."""
+
+    title: str
+    conditions: Mapping[str, str]
+    groups: Sequence[Group]
+    baseline: str  # as asked for
+    baselines: Mapping[str, Group]  # by the name of a group
+    places: Mapping[str, int]  # colour and marker by the name of a group, in all sections
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def domains(self) -> list[str]:
+        return sorted(set(self.runs[0].scores.domains) - {GENERAL})
+
+    @cached_property
+    def frame(self) -> DataFrame:
+        """A row per run and value: run (its place in `runs`), group, model, order, seed, key, value."""
+        rows = [
+            (number, group.name, group.model, *run.pair, key, value)
+            for number, (group, run) in enumerate((g, run) for g in self.groups for run in g.runs)
+            for key, value in run.values.items()
+        ]
+        return DataFrame(rows, columns=["run", "group", "model", "order", "seed", "key", "value"])
+
+
+def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str = "ncl") -> list[Section]:
+    """A section per set of comparable runs, the largest first; `by_order`: a group per order."""
+    alike = defaultdict(list)
+    for run in runs:
+        alike[run.comparability].append(run)
+    sets = [group_runs(each, by_order=by_order) for each in sorted(alike.values(), key=lambda x: -len(x))]
+    places = find_places((group.name, group.plain) for groups in sets for group in groups)
+    titled = defaultdict(list)
+    for groups in sets:
+        conditions = groups[0].runs[0].conditions
+        titled[conditions["objective"], conditions["domains"]].append(conditions)
+    sections = []
+    for groups in sets:
+        own = groups[0].runs[0].conditions
+        others = titled[own["objective"], own["domains"]]
+        apart = [f"{key} {own[key]}" for key in own if len({each[key] for each in others}) > 1]
+        baselines = {group.name: find_baseline(group, groups, baseline) for group in groups}
+        section = Section(
+            title="",
+            conditions=own,
+            groups=groups,
+            baseline=baseline,
+            baselines={name: other for name, other in baselines.items() if other is not None},
+            places=places,
+        )
+        title = f"{own['objective']}: {few(section.domains, between=', ')}"
+        sections.append(replace(section, title=title + f" ({', '.join(apart)})" * bool(apart)))
+    return sections
+
+
+def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[Group]:
+    """The groups of comparable runs by their mean LC, those without one last. Runs of one label are told
+    apart by the settings in which their config files differ."""
+    shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
+    orders, several = name_orders(runs), len({run.scores.run["model"] for run in runs}) > 1
+    split, groups = defaultdict(list), []
+    for run in sorted(runs, key=lambda run: (orders[run.pair[0]], run.pair[1], str(run.folder))):
+        facts, order = run.scores.run, run.pair[0] if by_order else None
+        split[label(facts, shared=shared), facts["model"], order].append(run)
+    for (name, model, order), alike in split.items():
+        keys, by_settings = differing_settings(alike), defaultdict(list)
+        for run in alike:
+            own = [f"{key}={run.settings.get(key, 'absent')}" for key in keys]
+            by_settings[tuple(own if run.settings else ["config unknown"] * bool(keys))].append(run)
+        for settings, members in by_settings.items():
+            short = [shorten(each, width=40) for each in settings[:NAMED_SETTINGS]]
+            short += ["…"] * (len(settings) > NAMED_SETTINGS) + [model] * several
+            group = Group(
+                name=", ".join([name, *short, *([f"order {orders[order]}"] if order else [])]),
+                plain=label(members[0].scores.run | {"variant": ""}),
+                model=model,
+                orders=sorted({orders[run.pair[0]] for run in members}),
+                own=frozenset({*settings, *split_variant(members[0].scores.run)} - shared),
+                runs=members,
+                order=order,
+            )
+            groups.append(group)
+    means = {group: group.mean("LC/perplexity") for group in groups}
+    groups.sort(key=lambda group: (math.inf if means[group] is None else means[group], group.name))
+    counts, seen = Counter(group.name for group in groups), Counter[str]()
+    for place, group in enumerate(groups):
+        seen[group.name] += 1
+        if counts[group.name] > 1:
+            groups[place] = replace(group, name=f"{group.name} #{seen[group.name]}")
+    return groups
+
+
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """Settings that decide a result and in which runs differ, other than the seed and what follows it."""
+    known = [run for run in runs if run.settings]
+    seeds = [str(run.scores.run["seed"]) for run in known]
+    keys = {key for run in known for key in run.settings if not key.startswith(SOURCES)}
+    values = {key: [str(run.settings.get(key, "absent")) for run in known] for key in keys}
+    return sorted(key for key, given in values.items() if len(set(given)) > 1 and given != seeds)
+
+
+def name_orders(runs: Sequence[Run]) -> dict[tuple[str, ...], str]:
+    """Each order by its name, numbered where one name stands for several."""
+    given = {run.pair[0]: run.order for run in sorted(runs, key=lambda run: -len(run.order))}
+    counts, seen, names = Counter(given.values()), Counter[str](), {}
+    for order, name in sorted(given.items()):
+        seen[name] += 1
+        names[order] = shorten(name, width=40) + f" #{seen[name]}" * (counts[name] > 1)
+    return names
+
+
+def find_baseline(group: Group, groups: Sequence[Group], baseline: str) -> Group | None:
+    """The group called `baseline` with the same model and an order in common: the one with exactly this name,
+    else the one that shares most values. None if two share as many, and for a baseline itself."""
+    named = [each for each in groups if baseline in (each.name, each.plain) and each.model == group.model]
+    orders = {run.pair[0] for run in group.runs}
+    alike = [each for each in named if orders & {run.pair[0] for run in each.runs}]
+    if not alike or group in named:
+        return None
+    shared = {each.name: len(each.own & group.own) - len(each.own - group.own) for each in alike}
+    best = [each for each in alike if each.name == baseline]
+    best = best or [each for each in alike if shared[each.name] == max(shared.values())]
+    return best[0] if len(best) == 1 else None

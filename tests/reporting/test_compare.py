@@ -1,0 +1,431 @@
+"""Means, paired differences, ranks and findings of groups of runs, against values by hand; their exports."""
+
+import csv
+import io
+import json
+import math
+import re
+
+import numpy as np
+import pandas
+import pytest
+from scipy.stats import binomtest
+
+from cpt.evaluation.predictions import answers_in
+from cpt.evaluation.statistics import Difference
+from cpt.reporting.compare import (
+    KINDS,
+    build_findings,
+    build_heading,
+    build_tables,
+    contrast_examples,
+    contrast_groups,
+    correct_holm,
+    describe_section,
+    export_sections,
+    format_latex,
+    format_spread,
+    pareto_front,
+    rank_groups,
+    spread_values,
+)
+from cpt.reporting.load_runs import build_sections, measure_runs
+from tests.support.answering import kept, opened, ranked
+from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, run, saved, section
+
+FG = "FG/nats"
+ROWS = ["base", *DOMAINS]
+NOISE = [0.001 * (place % 4) for place in range(9)]
+
+
+def seeds(method, shifts, **given):
+    """Runs of a method, a seed for each shift of its last row."""
+    return [run(f"{method}-{i}", method=method, seed=i, shift=x, **given) for i, x in enumerate(shifts)]
+
+
+# --- spreads, differences, ranks
+
+
+def test_a_spread_is_mean_deviation_and_interval():
+    runs = seeds("ncl", [0.0, 0.3, 0.9, 0.0])
+    runs[3].scores.metrics.pop("FG")
+    given = spread_values(section(runs))["ncl"][FG]
+    values = [made(shift=x).metrics["FG"]["nats"] for x in (0.0, 0.3, 0.9)]
+    assert (given.n, given.runs, given.mean) == (3, 4, pytest.approx(np.mean(values)))
+    assert given.sd == pytest.approx(np.std(values, ddof=1))
+    half = 4.302653 * given.sd / np.sqrt(3)  # t(2)
+    assert [given.low, given.high] == pytest.approx([given.mean - half, given.mean + half])
+    shown = format_spread(given, "{:.1f}".format)
+    assert shown.endswith("] (3)") and " ± " in shown and " [" in shown
+    assert format_spread(given, "{:.1f}".format, bounds=False) == shown[: shown.index(" [")] + " (3)"
+    assert spread_values(section(runs[:2]))["ncl"][FG].low is None and format_spread(None, str) == "–"
+
+
+def test_differences_are_paired_by_order_and_seed():
+    runs = seeds("ncl", [0.0, 0.3, 0.6]) + seeds("das", [-0.1, 0.1, 0.3, 9.0])
+    found = contrast_groups(section(runs), FG)
+    ours, theirs = (
+        np.array([made(shift=x).metrics["FG"]["nats"] for x in xs])
+        for xs in ([-0.1, 0.1, 0.3], [0, 0.3, 0.6])
+    )
+    assert set(found) == {"das"}
+    assert (found["das"].n, found["das"].p) == (3, pytest.approx(0.25))
+    assert found["das"].mean == pytest.approx(np.mean(ours - theirs))
+    copies = [run(shift=0.0), run("copy", shift=0.2), run(method="das", shift=0.5)]
+    assert contrast_groups(section(copies), FG)["das"].mean == pytest.approx(0.4)
+
+
+def test_holm():
+    p = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.9}
+    found = correct_holm({name: Difference(mean=0, low=0, high=0, p=each, n=9) for name, each in p.items()})
+    expected = {"a": 0.04, "c": 0.09, "b": 0.09, "d": 0.9}
+    assert {name: each.p_holm for name, each in found.items()} == pytest.approx(expected)
+    assert all(each.p_t_holm is None for each in found.values()) and correct_holm({}) == {}
+
+
+def test_ranks_within_a_model():
+    runs = seeds("ncl", [0.2, 0.0]) + seeds("das", [0.1, 0.1]) + seeds("ewc", [0.9, 0.9])
+    runs += seeds("one", [5.0, 5.0])
+    runs += seeds("ncl", [0, 0], model="large") + seeds("das", [1, 1], model="large")
+    found = rank_groups(section(runs))
+    expected = {"ncl, tiny": 1.5, "das, tiny": 1.5, "ewc, tiny": 3.0, "ncl, large": 1.0, "das, large": 2.0}
+    assert found["LC/perplexity"] == expected  # `one` has no final model
+    assert "one, tiny" in found["CPT/nats"]
+    good, bad = (endtasks([[x] * 3] * 4) for x in (0.9, 0.1))
+    tasks = section([run(endtasks=bad), run(method="das", endtasks=good)])
+    assert rank_groups(tasks)["endtask/MF1"] == {"ncl": 2.0, "das": 1.0}
+
+
+def test_the_front_is_what_nothing_is_better_than_in_both():
+    points = {"a": (1, 9), "b": (2, 4), "c": (3, 4), "d": (2, 5), "e": (5, 1), "f": (1, 10), "g": (5, 1)}
+    assert pareto_front(points) == ["a", "b", "e", "g"]
+    many = {str(place): tuple(pair) for place, pair in enumerate(np.random.default_rng(0).random((60, 2)))}
+    best = {
+        name
+        for name, (x, y) in many.items()
+        if not any(u <= x and v <= y and (u, v) != (x, y) for u, v in many.values())
+    }
+    assert set(pareto_front(many)) == best
+
+
+def test_compute_against_the_baseline():
+    given = {"ncl": {}, "das": {"shift": -0.1, "flops": [0, *[10**9] * 3], "needs_domain": True}}
+    given["ewc"] = {"shift": 0.5, "flops": [0, *[10**10] * 3]}
+    compared = section([run(method=name, **more) for name, more in given.items()])
+    compute = build_tables(compared)[-1]
+    rows = {row[0]: dict(zip(compute.head, row, strict=True)) for row in compute.cells}
+    assert rows["das"]["FLOPs (x baseline)"] == "3.00e+09 (0.50)"
+    assert rows["ncl"]["tokens (x baseline)"] == "3,000 (1.00)"
+    assert "On the Pareto front of LC and FLOPs: das." in compute.lines
+    assert "Given the domain of a text at test time: das." in describe_section(compared)
+
+
+def test_a_task_of_the_harness_with_other_shots_is_another():
+    from tests.support.probing import probes
+
+    runs = [run(seed=s, probes=probes({"a": [0.5, None, None, x]})) for s, x in ((0, 0.25), (1, 0.75))]
+    runs.append(run(method="das", probes=probes({"a": [0.5, 0.125]}, shots=5)))
+    table, differences = build_tables(section(runs))[3:5]
+    cells = {row[0]: dict(zip(table.head, row, strict=True)) for row in table.cells}
+    first, second = (f"a (acc, {shots} shots, version 1.0), chance 0.2500" for shots in (0, 5))
+    assert cells["ncl"][first].startswith("0.5000 ± 0.3536") and cells["ncl"][second] == "–"
+    assert not differences.cells
+
+
+# --- over test examples
+
+DRAW = np.random.default_rng(0)
+NCL, DAS = (DRAW.random((2, 60)) < share for share in (0.4, 0.6))
+
+
+def answered(folder, last, *, ids=None, **given):
+    """A run whose last model answers so; the others do not count."""
+    told = kept(folder, {task: [each] * len(ROWS) for task, each in last.items()}, rows=ROWS, ids=ids)
+    return run(folder, answers=told, **given)
+
+
+def both(tmp_path, **tasks):
+    """A run of ncl and one of das, each with its answers to the tasks."""
+    runs = []
+    for place, method in enumerate(("ncl", "das")):
+        own = {task: each[place] for task, each in tasks.items()}
+        runs.append(answered(tmp_path / method, own, method=method))
+    return section(runs)
+
+
+def records(compared):
+    return {each["task"]: each for each in contrast_examples(compared)[0]}
+
+
+def test_answers_to_a_task_and_to_all_by_hand(tmp_path):
+    given = {"law": (NCL[0], DAS[0]), "food": (NCL[1][:20], DAS[1][:20])}
+    found = records(both(tmp_path, **{task: list(map(ranked, each)) for task, each in given.items()}))
+    law, food, overall = found["law"], found["food"], found[""]
+    only, other = (DAS[0] & ~NCL[0]).sum(), (NCL[0] & ~DAS[0]).sum()
+    assert (law["n"], food["n"], overall["n"], overall["tasks"]) == (60, 20, 80, 2)
+    assert (law["both"], law["only_group"], law["only_baseline"]) == ((DAS[0] & NCL[0]).sum(), only, other)
+    assert law["mean"] == pytest.approx((only - other) / 60)
+    assert law["p"] == pytest.approx(binomtest(int(only), int(only + other)).pvalue)
+    assert overall["mean"] == pytest.approx((law["mean"] + food["mean"]) / 2), "tasks weigh alike"
+    spread = [np.std(DAS[0] * 1.0 - NCL[0]) ** 2 / 60, np.std(DAS[1][:20] * 1.0 - NCL[1][:20]) ** 2 / 20]
+    width = 2 * 1.96 * np.sqrt(sum(spread)) / 2
+    assert overall["high"] - overall["low"] == pytest.approx(width, rel=0.1)
+
+
+def test_seeds_are_averaged_by_example(tmp_path):
+    runs = [
+        answered(tmp_path / f"{method}-{seed}", {"law": ranked(right[seed])}, method=method, seed=seed)
+        for method, right in (("ncl", NCL), ("das", DAS))
+        for seed in (0, 1)
+    ]
+    found = records(section(runs))[""]
+    assert found["n"] == 60, "two seeds are no more examples"
+    assert found["mean"] == pytest.approx((DAS * 1.0 - NCL).mean())
+    assert found["only_group"] == (DAS & ~NCL).sum()
+    alone = records(section([runs[0], *runs[2:]]))[""]
+    assert alone["only_group"] == (DAS[0] & ~NCL[0]).sum(), "only the seed that both have"
+
+
+def test_graded_answers_and_examples_joined_by_id(tmp_path):
+    written = [["a b"] * 30, ["a b c"] * 20 + ["a"] * 5 + ["a b"] * 5]
+    found = records(both(tmp_path / "a", law=[opened(each, ["a b c d"] * 30) for each in written]))["law"]
+    rouge = {count: 2 * count / (4 + count) for count in (1, 2, 3)}
+    expected = (20 * (rouge[3] - rouge[2]) + 5 * (rouge[1] - rouge[2])) / 30
+    assert found["mean"] == pytest.approx(expected, abs=1e-6) and found["measure"] == "rouge_l"
+    assert [found[name] for name in ("both", "only_group", "only_baseline")] == [5, 20, 5]
+    ids = [f"e{number}" for number in range(60)]
+    runs = [answered(tmp_path / "ncl", {"law": ranked(NCL[0][:40])}, ids=ids[:40])]
+    runs.append(answered(tmp_path / "das", {"law": ranked(DAS[0])}, ids=ids, method="das"))
+    found = records(section(runs))["law"]
+    assert (found["n"], found["only_group"]) == (40, (DAS[0] & ~NCL[0])[:40].sum())
+
+
+def test_files_that_are_gone_or_damaged_and_other_measures_are_told(tmp_path):
+    tasks = {task: [ranked(NCL[0]), ranked(DAS[0])] for task in DOMAINS}
+    compared = both(tmp_path, **tasks, sea=[ranked(NCL[0]), opened(["a"] * 60, ["a"] * 60)])
+    answers_in(tmp_path / "das", ROWS, 3, "law").unlink()
+    damaged = answers_in(tmp_path / "ncl", ROWS, 3, "food")
+    damaged.write_text("damaged")
+    found, notes, failed = contrast_examples(compared)
+    assert {each["task"] for each in found} == {"", "space"}
+    assert notes == [
+        f"law: no answers in {tmp_path / 'das'}.",
+        "sea is left out, as accuracy_ranked and rouge_l are different measures.",
+    ]
+    assert len(failed) == 1 and failed[0].startswith(f"{damaged}: damaged answers")
+
+
+def predicted(folder, right):
+    """The predictions of three end tasks and two seeds."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "endtasks" / "003-space").mkdir(parents=True)
+    for task in DOMAINS:
+        for seed in (7, 8):
+            columns = {"id": [str(i) for i in range(len(right))], "label": ["y"] * len(right)}
+            columns["prediction"] = ["y" if each else "n" for each in right]
+            place = folder / "endtasks" / "003-space" / f"{task}-{seed}.parquet"
+            parquet.write_table(pyarrow.table(columns), place)
+
+
+def test_end_tasks_are_compared_by_their_predictions(tmp_path):
+    given, runs = endtasks([[0.5] * 3] * 4), []
+    for method, right in (("ncl", [1, 0, 0, 0]), ("das", [1, 1, 1, 0]), ("ewc", None)):
+        saved(tmp_path / method, method=method, endtasks=given)
+        if right:
+            predicted(tmp_path / method, right)
+        runs.append(run(tmp_path / method, method=method, endtasks=given))
+    found = records(section(runs))
+    assert {each["group"] for each in found.values()} == {"das"}
+    assert (found[""]["mean"], found[""]["n"]) == (pytest.approx(0.5), 12)
+    assert records(section(runs, domains=["law"]))[""]["n"] == 4
+    (tmp_path / "das" / "endtasks" / "003-space" / "law-7.parquet").write_text("damaged")
+    found, _, failed = contrast_examples(section(runs))
+    assert found == [] and len(failed) == 1 and "law-7.parquet" in failed[0]
+
+
+# --- findings and notes
+
+
+def findings(*runs):
+    return list(build_findings(section(runs)).lines)
+
+
+def begins(lines, start):
+    (line,) = [line for line in lines if line.startswith(start)]
+    return line
+
+
+def test_the_best_is_named_with_its_interval_and_its_lead():
+    better = [-0.2 + 3 * noise for noise in NOISE]
+    lines = findings(*seeds("ncl", NOISE), *seeds("das", better))
+    forgets = begins(lines, "Forgets least: `das`, FG")
+    assert " nats (runs: 9); -0.19" in forgets
+    assert "against ncl, p 0.0039, Holm 0.0039, paired t 9.6e-17, Holm 9.6e-17 (9 pairs)" in forgets
+    assert forgets.endswith("Told apart from 1 of 1 others (Holm p < 0.05).")
+    assert begins(lines, "Best average at the end: `das`, LC")
+
+
+def test_what_cannot_be_told_apart_is_named_and_why():
+    few = (
+        seeds("ncl", [0.0, 0.01, 0.02]),
+        seeds("das", [-0.2, -0.19, -0.17]),
+        seeds("kd", [-0.19, -0.2, -0.16]),
+    )
+    forgets = begins(findings(*few[0], *few[1], *few[2]), "Forgets least: `das`")
+    assert "Told apart from 0 of 2 others (Holm p < 0.05): Holm over 2 needs 7 pairs, there are 3." in forgets
+    assert forgets.endswith("The paired intervals exclude 0 against all others but kd.")
+    same = [-0.2 + noise * (-1) ** place for place, noise in enumerate(NOISE)]
+    lines = findings(*seeds("ncl", NOISE), *seeds("das", [-0.2] * 9), *seeds("kd", same))
+    best = begins(lines, "Forgets least")
+    assert "Told apart from 1 of 2 others (Holm p < 0.05), not from " in best and "ncl" not in best[-6:]
+    one = begins(findings(run(), run(method="das", shift=-0.1)), "Forgets least: `das`")
+    assert "(runs: 1, no interval)" in one
+    assert one.endswith(
+        "Told apart from 0 of 1 others (Holm p < 0.05): Holm over 1 needs 6 pairs, there are 1."
+    )
+
+
+def test_who_is_given_the_domain_and_who_is_best_without_it():
+    runs = seeds("demix", [-0.5, -0.4, -0.5]) + seeds("ewc", [-0.1, -0.2, -0.2]) + seeds("ncl", [0, 0.1, 0.2])
+    for each in runs[:3]:
+        each.scores.needs_domain = True
+    lines = findings(*runs)
+    assert begins(lines, "Forgets least: `demix`") and begins(lines, "Forgets least without it: `ewc`, FG")
+    assert "Given the domain of a text at test time: demix." in lines
+    assert not any("Given the domain" in line for line in findings(*runs[3:]))
+
+
+def test_higher_is_better_for_tasks_and_equal_compute_leaves_out_what_took_more():
+    tasked = [
+        run(method=m, endtasks=endtasks([[None] * 3] * 3 + [[x] * 3]))
+        for m, x in (("ncl", 0.3), ("das", 0.6))
+    ]
+    assert begins(findings(*tasked), "Best end tasks: `das`, MF1 (%) 60.00")
+    costs = {"ncl": (1000, 0.0), "das": (3000, -0.5), "ewc": (1050, -0.1)}
+    runs = [run(method=m, shift=shift, flops=[0, *[flops] * 3]) for m, (flops, shift) in costs.items()]
+    told = begins(findings(*runs), "Best at equal compute")
+    assert told.startswith("Best at equal compute (at most 1.1 times ncl's FLOPs, 2 groups): `ewc`, LC")
+    uncounted = [run(costs=False), run(method="das", costs=False)]
+    assert "not known, ncl has no counted FLOPs" in begins(findings(*uncounted), "Best at equal compute")
+
+
+def test_methods_without_a_sequence_are_never_the_best():
+    joint = run(method="joint", nll=[NLL[0], [0.1] * 4], rows=["base", "joint"])
+    lines = findings(run(), run(method="das"), run(method="one", shift=-3), joint)
+    assert lines and not any("`joint`," in line or "`one`," in line for line in lines[:-1])
+    assert findings(run(), joint) == []
+
+
+def test_a_section_says_what_keeps_its_groups_from_being_compared(tmp_path):
+    runs = [run(tmp_path / "x"), run(method="mine", seed=1), run(method="mine"), run(order=DOMAINS[::-1])]
+    for each in runs[1:3]:
+        each.scores.alone = True
+    lines = describe_section(section(runs, baseline="ewc"))
+    assert any("(`mine`)" in line for line in lines)
+    assert any(line.startswith("No differences: no single group ewc") for line in lines)
+    assert lines[0].startswith("Perplexity of all these runs: masked, mask_rate 0.3, length 64")
+
+
+def test_sections_say_in_what_they_differ():
+    other = run(conditions=CONDITIONS | {"length": 128})
+    (heading,) = build_heading(build_sections(measure_runs([run(), run(seed=1), other])))
+    assert heading.lines[0].startswith("2 sections, each with its own tables")
+    assert heading.lines[2].startswith("Section 2, 1 run of tiny: ") and "length 128" in heading.lines[2]
+    assert build_heading([section([run()])]) == []
+
+
+# --- exports
+
+
+def groups():
+    runs = [run(f"top/ncl-{s}", seed=s, shift=x) for s, x in ((0, 0.0), (1, 0.2))]
+    runs += [run(f"top/das-{s}", method="das", seed=s, shift=x) for s, x in ((0, -0.3), (1, -0.3))]
+    return section([*runs, run("top/one", method="one", shift=-3.0)])
+
+
+def exported(compared, folder, kind, **more):
+    export_sections([compared], stem=folder / "v1.5", kinds=[kind], more=more)
+    return folder / f"v1.5{KINDS[kind]}"
+
+
+def test_csv_has_a_row_per_run_with_every_number(tmp_path):
+    lines = list(csv.DictReader(io.StringIO(exported(groups(), tmp_path, "csv").read_text())))
+    (only,) = [line for line in lines if line["method"] == "ncl" and line["seed"] == "1"]
+    scores = made(shift=0.2, seed=1)
+    assert len(lines) == 5 and (only["order"], only["group"]) == ("law food space", "ncl")
+    assert only["folder"].endswith("top/ncl-1")
+    assert float(only["LC/perplexity"]) == scores.metrics["LC"]["perplexity"]
+    assert float(only["compared/intransigence/nats"]) == pytest.approx((0.2 + 3.0) / 3)
+    objective = run(objective="causal")
+    objective.scores.objective = 123.5
+    (line,) = csv.DictReader(io.StringIO(exported(section([objective]), tmp_path, "csv").read_text()))
+    assert (line["objective"], line["objective/value"]) == ("causal", "123.5")
+
+
+def test_parquet_is_the_tidy_frame(tmp_path):
+    compared = groups()
+    frame = pandas.read_parquet(exported(compared, tmp_path, "parquet"))
+    assert len(frame) == len(compared.frame)
+    (value,) = frame.query("group == 'ncl' and seed == 1 and key == 'FG/nats'")["value"]
+    assert value == made(shift=0.2).metrics["FG"]["nats"]
+
+
+def test_latex_is_a_booktabs_table_with_the_best_in_bold():
+    text = format_latex(groups())
+    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0].strip().splitlines()
+    rows = {line.split(" & ")[0]: line.split(" & ")[1:] for line in body}
+    assert list(rows) == ["one", "das", "ncl"]
+    assert [rows[name][1].startswith(r"\textbf{") for name in rows] == [
+        False,
+        True,
+        False,
+    ]  # `one`: no final model
+    mean = np.mean([made(shift=x).metrics["LC"]["perplexity"] for x in (0.0, 0.2)])
+    assert rows["ncl"][1].startswith(f"{mean:.1f} $\\pm$ ") and rows["one"][2].startswith(r"\textbf{")
+    assert r"% masked, mask_rate 0.3, length 64" in text and r"MF1" not in text
+    equal = format_latex(section([run(shift=-1.0), run(method="das", shift=-1.0)]))
+    assert equal.count(r"\textbf{") == 2 * 4 and r"$-$" in equal
+
+
+def test_json_has_groups_with_differences_and_ranks_and_knows_no_nan(tmp_path):
+    text = exported(groups(), tmp_path, "json", more=[1], x=math.inf).read_text()
+    told = json.loads(text)
+    (first,) = told["sections"]
+    one, das, ncl = first["groups"]
+    assert [each["name"] for each in (one, das, ncl)] == ["one", "das", "ncl"]
+    values = [made(shift=x).metrics["LC"]["perplexity"] for x in (0.0, 0.2)]
+    assert ncl["spreads"]["LC/perplexity"]["mean"] == pytest.approx(np.mean(values))
+    difference = das["differences"]["FG/nats"]
+    assert difference["mean"] == pytest.approx(-0.4)
+    assert (difference["n"], difference["p"], difference["p_holm"], difference["low"]) == (2, 0.5, 1.0, None)
+    assert (das["baseline"], das["ranks"]["FG/nats"], ncl["ranks"]["FG/nats"]) == ("ncl", 1.0, 2.0)
+    assert len(first["runs"]) == 5 and first["domains"] == sorted(DOMAINS)
+    assert told["more"] == [1] and told["x"] is None and "NaN" not in text
+
+
+NASTY = [
+    "law\n\\input{/etc/passwd}\n",
+    "=1+1",
+    "+cmd|' /C calc'!A0",
+    "\r\n=1",
+    "a,b;\"c\"'d'",
+    "$x_1^2$ & % # ~",
+]
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_names_are_nothing_but_names(name, tmp_path):
+    compared = section([run(method=method, order=[name, "food", "space"]) for method in ("ncl", name)])
+    head, *lines = csv.reader(io.StringIO(exported(compared, tmp_path, "csv").read_text(), newline=""))
+    assert [len(line) for line in lines] == [len(head)] * 2
+    cells = [cell for line in (head, *lines) for cell in line]
+    assert not [cell for cell in cells if cell[:1] in "=+@\t\r\n" and cell] and "ncl" in cells
+    table, usual = (
+        [line for line in format_latex(each).splitlines() if not line.startswith("%")]
+        for each in (compared, section([run(), run(method="x")]))
+    )
+    assert len(table) == len(usual)
+    assert [re.sub(r"\\&", "", line).count("&") for line in table] == [line.count("&") for line in usual]
+    assert not any("\\input" in line or re.search(r"(?<!\\)[#%_]", line) for line in table)
