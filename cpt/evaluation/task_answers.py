@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cpt.data.collate import Rows
-from cpt.data.tokenized_tasks import EncodedPrompt
+from cpt.data.tokenized_tasks import TaskPrompt
 from cpt.models.generate import generating, is_written_whole
 from cpt.models.objectives import Objective
 
@@ -31,7 +31,7 @@ class Question:
     text: str = ""  # what is asked about
 
     @classmethod
-    def of_prompt(cls, prompt: EncodedPrompt) -> "Question":
+    def of_prompt(cls, prompt: TaskPrompt) -> "Question":
         given, choices = prompt.example, tuple(prompt.choices)
         end = prompt.reference[-1]
         return cls(given.id, prompt.ids, given.target, given.choices, choices, end, given.asked_about)
