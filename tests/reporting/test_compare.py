@@ -212,7 +212,7 @@ def test_files_that_are_gone_or_damaged_and_other_measures_are_told(tmp_path):
         f"law: no answers in {tmp_path / 'das'}.",
         "sea is left out, as accuracy_ranked and rouge_l are different measures.",
     ]
-    assert len(failed) == 1 and failed[0].startswith(f"{damaged}: damaged answers")
+    assert len(failed) == 1 and failed[0].startswith(f"{damaged}: damaged predictions")
 
 
 def predicted(folder, right):

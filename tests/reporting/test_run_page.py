@@ -416,7 +416,7 @@ def test_what_became_of_the_examples_is_a_table(tmp_path):
     answers_file(tmp_path / "answers" / "001-law", "law").unlink()
     answers_file(tmp_path / "answers" / "000-base", "law").write_text("damaged")
     (line,) = run_page.show_answers(scores, tmp_path)[-1].lines
-    assert "000-base/law.parquet: damaged answers" in line
+    assert "000-base/law.parquet: damaged predictions" in line
 
 
 # --- training, monitoring, diagnostics
