@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from cpt.evaluation.metrics import Array
 from cpt.evaluation.pairs import EXACT, FLIPS
 
-Array = np.ndarray
 LEAST = 3  # runs or pairs that an interval and a t test need
 BOOTSTRAPPED = 8  # runs from which the interval is a bootstrap
 EQUAL = 1e-12  # relative: values that differ by less differ in their rounding
