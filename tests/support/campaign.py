@@ -98,7 +98,7 @@ RESTING = {
     "test_freezing.py": {
         "test_frozen_weights_keep_their_bits_through_a_run": "das|ewc|derpp",
     },
-    "test_generated.py": {
+    "test_runs.py": {
         "test_a_run_killed_in_a_stage_replays_what_was_written": ALL,
         "test_a_run_that_grows_writes_for_the_new_stage_alone": ALL,
         "test_a_text_depends_on_seed_stage_and_domain": ALL,
@@ -108,7 +108,7 @@ RESTING = {
         "test_two_processes_write_what_one_writes": ALL,
         "test_what_is_damaged_is_written_again_alike": ALL,
     },
-    "test_generated_tasks.py": {
+    "test_task_runs.py": {
         "test_killed_it_goes_on_with_the_same_bits": "causal",
         "test_valid_examples_are_replayed_and_learned_to_be_written_again": "causal",
         "test_without_a_share_it_is_ncl": "causal",
