@@ -201,4 +201,4 @@ def test_what_a_model_writes_for_replay_is_isolated_too(config, start, tmp_path,
     start(
         config("small_gpt2", "ncl", ISOLATED, "replay=generated", *how, "trainer.steps=2"), tmp_path / "run"
     )
-    assert set(packings) == {("Packed", False), ("GeneratedText", False)}
+    assert set(packings) == {("Packed", False)}
