@@ -171,7 +171,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         raise ValueError(f"schedule._target_={name}; allowed: a class like cpt.optim.schedulers.Linear")
     logger = read("logger")
     flags, loggers = logger.split(LoggerOptions)
-    flags["others"] = check_entries(loggers, "logger")
+    flags["others"] = check_targets(loggers, "logger")
     return Sections(
         run=read("", names=[each.name for each in fields(RunOptions)]).read(RunOptions),
         freeze=read("freeze").read(Freeze),
@@ -182,7 +182,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         parts=read("parts").read(PartsOptions),
         model=model.read(ModelOptions),
         method=None if method is None else replace(method, below="cpt.methods.base.ContinualModule"),
-        masks=tuple(read(f"mask.{name}").choose() for name in check_entries(read("mask").values, "mask")),
+        masks=tuple(read(f"mask.{name}").choose() for name in check_targets(read("mask").values, "mask")),
         replay=NO_REPLAY
         if replay.values.get("_target_", "") is None
         else of_kind(ReplayConfig, "replay", replay.choose(needed=True)),
@@ -193,7 +193,7 @@ def read_sections(cfg: DictConfig) -> Sections:
         probe=of_kind(LMEvalOptions, "probe", read("probe").choose()),
         trainer=read_trainer(read("trainer")),
         logger=replace(logger, values=flags).read(LoggerOptions),
-        callbacks=check_entries(read("callbacks").values, "callbacks"),
+        callbacks=check_targets(read("callbacks").values, "callbacks"),
     )
 
 
@@ -238,7 +238,7 @@ def read_trainer(given: Section) -> TrainerOptions | None:
     return replace(given, values={**own, "others": others}).read(TrainerOptions)
 
 
-def check_entries(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
+def check_targets(entries: Mapping[str, Any], group: str) -> Mapping[str, Any]:
     """The entries that are not null; raises ValueError for one without a `_target_`."""
     given = {name: entry for name, entry in entries.items() if entry is not None}
     for name, entry in given.items():

@@ -519,7 +519,7 @@ AT_ONCE["method=merge_lora method.exported=peft"] = "method.exported=peft has no
 THEIRS = "lightning.pytorch.callbacks"
 
 ON_THE_MODEL = {
-    "replay=generated": "replay=generated asks a model to write text, and model=tiny_modernbert is mask",
+    "replay=generated": "replay=generated asks a model to write text, and model=tiny_modernbert fills",
     "method=replay replay@method.mixture=generated": "replay=generated asks a model to write text, and mode",
     "method=adapter method.reduction=100000": "method.reduction=100000; allowed: 1 to 32, the model's hidde",
     "method=peft +method.arguments.rank=3": "method.arguments.rank is not known; allowed: ",
@@ -592,7 +592,7 @@ ON_A_CAUSAL = {  # of a GPT-2
 }
 
 ON_A_DECODER = {  # of a T5
-    "replay=generated": "replay=generated asks a model to write text, and model=tiny_t5 learns by span",
+    "replay=generated": "replay=generated asks a model to write text, and model=tiny_t5 fills spans",
     PACKED: "domains.packing=isolated does not go with a model of two stacks; allowed: domains.packing=none",
     "domains.packing=isolated": "domains.packing=isolated does not go with a model of two stacks",
     "model.objective=masked": "model.objective=masked does not go with a t5 model; allowed: span",
