@@ -24,7 +24,7 @@ from cpt.core.rules import (
     show,
     whole,
 )
-from cpt.data.sources.selection import COARSE, FINE, PATTERNS, choose_domains, group_names
+from cpt.data.sources.selection import COARSE, FINE, PATTERNS, group_names, select_domains
 
 log = logging.getLogger(__name__)
 GENERAL = "general"
@@ -166,7 +166,7 @@ class Source(Options, ABC):
     def groups(self) -> dict[str, list[str]]:
         """The domains that can be trained on, each with the names whose text it has. Raises ValueError where
         `only` leaves none, and for a name that M2D2 lists and that is no domain."""
-        return choose_domains(group_names(self.names, self.by), self.only)
+        return select_domains(group_names(self.names, self.by), self.only)
 
     @property
     def domains(self) -> list[str]:

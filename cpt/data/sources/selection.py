@@ -76,7 +76,7 @@ def group_names(names: Sequence[str], by: str | None) -> dict[str, list[str]]:
     return dict(sorted(groups.items()))
 
 
-def choose_domains(
+def select_domains(
     groups: Mapping[str, list[str]], patterns: str | Sequence[str] | None
 ) -> dict[str, list[str]]:
     """The domains whose whole name matches a pattern; all without patterns. Raises ValueError where none is

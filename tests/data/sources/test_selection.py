@@ -12,9 +12,9 @@ from cpt.data.sources.selection import (
     COARSE_OF_WIKIPEDIA,
     NOT_DOMAINS,
     PATTERNS,
-    choose_domains,
     group_names,
     parse_name,
+    select_domains,
 )
 from tests.conftest import VOCABULARIES, sentences
 
@@ -192,8 +192,8 @@ def test_patterns_are_for_whole_names_and_for_joined_ones(root):
     names = {"cs.AI": ["cs.AI"], "/a/": ["/a/"]}
     for pattern in ("cs", "/cs/"):
         with pytest.raises(ValueError, match="leaves no domain"):
-            choose_domains(names, pattern)
-    assert list(choose_domains(names, ["/a/", "?a?"])) == ["/a/"]
+            select_domains(names, pattern)
+    assert list(select_domains(names, ["/a/", "?a?"])) == ["/a/"]
     assert source(root, by="coarse", only="m*").domains == ["math"]
     with pytest.raises(ValueError, match="domains.only=cs.AI leaves no domain; there are: cs, hep-th, math"):
         _ = source(root, by="coarse", only="cs.AI").domains
