@@ -77,7 +77,7 @@ def open_run_dir(plan: Plan, run: RunDir) -> Iterator[Plan]:
 def fit(plan: Plan, run: RunDir) -> Scores:
     """Reads the texts, builds base and method, and trains every stage that the run directory lacks."""
     with defer_signals():  # libraries cannot be interrupted while they are imported
-        from cpt.core.threads import keep_threads
+        from cpt.core.processes import keep_threads
         from cpt.data.corpora import Corpora
         from cpt.loggers.loggers import About, track
         from cpt.loggers.wandb import run_name
