@@ -56,9 +56,10 @@ class EvenHead(nn.Linear):
     entries (GPT-2) miss the fast matrix kernels: 30 of 77 ms of a step of GPT-2 124M on an H100."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        return self.padded(hidden) if hidden.is_cuda and dtype.itemsize == 2 else super().forward(hidden)
+        if not hidden.is_cuda:
+            return super().forward(hidden)
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden.dtype
+        return self.padded(hidden) if dtype.itemsize == 2 else super().forward(hidden)
 
     def padded(self, hidden: Tensor) -> Tensor:
         """Outputs [..., V] of hidden states [..., D], cut from a multiple of 64."""

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 import cpt
+from cpt.adapters.domain_store import domain_params
 from cpt.core.randomness import key
 from cpt.core.schema import show
 from cpt.core.tensors import NamedTensors, offload
@@ -26,6 +27,7 @@ from cpt.optim.state import CarriedState
 from cpt.trainer.base_model import Base
 from cpt.trainer.extend import why_end_is_final
 from cpt.trainer.manifest import checkpoint_files
+from cpt.trainer.options import BF16
 from cpt.trainer.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,23 @@ def log_ineffective(plan: Plan, module: ContinualModule, device: torch.device) -
             options.offload and offloads and device.type == "cpu"
         ),
         f"keep_end=true: {final}": final,
+        f"domains.packing=isolated: samples come one by one (trainer.batch_size={plan.budget.batch_size})": (
+            plan.source.isolated
+            and plan.source.encoding is not None
+            and plan.budget.batch_size == options.accumulate_grad_batches
+        ),
+        "the mask's backend=backward: later micro-batches of a step select rows too": (
+            options.accumulate_grad_batches > 1 and any(mask.limits for mask in module.masks)
+        ),
+        f"method.teacher: all is in 16 bits (trainer.precision={options.precision})": (
+            getattr(module.options, "teacher", "run") != "run" and options.precision in BF16
+        ),
+        f"parts.keep=disk: {name} has no modules per domain": (
+            plan.parts.keep == "disk" and not domain_params(module)
+        ),
+        "parts.keep=disk: with strategy=fsdp sharded modules stay in memory": (
+            plan.parts.keep == "disk" and options.strategy == "fsdp" and bool(domain_params(module))
+        ),
     }
     for reason in (reason for reason, holds in reasons.items() if holds):
         log.info("No effect of %s", reason)

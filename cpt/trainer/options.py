@@ -33,6 +33,7 @@ PRECISIONS = (
     *("64-true", "64", 64, "transformer-engine", "transformer-engine-float16"),
 )
 SHARDED_PRECISIONS = ("auto", "32-true", "32", 32, "bf16-mixed", "bf16", "bf16-true")
+BF16 = ("bf16-mixed", "bf16", "bf16-true")
 
 
 @dataclass(frozen=True)

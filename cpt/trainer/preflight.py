@@ -37,7 +37,7 @@ from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_shared
 from cpt.trainer.callbacks import make_callbacks, make_loggers
 from cpt.trainer.lightning import find_device, naming_cause, quiet, try_trainer
-from cpt.trainer.options import TrainerOptions
+from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from cpt.evaluation.lm_eval import Harness
 
 log = logging.getLogger(__name__)
-BF16 = ("bf16-mixed", "bf16", "bf16-true")
 SHORT = 512  # tokens of a sequence up to which eager attention is faster in 16 bits (benchmarks/attention.py)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "merges.txt")
 

@@ -209,7 +209,7 @@ def test_parts_of_a_step_are_told(small, start, tmp_path, caplog):
             "mask=migu", "mask.migu.backend=backward", "order=[law]", "trainer.accumulate_grad_batches=2"
         )
         start(cfg, tmp_path)
-    assert "backend=backward without effect" in caplog.text
+    assert "No effect of the mask's backend=backward" in caplog.text
 
 
 def test_compiled_blocks_are_refused(small, tmp_path):

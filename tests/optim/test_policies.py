@@ -177,13 +177,12 @@ def test_a_decay_without_steps_branches_nowhere(small):
     assert same(work.module.trunk.named(), work.weights())
 
 
-def test_the_rates_that_were_used_stand_in_the_report(start, small, tmp_path):
+def test_the_rates_that_were_used_are_in_the_scores(start, small, tmp_path):
     start(small(ORDER, *BRANCHED, "optim.lr=1e-3"), tmp_path)
     noted = Scores.load(tmp_path / "scores.json").rates
     assert noted[0] == [] and noted[1] == noted[2]
     low = 1e-3 * (1 - math.sqrt(2 / 3))
     assert noted[1] == pytest.approx([1e-3, 1e-3, low])
-    assert f"| law | 0.001 | 0.001 | {low:.3g} |" in (tmp_path / "report.md").read_text()
 
 
 def test_what_is_carried_as_one_domain_has_no_branches(small):

@@ -133,7 +133,7 @@ def test_a_method_without_such_parts_says_so(learned, tmp_path, caplog, method):
     caplog.set_level(logging.INFO)
     learned(tmp_path, method, "disk")
     lines = [each.getMessage() for each in caplog.records if "parts.keep" in each.getMessage()]
-    assert lines == [f"parts.keep=disk without effect: {method} keeps no parts that rest"]
+    assert lines == [f"No effect of parts.keep=disk: {method} has no modules per domain"]
 
 
 def test_every_method_is_told_of():

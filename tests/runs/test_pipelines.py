@@ -105,5 +105,7 @@ def test_two_texts_are_apart_for_both_objectives(texts):
 def test_a_tokenizer_that_an_earlier_version_cached_is_not_taken(texts, tmp_path):
     old = tmp_path / "tokenizers" / digest([1, texts.general.facts["train_digest"], 300])
     old.mkdir(parents=True)
-    made = {learn_tokenizer(texts.general, 300, objective=each, cache=tmp_path) for each in models.AUTO}
-    assert len(made - {old}) == len(models.AUTO)
+    made = {
+        learn_tokenizer(texts.general, 300, objective=each, cache=tmp_path) for each in models.AUTO_MODELS
+    }
+    assert len(made - {old}) == len(models.AUTO_MODELS)
