@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import psutil
 from pydantic import AfterValidator, TypeAdapter, ValidationError
@@ -31,7 +31,6 @@ TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything el
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
 MAX_MESSAGE = 400  # characters
-T = TypeVar("T")
 
 
 def utc_now() -> str:
@@ -152,7 +151,7 @@ def adapter_of(kind: Any) -> TypeAdapter:
     return TypeAdapter(kind)
 
 
-def read_status_file(path: Path, kind: type[T]) -> T | None:
+def read_status_file(path: Path, kind: Any) -> Any:
     """None if there is none. Fields of later versions are left out. Raises ValueError if it is unreadable."""
     try:
         return adapter_of(kind).validate_json(path.read_bytes(), strict=True)
