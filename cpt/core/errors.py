@@ -47,19 +47,29 @@ def reason(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """What is to be said of an error, as far as it is told in lines."""
+    """What is said of an error, in one line or several."""
     match error:
         case MissingConfigException(missing_cfg_file=str(path), options=list(options)):
             group, _, name = path.rpartition("/")
             return unknown_name(f"{group}={name}", options)
-        case MissingConfigException() if (found := LOADED.search(str(error))) and options_of(found[1]):
-            return unknown_name(f"{found[1]}={found[2]}", options_of(found[1]))  # of a list of choices
+        case MissingConfigException() if (found := LOADED.search(str(error))) and choices_of(found[1]):
+            return unknown_name(f"{found[1]}={found[2]}", choices_of(found[1]))  # of a list of choices
         case OverrideParseException():
-            return unreadable(error)
+            about = (
+                "Error parsing",
+                "See ",
+                "^",
+            )  # the argument, Hydra's page, and the place within the argument
+            lines = [line.strip() for line in error.message.splitlines()]
+            why = " ".join(line for line in lines if line and not line.startswith(about))
+            return f"{error.override} cannot be read: {why}; allowed: key=value"
         case SearchPathException():
             return f"{error}; allowed: a folder that there is"
         case ConfigCompositionException(__cause__=ConfigAttributeError() | ConfigKeyError() as cause):
-            return unknown_key(cause)
+            key, node = str(cause.full_key), cause.parent_node
+            section = key.rpartition(".")[0]
+            names = [f"{section}.{name}" if section else str(name) for name in node or ()]
+            return unknown_name(key, names) + (f"; one more: +{key}=…" if section else "")
         case ConfigCompositionException() if twice := TWICE.match(str(error)):
             return f"{twice[1]} has a choice already; allowed: {twice[1]}={twice[2]}, without +"
         case ConfigCompositionException() if made := MADE_OF.match(str(error)):
@@ -79,28 +89,10 @@ def words_of(error: BaseException) -> str:
     return " ".join(lines) or type(error).__name__
 
 
-def options_of(group: str) -> list[str]:
-    """The choices of a group."""
-    known = GlobalHydra.instance()
-    if known.is_initialized():
-        return known.config_loader().get_group_options(group)
+def choices_of(group: str) -> list[str]:
+    if GlobalHydra.instance().is_initialized():
+        return GlobalHydra.instance().config_loader().get_group_options(group)
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
-def unreadable(error: OverrideParseException) -> str:
-    """What is said of an argument that is none of Hydra's."""
-    about = ("Error parsing", "See ", "^")  # the argument, Hydra's page, and the place within the argument
-    lines = [line.strip() for line in error.message.splitlines()]
-    why = [line for line in lines if line and not line.startswith(about)]
-    return f"{error.override} cannot be read: {' '.join(why)}; allowed: key=value"
-
-
-def unknown_key(error: OmegaConfBaseException) -> str:
-    """What is said of a key that is given, and not one of its section."""
-    key, node = str(error.full_key), error.parent_node
-    section = key.rpartition(".")[0]
-    names = [f"{section}.{name}" if section else str(name) for name in node or ()]
-    return unknown_name(key, names) + (f"; one more: +{key}=…" if section else "")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import psutil
 from pydantic import AfterValidator, TypeAdapter, ValidationError
@@ -31,7 +31,6 @@ TICK_S, PERIOD_S = 1.0, 5.0  # a new phase is written within a tick, anything el
 STALE_S = 180.0  # age at which a heartbeat of another host no longer counts
 CLOCK_S = 5.0  # by which a start time may differ: it moves with the clock of the machine
 MAX_MESSAGE = 400  # characters
-T = TypeVar("T")
 
 
 def utc_now() -> str:
@@ -46,6 +45,7 @@ def age_s(time_utc: str) -> float:
     return max(0.0, (datetime.now(UTC) - then).total_seconds())
 
 
+State = Literal["running", "waiting", "finished", "preempted", "failed"]
 Time = Annotated[str, AfterValidator(lambda text: text if age_s(text) >= 0 else text)]
 
 
@@ -84,7 +84,7 @@ class Heartbeat:
     """Contents of `progress.json`: times in UTC, None where unknown."""
 
     version: Literal[2] = 2
-    state: Literal["running", "waiting", "finished", "preempted", "failed"]
+    state: State
     phase: str = ""
     stage: int | None = None  # the current or last domain, from 1; 0: the base
     stages: int | None = None
@@ -113,7 +113,7 @@ class Heartbeat:
         alive = self.process.is_alive()
         return age_s(self.written) < STALE_S if alive is None else alive
 
-    def ended(self, state: str, why: str) -> Heartbeat:
+    def ended(self, state: State, why: str) -> Heartbeat:
         """The last heartbeat of a run, its message on one line."""
         line = " ".join(why.split())
         why = line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 1]}…"
@@ -146,10 +146,12 @@ def write_status(path: Path, value: Heartbeat | SweepList) -> None:
     os.replace(partial, path)
 
 
-adapter_of = cache(TypeAdapter)
+@cache
+def adapter_of(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
 
 
-def read_status_file(path: Path, kind: type[T]) -> T | None:
+def read_status_file(path: Path, kind: Any) -> Any:
     """None if there is none. Fields of later versions are left out. Raises ValueError if it is unreadable."""
     try:
         return adapter_of(kind).validate_json(path.read_bytes(), strict=True)
@@ -163,7 +165,7 @@ def read_status_file(path: Path, kind: type[T]) -> T | None:
         raise ValueError(f"{path.name} cannot be read: {error}") from None
 
 
-def record_exit(folder: Path, state: str, why: str, *, began: str) -> None:
+def record_exit(folder: Path, state: State, why: str, *, began: str) -> None:
     """Records how a run ended that began at a time and may have been killed before it could do so."""
     with suppress(OSError):
         try:
@@ -191,7 +193,7 @@ def load_sweep(folder: Path) -> tuple[list[str], ProcessId] | None:
     """A sweep's runs, as paths from its folder, and its process; None if they cannot be read."""
     with suppress(ValueError):
         sweep = read_status_file(folder / SWEEP_FILE, SweepList)
-        return sweep and (sweep.runs, sweep.process)
+        return None if sweep is None else (sweep.runs, sweep.process)
     return None
 
 
@@ -224,7 +226,8 @@ class HeartbeatThread:
         self.folder, self.phase, self.bars, self.waiting = folder, Phase(name="starting"), [], ""
         self.began, self.last, self.written_s, self.warned = utc_now(), None, 0.0, False
         self.update()
-        stopped, end = threading.Event(), ("finished", "")
+        stopped = threading.Event()
+        end: tuple[State, str] = ("finished", "")
 
         def work() -> None:
             while not stopped.wait(TICK_S):
@@ -275,12 +278,17 @@ class HeartbeatThread:
                     run_eta = round(phase_eta + phase.remaining_s + phase.remaining_steps / rate, 1)
         if phase.total:
             learned = round(min(1.0, (phase.done + (step or 0) * phase.trains) / phase.total), 4)
-        return Heartbeat(
-            **{"state": "waiting" if self.waiting else "running", "why": self.waiting, "began": self.began},
-            **{"phase": name, "stage": phase.stage, "stages": phase.stages, "learned": learned},
-            **{"step": step, "steps": bar and bar.total, "unit": bar.unit if bar is not None else ""},
-            **{"phase_eta_s": phase_eta, "run_eta_s": run_eta, "untimed": list(phase.untimed)},
-        )
+        about: dict[str, Any] = {
+            "stage": phase.stage,
+            "stages": phase.stages,
+            "learned": learned,
+            "step": step,
+        }
+        about |= {"phase_eta_s": phase_eta, "run_eta_s": run_eta, "untimed": list(phase.untimed)}
+        if bar is not None:
+            about |= {"steps": bar.total, "unit": bar.unit}
+        state: State = "waiting" if self.waiting else "running"
+        return Heartbeat(state=state, phase=name, why=self.waiting, began=self.began, **about)
 
     def write(self, beat: Heartbeat) -> None:
         """Warns once if it cannot: a run goes on without its heartbeat."""
