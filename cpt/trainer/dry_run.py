@@ -31,7 +31,7 @@ from cpt.methods.base import ContinualModule
 from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
-from cpt.trainer.base_model import find_base
+from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
@@ -129,7 +129,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
     cache = Path(plan.run.cache_dir)
     corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
-    start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
     log_eval_cap(plan, data)

@@ -42,13 +42,12 @@ class ProgressBar(Callback):
         self.label, self.bar = label, tqdm(disable=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.open(trainer, total=trainer.max_steps, done=trainer.global_step)
+        sizes = {"total": trainer.max_steps, "done": trainer.global_step}
+        self.bar = progress_bar(self.label, **sizes, hidden=not trainer.is_global_zero)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.open(trainer, total=sum(trainer.num_val_batches), done=0)
-
-    def open(self, trainer: Trainer, *, total: int, done: int) -> None:
-        self.bar = progress_bar(self.label, total=total, done=done, hidden=not trainer.is_global_zero)
+        sizes = {"total": sum(trainer.num_val_batches), "done": 0}
+        self.bar = progress_bar(self.label, **sizes, hidden=not trainer.is_global_zero)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         for name, value in trainer.progress_bar_metrics.items():
@@ -65,8 +64,7 @@ class ProgressBar(Callback):
 
 
 class LeaveTogether(Callback):
-    """Has all processes leave on a signal at the same place: where they meet first, and after a batch of an
-    evaluation that all of them have."""
+    """Has all processes leave on a signal at the same place: at first, and after a batch that all have."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         leave_together()
@@ -87,9 +85,8 @@ def make_trainer(
     steps: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """A Trainer with `options` of lightning.Trainer for `steps` optimizer steps or, without, an evaluation.
-    What Lightning and its callbacks write on their own goes to a folder, or nowhere. Raises ValueError for
-    options that Lightning rejects."""
+    """A Trainer with `options` of lightning.Trainer for `steps` optimizer steps or, without, an evaluation;
+    what it writes goes to a folder, or nowhere. Raises ValueError for options that Lightning rejects."""
     quiet()
     strategy = options.get("strategy", "auto")
     if isinstance(strategy, Fsdp):  # one for each Trainer
@@ -119,13 +116,11 @@ def make_trainer(
 
 
 def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
-    """A trainer with these options, loggers and callbacks on this machine. Raises ValueError where Lightning
-    rejects them."""
+    """A trainer on this machine; raises ValueError with these options where Lightning rejects them."""
     strategy = "fsdp" if isinstance(options["strategy"], Fsdp) else options["strategy"]
-    names = ("accelerator", "devices", "strategy", "precision")
-    with naming_cause(
-        " ".join(f"trainer.{name}={(options | {'strategy': strategy})[name]}" for name in names)
-    ):
+    given = {name: options[name] for name in ("accelerator", "devices")}
+    given |= {"strategy": strategy, "precision": options["precision"]}
+    with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in given.items())):
         return make_trainer(options, label="", steps=1, **how)
 
 

@@ -104,9 +104,8 @@ class ContinualTrainer:
         """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
         checkpoint = self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
-            check_state(
-                checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
-            )
+            remedy = f"delete it to learn {domain.name} again; what came before is kept"
+            check_state(checkpoint, instead=remedy)
             log.info("going on within %s", domain.name)
         if self.data.replay_source is not None:
             with self.eta.timed("generate", number):
@@ -116,11 +115,13 @@ class ContinualTrainer:
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:
-            options = self.plan.monitor, self.plan.drift
-            monitors = [Monitor(*options, self.run, self.data, domain, costs)]
+            monitors = [Monitor(self.plan.monitor, self.plan.drift, self.run, self.data, domain, costs)]
         guard = NanGuard(policy=self.plan.run.on_nonfinite)
-        parts, every = self.run.stage(number - 1), self.plan.trainer.checkpoint_every
-        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts if self.to_disk else None)
+        parts, every = (
+            self.run.stage(number - 1) if self.to_disk else None,
+            self.plan.trainer.checkpoint_every,
+        )
+        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
@@ -214,10 +215,9 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
                     continue
-                raise ValueError(
-                    f"{group}.when={each.when} needs the weights after {row}, which were not kept; "
-                    f"allowed: {group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
-                )
+                told = f"{group}.when={each.when} needs the weights after {row}, which were not kept"
+                allowed = f"{group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
+                raise ValueError(f"{told}; allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
             with self.eta.timed(each.KIND, number):

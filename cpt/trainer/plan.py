@@ -346,10 +346,8 @@ def conflicts(plan: Plan) -> Iterator[str]:
         if value is not None:
             yield f"{group} needs {whole} {group}=none, or {group}=… with strategy=single in the end"
     if plan.trainer.precision == "bf16-true" and method.load().needs_32_bits:
-        yield (
-            f"trainer.precision=bf16-true does not go with method={name} and strategy=fsdp; "
-            "allowed: 32-true, bf16-mixed"
-        )
+        told = f"trainer.precision=bf16-true does not go with method={name} and strategy=fsdp"
+        yield f"{told}; allowed: 32-true, bf16-mixed"
 
 
 def why_not_growable(plan: Plan) -> str:
