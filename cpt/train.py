@@ -119,8 +119,8 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     about = About(name, str(plan.run.name), plan.names["method"], plan.run.tags, plan.settings)
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
-            plan,
-            run,
+            plan=plan,
+            run=run,
             **pieces,
             evaluators=evaluators,
             scores=scores,

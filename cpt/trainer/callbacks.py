@@ -16,7 +16,6 @@ from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from cpt.core.errors import reason
@@ -37,12 +36,6 @@ CHANGES_RESULT = (
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
-def make_loggers(entries: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Logger]:
-    """The loggers of the config in addition to metrics.csv and W&B, which write into the run's folder unless
-    their `save_dir` is set. Raises ValueError for one that cannot be made: its package may be missing."""
-    return [make_entry(f"logger.{name}", each, Logger, save_dir=folder) for name, each in entries.items()]
-
-
 def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
     """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for one
     that cannot be made or would change what a stage trains."""
@@ -60,20 +53,18 @@ def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) ->
 
 
 def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Path | None = None) -> Any:
-    """The object of an entry of the config, with a `save_dir` if it takes one and none is given."""
-    found = target(section, entry)
-    wrong = f"{section}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
-    if isinstance(found, type) and not issubclass(found, kind):
-        raise ValueError(wrong)
+    """The object of an entry of the config, with a `save_dir` if it takes one and none is given. Raises
+    ValueError for one that cannot be made: its package may be missing."""
     check_arguments(section, entry)
-    if save_dir is not None and "save_dir" in inspect.signature(found).parameters:
-        entry = {"save_dir": str(save_dir), **entry}
     try:
+        if save_dir is not None and "save_dir" in inspect.signature(target(section, entry)).parameters:
+            entry = {"save_dir": str(save_dir), **entry}
         built = instantiate(entry, _convert_="all")
     except Exception as error:  # whatever a foreign class raises
         raise ValueError(f"{section}: {reason(error)}") from error
     if not isinstance(built, kind):
-        raise ValueError(wrong)
+        allowed = f"a {kind.__module__}.{kind.__name__}"
+        raise ValueError(f"{section}._target_={entry['_target_']}; allowed: {allowed}")
     return built
 
 

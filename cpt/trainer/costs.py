@@ -36,8 +36,7 @@ class NoModules(nullcontext):
 
 
 def count_operations() -> FlopCounterMode:
-    """A context manager that counts the floating-point operations of matrix products, convolutions and
-    attention, forward and backward."""
+    """Counts the operations of matrix products, convolutions and attention, forward and backward."""
     counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
     counter.mod_tracker = NoModules()
     return counter
@@ -50,8 +49,7 @@ def own_names(model: PreTrainedModel) -> set[str]:
 
 
 def stored_beside(module: nn.Module, state: Mapping[str, Tensor]) -> int:
-    """Bytes that a method stores in addition to its `model`'s own weights: in its state_dict and in buffers
-    that are not part of it."""
+    """Bytes that a method stores in its state_dict and other buffers beyond its `model`'s own weights."""
     return stored_bytes(dict(module.named_buffers()) | state, own_names(module.model))
 
 

@@ -143,10 +143,10 @@ def model_encoder(plan: Plan, corpora: Corpora) -> Encode:
     from cpt.data.packing import padding_id
     from cpt.models.forward import hidden_states, mean_over
     from cpt.trainer.base_model import make_base
-    from cpt.trainer.lightning import find_device
+    from cpt.trainer.lightning import try_trainer
 
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-    device = find_device(plan.trainer.lightning)
+    device = try_trainer(plan.trainer.lightning).strategy.root_device
     model, pad = base.model().eval().to(device), padding_id(base.tokenizer)
 
     @torch.inference_mode()

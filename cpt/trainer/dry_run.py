@@ -35,7 +35,7 @@ from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.extend import find_source, find_started, keep_base_row, steps_before
+from cpt.trainer.extend import check_extension, find_source, find_started, keep_base_row
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.options import minutes_of
 from cpt.trainer.plan import Plan
@@ -136,7 +136,7 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     log_ineffective(plan, module, ready.device)
     folder = find_started(plan, place)
     scores = folder.scores()
-    if scores is not None and steps_before(plan, folder) is not None:
+    if scores is not None and check_extension(plan, folder) is not None:
         scores = keep_base_row(scores)
     state = "new" if scores is None else scores.state
     if scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):

@@ -21,8 +21,7 @@ from cpt.trainer.manifest import (
     Manifest,
     check_manifest,
     is_beginning,
-    join_items,
-    join_names,
+    join_first,
     list_changed_contents,
     resolve_eval_cap,
 )
@@ -104,7 +103,7 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     found = min(near, key=lambda each: (bool(each[-1]), *each), default=None)
     if found is not None and not found[-1]:
         if not (why := why_not_growable(plan)):
-            return RunDir(found[2]), f"Continuing from a copy of {found[2]} ({join_names(found[3])})"
+            return RunDir(found[2]), f"Continuing from a copy of {found[2]} ({join_first(found[3])})"
         found = (*found[:4], [why])
     elif shorter:
         source = shorter[max(shorter)]
@@ -114,13 +113,13 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
         _, _, folder, order, differences = found
         if plan.drift.given and all(each.startswith(("budget.", "monitor.")) for each in differences):
             given = ", ".join(f"budget.{name}={nats}" for name, nats in plan.drift.given.items())
-            why = f"{folder} has learned {join_names(order)}, and a run with a budget does not grow"
+            why = f"{folder} has learned {join_first(order)}, and a run with a budget does not grow"
             allowed = "budget.general=null and budget.past=null, or grow=never, which trains all domains"
             raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed} from the base")
-        line = f"Not continuing from {folder}: {join_items(differences)}"
+        line = f"Not continuing from {folder}: {join_first(differences, '; ')}"
     if plan.run.grow == "require":
         which = f"no finished run of method={plan.names['method']} in {run.path.parent}"
-        why = line or f"{which} has learned the beginning of the order {join_names(plan.order)}"
+        why = line or f"{which} has learned the beginning of the order {join_first(plan.order)}"
         raise ValueError(f"grow=require is invalid: {why}. Allowed: auto, never, or such a run")
     return None, line
 
@@ -153,12 +152,14 @@ def extend_steps(plan: Plan, run: RunDir) -> None:
 
 
 def check_extension(plan: Plan, run: RunDir) -> int | None:
-    """The steps that a run stored, if it is to be extended, else None. Raises ValueError where it cannot
-    continue as if it had started with more."""
-    before, path = steps_before(plan, run), run.last_checkpoint()
-    if before is None:
+    """The steps that a run stored, if the plan has more and is the same in all else; else None. Raises
+    ValueError where the run cannot continue as if it had started with more."""
+    before = run.stored("trainer.steps") if run.config.exists() else None
+    if plan.trainer.steps is None or not is_steps(before) or before >= plan.trainer.steps:
         return None
-    scores = run.scores()
+    if [each.partition(":")[0] for each in run.changes(plan.settings)] != ["trainer.steps"]:
+        return None
+    before, scores, path = int(before), run.scores(), run.last_checkpoint()
     rows, why = [] if scores is None else scores.rows[1:], ""
     if is_one_of_several():
         why = "several processes would open it again at once (start it once without torchrun or srun)"
@@ -174,15 +175,6 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
         remedy = f"take {before} back, choose another name=…, or delete the folder"
         raise ValueError(f"{told}: {why}; {remedy}")
     return before
-
-
-def steps_before(plan: Plan, run: RunDir) -> int | None:
-    """The steps that a run stored, if the plan has more and is the same in all else."""
-    then = run.stored("trainer.steps") if run.config.exists() else None
-    if plan.trainer.steps is None or not is_steps(then) or then >= plan.trainer.steps:
-        return None
-    changed = [each.partition(":")[0] for each in run.changes(plan.settings)]
-    return int(then) if changed == ["trainer.steps"] else None
 
 
 def why_end_is_final(plan: Plan) -> str:

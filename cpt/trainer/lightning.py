@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -116,23 +115,16 @@ def make_trainer(
 
 
 def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
-    """A trainer on this machine; raises ValueError with these options where Lightning rejects them."""
-    strategy = "fsdp" if isinstance(options["strategy"], Fsdp) else options["strategy"]
-    given = {name: options[name] for name in ("accelerator", "devices")}
-    given |= {"strategy": strategy, "precision": options["precision"]}
+    """A trainer on this machine, of 32 bits for `auto`; raises ValueError where Lightning rejects it."""
+    options = {**options, "precision": str(options["precision"]).replace("auto", "32-true")}
+    given = {name: options[name] for name in ("accelerator", "devices", "strategy", "precision")}
+    given["strategy"] = "fsdp" if isinstance(given["strategy"], Fsdp) else given["strategy"]
     with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in given.items())):
         return make_trainer(options, label="", steps=1, **how)
 
 
-def find_device(options: Mapping[str, Any]) -> torch.device:
-    """The device of this process under these options of lightning.Trainer."""
-    precision = "32-true" if options["precision"] == "auto" else options["precision"]
-    return try_trainer({**options, "precision": precision}).strategy.root_device
-
-
 def drop_optimizer(trainer: Trainer) -> None:
-    """Frees the optimizer's state of a finished phase. The trainer refers to itself and would keep it, twice
-    the weights in bytes, until Python collects such cycles."""
+    """Frees the optimizer's state of a finished phase, which the trainer keeps, as it refers to itself."""
     trainer.strategy.optimizers = []
     trainer.strategy.lr_scheduler_configs = []
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,33 +46,28 @@ from cpt.trainer.score import ScoreJournal, Scorer, tell_row
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class ContinualTrainer:
     """A run at work: trains a method on its stages, and fills the scores."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        run: RunDir,
-        *,
-        module: ContinualModule,
-        data: DomainSequence,
-        evaluators: Sequence[Evaluator],
-        scores: Scores,
-        loggers: Sequence[Logger],
-        callbacks: CustomCallbacks,
-        device: torch.device,
-    ) -> None:
-        self.plan, self.run, self.module, self.data = plan, run, module, data
-        self.evaluators, self.scores, self.loggers = evaluators, scores, loggers
-        self.callbacks, self.device = callbacks, device
-        self.scorer = Scorer(
-            plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=run
-        )
-        self.journal = ScoreJournal(scores, run.scores_file, digests=plan.digests)
-        self.at = 0  # the stage whose weights the module has
+    plan: Plan
+    run: RunDir
+    module: ContinualModule
+    data: DomainSequence
+    evaluators: Sequence[Evaluator]
+    scores: Scores
+    loggers: Sequence[Logger]
+    callbacks: CustomCallbacks
+    device: torch.device
+    at: int = 0  # the stage whose weights the module has
+
+    def __post_init__(self) -> None:
+        plan, given = self.plan, {"module": self.module, "data": self.data, "scores": self.scores}
+        self.scorer = Scorer(plan.evaluation, plan.trainer, **given, place=self.run)
+        self.journal = ScoreJournal(self.scores, self.run.scores_file, digests=plan.digests)
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
-        self.eta = RunETA(data, self.scorer, scores, evaluators)
-        scores.needs_domain, scores.alone = module.needs_domain, module.alone
+        self.eta = RunETA(self.data, self.scorer, self.scores, self.evaluators)
+        self.scores.needs_domain, self.scores.alone = self.module.needs_domain, self.module.alone
 
     def fit(self) -> None:
         """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""

@@ -60,9 +60,8 @@ class Manifest:
     def touched(self, plan: Plan, found: Mapping[str, Path]) -> tuple[list[str], list[str]]:
         """The texts with other sizes or times, and the files of the base that `found` lacks or has with
         others."""
-        texts = [
-            name for name, each in self.texts.items() if each.get("stamp") != stamp_of(plan.source, name)
-        ]
+        stamps = {name: stamp_of(plan.source, name) for name in self.texts}
+        texts = [name for name, each in self.texts.items() if each.get("stamp") != stamps[name]]
         stats = {name: file_stat(path) for name, path in found.items()}
         return texts, [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
@@ -101,11 +100,11 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
     gone = [name for name in old if name not in plan.order]
     why = why_not_growable(plan) if is_longer or (plan.by_texts and (new or gone)) else ""
     if old != list(plan.order) and not (is_longer and not why):
-        differences = [f"{kind}: {join_names(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
-        told = ", ".join(differences) or f"{join_names(old)} -> {join_names(plan.order)}"
+        differences = [f"{kind}: {join_first(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
+        told = ", ".join(differences) or f"{join_first(old)} -> {join_first(plan.order)}"
         same = f"'order=[{','.join(old)}]' 'hydra.run.dir={run.path}' goes on with what it had"
         if why:
-            told = f"{run.path} has learned {join_names(old)} ({told}), and nothing can follow: {why}"
+            told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
             keep = f"{same}, new domains at the end of the order" if plan.by_texts else "that order"
             raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
         told = f"order={show(plan.run.order)} means other domains than when {run.path} was begun ({told})"
@@ -136,15 +135,14 @@ def reject_changes(run: RunDir, changes: Iterable[str]) -> None:
     """Raises ValueError if there are changes."""
     if wrong := list(changes):
         remedy = f"bring back what it had, choose another name=…, or delete {run.path}"
-        raise ValueError(f"{run.path} was begun with other contents ({join_items(wrong)}); {remedy}")
+        raise ValueError(f"{run.path} was begun with other contents ({join_first(wrong, '; ')}); {remedy}")
 
 
 def describe_change(name: str, *facts: Mapping[str, Any]) -> str:
-    sizes = [[sum(each[kind].values()) for kind in ("documents", "bytes")] for each in facts]
-    told = [
-        f"{count} documents, {size} bytes, {each['digest'][:8]}"
-        for (count, size), each in zip(sizes, facts, strict=True)
-    ]
+    told = []
+    for each in facts:
+        count, size = (sum(each[kind].values()) for kind in ("documents", "bytes"))
+        told.append(f"{count} documents, {size} bytes, {each['digest'][:8]}")
     return f"the text of {name} changed: {' -> '.join(told)}"
 
 
@@ -153,12 +151,10 @@ def is_beginning(then: Sequence[str], now: Sequence[str]) -> bool:
     return 0 < len(then) < len(now) and list(now[: len(then)]) == list(then)
 
 
-def join_names(names: Sequence[str]) -> str:
-    return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
-
-
-def join_items(items: Sequence[str]) -> str:
-    return "; ".join(items[:SHOWN]) + f"; and {len(items) - SHOWN} more" * (len(items) > SHOWN)
+def join_first(items: Sequence[str], separator: str = " ") -> str:
+    """The first items, and how many more there are."""
+    left = [f"and {len(items) - SHOWN} more"] * (len(items) > SHOWN)
+    return separator.join([*items[:SHOWN], *left])
 
 
 def file_stat(path: Path) -> list[int]:
@@ -191,11 +187,9 @@ def write_manifest(
     if not is_first_process():
         return
     old = Manifest.load(run) or Manifest(list(plan.order), {})
+    facts = ("digest", "documents", "bytes")
     texts = {
-        name: {
-            "stamp": each.folder.name,
-            **{key: each.facts[key] for key in ("digest", "documents", "bytes")},
-        }
+        name: {"stamp": each.folder.name, **{fact: each.facts[fact] for fact in facts}}
         for name, each in corpora.by_name.items()
     }
     base = {}

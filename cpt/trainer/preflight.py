@@ -35,8 +35,8 @@ from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_shared
-from cpt.trainer.callbacks import make_callbacks, make_loggers
-from cpt.trainer.lightning import find_device, naming_cause, quiet, try_trainer
+from cpt.trainer.callbacks import make_callbacks, make_entry
+from cpt.trainer.lightning import naming_cause, quiet, try_trainer
 from cpt.trainer.options import TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -69,13 +69,14 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     config = check_model(plan)
-    loggers = make_loggers(plan.logger.others, run.path)
+    given = plan.logger.others.items()
+    loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
     callbacks = make_callbacks(plan.callbacks, logged=logged)
-    device, scores = find_device(plan.trainer.lightning), run.scores()
+    tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
+    device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
     options = resolve_auto(plan.trainer, config, device, length=plan.model.length, stored=stored)
-    tried = try_trainer(options.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     plan = replace(plan, trainer=options)
     return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
 

@@ -115,8 +115,7 @@ class RunDir:
         files.write_checksums(self.path, (path for path in outputs if path.is_file()))
 
     def seal_again(self, paths: Iterable[Path]) -> None:
-        """Updates the checksums of these files, if the directory has any. Raises ValueError where they cannot
-        be read."""
+        """Updates the checksums of these files, if the directory has any."""
         if (self.path / files.CHECKSUMS).exists():
             files.write_checksums(self.path, paths, others=files.read_checksums(self.path))
 
@@ -169,9 +168,7 @@ class RunDir:
         or `end` (the trainer's state at its end)."""
         if not end:
             discard(self.path / "checkpoints")
-        for kind in (
-            () if keep else ("pt", "shards")
-        ):  # in this order: without its file a stage does not count
+        for kind in () if keep else ("pt", "shards"):  # in this order: a stage counts by its file
             for old in self.path.glob(f"stages/*.{kind}"):
                 if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:
                     discard(old)

@@ -130,12 +130,6 @@ def test_a_run_keeps_its_order_and_similarity(start, of_pairs, tmp_path, monkeyp
     assert is_done(cfg, tmp_path / "run")
 
 
-def test_a_run_without_similarity_has_none_in_its_scores_and_report(start, small, tmp_path):
-    start(small("order=[law]"), tmp_path)
-    assert scores_of(tmp_path).similarity == {}
-    assert "Similarity" not in (tmp_path / "report.md").read_text()
-
-
 def test_a_killed_run_goes_on_in_its_order(start, of_pairs, killing, tmp_path):
     cfg = of_pairs("order=similar", "trainer.steps=4")
     start(cfg, tmp_path / "whole")
@@ -164,12 +158,6 @@ def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs
     assert len(order) == 7 and scores_of(tmp_path / "new").grown == []
     start(of_pairs(f"order=[{','.join([*learned, 'law.three'])}]"), tmp_path / "old")  # as the line advises
     assert scores_of(tmp_path / "old").grown == [6]
-
-
-def test_an_embedding_without_effect_is_told(of_pairs, caplog):
-    with caplog.at_level(logging.INFO):
-        assert order_domains(make_plan(of_pairs("domains.embedding=model"))).similarity is None
-    assert "domains.embedding=model has no effect: order=0 ignores similarity" in caplog.text
 
 
 def test_wrong_plans_are_told_before_texts_are_read(of_pairs, monkeypatch):
