@@ -20,8 +20,8 @@ from torch import Tensor
 
 from cpt.core.errors import reason
 from cpt.core.randomness import key
+from cpt.core.sections import check_arguments, load_target
 from cpt.core.sharding import is_sharded
-from cpt.core.signatures import check_arguments, target
 from cpt.core.tensors import load_tensors, save_state
 from cpt.data.collate import Batch
 from cpt.methods.base import ContinualModule
@@ -56,8 +56,9 @@ def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Pat
     """The object of an entry of the config, with a `save_dir` if it takes one and none is given. Raises
     ValueError for one that cannot be made: its package may be missing."""
     check_arguments(section, entry)
+    found = load_target(entry["_target_"], place=section)
     try:
-        if save_dir is not None and "save_dir" in inspect.signature(target(section, entry)).parameters:
+        if save_dir is not None and "save_dir" in inspect.signature(found).parameters:
             entry = {"save_dir": str(save_dir), **entry}
         built = instantiate(entry, _convert_="all")
     except Exception as error:  # whatever a foreign class raises

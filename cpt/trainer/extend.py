@@ -13,7 +13,7 @@ from typing import Any
 
 from cpt.core.cache import discard
 from cpt.core.processes import is_one_of_several
-from cpt.core.rules import is_steps
+from cpt.core.schema import Steps, fits
 from cpt.evaluation.scores import COSTS, NOTED, Scores
 from cpt.optim.schedulers import Progress
 from cpt.trainer.domain_order import order_domains
@@ -155,7 +155,7 @@ def check_extension(plan: Plan, run: RunDir) -> int | None:
     """The steps that a run stored, if the plan has more and is the same in all else; else None. Raises
     ValueError where the run cannot continue as if it had started with more."""
     before = run.stored("trainer.steps") if run.config.exists() else None
-    if plan.trainer.steps is None or not is_steps(before) or before >= plan.trainer.steps:
+    if plan.trainer.steps is None or not fits(before, Steps) or before >= plan.trainer.steps:
         return None
     if [each.partition(":")[0] for each in run.changes(plan.settings)] != ["trainer.steps"]:
         return None
