@@ -17,7 +17,7 @@ from cpt.core.processes import is_first_process, is_one_of_several
 from cpt.core.schema import show
 from cpt.evaluation.metrics import objective_value
 from cpt.evaluation.scores import Scores
-from cpt.trainer.domain_order import arrange, recall
+from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.extend import check_extension, extend_steps, find_started, resume_from_sibling
 from cpt.trainer.manifest import check_manifest, is_unchanged, resolve_eval_cap, write_manifest
 from cpt.trainer.plan import Plan, make_plan
@@ -38,15 +38,15 @@ def train(cfg: DictConfig, *, run_dir: Path) -> float | list[float | None] | Non
         if plan.run.plan:
             return print_estimate(plan, run)
         with open_run_dir(plan, run) as plan, full_check(plan.run.check == "full"):
-            plan = arrange(plan)  # by their texts, if the config says so
+            plan = order_domains(plan)  # by their texts, if the config says so
             check_manifest(plan, run)
             scores, lost = run.scores(), []
             if is_complete(scores, plan) and not (lost := run.lost(full=plan.run.check == "full")):
                 log.info("%s is finished already", run.path)
             else:
                 if lost:
-                    message = "%s was finished, but %s: made again, without learning"
-                    log.info(message, run.path, "; ".join(lost[:5]))
+                    told = "; ".join(lost[:5])
+                    log.info("%s was finished, but %s: made again, without learning", run.path, told)
                 scores = fit(plan, run)
     from cpt.reporting.run_page import format_scores  # matplotlib is not loaded to refuse a config
 
@@ -115,12 +115,12 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     run.check_documents(len(scores.rows))
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
-    name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about = About(name, str(options.name), plan.names["method"], options.tags, plan.settings)
+    name = run_name(scores.run, plan.settings["order"])
+    about = About(name, str(plan.run.name), plan.names["method"], plan.run.tags, plan.settings)
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
-            plan,
-            run,
+            plan=plan,
+            run=run,
             **pieces,
             evaluators=evaluators,
             scores=scores,
@@ -136,15 +136,12 @@ def fit(plan: Plan, run: RunDir) -> Scores:
 def print_estimate(plan: Plan, run: RunDir) -> None:
     """Prints what a run would do and cost, as a table or as JSON alone, and leaves the directory as it is."""
     if is_one_of_several():
-        raise ValueError(
-            f"plan={show(plan.run.plan)} is made by one process, for all of trainer.devices and "
-            "trainer.num_nodes; allowed: without torchrun or srun"
-        )
-    plan = arrange(plan)
+        why = "is made by one process, for all of trainer.devices and trainer.num_nodes"
+        raise ValueError(f"plan={show(plan.run.plan)} {why}; allowed: without torchrun or srun")
+    plan = order_domains(plan)
     plan = resolve_eval_cap(plan, find_started(plan, run))
-    logger, as_json, is_new = logging.getLogger("cpt"), plan.run.plan == "json", not run.config.exists()
-    level = logger.level
-    logger.setLevel(logging.WARNING if as_json else level)
+    as_json, is_new = plan.run.plan == "json", not run.config.exists()
+    logging.disable(logging.INFO if as_json else logging.NOTSET)
     try:
         if check_extension(plan, run) is None:
             run.check_config(plan.settings)
@@ -153,7 +150,7 @@ def print_estimate(plan: Plan, run: RunDir) -> None:
             from cpt.trainer.dry_run import estimate, format_table
         cost = estimate(plan, run)
     finally:
-        logger.setLevel(level)
+        logging.disable(logging.NOTSET)
     print(json.dumps(cost, indent=1) if as_json else format_table(cost), flush=True)
     if is_new:
         run.remove_if_empty()
@@ -168,15 +165,15 @@ def is_complete(scores: Scores | None, plan: Plan) -> bool:
 
 
 def is_done(cfg: DictConfig, run_dir: Path) -> bool:
-    """Whether a directory has the finished run of this config, as far as sizes and times of its texts show.
-    Raises ValueError where that cannot be read."""
+    """Whether a directory has the finished run of this config, by sizes and times of its texts. Raises
+    ValueError where that cannot be read."""
     run = RunDir(run_dir)
     if not run.config.exists():
         return False
     try:
-        plan = recall(make_plan(cfg))
+        plan = load_cached_order(make_plan(cfg))
     except HydraException as error:
         raise ValueError(reason(error)) from error
-    if plan is None or not run.is_of((plan := resolve_eval_cap(plan, run)).settings):
+    if plan is None or run.changes((plan := resolve_eval_cap(plan, run)).settings):
         return False
     return is_complete(run.scores(), plan) and not run.lost(full=False) and is_unchanged(plan, run)

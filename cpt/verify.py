@@ -25,20 +25,17 @@ CACHED = re.compile(r"(corpora|packed|base|tokenizers|endtasks|similarity)/(.*-)
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.verify", description=__doc__)
-    allowed = "run folders, caches, or folders that hold them"
-    what = f"{allowed} (default: outputs and $CPT_CACHE)"
+    what = "run folders, caches, or folders that hold them (default: outputs and $CPT_CACHE)"
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help=what)
-    default = [
-        Path(each) for each in ("outputs", os.environ.get("CPT_CACHE")) if each and os.path.isdir(each)
-    ]
-    given, found = parser.parse_args(arguments).folders or default, dict[Path, list[str]]()
+    default = [Path("outputs"), Path(os.environ.get("CPT_CACHE") or "outputs")]
+    given, found = parser.parse_args(arguments).folders, dict[Path, list[str]]()
     if absent := [str(path) for path in given if not path.is_dir()]:
-        print(f"cpt: no folder {', '.join(absent)}; allowed: {allowed}")
+        print(f"cpt: no folder {', '.join(absent)}; allowed: {what}")
         return 1
-    for at, folders, files in (each for path in given for each in os.walk(path.resolve())):
-        path, runs = Path(at), ("config.yaml" in files or "scores.json" in files)
-        if runs or CACHED.fullmatch("/".join(path.parts[-2:])):
-            found[path] = list(damage_in_run(path) if runs else error_of(check_folder, path))
+    for at, folders, files in (each for path in given or default for each in os.walk(path.resolve())):
+        path, is_run = Path(at), not {"config.yaml", "scores.json"}.isdisjoint(files)
+        if is_run or CACHED.fullmatch("/".join(path.parts[-2:])):
+            found[path] = list(damage_in_run(path) if is_run else error_of(check_folder, path))
             folders.clear()
     lines = [line for path in sorted(found) for line in found[path]]
     print(*lines, f"{len(found)} folders: {len(lines)} damaged", sep="\n")
@@ -48,20 +45,37 @@ def main(arguments: Sequence[str]) -> int:
 def damage_in_run(folder: Path) -> Iterator[str]:
     """A line for each damaged file of a run folder; of a finished run for each missing one, too."""
     run = RunDir(folder)
+
+    def check_scores(path: Path) -> None:
+        scores, keeps = run.scores(), run.config.exists() and run.stored("keep_stages")
+        last = len(scores.rows) - 1
+        run.check_documents(last + 1)
+        if scores.run["finished"]:
+            stages = map(run.stage, range(1 if keeps else max(1, last), last + 1))
+            gone = [f"{path} is missing; bring it back from a copy" for path in stages if not path.exists()]
+            if lost := run.lost(full=True) or gone:
+                raise ValueError(f"{folder}: {'; '.join(lost)}")
+
+    read_table = partial(pq.read_table, page_checksum_verification=True)
     checks: dict[str, Callable[[Path], object]] = {
         "checkpoints/*.ckpt": partial(check_state, instead="delete it to learn that domain again"),
         "stages/*.pt": partial(check_stage, instead=run.restore_hint),
         "generated/kept/*.json": partial(read_checked_json, instead=run.restore_hint),
         "generated/*/facts.json": lambda path: check_folder(path.parent),
-        "endtasks/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
-        "answers/*/*.parquet": partial(pq.read_table, page_checksum_verification=True),
+        "endtasks/*/*.parquet": read_table,
+        "answers/*/*.parquet": read_table,
         "probes/*/*.json": load_results,
         "identity.json": lambda path: Manifest.load(run),
-        "scores.json": lambda path: check_scores(run),
+        "scores.json": check_scores,
     }
     for pattern, check in checks.items():
         for path in sorted(folder.glob(pattern)):
             yield from error_of(check, path)
+
+
+def check_folder(folder: Path) -> None:
+    if wrong := list(find_damage(folder, read_checksums(folder), full=True)):
+        raise ValueError("; ".join(wrong))
 
 
 def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
@@ -71,25 +85,6 @@ def error_of(check: Callable[[Path], object], path: Path) -> Iterator[str]:
         line = " ".join(str(error).split())
         remedy = "" if re.search("; (bring|delete|restore) ", line) else "; the same command makes it again"
         yield f"{'' if str(path.parent) in line else f'{path}: '}{line}{remedy}"
-
-
-def check_folder(folder: Path) -> None:
-    """Raises ValueError for files that differ from the checksums in the folder."""
-    if wrong := list(find_damage(folder, read_checksums(folder), full=True)):
-        raise ValueError("; ".join(wrong))
-
-
-def check_scores(run: RunDir) -> None:
-    """Raises ValueError for damaged scores, documents and, of a finished run, model, report and stages."""
-    scores = run.scores()
-    run.check_documents(len(scores.rows))
-    if scores.run["finished"]:
-        if lost := run.lost(full=True):
-            raise ValueError(f"{run.path}: {'; '.join(lost)}")
-        keeps = run.config.exists() and run.stored("keep_stages")
-        first = 1 if keeps else max(1, len(scores.rows) - 1)
-        if gone := [path for path in map(run.stage, range(first, len(scores.rows))) if not path.exists()]:
-            raise ValueError(f"{gone[0]} is missing: no run goes on from it; bring it back from a copy")
 
 
 if __name__ == "__main__":

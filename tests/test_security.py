@@ -16,6 +16,7 @@ import torch
 from cpt import verify
 from cpt.core.config import HIDDEN, redact
 from cpt.core.tensors import load_tensors
+from cpt.evaluation.scores import documents_file
 from cpt.models import loading
 from cpt.trainer.checkpoint import check_stage
 from cpt.trainer.run_dir import RunDir
@@ -145,7 +146,7 @@ def test_a_checkpoint_with_a_pickle_in_it_is_refused_in_a_line(small, start, kil
 
 def test_losses_by_document_with_a_pickle_in_them_are_refused(tmp_path):
     place, mark = RunDir(tmp_path / "run"), tmp_path / "ran"
-    path = place.documents(0)
+    path = documents_file(place.path, 0)
     path.parent.mkdir(parents=True)
     head = io.BytesIO()
     import numpy as np

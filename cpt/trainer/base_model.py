@@ -1,7 +1,7 @@
 """The base model: a checkpoint, or a new model pre-trained on the general text and cached for all runs."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,7 @@ FORMAT = 1
 TOKENIZER_FORMAT = 2  # raise it when other tokenizers are made of the same text
 CHECKPOINT_EVERY = 200
 READ_AT_ONCE = 100
-ADVICE = (
-    "this is the base model, not yet the run: a lower rate (model.base.optim.lr) or a clipped gradient "
-    "(model.base.gradient_clip_val) may help"
-)
+ADVICE = "this is the base model, not yet the run: a lower model.base.optim.lr or gradient_clip_val may help"
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,12 @@ class Base:
     def model(self) -> PreTrainedModel:
         """A fresh copy of the model. Raises ValueError where it does not fit the tokenizer or the length, or
         mixes samples or documents that share rows."""
-        made = self.load()
+        if self.untrained is not None:
+            made = loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
+        else:
+            made = loading.load_model(self.checkpoint, self.objective_name)
+            if self.resize:
+                fit_rows(made, self.tokenizer, checkpoint=self.checkpoint)
         loading.check_length(self.length, made, self.objective)
         if self.objective.sharing is not None:
             try_isolation(made, documents=False)
@@ -71,43 +73,23 @@ class Base:
             try_isolation(made, documents=True, causal=self.objective.causal)
         return made
 
-    def load(self) -> PreTrainedModel:
-        if self.untrained is not None:
-            return loading.build_model(self.untrained, self.tokenizer, self.objective_name, seed=0)
-        loaded = loading.load_model(self.checkpoint, self.objective_name)
-        if self.resize:
-            fit_rows(loaded, self.tokenizer, checkpoint=self.checkpoint)
-        return loaded
 
-
-def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config, pre-trained if it is not in the cache. Raises ValueError for an objective
-    that does not fit."""
+def make_base(options: ModelOptions, corpora: Corpora, *, accelerator: str, trains: bool = True) -> Base:
+    """The base of a model config; one that the cache lacks is pre-trained, or unless it `trains` left
+    untrained. Raises ValueError for an objective that does not fit."""
     new = describe_base(options, corpora)
     if options.checkpoint is not None:
         return new
-    folder = make_once(
-        base_folder(options, new, corpora),
-        make=lambda partial: pretrain(partial, options, new, corpora, accelerator=accelerator),
-    )
-    return replace(run_base(options, new, corpora), checkpoint=str(folder))
-
-
-def find_base(options: ModelOptions, corpora: Corpora, *, accelerator: str) -> Base:
-    """The base of a model config if it is in the cache, else an untrained one."""
-    new = describe_base(options, corpora)
-    if options.checkpoint is not None or base_folder(options, new, corpora).exists():
-        return make_base(options, corpora, accelerator=accelerator)
-    return replace(run_base(options, new, corpora), untrained=options.config)
-
-
-def base_folder(options: ModelOptions, new: Base, corpora: Corpora) -> Path:
-    """The cache entry of a new base."""
     decides = {name: getattr(options, name) for name in ("config", "objective", "mask_rate", "length")}
     decides |= {"mean_span": options.mean_span} if new.objective_name == "span" else {}
-    settings = decides | {"base": asdict(options.base)}
-    made_of = [FORMAT, corpora.general.facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
-    return corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
+    facts, settings = corpora.general.facts, decides | {"base": asdict(options.base)}
+    made_of = [FORMAT, facts["train_digest"], tokenizer_digest(new.tokenizer), settings]
+    folder = corpora.cache / "base" / f"{options.name}-{digest(made_of)}"
+    base = assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
+    if not trains and not folder.exists():
+        return replace(base, untrained=options.config)
+    make_once(folder, make=lambda place: pretrain(place, options, new, corpora, accelerator=accelerator))
+    return replace(base, checkpoint=str(folder))
 
 
 def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
@@ -118,8 +100,7 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
         learned = learn_tokenizer(corpora.general, options.vocabulary, objective=name, cache=corpora.cache)
         return assemble_base(options, loading.load_tokenizer(learned), untrained)
     config, tokenizer = loading.configuration(options.checkpoint), loading.load_tokenizer(options.checkpoint)
-    resize = options.resize
-    is_span = loading.objective_name(options.objective, config) == "span"
+    resize, is_span = options.resize, loading.objective_name(options.objective, config) == "span"
     if is_span and not loading.sentinel_ids(tokenizer):
         loading.add_sentinels(tokenizer)
         log.info("the tokenizer of %s has no sentinels: it gets %d", options.checkpoint, loading.SENTINELS)
@@ -127,42 +108,32 @@ def describe_base(options: ModelOptions, corpora: Corpora) -> Base:
     return replace(assemble_base(options, tokenizer, config, corpora), resize=resize)
 
 
-def run_base(options: ModelOptions, new: Base, corpora: Corpora) -> Base:
-    """A new base with the objective of the run."""
-    return assemble_base(options, new.tokenizer, loading.AutoConfig.for_model(**options.config), corpora)
-
-
 def assemble_base(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
-    name = loading.objective_name(options.objective, config)
-    objective = loading.text_objective(
-        name,
-        tokenizer,
-        mask_rate=options.mask_rate,
-        mean_span=options.mean_span,
-        start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
-    )
+    name, given = loading.objective_name(options.objective, config), options.checkpoint
+    start = getattr(config, "decoder_start_token_id", None) if given else None
+    how = {"mask_rate": options.mask_rate, "mean_span": options.mean_span, "start": start}
+    objective = loading.text_objective(name, tokenizer, **how)
     isolated = corpora is not None and corpora.isolated
     if corpora is not None and corpora.encoding is not None:
         objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
     else:
         loading.check_packing(name, isolated=isolated, answers=False)
         objective.isolated = isolated
-    return Base(options.checkpoint or "", tokenizer, name, objective, options.length, options.resize)
+    return Base(given or "", tokenizer, name, objective, options.length)
 
 
 def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:
     """The folder of a tokenizer trained on the general text, for an objective."""
 
-    def batches() -> Iterator[list[str]]:
-        documents = general.documents("train")
-        return (documents[at : at + READ_AT_ONCE]["text"] for at in range(0, len(documents), READ_AT_ONCE))
-
     def make(folder: Path) -> None:
         log.info("learning a vocabulary of %d from the general text", vocabulary)
-        learned = loading.train_tokenizer(batches(), vocabulary=vocabulary, objective=objective)
+        documents = general.documents("train")
+        starts = range(0, len(documents), READ_AT_ONCE)
+        batches = (documents[at : at + READ_AT_ONCE]["text"] for at in starts)
+        learned = loading.train_tokenizer(batches, vocabulary=vocabulary, objective=objective)
         learned.save_pretrained(folder)
 
     made_of = [TOKENIZER_FORMAT, general.facts["train_digest"], vocabulary, objective]
@@ -202,19 +173,15 @@ def pretrain(folder: Path, options: ModelOptions, new: Base, corpora: Corpora, *
         workers=0,
     )
     data.enter(domain)
-    checkpoint = folder / "base.ckpt"
+    checkpoint, path = folder / "base.ckpt", None
     if checkpoint.exists():
         check_state(checkpoint, instead="delete it to pre-train the base from its beginning")
-    alone: Mapping[str, Any] = {
-        "accelerator": accelerator,
-        "devices": 1,
-        "log_every_n_steps": 10,
-        "gradient_clip_val": how.gradient_clip_val,
-    }
+        path = str(checkpoint)
+    alone = {"accelerator": accelerator, "devices": 1, "log_every_n_steps": 10}
+    alone |= {"gradient_clip_val": how.gradient_clip_val}
     guard = NanGuard(advice=ADVICE)
     callbacks = [guard, StepCheckpoint(checkpoint, every=CHECKPOINT_EVERY, guard=guard)]
     fitting = make_trainer(alone, label="base", steps=how.steps, callbacks=callbacks)
-    path = str(checkpoint) if checkpoint.exists() else None
     with defer_signals():
         fitting.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     drop_optimizer(fitting)

@@ -77,13 +77,13 @@ def build_shared(plan: Plan, model: PreTrainedModel, objective: Objective) -> Sh
 
 def log_ineffective(plan: Plan, module: ContinualModule, device: torch.device) -> None:
     """Logs the options that are set and change nothing in this run."""
-    options, name, model, rate = plan.trainer, plan.names["method"], plan.settings["model"], plan.ignored_rate
+    options, name, model, rate = plan.trainer, plan.names["method"], plan.model, plan.ignored_rate
     tensors = [each for each in module.modules() if isinstance(each, NamedTensors)]
     offloads = any(not isinstance(each, CarriedState) for each in tensors)
     final = why_end_is_final(plan) if plan.run.keep_end else ""
     reasons = {
-        f"model.base: model.checkpoint={model['checkpoint']} is not pre-trained": (
-            model["checkpoint"] and model["base"]
+        f"model.base: model.checkpoint={model.checkpoint} is not pre-trained": (
+            model.checkpoint and plan.settings["model"]["base"]
         ),
         f"method.rate={rate}: optim.lr is a number (model.lr=… is multiplied by it)": rate not in (None, 1),
         f"trainer.offload=true: {name} keeps no weights to offload": options.offload and not offloads,
@@ -117,12 +117,9 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualModul
     """The stages of a method over the domains of a plan."""
     options, replay, source = plan.trainer, module.replay, plan.source
     domains = module.stages(plan.order)
-    learned = [part for domain in domains for part in domain.parts]
-
     how = {"tokenizer": start.tokenizer, "length": plan.model.length, "seq2seq": start.seq2seq}
     packed = partial(corpora.packed, **how)
-
-    train = {name: packed(name, "train") for name in learned}
+    train = {part: packed(part, "train") for domain in domains for part in domain.parts}
     if source.balanced is not False and train:
         train = balance(train, tokens=None if source.balanced is True else source.balanced)
     return DomainSequence(
@@ -144,14 +141,19 @@ def build_data(plan: Plan, corpora: Corpora, start: Base, module: ContinualModul
 
 def log_eval_cap(plan: Plan, data: DomainSequence) -> None:
     """Logs of how many texts a part is scored."""
-    tokens = {name: int(text.row_lengths.sum()) for name, text in data.held_out.items()}
     if data.cut:
-        rows = {name: data.held_out[name].row_lengths[data.scored_rows(name)] for name in data.cut}
-        read = tokens | {name: int(each.sum()) for name, each in rows.items()}
+        lengths = {name: text.row_lengths for name, text in data.held_out.items()}
+        cut = {name: lengths[name][data.scored_rows(name)] for name in data.cut}
+        read, total = (sum(int(each.sum()) for each in some.values()) for some in (lengths | cut, lengths))
+        part = f"of {len(cut)} of {len(lengths)} texts a part is scored, the same rows after every stage"
+        advice = "eval.tokens=null scores all, in a run of its own"
         log.info(
-            "eval.tokens=%s: of %d of %d texts a part is scored, the same rows after every stage (%s of %s "
-            "tokens); eval.tokens=null scores all, in a run of its own",
-            *(show(plan.cap), len(rows), len(tokens), f"{sum(read.values()):,}", f"{sum(tokens.values()):,}"),
+            "eval.tokens=%s: %s (%s of %s tokens); %s",
+            show(plan.cap),
+            part,
+            f"{read:,}",
+            f"{total:,}",
+            advice,
         )
 
 

@@ -16,7 +16,6 @@ from hydra.utils import instantiate
 from lightning import LightningModule, Trainer
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from cpt.core.errors import reason
@@ -37,64 +36,44 @@ CHANGES_RESULT = (
 PLAIN = (Tensor, str, bytes, int, float, bool, type(None))
 
 
-def make_loggers(entries: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Logger]:
-    """The loggers of the config in addition to metrics.csv and W&B, which write into the run's folder unless
-    their `save_dir` is set. Raises ValueError for one that cannot be made: its package may be missing."""
-    return [
-        make_entry(f"logger.{name}", each, Logger, save_dir=str(folder)) for name, each in entries.items()
-    ]
-
-
 def make_callbacks(entries: Mapping[str, Mapping[str, Any]], *, logged: bool) -> dict[str, Callback]:
     """The callbacks of the config by name; `logged` says whether there is a logger. Raises ValueError for one
     that cannot be made or would change what a stage trains."""
     built = {name: make_entry(f"callbacks.{name}", entry, Callback) for name, entry in entries.items()}
     for name, each in built.items():
-        entry = f"callbacks.{name}={type(each).__name__}"
+        told = f"callbacks.{name}={type(each).__name__}"
         if isinstance(each, CHANGES_RESULT):
             allowed = "the options of trainer, optim and schedule; method=ema averages weights"
             raise ValueError(
-                f"{entry} is not taken, as it changes how a domain is trained; allowed: {allowed}"
+                f"{told} is not taken, as it changes how a domain is trained; allowed: {allowed}"
             )
         if isinstance(each, (theirs.LearningRateMonitor, theirs.DeviceStatsMonitor)) and not logged:
-            raise ValueError(f"{entry} writes to loggers, but there is none; allowed: logger=csv, …")
-        check_callback_state(name, each)
+            raise ValueError(f"{told} writes to loggers, but there is none; allowed: logger=csv, …")
     return built
 
 
-def make_entry(section: str, entry: Mapping[str, Any], kind: type, **defaults: Any) -> Any:
-    """The object of an entry of the config, with `defaults` for arguments that it takes and that are not
-    given."""
-    found = load_target(entry["_target_"], place=section)
-    wrong = f"{section}._target_={entry['_target_']}; allowed: a {kind.__module__}.{kind.__name__}"
-    if isinstance(found, type) and not issubclass(found, kind):
-        raise ValueError(wrong)
+def make_entry(section: str, entry: Mapping[str, Any], kind: type, save_dir: Path | None = None) -> Any:
+    """The object of an entry of the config, with a `save_dir` if it takes one and none is given. Raises
+    ValueError for one that cannot be made: its package may be missing."""
     check_arguments(section, entry)
-    taken = inspect.signature(found).parameters if defaults else {}
-    missing = {name: value for name, value in defaults.items() if name in taken and name not in entry}
+    found = load_target(entry["_target_"], place=section)
     try:
-        built = instantiate(entry, **missing, _convert_="all")
+        if save_dir is not None and "save_dir" in inspect.signature(found).parameters:
+            entry = {"save_dir": str(save_dir), **entry}
+        built = instantiate(entry, _convert_="all")
     except Exception as error:  # whatever a foreign class raises
         raise ValueError(f"{section}: {reason(error)}") from error
     if not isinstance(built, kind):
-        raise ValueError(wrong)
+        allowed = f"a {kind.__module__}.{kind.__name__}"
+        raise ValueError(f"{section}._target_={entry['_target_']}; allowed: {allowed}")
     return built
-
-
-def check_callback_state(name: str, callback: Callback) -> None:
-    """Raises ValueError for a state that a checkpoint cannot restore."""
-    if not is_plain(state := callback.state_dict()):
-        allowed = "tensors, numbers, texts, and lists and mappings of them, which a checkpoint restores"
-        raise ValueError(f"callbacks.{name}: its state_dict is {state}; allowed: {allowed}")
 
 
 def is_plain(value: Any) -> bool:
     """Whether torch.load(weights_only=True) restores it."""
     if type(value) in (dict, OrderedDict):
         return all(is_plain(each) for pair in value.items() for each in pair)
-    if type(value) in (list, tuple, set):
-        return all(map(is_plain, value))
-    return type(value) in PLAIN
+    return all(map(is_plain, value)) if type(value) in (list, tuple, set) else type(value) in PLAIN
 
 
 class CustomCallbacks(Callback):
@@ -116,19 +95,13 @@ class CustomCallbacks(Callback):
         self.at = number - 1
         return [*self.callbacks.values(), self]
 
-    def keep(self, number: int, *, writes: bool) -> None:
-        """Stores their state after a stage. That of the stage before stays: this one is not committed yet."""
-        self.at = number
-        states = {name: each.state_dict() for name, each in self.callbacks.items()}
-        if writes and any(states.values()):
-            save_state(states, self.folder / f"{number:03d}.pt")
-            for old in self.folder.glob("*.pt"):
-                if old.stem.isdigit() and int(old.stem) < number - 1:
-                    old.unlink()
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict) -> None:
         for name, each in self.callbacks.items():
-            check_callback_state(name, each)
+            if not is_plain(state := each.state_dict()):
+                allowed = (
+                    "tensors, numbers, texts, and lists and mappings of them, which a checkpoint restores"
+                )
+                raise ValueError(f"callbacks.{name}: its state_dict is {state}; allowed: {allowed}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
@@ -138,7 +111,14 @@ class CustomCallbacks(Callback):
             raise ValueError(f"{told} by one of the callbacks {names}; allowed: trainer.steps=…, monitor=…")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.keep(self.at + 1, writes=trainer.is_global_zero)
+        """Stores their state. That of the stage before stays: this one is not committed yet."""
+        self.at += 1
+        states = {name: each.state_dict() for name, each in self.callbacks.items()}
+        if trainer.is_global_zero and any(states.values()):
+            save_state(states, self.folder / f"{self.at:03d}.pt")
+            for old in self.folder.glob("*.pt"):
+                if old.stem.isdigit() and int(old.stem) < self.at - 1:
+                    old.unlink()
 
 
 class ProtectedMovement(Callback):
@@ -146,9 +126,8 @@ class ProtectedMovement(Callback):
 
         ||P (theta_end - theta_begin)||^2 / ||theta_end - theta_begin||^2
 
-    over the parameters with a projection P (`protects`), and that of a random movement: where gradients are
-    masked, an optimizer still moves protected directions, as it divides by entry, has momentum, and decays. A
-    resumed stage has the weights that it began with from its checkpoint."""
+    over the parameters with a projection P (`protects`), and that of a random movement: with masked gradients
+    an optimizer still moves protected directions, by its division by entry, momentum and weight decay."""
 
     def __init__(self) -> None:
         self.began: dict[str, Tensor] = {}

@@ -73,9 +73,8 @@ class StepCheckpoint(Callback):
         if leaving or is_due or step == trainer.max_steps or trainer.should_stop:
             self.save(trainer, pl_module)
         if leaving:
-            leave_all(
-                leaving, f"after step {step} of {trainer.max_steps} of {trainer.datamodule.domain.name}"
-            )
+            place = f"after step {step} of {trainer.max_steps} of {trainer.datamodule.domain.name}"
+            leave_all(leaving, place)
 
     def save(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.guard.check_weights(trainer, pl_module.parameters())

@@ -36,8 +36,7 @@ class NoModules(nullcontext):
 
 
 def count_operations() -> FlopCounterMode:
-    """A context manager that counts the floating-point operations of matrix products, convolutions and
-    attention, forward and backward."""
+    """Counts the operations of matrix products, convolutions and attention, forward and backward."""
     counter = FlopCounterMode(display=False, custom_mapping=ON_CPU)
     counter.mod_tracker = NoModules()
     return counter
@@ -50,21 +49,18 @@ def own_names(model: PreTrainedModel) -> set[str]:
 
 
 def stored_beside(module: nn.Module, state: Mapping[str, Tensor]) -> int:
-    """Bytes that a method stores in addition to its `model`'s own weights: in its state_dict and in buffers
-    that are not part of it."""
+    """Bytes that a method stores in its state_dict and other buffers beyond its `model`'s own weights."""
     return stored_bytes(dict(module.named_buffers()) | state, own_names(module.model))
 
 
 def stored_bytes(state: Mapping[str, Tensor], own: set[str]) -> int:
     """Bytes of a method's tensors beyond the model's own weights; a tensor with two names counts once."""
-    inside = {f"model.{name}" for name in own}  # peft moves the weight of a layer that it adapts down a level
-    added = [value for name, value in state.items() if name.replace(".base_layer", "") not in inside]
-    return sum(
-        {
-            local(each).untyped_storage()._cdata if is_sharded(each) else each.data_ptr(): each.nbytes
-            for each in added
-        }.values()
-    )
+    sizes, inside = dict[int, int](), {f"model.{name}" for name in own}
+    for name, each in state.items():
+        if name.replace(".base_layer", "") not in inside:  # where peft moves the weight of a layer
+            place = local(each).untyped_storage()._cdata if is_sharded(each) else each.data_ptr()
+            sizes[place] = each.nbytes
+    return sum(sizes.values())
 
 
 def trained_parameters(module: nn.Module) -> int:
@@ -149,9 +145,8 @@ class CostMonitor(Callback):
             self.paced = step, self.tokens, time.perf_counter()
             pace = {"tokens": self.tokens, "tokens_per_s": (self.tokens - tokens) / (self.paced[2] - then)}
             for name, value in pace.items():
-                module.log(
-                    f"train/{name}/{module.domain.name}", float(value), sync_dist=True, reduce_fx="sum"
-                )
+                name = f"train/{name}/{module.domain.name}"
+                module.log(name, float(value), sync_dist=True, reduce_fx="sum")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin()

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,26 +34,25 @@ MODEL_BATCH = 32  # documents
 Encode = Callable[[list[str]], np.ndarray]  # the vectors of documents, [B, D]
 
 
-def arrange(plan: Plan) -> Plan:
+def order_domains(plan: Plan) -> Plan:
     """The plan with its domains in order. Texts that decide it are read and embedded, unless the cache has
     their similarity. Raises ValueError for a plan that cannot be run, before any text is read."""
-    name = plan.source.embedding
+    order, name = plan.run.order, plan.source.embedding
     if not plan.by_texts:
         if name != "tfidf":
-            log.info("domains.embedding=%s has no effect: order=%s ignores similarity", name, plan.run.order)
+            log.info("domains.embedding=%s has no effect: order=%s ignores similarity", name, order)
         return plan
-    if recall(plan) is None:
+    if (known := load_cached_order(plan)) is None:
         from cpt.trainer import preflight  # loads torch
 
         preflight.check_model(plan)  # before hours of reading
-        make_once(similarity_folder(plan), make=lambda partial: write_similarity(partial, plan))
-    known = recall(plan)
-    assert known is not None
-    log.info("order=%s by %s: from %s to %s", plan.run.order, name, known.order[0], known.order[-1])
+        make_once(similarity_folder(plan), make=partial(write_similarity, plan=plan))
+        known = load_cached_order(plan)
+    log.info("order=%s by %s: from %s to %s", order, name, known.order[0], known.order[-1])
     return known
 
 
-def recall(plan: Plan) -> Plan | None:
+def load_cached_order(plan: Plan) -> Plan | None:
     """The plan with its domains in order; None if that takes reading the texts."""
     if not plan.by_texts:
         return plan
@@ -83,21 +83,25 @@ def write_similarity(folder: Path, plan: Plan) -> None:
     """Reads and embeds the texts of a plan, and writes their similarity."""
     from cpt.data.corpora import Corpora  # loads torch
 
-    source = plan.source
+    source, kind = plan.source, plan.source.embedding
     corpora = Corpora.read(source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
-    log.info("Embedding samples of %d texts (domains.embedding=%s)", len(corpora.by_name), source.embedding)
+    log.info("Embedding samples of %d texts (domains.embedding=%s)", len(corpora.by_name), kind)
     texts = {
         name: sample_documents(corpus, name, form=source.form(name), most=source.embedding_samples)
         for name, corpus in corpora.by_name.items()
     }
-    if source.embedding == "tfidf":
+    if kind == "tfidf":
         means = orders.embed_by_words(texts)
-    elif source.embedding == "model":
-        means = orders.embed_by_vectors(texts, model_encoder(plan, corpora))
-    elif source.embedding == "sentence":
-        means = orders.embed_by_vectors(texts, sentence_encoder(str(source.embedding_model)))
+    elif kind == "sentence":
+        from sentence_transformers import SentenceTransformer
+
+        place = str(source.embedding_model)
+        model = SentenceTransformer(place, local_files_only=True, trust_remote_code=False)
+        encode = partial(model.encode, show_progress_bar=False, convert_to_numpy=True)
+        means = orders.embed_by_vectors(texts, encode)
     else:
-        means = orders.embed_by_vectors(texts, static_encoder())
+        encode = model_encoder(plan, corpora) if kind == "model" else static_encoder()
+        means = orders.embed_by_vectors(texts, encode)
     similarity = orders.Similarity.of(means, general=means.pop(GENERAL))
     (folder / "similarity.json").write_text(json.dumps(similarity.tell(similarity.names)), encoding="utf-8")
 
@@ -114,30 +118,20 @@ def sample_documents(corpus: Corpus, name: str, *, form: str, most: int) -> Iter
 
 
 def static_encoder() -> Encode:
-    """A document is the mean of its tokens' rows of the table in the package wordllama, [256]. Its own loader
-    looks for the tokenizer on the network."""
+    """A document is the mean of its tokens' rows of the table in the package wordllama, [256]. The package is
+    not imported, as its loader looks for the tokenizer on the network."""
     from safetensors.numpy import load_file
     from tokenizers import Tokenizer
 
-    spec = find_spec("wordllama")
-    (place,) = map(Path, (spec and spec.submodule_search_locations) or ())
+    place = Path(find_spec("wordllama").submodule_search_locations[0])
     (table,) = load_file(min(place.glob("weights/*_256.safetensors"))).values()
     tokenizer = Tokenizer.from_file(str(min(place.glob("tokenizers/*.json"))))
 
     def encode(documents: list[str]) -> np.ndarray:
-        encoded = tokenizer.encode_batch(documents, add_special_tokens=False)
-        rows = [table[each.ids].astype(np.float32) for each in encoded]
-        return np.stack([each.mean(0) if len(each) else np.zeros(each.shape[1], each.dtype) for each in rows])
+        rows = [each.ids for each in tokenizer.encode_batch(documents, add_special_tokens=False)]
+        return np.stack([table[ids].astype(np.float32).sum(0) / max(1, len(ids)) for ids in rows])
 
     return encode
-
-
-def sentence_encoder(folder: str) -> Encode:
-    """A document is embedded by a sentence-transformers model."""
-    from sentence_transformers import SentenceTransformer
-
-    model = SentenceTransformer(folder, local_files_only=True, trust_remote_code=False)
-    return lambda documents: model.encode(documents, show_progress_bar=False, convert_to_numpy=True)
 
 
 def model_encoder(plan: Plan, corpora: Corpora) -> Encode:
@@ -149,10 +143,10 @@ def model_encoder(plan: Plan, corpora: Corpora) -> Encode:
     from cpt.data.packing import padding_id
     from cpt.models.forward import hidden_states, mean_over
     from cpt.trainer.base_model import make_base
-    from cpt.trainer.lightning import find_device
+    from cpt.trainer.lightning import try_trainer
 
     base = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
-    device = find_device(plan.trainer.lightning)
+    device = try_trainer(plan.trainer.lightning).strategy.root_device
     model, pad = base.model().eval().to(device), padding_id(base.tokenizer)
 
     @torch.inference_mode()

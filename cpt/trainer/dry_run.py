@@ -31,11 +31,11 @@ from cpt.methods.base import ContinualModule
 from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.reporting.frames import megabytes
-from cpt.trainer.base_model import find_base
+from cpt.trainer.base_model import make_base
 from cpt.trainer.build import build_data, build_method, log_eval_cap, log_ineffective
 from cpt.trainer.checkpoint import save_stage
 from cpt.trainer.costs import CostMonitor, stored_beside, trained_parameters
-from cpt.trainer.extend import find_source, find_started, keep_base_row, steps_before
+from cpt.trainer.extend import check_extension, find_source, find_started, keep_base_row
 from cpt.trainer.lightning import drop_optimizer, make_trainer
 from cpt.trainer.options import minutes_of
 from cpt.trainer.plan import Plan
@@ -129,14 +129,14 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
     cache = Path(plan.run.cache_dir)
     corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
-    start = find_base(plan.model, corpora, accelerator=plan.trainer.accelerator)
+    start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
     log_eval_cap(plan, data)
     log_ineffective(plan, module, ready.device)
     folder = find_started(plan, place)
     scores = folder.scores()
-    if scores is not None and steps_before(plan, folder) is not None:
+    if scores is not None and check_extension(plan, folder) is not None:
         scores = keep_base_row(scores)
     state = "new" if scores is None else scores.state
     if scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -42,13 +41,12 @@ class ProgressBar(Callback):
         self.label, self.bar = label, tqdm(disable=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.open(trainer, total=trainer.max_steps, done=trainer.global_step)
+        sizes = {"total": trainer.max_steps, "done": trainer.global_step}
+        self.bar = progress_bar(self.label, **sizes, hidden=not trainer.is_global_zero)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.open(trainer, total=sum(trainer.num_val_batches), done=0)
-
-    def open(self, trainer: Trainer, *, total: int, done: int) -> None:
-        self.bar = progress_bar(self.label, total=total, done=done, hidden=not trainer.is_global_zero)
+        sizes = {"total": sum(trainer.num_val_batches), "done": 0}
+        self.bar = progress_bar(self.label, **sizes, hidden=not trainer.is_global_zero)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         for name, value in trainer.progress_bar_metrics.items():
@@ -65,8 +63,7 @@ class ProgressBar(Callback):
 
 
 class LeaveTogether(Callback):
-    """Has all processes leave on a signal at the same place: where they meet first, and after a batch of an
-    evaluation that all of them have."""
+    """Has all processes leave on a signal at the same place: at first, and after a batch that all have."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         leave_together()
@@ -87,9 +84,8 @@ def make_trainer(
     steps: int | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """A Trainer with `options` of lightning.Trainer for `steps` optimizer steps or, without, an evaluation.
-    What Lightning and its callbacks write on their own goes to a folder, or nowhere. Raises ValueError for
-    options that Lightning rejects."""
+    """A Trainer with `options` of lightning.Trainer for `steps` optimizer steps or, without, an evaluation;
+    what it writes goes to a folder, or nowhere. Raises ValueError for options that Lightning rejects."""
     quiet()
     strategy = options.get("strategy", "auto")
     if isinstance(strategy, Fsdp):  # one for each Trainer
@@ -119,25 +115,16 @@ def make_trainer(
 
 
 def try_trainer(options: Mapping[str, Any], **how: Any) -> Trainer:
-    """A trainer with these options, loggers and callbacks on this machine. Raises ValueError where Lightning
-    rejects them."""
-    strategy = "fsdp" if isinstance(options["strategy"], Fsdp) else options["strategy"]
-    names = ("accelerator", "devices", "strategy", "precision")
-    with naming_cause(
-        " ".join(f"trainer.{name}={(options | {'strategy': strategy})[name]}" for name in names)
-    ):
+    """A trainer on this machine, of 32 bits for `auto`; raises ValueError where Lightning rejects it."""
+    options = {**options, "precision": str(options["precision"]).replace("auto", "32-true")}
+    given = {name: options[name] for name in ("accelerator", "devices", "strategy", "precision")}
+    given["strategy"] = "fsdp" if isinstance(given["strategy"], Fsdp) else given["strategy"]
+    with naming_cause(" ".join(f"trainer.{name}={value}" for name, value in given.items())):
         return make_trainer(options, label="", steps=1, **how)
 
 
-def find_device(options: Mapping[str, Any]) -> torch.device:
-    """The device of this process under these options of lightning.Trainer."""
-    precision = "32-true" if options["precision"] == "auto" else options["precision"]
-    return try_trainer({**options, "precision": precision}).strategy.root_device
-
-
 def drop_optimizer(trainer: Trainer) -> None:
-    """Frees the optimizer's state of a finished phase. The trainer refers to itself and would keep it, twice
-    the weights in bytes, until Python collects such cycles."""
+    """Frees the optimizer's state of a finished phase, which the trainer keeps, as it refers to itself."""
     trainer.strategy.optimizers = []
     trainer.strategy.lr_scheduler_configs = []
 

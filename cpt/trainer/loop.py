@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,33 +46,28 @@ from cpt.trainer.score import ScoreJournal, Scorer, tell_row
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class ContinualTrainer:
     """A run at work: trains a method on its stages, and fills the scores."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        run: RunDir,
-        *,
-        module: ContinualModule,
-        data: DomainSequence,
-        evaluators: Sequence[Evaluator],
-        scores: Scores,
-        loggers: Sequence[Logger],
-        callbacks: CustomCallbacks,
-        device: torch.device,
-    ) -> None:
-        self.plan, self.run, self.module, self.data = plan, run, module, data
-        self.evaluators, self.scores, self.loggers = evaluators, scores, loggers
-        self.callbacks, self.device = callbacks, device
-        self.scorer = Scorer(
-            plan.evaluation, plan.trainer, module=module, data=data, scores=scores, place=run
-        )
-        self.journal = ScoreJournal(scores, run.scores_file, digests=plan.digests)
-        self.at = 0  # the stage whose weights the module has
+    plan: Plan
+    run: RunDir
+    module: ContinualModule
+    data: DomainSequence
+    evaluators: Sequence[Evaluator]
+    scores: Scores
+    loggers: Sequence[Logger]
+    callbacks: CustomCallbacks
+    device: torch.device
+    at: int = 0  # the stage whose weights the module has
+
+    def __post_init__(self) -> None:
+        plan, given = self.plan, {"module": self.module, "data": self.data, "scores": self.scores}
+        self.scorer = Scorer(plan.evaluation, plan.trainer, **given, place=self.run)
+        self.journal = ScoreJournal(self.scores, self.run.scores_file, digests=plan.digests)
         self.to_disk = plan.parts.keep == "disk"  # the modules of earlier domains
-        self.eta = RunETA(data, self.scorer, scores, evaluators)
-        scores.needs_domain, scores.alone = module.needs_domain, module.alone
+        self.eta = RunETA(self.data, self.scorer, self.scores, self.evaluators)
+        self.scores.needs_domain, self.scores.alone = self.module.needs_domain, self.module.alone
 
     def fit(self) -> None:
         """Trains and evaluates every stage that is not committed yet, and measures what earlier rows lack."""
@@ -104,9 +100,8 @@ class ContinualTrainer:
         """Trains one stage, from its checkpoint if it has one; gives its costs, by their names in Scores."""
         checkpoint = self.run.checkpoint(number, domain.name)
         if checkpoint.exists():
-            check_state(
-                checkpoint, instead=f"delete it to learn {domain.name} again; what came before is kept"
-            )
+            remedy = f"delete it to learn {domain.name} again; what came before is kept"
+            check_state(checkpoint, instead=remedy)
             log.info("going on within %s", domain.name)
         if self.data.replay_source is not None:
             with self.eta.timed("generate", number):
@@ -116,11 +111,13 @@ class ContinualTrainer:
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:
-            options = self.plan.monitor, self.plan.drift
-            monitors = [Monitor(*options, self.run, self.data, domain, costs)]
+            monitors = [Monitor(self.plan.monitor, self.plan.drift, self.run, self.data, domain, costs)]
         guard = NanGuard(policy=self.plan.run.on_nonfinite)
-        parts, every = self.run.stage(number - 1), self.plan.trainer.checkpoint_every
-        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts if self.to_disk else None)
+        parts, every = (
+            self.run.stage(number - 1) if self.to_disk else None,
+            self.plan.trainer.checkpoint_every,
+        )
+        saving = StepCheckpoint(checkpoint, every=every, guard=guard, parts=parts)
         enter_domain(self.loggers, domain.name, tokens=sum(self.scores.seen))
         # Monitors know the tokens of their step; a checkpoint, last, has the state of the others at its step.
         callbacks = [costs, *monitors, movement, guard, *self.callbacks.entering(number), saving]
@@ -214,10 +211,9 @@ class ContinualTrainer:
                 if number <= max(self.scores.grown, default=0):
                     log.info("%s of %s is missing of what was added: its weights were not kept", group, row)
                     continue
-                raise ValueError(
-                    f"{group}.when={each.when} needs the weights after {row}, which were not kept; "
-                    f"allowed: {group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
-                )
+                told = f"{group}.when={each.when} needs the weights after {row}, which were not kept"
+                allowed = f"{group}.when=last, or a new name=… (keep_stages=true keeps them for later)"
+                raise ValueError(f"{told}; allowed: {allowed}")
             self.scores.run["finished"] = False
             self.restore(number)
             with self.eta.timed(each.KIND, number):

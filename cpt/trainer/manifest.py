@@ -57,21 +57,21 @@ class Manifest:
     def save(self, run: RunDir) -> None:
         files.replace(run.manifest, json.dumps(asdict(self), indent=1))
 
-    def touched_texts(self, plan: Plan) -> list[str]:
-        """The texts with other sizes or times."""
-        return [name for name, each in self.texts.items() if each.get("stamp") != stamp_of(plan.source, name)]
-
-    def touched_files(self, found: Mapping[str, Path]) -> list[str]:
-        """The files of the base that are missing or have another size or time."""
+    def touched(self, plan: Plan, found: Mapping[str, Path]) -> tuple[list[str], list[str]]:
+        """The texts with other sizes or times, and the files of the base that `found` lacks or has with
+        others."""
+        stamps = {name: stamp_of(plan.source, name) for name in self.texts}
+        texts = [name for name, each in self.texts.items() if each.get("stamp") != stamps[name]]
         stats = {name: file_stat(path) for name, path in found.items()}
-        return [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
+        return texts, [name for name, (*stat, _) in self.base.items() if stats.get(name) != stat]
 
     def changes(self, plan: Plan) -> Iterator[str]:
         """How the texts and the given checkpoint differ now, as messages; updates the sizes and times of
         those with the same contents."""
         full, given, cache = plan.run.check == "full", plan.model.checkpoint, Path(plan.run.cache_dir)
-        reads_all = full and is_first_process()
-        for name in list(self.texts) if reads_all else self.touched_texts(plan):
+        found = checkpoint_files(given) if self.base else {}
+        (texts, base), reads_all = self.touched(plan, found), full and is_first_process()
+        for name in list(self.texts) if reads_all else texts:
             from cpt.data.corpus import facts_anew, make_corpus  # seconds of imports, rarely needed
 
             log.info("comparing the text of %s with the one that the run was begun with", name)
@@ -81,8 +81,7 @@ class Manifest:
                 self.texts[name]["stamp"] = stamp
             else:
                 yield describe_change(name, self.texts[name], facts)
-        found = checkpoint_files(given) if given is not None and self.base else {}
-        for name in [] if given is None else list(self.base) if full else self.touched_files(found):
+        for name in [] if given is None else list(self.base) if full else base:
             if name not in found:
                 yield f"model.checkpoint={given} has no {name} any more"
             elif (now := [*file_stat(found[name]), files.file_hash(found[name])])[2] != self.base[name][2]:
@@ -93,12 +92,24 @@ class Manifest:
 
 def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
     """Compares the contents that a run was begun with to the present ones; stores new sizes and times.
-
-    Raises ValueError for other texts, domains or base; the message names them."""
+    Raises ValueError for other texts, domains, order or base, by their names."""
     if (then := Manifest.load(run)) is None:
         return
-    before = deepcopy(then)
-    check_order(then.order, plan, run)
+    before, old, is_longer = deepcopy(then), then.order, is_beginning(then.order, plan.order)
+    new = [name for name in plan.order if name not in old]
+    gone = [name for name in old if name not in plan.order]
+    why = why_not_growable(plan) if is_longer or (plan.by_texts and (new or gone)) else ""
+    if old != list(plan.order) and not (is_longer and not why):
+        differences = [f"{kind}: {join_first(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
+        told = ", ".join(differences) or f"{join_first(old)} -> {join_first(plan.order)}"
+        same = f"'order=[{','.join(old)}]' 'hydra.run.dir={run.path}' goes on with what it had"
+        if why:
+            told = f"{run.path} has learned {join_first(old)} ({told}), and nothing can follow: {why}"
+            keep = f"{same}, new domains at the end of the order" if plan.by_texts else "that order"
+            raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
+        told = f"order={show(plan.run.order)} means other domains than when {run.path} was begun ({told})"
+        keep = "bring them back" if gone else same
+        raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
     reject_changes(run, then.changes(plan))
     if update and then != before and is_first_process():
         then.save(run)
@@ -106,10 +117,10 @@ def check_manifest(plan: Plan, run: RunDir, *, update: bool = True) -> None:
 
 def is_unchanged(plan: Plan, run: RunDir) -> bool:
     """Whether order, sizes and times are those of a run; nothing is read."""
-    then, given = Manifest.load(run), plan.model.checkpoint
-    if then is None or then.order != plan.order or then.touched_texts(plan):
+    if (then := Manifest.load(run)) is None or then.order != plan.order:
         return False
-    return given is None or not then.touched_files(checkpoint_files(given))
+    texts, base = then.touched(plan, checkpoint_files(plan.model.checkpoint))
+    return not texts and (plan.model.checkpoint is None or not base)
 
 
 def list_changed_contents(run: RunDir, plan: Plan) -> list[str]:
@@ -120,42 +131,18 @@ def list_changed_contents(run: RunDir, plan: Plan) -> list[str]:
     return [f"the text of {name} is not in the order" for name in gone] or list(then.changes(plan))
 
 
-def check_order(then: Sequence[str], plan: Plan, run: RunDir) -> None:
-    """Raises ValueError where other domains, or another order of them, would be trained."""
-    new = [name for name in plan.order if name not in then]
-    gone = [name for name in then if name not in plan.order]
-    is_longer, by_texts = is_beginning(then, plan.order), plan.by_texts and bool(new or gone)
-    why = why_not_growable(plan) if is_longer or by_texts else ""
-    if list(then) == list(plan.order) or (is_longer and not why):
-        return
-    differences = [f"{kind}: {join_names(each)}" for kind, each in (("new", new), ("gone", gone)) if each]
-    told = ", ".join(differences) or f"{join_names(then)} -> {join_names(plan.order)}"
-    same = f"'order=[{','.join(then)}]' 'hydra.run.dir={run.path}'"
-    if why:
-        told = f"{run.path} has learned {join_names(then)} ({told}), and nothing can follow: {why}"
-        keep = (
-            f"{same} goes on with what it had, new domains at the end of the order"
-            if by_texts
-            else "that order"
-        )
-        raise ValueError(f"{told}; allowed: {keep}; another name=… learns all from the beginning")
-    told = f"order={show(plan.run.order)} means other domains than when {run.path} was begun ({told})"
-    keep = "bring them back" if gone else f"{same} goes on with what it had"
-    raise ValueError(f"{told}; {keep}, another name=… begins a new run, or delete the folder")
-
-
 def reject_changes(run: RunDir, changes: Iterable[str]) -> None:
     """Raises ValueError if there are changes."""
     if wrong := list(changes):
-        told = "; ".join(wrong[:SHOWN]) + f"; and {len(wrong) - SHOWN} more" * (len(wrong) > SHOWN)
         remedy = f"bring back what it had, choose another name=…, or delete {run.path}"
-        raise ValueError(f"{run.path} was begun with other contents ({told}); {remedy}")
+        raise ValueError(f"{run.path} was begun with other contents ({join_first(wrong, '; ')}); {remedy}")
 
 
-def describe_change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    sizes = [[sum(each[kind].values()) for kind in ("documents", "bytes")] for each in (then, now)]
-    facts = zip(sizes, (then, now), strict=True)
-    told = [f"{count} documents, {size} bytes, {each['digest'][:8]}" for (count, size), each in facts]
+def describe_change(name: str, *facts: Mapping[str, Any]) -> str:
+    told = []
+    for each in facts:
+        count, size = (sum(each[kind].values()) for kind in ("documents", "bytes"))
+        told.append(f"{count} documents, {size} bytes, {each['digest'][:8]}")
     return f"the text of {name} changed: {' -> '.join(told)}"
 
 
@@ -164,8 +151,10 @@ def is_beginning(then: Sequence[str], now: Sequence[str]) -> bool:
     return 0 < len(then) < len(now) and list(now[: len(then)]) == list(then)
 
 
-def join_names(names: Sequence[str]) -> str:
-    return " ".join(names[:SHOWN]) + f" … ({len(names)})" * (len(names) > SHOWN)
+def join_first(items: Sequence[str], separator: str = " ") -> str:
+    """The first items, and how many more there are."""
+    left = [f"and {len(items) - SHOWN} more"] * (len(items) > SHOWN)
+    return separator.join([*items[:SHOWN], *left])
 
 
 def file_stat(path: Path) -> list[int]:
@@ -174,18 +163,18 @@ def file_stat(path: Path) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns]
 
 
-def checkpoint_files(checkpoint: str) -> dict[str, Path]:
+def checkpoint_files(checkpoint: str | None) -> dict[str, Path]:
     """The files of a model and its tokenizer by name: of a folder, or of the Hub what the cache has."""
-    folder = Path(checkpoint)
-    if not folder.is_dir():
+    folder = Path(checkpoint or "")
+    if checkpoint is not None and not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         config = None
         with suppress(ValueError):  # a missing folder is not a valid name on the Hub
             config = try_to_load_from_cache(checkpoint, "config.json")
-        if not isinstance(config, str):
-            return {}
-        folder = Path(config).parent
+        checkpoint, folder = (config, Path(config).parent) if isinstance(config, str) else (None, folder)
+    if checkpoint is None:
+        return {}
     paths = [*sorted(folder.iterdir()), *sorted(folder.glob("adapters/*/*"))]  # adapters are merged
     return {str(path.relative_to(folder)): path for path in paths if path.suffix in OF_A_CHECKPOINT}
 
@@ -193,22 +182,19 @@ def checkpoint_files(checkpoint: str) -> dict[str, Path]:
 def write_manifest(
     plan: Plan, run: RunDir, corpora: Corpora, start: Base, evaluators: Sequence[Evaluator]
 ) -> None:
-    """Compares what has been read and made to the stored manifest, and stores it.
-
-    Raises ValueError for other texts, base or tokenizer; logs end tasks with other data."""
+    """Compares what has been read and made to the stored manifest, and stores it. Raises ValueError for other
+    texts, base or tokenizer; logs end tasks with other data."""
     if not is_first_process():
         return
-    facts, then = ("digest", "documents", "bytes"), Manifest.load(run)
-    old = then or Manifest(list(plan.order), {})
+    old = Manifest.load(run) or Manifest(list(plan.order), {})
+    facts = ("digest", "documents", "bytes")
     texts = {
         name: {"stamp": each.folder.name, **{fact: each.facts[fact] for fact in facts}}
         for name, each in corpora.by_name.items()
     }
     base = {}
     for name, path in checkpoint_files(start.checkpoint).items():
-        if (
-            plan.model.checkpoint is not None or path.suffix in WEIGHTS
-        ):  # the config has the rest of a new one
+        if plan.model.checkpoint is not None or path.suffix in WEIGHTS:  # a new one is in the config
             stored, stat = old.base.get(name, []), file_stat(path)
             base[name] = stored if stored[:2] == stat else [*stat, files.file_hash(path)]
     contents = {name: content for each in evaluators for name, content in each.contents.items()}
@@ -237,8 +223,5 @@ def resolve_eval_cap(plan: Plan, run: RunDir) -> Plan:
     """The plan with `eval.tokens` as a run stored it, where the config leaves it to cpt."""
     if plan.evaluation.tokens != AUTO or not run.config.exists():
         return plan
-    cap = run.stored("eval.tokens")  # absent: no bound
-    if cap == plan.cap:
-        return plan
-    settings = with_cap(plan.settings, cap)
+    settings = with_cap(plan.settings, run.stored("eval.tokens"))  # absent: no bound
     return replace(plan, settings=settings, config_digest=digest(identity(settings)))

@@ -138,13 +138,10 @@ class Plan(Sections):
     def digests(self) -> dict[str, str]:
         """Hashes of what is measured in addition to the losses (options, sizes and times of data), by its key
         in scores.json."""
-        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
         groups = {"endtasks": "endtask", "answers": "answers", "probes": "probe"}
-        return {
-            kind: digest([self.settings[groups[kind]], getattr(options, "stamp", "")])
-            for kind, options in measured.items()
-            if options is not None
-        }
+        measured = {"endtasks": self.endtasks, "answers": self.answers, "probes": self.probe}
+        stamps = {kind: getattr(options, "stamp", "") for kind, options in measured.items() if options}
+        return {kind: digest([self.settings[groups[kind]], stamp]) for kind, stamp in stamps.items()}
 
 
 def read_sections(cfg: DictConfig) -> Sections:
@@ -289,7 +286,7 @@ def make_plan(cfg: DictConfig) -> Plan:
         plan.answers.check_tasks(source.domains)
     if plan.by_texts:
         source.check_embedding()
-    for conflict in conflicts(plan):
+    if conflict := next(conflicts(plan), None):
         raise ValueError(conflict)
     return plan
 
@@ -301,9 +298,8 @@ def with_cap(settings: Mapping[str, Any], cap: int | None) -> dict[str, Any]:
 
 def conflicts(plan: Plan) -> Iterator[str]:
     """Options of different sections that contradict each other, as messages."""
-    source, monitor, method, name = plan.source, plan.monitor, plan.method, plan.names["method"]
-    branches = getattr(plan.schedule, "branches", False)
-    whole = "the whole model, of which strategy=fsdp leaves each process a shard; allowed:"
+    source, monitor, method, name = plan.source, plan.monitor, plan.method.load(), plan.names["method"]
+    branches, sharded = getattr(plan.schedule, "branches", False), plan.trainer.strategy == "fsdp"
     if source.encoding is not None and plan.model.objective == "masked":
         why = "a masked model writes no answers; allowed: a causal model, or an encoder-decoder"
         yield f"model.objective=masked does not go with domains of examples: {why}"
@@ -318,24 +314,24 @@ def conflicts(plan: Plan) -> Iterator[str]:
         chats=source.chats,
         length=plan.model.length,
         batch_size=plan.budget.batch_size,
-        sharded=plan.trainer.strategy == "fsdp",
+        sharded=sharded,
     )
     if bounds := plan.drift.given:
         wrong = {
-            f"method={name}, which trains each domain from the base": method.load().alone,
-            f"method={name}, which has no past": PAST in bounds and method.load().needs_all,
+            f"method={name}, which trains each domain from the base": method.alone,
+            f"method={name}, which has no past": PAST in bounds and method.needs_all,
             "a schedule whose decay is a branch (wsd, infinite)": branches,
             "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
             "monitor.general=false": GENERAL in bounds and not monitor.general,
             "monitor.past=0": PAST in bounds and not monitor.past,
-            "strategy=fsdp, as it needs whole weights": plan.trainer.strategy == "fsdp",
+            "strategy=fsdp, as it needs whole weights": sharded,
         }
         given = ", ".join(f"budget.{each}={value}" for each, value in bounds.items())
         for why in (why for why, holds in wrong.items() if holds):
             yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
-    if plan.trainer.strategy != "fsdp":
+    if not sharded:
         return
-    for group, chosen in (("method", method), *(("mask", mask) for mask in plan.masks)):
+    for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
         if not getattr(chosen.load(), "sharded", chosen.target.startswith(OWN_CODE)):
             why = "(docs/clusters.md: sharded = True in its class); allowed with it: strategy=single, ddp"
             yield f"{group}: {chosen.target} does not support sharded weights, or does not say so {why}"
@@ -343,12 +339,11 @@ def conflicts(plan: Plan) -> Iterator[str]:
         yield "monitor.keep=best does not go with strategy=fsdp; allowed: last"
     for group, value in {"endtask": plan.endtasks, "answers": plan.answers, "probe": plan.probe}.items():
         if value is not None:
-            yield f"{group} needs {whole} {group}=none, or {group}=… with strategy=single in the end"
-    if plan.trainer.precision == "bf16-true" and method.load().needs_32_bits:
-        yield (
-            f"trainer.precision=bf16-true does not go with method={name} and strategy=fsdp; "
-            "allowed: 32-true, bf16-mixed"
-        )
+            why = f"{group} needs the whole model, of which strategy=fsdp leaves each process a shard"
+            yield f"{why}; allowed: {group}=none, or {group}=… with strategy=single in the end"
+    if plan.trainer.precision == "bf16-true" and method.needs_32_bits:
+        told = f"trainer.precision=bf16-true does not go with method={name} and strategy=fsdp"
+        yield f"{told}; allowed: 32-true, bf16-mixed"
 
 
 def why_not_growable(plan: Plan) -> str:

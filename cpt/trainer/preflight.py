@@ -35,8 +35,8 @@ from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
 from cpt.models.weights import frozen_parameters
 from cpt.trainer.build import build_shared
-from cpt.trainer.callbacks import make_callbacks, make_loggers
-from cpt.trainer.lightning import find_device, naming_cause, quiet, try_trainer
+from cpt.trainer.callbacks import make_callbacks, make_entry
+from cpt.trainer.lightning import naming_cause, quiet, try_trainer
 from cpt.trainer.options import BF16, TrainerOptions
 from cpt.trainer.plan import Plan
 from cpt.trainer.run_dir import RunDir
@@ -68,13 +68,14 @@ def prepare(plan: Plan, run: RunDir) -> PreflightResult:
     keep_free()
     check_optimizer("optim", {"_target_": plan.optim.target, **plan.optim.arguments})
     config = check_model(plan)
-    loggers = make_loggers(plan.logger.others, run.path)
+    given = plan.logger.others.items()
+    loggers = [make_entry(f"logger.{name}", each, Logger, save_dir=run.path) for name, each in given]
     logged = bool(loggers) or plan.logger.csv or plan.logger.wandb
     callbacks = make_callbacks(plan.callbacks, logged=logged)
-    device, scores = find_device(plan.trainer.lightning), run.scores()
+    tried = try_trainer(plan.trainer.lightning, loggers=loggers, callbacks=list(callbacks.values()))
+    device, scores = tried.strategy.root_device, run.scores()
     stored = scores.numerics.get("precision") if scores else None
     options = resolve_auto(plan.trainer, config, device, length=plan.model.length, stored=stored)
-    tried = try_trainer(options.lightning, loggers=loggers, callbacks=list(callbacks.values()))
     plan = replace(plan, trainer=options)
     return PreflightResult(plan, loggers, callbacks, tried.num_devices, device, make_harness(plan))
 
@@ -91,7 +92,6 @@ def resolve_auto(
 
     `trainer.precision=auto` is what a resumed run has `stored` in its scores.json; else bf16-mixed on a GPU
     with bf16, and 32-true elsewhere. `trainer.attention=auto` is eager on a CPU where that is faster."""
-    on_cpu = device.type == "cpu"
     if options.precision == "auto":
         able = device.type == "cuda" and torch.cuda.is_bf16_supported()
         options = replace(options, precision=stored or ("bf16-mixed" if able else "32-true"))
@@ -99,10 +99,9 @@ def resolve_auto(
         log.info("trainer.precision=auto: %s, %s", options.precision, why)
     drops = options.quick_dropout and drops_attention(config)
     is_short = options.precision in BF16 and length <= SHORT
-    if options.attention == "auto" and on_cpu and (drops or is_short):
-        why = (
-            "draws its dropout quickly" if drops else f"is faster in 16 bits in rows of up to {SHORT} tokens"
-        )
+    if options.attention == "auto" and device.type == "cpu" and (drops or is_short):
+        faster = f"is faster in 16 bits in rows of up to {SHORT} tokens"
+        why = "draws its dropout quickly" if drops else faster
         log.info("trainer.attention=auto: eager, which on a CPU %s", why)
         options = replace(options, attention="eager")
     return options
@@ -126,16 +125,15 @@ def check_optimizer(section: str, options: Mapping[str, Any]) -> None:
         raise ValueError(f"{section}._target_={options['_target_']}; allowed: {allowed}")
     check_arguments(section, options, given_by_cpt=("params",))
     with naming_cause(section):
-        instantiate({**options, "_partial_": True}, _convert_="all")(
-            [{"params": [nn.Parameter(torch.zeros(1, 1))]}]
-        )
+        make = instantiate({**options, "_partial_": True}, _convert_="all")
+        make([{"params": [nn.Parameter(torch.zeros(1, 1))]}])
 
 
 def check_model(plan: Plan) -> PretrainedConfig:
     """The model's transformers config. Raises ValueError for a model that cannot be built or loaded, or does
     not go with its options, the data or the method: tried on its skeleton."""
     options, source, given = plan.model, plan.source, plan.model.checkpoint
-    sentinels = 0
+    sentinels, tokenizer = 0, None
     if given is None:
         check_optimizer("model.base.optim", options.base.optim)
         with naming_cause("model.config"):
@@ -149,7 +147,7 @@ def check_model(plan: Plan) -> PretrainedConfig:
             log_parts(Path(given))
         sentinels = len(loading.sentinel_ids(tokenizer))
     objective = loading.objective_name(options.objective, config)
-    check_objective(plan, objective)
+    check_objective(plan, objective, tokenizer)
     with naming_cause(given or "model.config"), torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = loading.AUTO_MODELS[objective].from_config(config)
     if plan.trainer.attention != "auto":
@@ -179,14 +177,13 @@ def check_tokenizer(checkpoint: str) -> Any:
     """The tokenizer of a checkpoint. Raises ValueError for one that is missing or damaged, and for truncated
     weights of a local folder."""
     folder = Path(checkpoint)
-    for path in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+    for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, "pt"):
                 pass
         except Exception as error:  # safetensors has its own exception, which is not an OSError
-            raise ValueError(
-                f"{path} is truncated or damaged ({reason(error)}); bring it here again"
-            ) from error
+            told = f"{path} is truncated or damaged ({reason(error)})"
+            raise ValueError(f"{told}; bring it here again") from error
     if folder.is_dir() and not any(path for kind in TOKENIZERS for path in folder.glob(kind)):
         # transformers would make an empty one of the model's type
         allowed = f"a folder with the files of one, {', '.join(TOKENIZERS)}"
@@ -196,7 +193,7 @@ def check_tokenizer(checkpoint: str) -> Any:
 
 
 def log_parts(folder: Path) -> None:
-    """Warns which modules of an exported model with modules per domain are used: transformers reads one
+    """Warns which modules of an exported model with modules per domain are used, as transformers reads one
     model."""
     if (folder / PARTS_INDEX).is_file():
         index = json.loads((folder / PARTS_INDEX).read_text(encoding="utf-8"))
@@ -207,10 +204,10 @@ def log_parts(folder: Path) -> None:
         log.info("Merging the adapter %s into the model of %s", adapter.name, folder)
 
 
-def check_objective(plan: Plan, objective: str) -> None:
+def check_objective(plan: Plan, objective: str, tokenizer: Any) -> None:
     """Raises ValueError for a kind of model that does not go with its options or with what it is to do."""
     options, source, least = plan.model, plan.source, BYTES + loading.SENTINELS
-    name = f"model={options.name}"
+    name, has_answers = f"model={options.name}", source.encoding is not None
     kind = {"masked": "is masked", "span": "learns by span corruption"}.get(objective)
     if kind and options.mask_rate is None:
         raise ValueError(f"model.mask_rate=null; allowed: above 0 and below 1, as the model {kind}")
@@ -219,20 +216,17 @@ def check_objective(plan: Plan, objective: str) -> None:
     if objective == "span" and options.checkpoint is None and options.vocabulary < least:
         needed = f"{least} or more, {loading.SENTINELS} of them sentinels"
         raise ValueError(f"model.vocabulary={options.vocabulary}; allowed: {needed}")
-    loading.check_packing(objective, isolated=source.isolated, answers=source.encoding is not None)
+    loading.check_packing(objective, isolated=source.isolated, answers=has_answers)
     if source.chats:
-        tokenizer = loading.load_tokenizer(options.checkpoint) if options.checkpoint else None
         why = "has no chat template" if tokenizer is None or not tokenizer.chat_template else ""
         if why := "is an encoder-decoder" if objective in loading.SEQ2SEQ else why:
             allowed = "an instruction-tuned checkpoint, or examples with a question and an answer"
             raise ValueError(f"{name} does not go with chats, as it {why}; allowed: {allowed}")
         check_template(tokenizer)
-    allowed = "or a causal model like model=tiny_gpt2"
     if objective == "masked" and plan.probe is not None:
-        raise ValueError(
-            f"probe=lm_eval continues a text, and {name} fills masks; allowed: probe=none, {allowed}"
-        )
-    plan.mixture.check_objective(objective, model=name, examples=source.encoding is not None)
+        allowed = "probe=none, or a causal model like model=tiny_gpt2"
+        raise ValueError(f"probe=lm_eval continues a text, and {name} fills masks; allowed: {allowed}")
+    plan.mixture.check_objective(objective, model=name, examples=has_answers)
 
 
 def check_method(plan: Plan, model: PreTrainedModel, objective: Objective) -> None:

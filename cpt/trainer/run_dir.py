@@ -61,9 +61,6 @@ class RunDir:
                 each.pop(key, None)
         return list_differences(*both)
 
-    def is_of(self, settings: Mapping[str, Any]) -> bool:
-        return self.config.exists() and not self.changes(settings)
-
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the directory's lock, which ends with the process. Raises ValueError if another has it."""
@@ -71,17 +68,16 @@ class RunDir:
             with FileLock(self.path / ".lock", timeout=0):
                 yield
         except Timeout as error:
-            holder = ""
+            told = f"another process is at work in {self.path}"
             with contextlib.suppress(ValueError):
                 if (beat := Heartbeat.load(self.path)) and beat.active:
-                    holder = f" (host {beat.process.host}, process {beat.process.pid})"
-            remedy = "wait for it or choose another name=…"
-            raise ValueError(f"another process is at work in {self.path}{holder}; {remedy}") from error
+                    told += f" (host {beat.process.host}, process {beat.process.pid})"
+            raise ValueError(f"{told}; wait for it or choose another name=…") from error
 
     @contextlib.contextmanager
     def removed_if_rejected(self) -> Iterator[None]:
-        """Removes a new directory if the run fails before it has trained or measured anything, unless another
-        process is at work in it; what a sweep has put there stays, with the error."""
+        """Removes a new directory if the run fails before it has measured anything, unless another process is
+        at work in it; what a sweep has put there stays, with the error."""
         is_new, began = is_first_process() and not self.config.exists(), utc_now()
         try:
             yield
@@ -119,8 +115,7 @@ class RunDir:
         files.write_checksums(self.path, (path for path in outputs if path.is_file()))
 
     def seal_again(self, paths: Iterable[Path]) -> None:
-        """Updates the checksums of these files, if the directory has any. Raises ValueError where they cannot
-        be read."""
+        """Updates the checksums of these files, if the directory has any."""
         if (self.path / files.CHECKSUMS).exists():
             files.write_checksums(self.path, paths, others=files.read_checksums(self.path))
 
@@ -145,9 +140,6 @@ class RunDir:
         """The checkpoint within the first stage or at its end, if there is one."""
         return next(iter(sorted(self.path.glob("checkpoints/001-*.ckpt"))), None)
 
-    def documents(self, row: int) -> Path:
-        return documents_file(self.path, row)
-
     def looks(self, number: int) -> Path:
         return self.path / "looks" / f"{number:03d}.npz"
 
@@ -164,21 +156,19 @@ class RunDir:
         return load_documents(self.path, rows)
 
     def save_documents(self, row: int, losses: Mapping[str, np.ndarray]) -> None:
-        self.save_arrays(self.documents(row), losses)
+        self.save_arrays(documents_file(self.path, row), losses)
 
     def check_documents(self, rows: int) -> None:
         """Raises ValueError if the losses by document of a committed row are missing or damaged."""
-        for path in map(self.documents, range(rows)):
-            files.check_archive(path, instead=self.restore_hint)
+        for row in range(rows):
+            files.check_archive(documents_file(self.path, row), instead=self.restore_hint)
 
     def cleanup(self, stages: int, *, keep: bool, end: bool = False) -> None:
         """Removes checkpoints that a committed stage makes obsolete, unless `keep` (those of earlier stages)
         or `end` (the trainer's state at its end)."""
         if not end:
-            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
-        for kind in (
-            () if keep else ("pt", "shards")
-        ):  # in this order: without its file a stage does not count
+            discard(self.path / "checkpoints")
+        for kind in () if keep else ("pt", "shards"):  # in this order: a stage counts by its file
             for old in self.path.glob(f"stages/*.{kind}"):
                 if (number := old.name.split(".")[0]).isdigit() and int(number) < stages:
                     discard(old)

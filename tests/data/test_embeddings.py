@@ -2,7 +2,6 @@
 
 import math
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from cpt.data.orders import (
     bucket_of,
     embed_by_words,
 )
-from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents, sentence_encoder, static_encoder
+from cpt.trainer.domain_order import CHARACTERS_READ, sample_documents, static_encoder
 from tests.support.data_fixtures import written
 
 
@@ -113,21 +112,3 @@ def test_static_means_rows_of_a_table_without_importing_the_package(wordllama):
     assert len(ids) > 0 and vectors.shape == (2, 4)
     assert vectors[0] == pytest.approx(table[ids].astype(float).mean(0)) and not vectors[1].any()
     assert "wordllama" not in sys.modules
-
-
-def test_sentence_asks_the_folders_model(monkeypatch):
-    asked = []
-
-    class SentenceTransformer:
-        def __init__(self, folder, **how):
-            asked.append((folder, how))
-
-        def encode(self, documents, **how):
-            return np.array([[len(each)] for each in documents])
-
-    monkeypatch.setitem(
-        sys.modules, "sentence_transformers", SimpleNamespace(SentenceTransformer=SentenceTransformer)
-    )
-    encode = sentence_encoder("folder")
-    assert encode(["ab", "c"]).tolist() == [[2], [1]]
-    assert asked == [("folder", {"local_files_only": True, "trust_remote_code": False})]

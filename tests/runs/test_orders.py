@@ -12,7 +12,7 @@ from cpt.data.orders import Similarity, arrange_domains
 from cpt.evaluation.scores import Scores
 from cpt.train import is_done
 from cpt.trainer import domain_order
-from cpt.trainer.domain_order import arrange, recall
+from cpt.trainer.domain_order import load_cached_order, order_domains
 from cpt.trainer.plan import make_plan
 from tests.conftest import VOCABULARIES, sentences
 from tests.support.killing import KilledError, Killer
@@ -68,34 +68,34 @@ def groups(order) -> list[str]:
 @pytest.mark.parametrize("embedding", ["tfidf", "model"])
 def test_domains_of_one_kind_are_learned_one_after_another(embedding, of_pairs):
     plan = make_plan(of_pairs("order=similar", f"domains.embedding={embedding}"))
-    found = arrange(plan)
+    found = order_domains(plan)
     assert sorted(found.order) == plan.order != found.order
     matrix = found.similarity.matrix
     assert np.allclose(np.diagonal(matrix), 1) and (matrix == matrix.T).all()
     if embedding == "tfidf":  # what two steps of learning make of texts is not much
         assert groups(found.order)[::2] == groups(found.order)[1::2]
-        tree = arrange(make_plan(of_pairs("order=similar_tree"))).order
+        tree = order_domains(make_plan(of_pairs("order=similar_tree"))).order
         assert groups(tree)[::2] == groups(tree)[1::2]
-        far = arrange(make_plan(of_pairs("order=dissimilar"))).order
+        far = order_domains(make_plan(of_pairs("order=dissimilar"))).order
         assert far[0] == found.order[0] and groups(far)[0] != groups(far)[1]
-        swapped = arrange(make_plan(of_pairs("order=similar_swapped"))).order
+        swapped = order_domains(make_plan(of_pairs("order=similar_swapped"))).order
         assert swapped == [*found.order[3:], *found.order[:3]]
 
 
 def test_the_texts_are_read_once_and_the_order_is_known_then(of_pairs, monkeypatch, caplog):
     plan = make_plan(of_pairs("order=similar"))
-    assert recall(plan) is None
+    assert load_cached_order(plan) is None
     with caplog.at_level(logging.INFO):
-        first = arrange(plan)
+        first = order_domains(plan)
     assert "Embedding samples of 7 texts (domains.embedding=tfidf)" in caplog.text
     assert f"order=similar by tfidf: from {first.order[0]} to {first.order[-1]}" in caplog.text
     monkeypatch.setattr(domain_order, "write_similarity", None)
-    assert arrange(plan).order == recall(plan).order == first.order
-    assert recall(make_plan(of_pairs("order=dissimilar"))) is not None  # of the same texts
+    assert order_domains(plan).order == load_cached_order(plan).order == first.order
+    assert load_cached_order(make_plan(of_pairs("order=dissimilar"))) is not None  # of the same texts
     for other in ("domains.embedding_samples=5", "domains.embedding=model", "domains.held_out.seed=1"):
-        assert recall(make_plan(of_pairs("order=similar", other))) is None
+        assert load_cached_order(make_plan(of_pairs("order=similar", other))) is None
     assert (
-        recall(make_plan(of_pairs("order=similar", "model.base.seed=3"))) is not None
+        load_cached_order(make_plan(of_pairs("order=similar", "model.base.seed=3"))) is not None
     )  # tfidf asks no model
 
 
@@ -130,12 +130,6 @@ def test_a_run_keeps_its_order_and_similarity(start, of_pairs, tmp_path, monkeyp
     assert is_done(cfg, tmp_path / "run")
 
 
-def test_a_run_without_similarity_has_none_in_its_scores_and_report(start, small, tmp_path):
-    start(small("order=[law]"), tmp_path)
-    assert scores_of(tmp_path).similarity == {}
-    assert "Similarity" not in (tmp_path / "report.md").read_text()
-
-
 def test_a_killed_run_goes_on_in_its_order(start, of_pairs, killing, tmp_path):
     cfg = of_pairs("order=similar", "trainer.steps=4")
     start(cfg, tmp_path / "whole")
@@ -166,16 +160,10 @@ def test_a_new_domain_has_its_place_among_those_that_are_learned(start, of_pairs
     assert scores_of(tmp_path / "old").grown == [6]
 
 
-def test_an_embedding_without_effect_is_told(of_pairs, caplog):
-    with caplog.at_level(logging.INFO):
-        assert arrange(make_plan(of_pairs("domains.embedding=model"))).similarity is None
-    assert "domains.embedding=model has no effect: order=0 ignores similarity" in caplog.text
-
-
 def test_wrong_plans_are_told_before_texts_are_read(of_pairs, monkeypatch):
     monkeypatch.setattr(domain_order, "write_similarity", None)
     with pytest.raises(ValueError, match="method.reduction=100000; allowed"):
-        arrange(make_plan(of_pairs("order=similar", "method=adapter", "method.reduction=100000")))
+        order_domains(make_plan(of_pairs("order=similar", "method=adapter", "method.reduction=100000")))
     with pytest.raises(
         ValueError, match="embedding=static needs the package wordllama, which is not installed"
     ):

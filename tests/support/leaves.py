@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from cpt.core.errors import readable
 from cpt.sweeps.arguments import check_choices
 from cpt.train import train
-from cpt.trainer.domain_order import arrange
+from cpt.trainer.domain_order import order_domains
 from cpt.trainer.plan import Plan, make_plan
 from cpt.trainer.run_dir import RunDir
 from tests.conftest import ROOT, SMALL, SMALL_GPT2, SMALL_T5, with_values
@@ -171,7 +171,7 @@ def try_model(arguments: list[str], folder: Path) -> None:
     """As far as the libraries know, on the model's skeleton."""
     from cpt.trainer.preflight import prepare
 
-    prepare(arrange(read_config(arguments, folder)), RunDir(folder))
+    prepare(order_domains(read_config(arguments, folder)), RunDir(folder))
 
 
 def plan_run(arguments: list[str], folder: Path) -> None:

@@ -75,12 +75,8 @@ def test_the_model_computes_attention_as_said(small, start, tmp_path, monkeypatc
     assert "in bf16-mixed, attention by eager" in (tmp_path / "run" / "report.md").read_text()
 
 
-COARSE = "trainer.precision=bf16-mixed"
-
-
 DROPS = ("model=tiny_roberta", "model.config.hidden_dropout_prob=0.1")
 QUICK, IN_ATTENTION = "trainer.quick_dropout=true", "model.config.attention_probs_dropout_prob=0.1"
-SDPA = "trainer.attention=sdpa"
 
 
 def test_a_run_learns_with_quick_dropout_and_makes_its_base_without(small, start, tmp_path, monkeypatch):
