@@ -39,8 +39,7 @@ def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Itera
         (old, counts), (new, _) = (np.asarray(row[text], float) for row in (before, after))
         there = counts > 0
         sums, counts = np.stack([old, new])[:, there], counts[there]
-        low, high = np.nan, np.nan
+        bounds = [np.nan, np.nan]
         if counts.size > 1:
-            low, high = bootstrap([[sums, counts]], compute, replicates=REPLICATES)["loss"]["nats"]
-        was, became = sums.sum(1) / counts.sum()
-        yield Change(text, float(was), float(became), low, high)
+            bounds = bootstrap([[sums, counts]], compute, replicates=REPLICATES)["loss"]["nats"]
+        yield Change(text, *(sums.sum(1) / counts.sum()).tolist(), *bounds)

@@ -92,8 +92,8 @@ class Watched:
 
     def is_best(self, own: Sequence[str]) -> bool:
         """Whether the last look has a lower loss on the stage's own texts than all before it."""
-        *before, last = self.own_loss(own)
-        return last < min(before, default=np.inf)
+        losses = self.own_loss(own)
+        return losses[-1] < min(losses[:-1], default=np.inf)
 
     def judge(self, options: MonitorOptions, *, own: Sequence[str]) -> str:
         """Why the stage is to end now, in words; nothing where it goes on."""

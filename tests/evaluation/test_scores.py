@@ -1,6 +1,5 @@
 """The metrics on matrices small enough for a hand, the bootstrap by simulation, the file by breaking it."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -168,7 +167,7 @@ def test_intransigence_by_hand():
 
 
 def test_every_metric_describes_itself():
-    described = {name: metrics.describe_metric(metric.compute) for name, metric in METRICS.items()}
+    described = {name: metric[:2] for name, metric in METRICS.items()}
     assert described["FG"] == (
         "Forgetting since each domain was learned, > 0 is bad",
         "mean_{j<n} (L[n][j] - L[j][j])",
@@ -433,8 +432,3 @@ def test_the_import_is_light():
     code = f"import sys, cpt.evaluation.scores; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_an_unknown_kind_of_seconds_is_refused():
-    with pytest.raises(ValueError, match="phases or metrics are unknown: sleep"):
-        dataclasses.replace(made(), phases={"sleep": {"a": 1.0}})
