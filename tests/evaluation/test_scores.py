@@ -240,6 +240,18 @@ def test_differences_are_paired():
     assert width["general_drift"] < width["ZS"] / 4
 
 
+def test_columns_are_drawn_apart():
+    """Of two columns alike the mean is surer than each: what one draw has too much, the other has not."""
+    sums, counts = documents(generator=np.random.default_rng(9), size=50, columns=1)
+    widths = []
+    for names in (["a"], ["a", "b"]):
+        many = len(names)
+        only = Layout(rows=["base"], domains=names, tokens=[9] * many, bytes=[9] * many)
+        bounds = metrics.intervals([sums[0][:1]] * many, counts=counts * many, layout=only)
+        widths.append(np.ptp(bounds["ZS"]["nats"]))
+    assert widths[1] < 0.85 * widths[0]
+
+
 def test_many_documents_in_bounded_memory():
     import tracemalloc
 

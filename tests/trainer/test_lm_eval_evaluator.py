@@ -112,9 +112,7 @@ def test_a_run_that_is_stopped_within_its_probe_goes_on_with_it(run, tmp_path, m
 
 def test_a_model_that_fills_masks_is_refused_at_once(small, start, tmp_path, monkeypatch):
     monkeypatch.setattr(LMEvalOptions, "check_installed", lambda self: None)
-    with pytest.raises(
-        ValueError, match=r"^probe=lm_eval asks a model to go on with a text, and model=tiny_"
-    ):
+    with pytest.raises(ValueError, match=r"^probe=lm_eval continues a text, and model=tiny_"):
         start(small("probe=lm_eval", "probe.tasks=[say]"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
