@@ -12,8 +12,7 @@ import numpy as np
 from cpt.core.options import Options, option
 from cpt.core.rules import number, one_of, or_null
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.change import REPLICATES, Losses
-from cpt.evaluation.metrics import bootstrap
+from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 
 NATS = or_null(number("above 0"))
 LINE = "line"
@@ -187,7 +186,7 @@ def find_rise(texts: Sequence[str], began: Losses, now: Losses) -> tuple[float, 
     value = float(mean_rise(whole)["rise"]["nats"])
     if any(counts.size < 2 for _, counts in samples):
         return value, value
-    _, upper = bootstrap(samples, mean_rise, replicates=REPLICATES)["rise"]["nats"]
+    _, upper = bootstrap(samples, mean_rise, replicates=CHANGE_REPLICATES)["rise"]["nats"]
     return value, upper
 
 

@@ -13,7 +13,7 @@ Yildiz et al. 2024 (arXiv 2402.17400): ZS, CPT, LC, transfer relative to zero-sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
@@ -25,7 +25,9 @@ from cpt.data.sources.base import GENERAL
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
+Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
 UNITS = ("nats", "perplexity", "bits_per_byte")
+CHANGE_REPLICATES = 2000
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
 
@@ -251,3 +253,35 @@ def objective_value(
         )
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A text's loss by two models, nats per token, and the 95 % interval of the difference."""
+
+    text: str
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+
+def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
+    """The change of each text; its documents are drawn alike for both models. Of a single document the
+    interval is nan."""
+
+    def compute(means: Array) -> dict[str, dict[str, Array]]:  # [draw, model, text]
+        return {"loss": {"nats": means[..., 1, 0] - means[..., 0, 0]}}
+
+    for text in texts:
+        (old, counts), (new, _) = (np.asarray(row[text], float) for row in (before, after))
+        there = counts > 0
+        sums, counts = np.stack([old, new])[:, there], counts[there]
+        bounds = [np.nan, np.nan]
+        if counts.size > 1:
+            bounds = bootstrap([[sums, counts]], compute, replicates=CHANGE_REPLICATES)["loss"]["nats"]
+        yield Change(text, *(sums.sum(1) / counts.sum()).tolist(), *bounds)

@@ -13,7 +13,7 @@ from cpt.core.options import Options, option
 from cpt.core.randomness import key, shuffle
 from cpt.core.rules import YES_NO, Rule, is_steps, number, one_of, or_null, whole
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.change import Losses, compare_losses
+from cpt.evaluation.metrics import Losses, compare_losses
 
 STEPS = Rule(is_steps, "a whole number, 1 or more")
 

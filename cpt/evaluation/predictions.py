@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 from pyarrow import compute, parquet
 
@@ -101,13 +102,9 @@ def answers_of(table: pa.Table, about: Mapping[str, Any]) -> TaskAnswers:
     return TaskAnswers(columns["reference"], choices, **given, sources=columns.get(SOURCE))
 
 
-@dataclass(frozen=True)
-class Marked:
-    """The examples of a task, [example] each: id, right answer, and how good a model's answer is."""
-
-    ids: Array
-    references: Array
-    values: Array
+def mark_examples(ids: Sequence[Any], references: Sequence[Any], values: Array) -> pd.DataFrame:
+    """The examples of a task by id: the right answer, and how good a model's answer is."""
+    return pd.DataFrame({"reference": references, "value": values}, index=pd.Index(ids))
 
 
 @dataclass(frozen=True)
@@ -129,33 +126,26 @@ def rows_asked(task: Mapping[str, Any]) -> list[int]:
     return [row for row, value in enumerate(task["measures"][head_of(task)]) if value is not None]
 
 
-def mark_answers(path: Path, measure: str) -> Marked:
+def mark_answers(path: Path, measure: str) -> pd.DataFrame:
     """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, where there is none;
     ValueError where it is damaged, or lacks what the measure is of."""
     table, about = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
     answered = answers_of(table, about)
     if missing := [name for name in MEASURES[measure].needs if getattr(answered, name) is None]:
         raise ValueError(f"{path} has no column of the {missing[0]}, which {measure} is of; {AGAIN}")
-    ids = np.array(table.column("id").to_pylist())
-    return Marked(ids, np.array(answered.references), MEASURES[measure].compute(answered))
+    return mark_examples(table["id"].to_pylist(), answered.references, MEASURES[measure].compute(answered))
 
 
-def join_examples(marked: Sequence[Marked], *, what: str) -> list[Marked]:
+def join_examples(marked: Sequence[pd.DataFrame], *, what: str) -> list[pd.DataFrame]:
     """The examples that all have, in one order. Raises ValueError where an id stands for several examples of
     a file, or for another question in the next."""
-    first = marked[0]
-    if any(not np.array_equal(first.ids, each.ids) for each in marked[1:]):
-        if any(len(set(each.ids.tolist())) < len(each.ids) for each in marked):
+    first, *others = marked
+    if not all(first.index.equals(each.index) for each in others):
+        if any(each.index.has_duplicates for each in marked):
             raise ValueError(f"{what}: the examples differ, and their ids do not tell them apart")
-        shared = set(first.ids.tolist()).intersection(*(each.ids.tolist() for each in marked[1:]))
-        order = [name for name in first.ids.tolist() if name in shared]
-        places = [dict(zip(each.ids.tolist(), range(len(each.ids)), strict=True)) for each in marked]
-        kept = [np.array([place[name] for name in order], dtype=int) for place in places]
-        marked = [
-            Marked(each.ids[at], each.references[at], each.values[at])
-            for each, at in zip(marked, kept, strict=True)
-        ]
-    if any(not np.array_equal(marked[0].references, each.references) for each in marked[1:]):
+        there = np.all([first.index.isin(each.index) for each in others], axis=0)
+        marked = [each.loc[first.index[there]] for each in marked]
+    if not all(marked[0]["reference"].equals(each["reference"]) for each in marked[1:]):
         raise ValueError(f"{what}: other right answers for the same ids, so these are other examples")
     return list(marked)
 
@@ -174,7 +164,8 @@ def follow_answers(
             for row in since:
                 path = answers_in(folder, rows, row, task)
                 then, now = join_examples([mark_answers(path, measure), last], what=f"{folder}: {task}")
-                yield Moved(task, rows[row], count_transitions(then.values, now.values, classes=classes))
+                values = (each["value"].to_numpy() for each in (then, now))
+                yield Moved(task, rows[row], count_transitions(*values, classes=classes))
         except (FileNotFoundError, ValueError) as error:
             yield error
 

@@ -14,9 +14,8 @@ import numpy as np
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace
 from cpt.core.schema import check_types
-from cpt.evaluation.change import Losses
 from cpt.evaluation.journal import MetricRecord, read_journal, remove_journal
-from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, intervals, summarise_matrix
+from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
 
 VERSION = 3

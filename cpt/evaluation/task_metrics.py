@@ -99,11 +99,8 @@ def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
 
 
 def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
-    """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])`, > 0 is forgetting; nan if a term is missing.
-
-    A is [row, task]. The task of the last stage never enters; a run that is not finished ends with its last
-    row. Where the last domain has no task, all learned tasks enter.
-    """
+    """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])` of A as [row, task], > 0 is forgetting; nan if a term is
+    missing. The task of the last stage never enters; where it has none, all learned tasks do."""
     learned = [place for place, task in enumerate(tasks) if task in rows[: len(scores)][:-1]]
     if not learned:
         return float("nan")
@@ -111,10 +108,8 @@ def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> flo
 
 
 def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
-    """MF1, Acc, forward and forget_rate, on seed means; without those that lack a term.
-
-    `when: diagonal` measures no last model: it has neither MF1 nor Acc.
-    """
+    """MF1, Acc, forward and forget_rate, on seed means; without those that lack a term, as MF1 and Acc with
+    `when: diagonal`, which measures no last model."""
     if not endtasks:
         return {}
     scores, tasks = over_seeds(headline(endtasks)), endtasks["tasks"]
@@ -298,14 +293,9 @@ def summarise_answers(
     if all(answered.choices) and answered.references:
         chance = float(np.mean([1 / len(each) for each in answered.choices]))
         majority = max(Counter(answered.references).values()) / len(answered.references)
-    return AnswerSummary(
-        len(answered.references),
-        chance,
-        majority,
-        {name: float(each.mean()) if len(each) else None for name, each in finite.items()},
-        next(iter(values.values())).astype(np.float32),
-        seconds,
-    )
+    means = {name: float(each.mean()) if len(each) else None for name, each in finite.items()}
+    head = next(iter(values.values())).astype(np.float32)
+    return AnswerSummary(len(answered.references), chance, majority, means, head, seconds)
 
 
 def collect_task(rows: Sequence[AnswerSummary | None]) -> dict[str, Any]:
@@ -357,10 +347,9 @@ def compute_intervals(
         samples.append((stacked.astype(float), np.ones(size)))
 
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:
-        found = compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))
-        return {name: {"score": value} for name, value in found.items()}
+        return {"score": compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))}
 
-    return {name: units["score"] for name, units in bootstrap(samples, compute).items()}
+    return bootstrap(samples, compute)["score"]
 
 
 def describe_task(name: str, task: Mapping[str, Any]) -> str:
