@@ -25,12 +25,12 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedModel
 
 from cpt.adapters.domain_store import BASE
+from cpt.contrib.generative_replay.append_log import Growing
 from cpt.contrib.generative_replay.options import GeneratedReplay
 from cpt.core.cache import artifact_damage, discard, finish_artifact, make_once
 from cpt.core.collectives import gather_objects, wait_for_others
 from cpt.core.config import digest
 from cpt.core.files import read_checked_json, replace, write_checked_json
-from cpt.core.growing import Growing
 from cpt.core.preemption import leave_together
 from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.progress import progress_bar
