@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
+from annotated_types import Len
 
 from cpt.core.config import digest
 from cpt.core.files import check_archive, replace
@@ -17,6 +18,7 @@ from cpt.core.schema import check_types
 from cpt.evaluation.journal import MetricRecord, read_journal, remove_journal
 from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
+from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
 VERSION = 3
 COSTS = ("trained", "stored", "seen", "flops", "memory", "skipped")  # of a stage
@@ -26,6 +28,11 @@ PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes"
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
+BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
+OF_METRIC = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
+OF_METRIC |= dict.fromkeys(UNITS, float | None)
+OF_TASKS = {"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": dict[str, str]}
+OF_TASKS |= {"classes": dict[str, int], "examples": dict[str, int], "scores": dict[str, list[Any]]}
 
 
 @dataclass(kw_only=True)
@@ -75,7 +82,8 @@ class Scores(Layout):
         check_types(vars(self), get_field_types(type(self)))
         check_types(self.run, RUN, of="run")
         for name, metric in self.metrics.items():
-            check_types(metric, dict.fromkeys(UNITS, float | None), of=f"metrics.{name}")
+            its = {key: kind for key, kind in OF_METRIC.items() if key in (*UNITS, *metric)}
+            check_types(metric, its, of=f"metrics.{name}")
         rows, columns = len(self.rows), len(self.domains)
         if len({*self.rows}) < rows or len({*self.domains}) < columns or self.rows[:1] not in ([], ["base"]):
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
@@ -86,6 +94,13 @@ class Scores(Layout):
             raise ValueError(f"nll, parts or costs ({', '.join(COSTS)}) are not of the rows {self.rows}")
         if unknown := (set(self.phases) - {*PHASES}) | (set(self.metrics) - {*METRICS}):
             raise ValueError(f"phases or metrics are unknown: {', '.join(sorted(unknown))}")
+        if given := self.endtasks:
+            check_types(given, OF_TASKS, of="endtasks")
+            kinds = (*ENDTASK_METRICS, *given["metric"].values())
+            if any(given[key].keys() != {*given["tasks"]} for key in ("metric", "classes", "examples")):
+                raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
+            if any(len(cube(given, kind)) > rows for kind in kinds):
+                raise ValueError(f"endtasks have more than {rows} rows")
         self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
 
     @property
@@ -217,7 +232,7 @@ class Scores(Layout):
                     scores.apply(record)
                 scores.measure()
                 scores.sum_seconds()
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
         return scores
