@@ -225,10 +225,7 @@ def read_metrics(found: Mapping[str, Any], higher: Mapping[str, bool | None]) ->
         metric, comma, kind = name.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, Real):
             error = found.get(f"{metric}_stderr,{kind}")
-            known = isinstance(error, Real) and isfinite(error)
-            metrics[metric if kind == "none" else name] = {
-                "value": float(value),
-                "error": float(error) if known else None,
-                "higher": higher.get(metric) is not False,
-            }
+            error = float(error) if isinstance(error, Real) and isfinite(error) else None
+            told = {"value": float(value), "error": error, "higher": higher.get(metric) is not False}
+            metrics[metric if kind == "none" else name] = told
     return metrics

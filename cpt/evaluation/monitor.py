@@ -3,7 +3,7 @@ steps, and when a stage is to end because of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -106,7 +106,3 @@ class Watched:
     def tell(self) -> dict[str, Any]:
         """The same as scores.json has it; what is no number is null there."""
         return asdict(self)
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Watched:
-        return cls(**data)

@@ -55,9 +55,8 @@ def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
 
 def headline(endtasks: Mapping[str, Any]) -> Array:
     """Each task in its own metric, as micro-F1 for ChemProt: [row, task, seed]; nan where not measured."""
-    own = [endtasks["metric"][task] for task in endtasks["tasks"]]
-    cubes = {kind: cube(endtasks, kind) for kind in set(own)}
-    return np.stack([cubes[kind][:, place] for place, kind in enumerate(own)], axis=1)
+    own = enumerate(endtasks["metric"][task] for task in endtasks["tasks"])
+    return np.stack([cube(endtasks, kind)[:, place] for place, kind in own], axis=1)
 
 
 def over_seeds(scores: Array) -> Array:
@@ -69,9 +68,8 @@ def over_seeds(scores: Array) -> Array:
 
 def sd_over_seeds(scores: Array) -> Array:
     """[row, task, seed] to [row, task]: standard deviation over seeds (n - 1); nan below two of them."""
-    there = np.isfinite(scores)
-    count = there.sum(-1)
-    squares = np.where(there, (scores - over_seeds(scores)[..., None]) ** 2, 0).sum(-1)
+    count = np.isfinite(scores).sum(-1)
+    squares = np.nansum((scores - over_seeds(scores)[..., None]) ** 2, -1)
     return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
 
 

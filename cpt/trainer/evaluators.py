@@ -198,11 +198,8 @@ class FinetuneEvaluator(Evaluator):
         about = {"digest": task.digest(seed), "metric": task.settings.metric, "classes": task.classes}
         about |= finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes)
         about |= {"seconds": round(time.perf_counter() - began, 3), "epochs": epoch}
-        columns = {
-            "id": [example.id for example in task.test],
-            "label": [example.label for example in task.test],
-            "prediction": [task.classes[each] for each in predicted],
-        }
+        columns = {name: [getattr(example, name) for example in task.test] for name in ("id", "label")}
+        columns["prediction"] = [task.classes[each] for each in predicted]
         predictions.save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
 
     def results(self, rows: int) -> dict[str, Any]:
@@ -216,9 +213,7 @@ class FinetuneEvaluator(Evaluator):
         seeds, tasks = self.plan.seeds, self.tasks
         found = [[[read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
-            "when": self.when,
-            "tasks": list(tasks),
-            "seeds": list(seeds),
+            **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
             "digest": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
@@ -307,13 +302,10 @@ class TaskEvaluator(Evaluator):
             sums, texts = {**sums, **ranked}, {**texts, **written}
         if is_first_process():
             best, best_mean = rank_choices(questions, sums) if closed else (None, None)
-            columns = {
-                "id": [each.id for each in questions],
-                "reference": [each.reference for each in questions],
-                "written": [texts[at] for at in range(len(questions))] if self.options.written else None,
-                "ranked": best,
-                "ranked_mean": best_mean,
-            }
+            written = [texts[at] for at in range(len(questions))] if self.options.written else None
+            ids, references = [each.id for each in questions], [each.reference for each in questions]
+            given = (ids, references, written, best, best_mean)
+            columns = dict(zip(predictions.ANSWER_COLUMNS, given, strict=True))
             if needs_sources(self.options, task):
                 columns[SOURCE] = [each.text for each in questions]
             about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
