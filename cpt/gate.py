@@ -13,7 +13,7 @@ from pathlib import Path
 from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.change import Change, Losses, compare_losses
+from cpt.evaluation.metrics import Change, Losses, compare_losses
 from cpt.evaluation.scores import Scores, encode
 from cpt.trainer.run_dir import RunDir
 
@@ -62,41 +62,40 @@ def judge_run(
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m cpt.gate", description=__doc__.split("\n\n")[1])
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a finished run")
-    said = "nats per token that {} text {} (default: 0)"
-    parser.add_argument("--gain", type=float, default=0.0, help=said.format("new", "must gain"))
-    parser.add_argument("--loss", type=float, default=0.0, help=said.format("old", "may lose"))
-    said = "the row that is compared with: base, or a domain (default: the last but one)"
-    parser.add_argument("--since", metavar="ROW", help=said)
+    said = "nats per token, default 0"
+    parser.add_argument("--gain", type=float, default=0.0, help=f"what new text must gain: {said}")
+    parser.add_argument("--loss", type=float, default=0.0, help=f"what old text may lose: {said}")
+    parser.add_argument("--since", metavar="ROW", help="the row to compare with; default: the last but one")
     parser.add_argument("--json", action="store_true", help="for programs")
     given = parser.parse_args(arguments)
     with readable(errors_only=True, code=UNKNOWN):
-        for name in ("gain", "loss"):
-            if not math.isfinite(getattr(given, name)):
-                raise ValueError(f"--{name}={getattr(given, name)}; allowed: nats per token, a finite number")
+        for name, value in {"gain": given.gain, "loss": given.loss}.items():
+            if not math.isfinite(value):
+                raise ValueError(f"--{name}={value}; allowed: nats per token, a finite number")
         place = RunDir(given.run)
         if (scores := place.scores()) is None:
             raise ValueError(f"{place.path} holds no scores.json; needed: the folder of a finished run")
         if not scores.run["finished"]:
             raise ValueError(f"{place.path} is {scores.state}; needed: a finished run")
-        if scores.alone or len(scores.rows) < 2:
+        *earlier, last = scores.rows
+        if scores.alone or not earlier:
             method = f"method={scores.run['method']}"
             raise ValueError(f"{place.path}: {method} has no model that goes on from another's")
-        if given.since is not None and given.since not in scores.rows[:-1]:
-            allowed = ", ".join(scores.rows[:-1])
+        if given.since not in (None, *earlier):
+            allowed = ", ".join(earlier)
             raise ValueError(f"--since={given.since} is no row before the last; allowed: {allowed}")
         place.check_documents(len(scores.rows))
-        since = len(scores.rows) - 2 if given.since is None else scores.rows.index(given.since)
-        losses = place.load_documents([since, len(scores.rows) - 1])
+        since = earlier.index(given.since or earlier[-1])
+        losses = place.load_documents([since, len(earlier)])
         changes, unmeasured = judge_run(scores, *losses, since=since, gain=given.gain, loss=given.loss)
         damage = [line for line in place.lost(full=True) if not line.startswith("report.")]
     failed = [*damage, *(f"{e.text} {e.verdict}" for e in changes if e.verdict not in ("gained", "held"))]
     failed += [f"{name} not measured" for name in unmeasured]
     if given.json:
-        told = {"opens": not failed, "damage": damage, "note": NOTE, "since": scores.rows[since]}
-        told |= {"row": scores.rows[-1], "changes": [*map(asdict, changes)], "unmeasured": unmeasured}
-        print(encode(told))
+        told = {"opens": not failed, "damage": damage, "note": NOTE, "since": earlier[since], "row": last}
+        print(encode(told | {"changes": [*map(asdict, changes)], "unmeasured": unmeasured}))
     else:
-        print(f"after {scores.rows[-1]}, compared with {scores.rows[since]}; nats per token [95 % interval]")
+        print(f"after {last}, compared with {earlier[since]}; nats per token [95 % interval]")
         print(HEAD)
         for each in changes:
             print(ROW.format(**vars(each), change=each.difference, verdict=each.verdict))

@@ -11,8 +11,7 @@ import numpy as np
 
 from cpt.core.schema import Options, Positive, config, option
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.change import REPLICATES, Losses
-from cpt.evaluation.metrics import bootstrap
+from cpt.evaluation.metrics import CHANGE_REPLICATES, Losses, bootstrap
 
 LINE = "line"
 LOOKS = {LINE: 4, "rate": 20, "end": 20}  # by what steers, at a stage where no interval is given
@@ -183,7 +182,7 @@ def find_rise(texts: Sequence[str], began: Losses, now: Losses) -> tuple[float, 
     value = float(mean_rise(whole)["rise"]["nats"])
     if any(counts.size < 2 for _, counts in samples):
         return value, value
-    _, upper = bootstrap(samples, mean_rise, replicates=REPLICATES)["rise"]["nats"]
+    _, upper = bootstrap(samples, mean_rise, replicates=CHANGE_REPLICATES)["rise"]["nats"]
     return value, upper
 
 

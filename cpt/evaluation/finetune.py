@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_f1_score
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
@@ -59,27 +61,23 @@ def encode_examples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     length: int,
-    classes: Sequence[str],
+    classes: list[str],
     types: bool,
 ) -> EncodedExamples:
     """Examples as a tokenizer's own template has them, cut at the longer text to `length` tokens in all."""
+    texts = [[text for text in (each.text, each.text_pair) if text is not None] for each in examples]
     rows: list[dict[str, Any]] = [{}] * len(examples)
-    for paired in (False, True):
-        places = [place for place, each in enumerate(examples) if (each.text_pair is not None) == paired]
-        if not places:
-            continue
-        texts = [[examples[place].text for place in places]]
-        if paired:
-            texts.append([examples[place].text_pair for place in places])
-        found = tokenizer(*texts, truncation="longest_first", max_length=length, padding=False)
-        for number, place in enumerate(places):
-            rows[place] = {name: values[number] for name, values in found.items()}
-    number_of = {name: number for number, name in enumerate(classes)}
+    for width in (1, 2):
+        if places := [place for place, each in enumerate(texts) if len(each) == width]:
+            given = [[texts[place][part] for place in places] for part in range(width)]
+            found = tokenizer(*given, truncation="longest_first", max_length=length, padding=False)
+            for number, place in enumerate(places):
+                rows[place] = {name: values[number] for name, values in found.items()}
     typed = types and any(any(row.get("token_type_ids", ())) for row in rows)
     return EncodedExamples(
         ids=[torch.tensor(row["input_ids"]) for row in rows],
         types=[torch.tensor(row["token_type_ids"]) for row in rows] if typed else None,
-        labels=torch.tensor([number_of[each.label] for each in examples]),
+        labels=torch.tensor([classes.index(each.label) for each in examples]),
     )
 
 
@@ -100,6 +98,10 @@ class FinetuneJob:
     def steps(self) -> int:
         return -(-len(self.train) // self.settings.batch_size) * self.settings.epochs
 
+    def autocast(self, device: torch.device) -> torch.autocast:
+        mixed = self.settings.precision == "bf16-mixed"
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed)
+
     def batches(self, seed: int, epoch: int) -> list[np.ndarray]:
         """Rows of an epoch's batches: a shuffle that is a function of task, seed and epoch; of `grouped`
         batches together the rows of near length share one, which saves padding."""
@@ -111,10 +113,9 @@ class FinetuneJob:
         rows = shuffle(np.arange(len(self.train)), len(self.train), stream=stream)
         if self.settings.grouped == 1:
             return split(rows, size)
-        lengths = np.array([len(ids) for ids in self.train.ids])
-        spans = split(rows, size * self.settings.grouped)
-        sorted_spans = [span[np.argsort(lengths[span], kind="stable")] for span in spans]
-        batches = [batch for span in sorted_spans for batch in split(span, size)]
+        lengths, batches = np.array([len(ids) for ids in self.train.ids]), []
+        for span in split(rows, size * self.settings.grouped):
+            batches += split(span[np.argsort(lengths[span], kind="stable")], size)
         return [batches[place] for place in shuffle(np.arange(len(batches)), len(batches), stream=stream)]
 
 
@@ -124,21 +125,15 @@ def make_job(
     tokenizer: PreTrainedTokenizerBase,
     *,
     length: int,
-    eval_batch_size: int,
+    **sizes: int,
 ) -> FinetuneJob:
     """A task encoded for a model, in examples of `length` tokens. The tokenizer's truncation is changed."""
     types = (getattr(model.config, "type_vocab_size", None) or 0) > 1  # tells the texts of a pair apart
     how = {"length": length, "classes": task.classes, "types": types}
-    return FinetuneJob(
-        name=task.name,
-        train=encode_examples(task.train, tokenizer, **how),
-        dev=encode_examples(task.dev, tokenizer, **how) if task.dev else None,
-        test=encode_examples(task.test, tokenizer, **how),
-        classes=len(task.classes),
-        settings=task.settings,
-        pad=tokenizer.pad_token_id or 0,
-        eval_batch_size=eval_batch_size,
-    )
+    train, test = (encode_examples(each, tokenizer, **how) for each in (task.train, task.test))
+    dev = encode_examples(task.dev, tokenizer, **how) if task.dev else None
+    pad = tokenizer.pad_token_id or 0
+    return FinetuneJob(task.name, train, dev, test, len(task.classes), task.settings, pad, **sizes)
 
 
 def longest(model: PreTrainedModel, length: int) -> int:
@@ -202,16 +197,15 @@ def forked_generators(device: torch.device, *parts: str | int) -> Iterator[None]
     """Afterwards torch's generators of the CPU and of the device are as they were before. What is drawn
     meanwhile is a function of a key, where its parts are given."""
     cpu = device.type == "cpu"
-    with torch.random.fork_rng(
-        [] if cpu else [device.index or 0], device_type="cuda" if cpu else device.type
-    ):
-        number = key(*parts) % 2**63
+    devices, kind = ([], "cuda") if cpu else ([device.index or 0], device.type)
+    with torch.random.fork_rng(devices, device_type=kind):
         if parts:
+            number = key(*parts) % 2**63
             torch.random.default_generator.manual_seed(number)
-        if parts and device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(number)
-        elif parts and not cpu:
-            getattr(torch, device.type).manual_seed(number)
+            if device.type == "cuda":
+                torch.cuda.default_generators[device.index or 0].manual_seed(number)
+            elif not cpu:
+                getattr(torch, device.type).manual_seed(number)
         yield
 
 
@@ -231,7 +225,8 @@ def fine_tune(
         optimizer, schedule = make_optimizer(classifier, job)
         best: tuple[float, int, dict[str, Tensor]] | None = None
         for epoch in range(1, settings.epochs + 1):
-            train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch, step=step)
+            for _ in train_epoch(classifier, job, optimizer, schedule, seed=seed, epoch=epoch):
+                step()
             if job.dev is not None:
                 score = scores_of(predict(classifier, job, job.dev), job.dev.labels, job.classes)
                 if best is None or score[settings.metric] > best[0]:
@@ -242,16 +237,12 @@ def fine_tune(
         return predict(classifier, job, job.test).numpy(), best[1] if best else settings.epochs
 
 
-def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[torch.optim.Optimizer, Any]:
+def make_optimizer(classifier: Classifier, job: FinetuneJob) -> tuple[Optimizer, LambdaLR]:
     """AdamW (Loshchilov and Hutter, 2019) on all that is trained, decay included, and its linear schedule."""
     trained = [parameter for parameter in classifier.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=job.settings.lr, weight_decay=job.settings.weight_decay, fused=True
-    )
-    policy = Linear(warmup=job.settings.warmup)
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: policy(Progress.alone(step, steps=job.steps))
-    )
+    settings, policy = job.settings, Linear(warmup=job.settings.warmup)
+    optimizer = torch.optim.AdamW(trained, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    return optimizer, LambdaLR(optimizer, lambda step: policy(Progress.alone(step, steps=job.steps)))
 
 
 def gradient_norm(classifier: Classifier) -> Tensor:
@@ -262,22 +253,21 @@ def gradient_norm(classifier: Classifier) -> Tensor:
 def train_epoch(
     classifier: Classifier,
     job: FinetuneJob,
-    optimizer: torch.optim.Optimizer,
-    schedule: Any,
+    optimizer: Optimizer,
+    schedule: LambdaLR,
     *,
     seed: int,
     epoch: int,
-    step: Callable[[], object],
-) -> None:
-    """An epoch of training; ValueError where loss or gradient are not finite, on which no step is made."""
+) -> Iterator[None]:
+    """An epoch of training, step by step; ValueError where loss or gradient are not finite, on which no step
+    is made."""
     device = classifier.out.weight.device
     failed = torch.full((), math.inf, device=device)  # the first step that was not made
-    mixed = job.settings.precision == "bf16-mixed"
     classifier.train()
     batches = job.batches(seed, epoch)
     for number, rows in enumerate(batches, start=1):
         batch = job.train.batch(rows, pad=job.pad, device=device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+        with job.autocast(device):
             logits = classifier(batch)
         loss = functional.cross_entropy(logits.float(), batch["labels"])
         loss.backward()
@@ -293,19 +283,19 @@ def train_epoch(
                 f"of epoch {epoch}; a lower rate (endtask.lr, +endtask.tasks.{job.name}.lr) or "
                 "endtask.precision=32-true may help"
             )
-        step()
+        yield
 
 
 @torch.no_grad()
 def predict(classifier: Classifier, job: FinetuneJob, examples: EncodedExamples) -> Tensor:
     """The most probable class of each example, [N] int64 on the CPU."""
-    device, mixed = classifier.out.weight.device, job.settings.precision == "bf16-mixed"
+    device = classifier.out.weight.device
     classifier.eval()
     found = torch.empty(len(examples), dtype=torch.long, device=device)
     order = sorted(range(len(examples)), key=lambda row: -len(examples.ids[row]))  # near lengths together
     for first in range(0, len(order), job.eval_batch_size):
         rows = order[first : first + job.eval_batch_size]
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=mixed):
+        with job.autocast(device):
             logits = classifier(examples.batch(rows, pad=job.pad, device=device))
         found[torch.tensor(rows, device=device)] = logits.float().argmax(-1)
     return found.cpu()
@@ -317,9 +307,6 @@ def scores_of(predictions: Tensor, labels: Tensor, classes: int) -> dict[str, fl
     A class of train with neither an example nor a prediction here has no F1 and is left out of the macro
     average, so that a class that test lacks (SUBSTRATE_PRODUCT-OF of ChemProt) does not lower it; one that is
     predicted without an example counts as 0. Micro-F1 of single labels is accuracy."""
-    given = {"preds": predictions, "target": labels, "num_classes": classes}
-    return {
-        "macro_f1": multiclass_f1_score(**given, average="macro").item(),
-        "micro_f1": multiclass_f1_score(**given, average="micro").item(),
-        "accuracy": multiclass_accuracy(**given, average="micro").item(),
-    }
+    macro = multiclass_f1_score(predictions, labels, num_classes=classes, average="macro").item()
+    micro = multiclass_accuracy(predictions, labels, num_classes=classes, average="micro").item()
+    return {"macro_f1": macro, "micro_f1": micro, "accuracy": micro}

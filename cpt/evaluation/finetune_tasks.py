@@ -1,19 +1,16 @@
 """End tasks: their options, and where their examples come from. Nothing here needs torch."""
 
-import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
-from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from cpt.core.errors import reason
+from cpt.core.config import digest
 from cpt.core.schema import (
     Allowed,
     BelowOne,
@@ -29,8 +26,10 @@ from cpt.core.schema import (
     config,
     option,
     option_types,
+    prefix_errors,
     show,
 )
+from cpt.core.sections import Choice
 from cpt.data.sources import readers
 
 EXAMPLE_COLUMNS = ("id", "text", "text_pair", "label")
@@ -106,18 +105,17 @@ class FinetuneTask:
 
     def __post_init__(self) -> None:
         """Raises ValueError for splits that can not be learned and scored."""
-        dev = {"dev": self.dev} if self.settings.select == "dev" else {}
-        for split, examples in {"train": self.train, "test": self.test, **dev}.items():
+        for split in ("train", "test", *["dev"] * (self.settings.select == "dev")):
+            examples = getattr(self, split)
             if not examples:
                 raise ValueError(f"end task {self.name} has no example in {split}; needed is one or more")
             if len(self.classes) < 2:
                 only = f"{self.classes[0]!r}; needed are two or more"
                 raise ValueError(f"end task {self.name} has one class in train, {only}")
-            unknown = next((each for each in examples if each.label not in set(self.classes)), None)
-            if unknown and split != "train":
+            if unknown := [each for each in examples if each.label not in self.classes and split != "train"]:
                 raise ValueError(
-                    f"end task {self.name}: the label {unknown.label!r} of {unknown.id} in {split} is not in "
-                    f"train; allowed: {', '.join(self.classes)}"
+                    f"end task {self.name}: the label {unknown[0].label!r} of {unknown[0].id} in {split} is "
+                    f"not in train; allowed: {', '.join(self.classes)}"
                 )
 
     @property
@@ -129,16 +127,11 @@ class FinetuneTask:
     def content(self) -> str:
         """A hash of the examples that are used, in their order."""
         splits = [[asdict(example) for example in split] for split in (self.train, self.dev, self.test)]
-        return hash_json([self.name, self.classes, splits])
+        return digest([self.name, self.classes, splits])
 
     def digest(self, seed: int) -> str:
         """A hash of what the predictions of a seed depend on besides the model."""
-        return hash_json([FINETUNE_FORMAT, self.content, asdict(self.settings), seed])
-
-
-def hash_json(value: Any) -> str:
-    """A hash of any JSON value, 16 hexadecimal digits."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return digest([FINETUNE_FORMAT, self.content, asdict(self.settings), seed])
 
 
 class TaskSource(ABC):
@@ -196,8 +189,7 @@ class FileTasks(TaskSource):
         self.root = Path(root) / folder
         own = {f"endtask.tasks.{name}": self.values(name) for name in self.tasks}
         for prefix, values in {"endtask": self.shared, **own}.items():
-            if values["splits"] not in ("own", "das"):
-                raise ValueError(f"{prefix}.splits={values['splits']}; allowed: own, das")
+            check_value(f"{prefix}.splits", values["splits"], Literal["own", "das"])
         if not self.root.is_dir():
             raise ValueError(f"endtask.root={root}: there is no folder {self.root}")
 
@@ -219,18 +211,15 @@ class FileTasks(TaskSource):
         if not folder.is_dir():
             raise ValueError(f"endtask.tasks.{name}: there is no folder {folder}")
         with readers.naming_file(folder):
-            found = sorted(path for path in folder.iterdir() if path.name[0] != ".")
-        named = [(path, readers.SPLIT_NAME.fullmatch(path.name.split(".")[0])) for path in found]
-        files = [
-            path for path, match in named if match and readers.SPLITS[match[1].lower()] == FILE_SPLITS[split]
-        ]
+            found = sorted(folder.iterdir())
+        names = {path: readers.SPLIT_NAME.fullmatch(path.name.split(".")[0]) for path in found}
+        splits = {path: readers.SPLITS[said[1].lower()] for path, said in names.items() if said}
+        files = [path for path, its in splits.items() if its == FILE_SPLITS[split]]
         if unread := [path for path in files if readers.kind(path) not in TABLE_KINDS]:
             raise ValueError(f"{unread[0]} cannot be read; allowed: {' '.join(TABLE_KINDS)}, also .gz .zst")
         if not files and split != "dev":
-            allowed = ", ".join(f"{split}{each}" for each in TABLE_KINDS)
-            raise ValueError(
-                f"endtask.tasks.{name}: no {split} file in {folder}; allowed: {allowed}, also .gz .zst"
-            )
+            allowed = ", ".join(split + each for each in TABLE_KINDS) + ", also .gz .zst"
+            raise ValueError(f"endtask.tasks.{name}: no {split} file in {folder}; allowed: {allowed}")
         return files
 
     def fingerprint(self, name: str) -> Any:
@@ -240,8 +229,8 @@ class FileTasks(TaskSource):
         """Each example of a split's files with all of its row."""
         columns, place = self.values(name)["columns"], 0
         for path in self.files(name, split):
-            own = readers.kind(path)
             with readers.naming_file(path):
+                own = readers.kind(path)
                 read = readers.csv_rows(path) if own == ".csv" else readers.json_rows(path)
                 for where, row in readers.parquet_rows(path, "") if own == ".parquet" else read:
                     yield parse_example(where, row, columns=columns, instead=f"{split}-{place}"), row
@@ -250,17 +239,17 @@ class FileTasks(TaskSource):
     def read(self, name: str, split: str) -> list[LabelledExample]:
         if self.values(name)["splits"] == "own":
             return [example for example, _ in self.examples(name, split)]
-        prefix, chosen = f"endtask.tasks.{name}", []
+        prefix = f"endtask.tasks.{name}"
         if split == "dev":
             raise ValueError(f"{prefix}.select=dev with splits=das, which has no dev; allowed: select=last")
-        for example, row in (pair for each in FILE_SPLITS for pair in self.examples(name, each)):
+        found = [pair for each in FILE_SPLITS for pair in self.examples(name, each)]
+        for example, row in found:
             if (its := row.get("das_split")) not in ("train", "test"):
                 raise ValueError(
                     f"{prefix}.splits=das: {example.id} has das_split={its}; allowed: train, test in every "
                     f"example, or {prefix}.splits=own"
                 )
-            chosen += [example] * (its == split)
-        return chosen
+        return [example for example, row in found if row["das_split"] == split]
 
     def classes(self, name: str, train: Sequence[LabelledExample]) -> list[str]:
         """The labels of the train file, sorted: DAS moves all examples of a rare class to test."""
@@ -308,7 +297,7 @@ class HubTasks(TaskSource):
         from datasets.exceptions import DatasetsError
 
         entry = self.values(name)
-        columns, wanted = entry["columns"], entry["splits"].get(split)
+        columns, wanted, examples = entry["columns"], entry["splits"].get(split), []
         if wanted is None:
             return []
         try:
@@ -316,7 +305,7 @@ class HubTasks(TaskSource):
         except (DatasetsError, OSError, ValueError, pyarrow.ArrowException) as error:
             raise ValueError(f"endtask.tasks.{name}, path={entry['path']}: {readers.cause(error)}") from error
         label = columns["label"]
-        feature, examples = rows.features.get(label), []
+        feature = rows.features.get(label)
         for place, row in enumerate(rows):
             if isinstance(feature, ClassLabel):  # -1: the data set gives no label
                 given = row[label]
@@ -367,10 +356,12 @@ class FinetunePlan:
 
     def task(self, name: str) -> FinetuneTask:
         """A task with its examples; dev is read only where it is used."""
-        settings, read = self.settings(name), partial(self.source.read, name)
-        dev = read("dev") if settings.select == "dev" else []
-        train, test = read("train"), read("test")
-        return FinetuneTask(name, train, dev, test, self.source.classes(name, train), settings)
+        settings = self.settings(name)
+        used = {"train", "test", settings.select}
+        splits = {each: self.source.read(name, each) if each in used else [] for each in FILE_SPLITS}
+        return FinetuneTask(
+            name, **splits, classes=self.source.classes(name, splits["train"]), settings=settings
+        )
 
 
 def plan_endtasks(
@@ -385,16 +376,11 @@ def plan_endtasks(
         return None
     if OmegaConf.is_config(options):
         options = OmegaConf.to_container(options, resolve=True, throw_on_missing=True)
-    given = {key: value for key, value in options.items() if key != "name"}
-    target = given.pop("_target_")
+    given = {key: value for key, value in options.items() if key not in ("name", "_target_")}
+    target = options["_target_"]
     check_value("endtask._target_", target, Text)
-    try:
-        source_class = get_class(target)
-    except Exception as error:  # whatever a module raises while it is read in
-        raise ValueError(f"endtask._target_={target}: {reason(error)}; allowed: module.Class") from error
-    if not issubclass(source_class, TaskSource):
-        allowed = f"{TaskSource.__module__}.TaskSource"
-        raise ValueError(f"endtask._target_={target}; allowed: a class below {allowed}")
+    with prefix_errors("endtask"):
+        source_class = Choice(target, {}, below=f"{TaskSource.__module__}.TaskSource").load()
     allowed = (*SETTINGS, *OF_ALL_TASKS, "tasks", "columns", "splits", *source_class.OPTIONS)
     check_task_values("endtask", given, allowed=allowed)
     if missing := sorted(set(allowed) - set(given)):
@@ -403,8 +389,8 @@ def plan_endtasks(
     for name, own in source.tasks.items():
         prefix = f"endtask.tasks.{name}"
         if source_names is not None and name not in source_names and not source.exists(name):
-            allowed = ", ".join(sorted(source_names))
-            raise ValueError(f"{prefix}: there is no such domain; allowed: {allowed}")
+            known = ", ".join(sorted(source_names))
+            raise ValueError(f"{prefix}: there is no such domain; allowed: {known}")
         check_task_values(prefix, own, allowed=(*SETTINGS, *source.OWN))
     learned = [name for name in order if name in source.names]
     if not learned:
@@ -412,7 +398,7 @@ def plan_endtasks(
             f"endtask={options.get('name')}: no task belongs to a domain of order={show(list(order))}; "
             f"there are: {', '.join(source.names) or 'none'}"
         )
-    stamp = hash_json([source.fingerprint(name) for name in learned])
+    stamp = digest([source.fingerprint(name) for name in learned])
     return FinetunePlan(source, given["when"], list(given["seeds"]), given["eval_batch_size"], learned, stamp)
 
 

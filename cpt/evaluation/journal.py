@@ -8,7 +8,6 @@ applied twice; it counts when it ends in a newline. So a process may be killed b
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,7 @@ def append_row(scores: Path, line: str) -> None:
     is_new = not path.exists()
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{line}\n")
-        file.flush()
-        os.fsync(file.fileno())
+    sync(path)
     if is_new:
         sync(path.parent)
 
@@ -45,18 +43,14 @@ def remove_journal(scores: Path) -> None:
 
 
 def read_journal(scores: Path) -> list[MetricRecord]:
-    """The records beside a `scores.json`, none where there is no journal. Raises ValueError for a damaged
-    one."""
+    """The records beside a `scores.json`, if any. Raises ValueError for a damaged one."""
     path, records = journal_file(scores), []
-    if not path.exists():
-        return []
-    raw = path.read_bytes()
+    raw = path.read_bytes() if path.exists() else b""
     for number, line in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), start=1):
         try:
             record = json.loads(line)
-            check_types({"line": record}, {"line": dict[str, Any]})
             check_types(record, RECORD)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path.name}, line {number}: {error}") from None
         records.append(record)
     return records

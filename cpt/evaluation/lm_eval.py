@@ -6,13 +6,14 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,23 +52,19 @@ class Column:
     @property
     def shots(self) -> int | None:
         """Examples before each question; None of a group whose tasks differ."""
-        return common([task.get_config("num_fewshot") for task in self.tasks.values()])
+        found = {task.get_config("num_fewshot") for task in self.tasks.values()}
+        return found.pop() if len(found) == 1 else None
 
     def chance(self, limit: float | None) -> float | None:
         """The mean of 1 / choices over the examples of a multiple choice; None where it is not known, or the
         tasks of a group differ."""
-        found: list[float | None] = []
+        found = set()
         for task in self.tasks.values():
             if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1):
                 return None
             documents = list(task.eval_docs)[: get_sample_size(task, limit)]
-            found.append(float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents])))
-        return common(found)
-
-
-def common(values: Sequence[Any]) -> Any:
-    """The value that all have; None where they differ."""
-    return values[0] if len(set(values)) == 1 else None
+            found.add(float(np.mean([1 / len(task.doc_to_choice(document)) for document in documents])))
+        return found.pop() if len(found) == 1 else None
 
 
 class Harness:
@@ -148,7 +145,8 @@ class Harness:
             )
             for kind in REQUESTS:
                 setattr(lm, kind, partial(count_requests, getattr(lm, kind), expect))
-            lm.cache_hook = RequestHook(step)
+            # in the place of the harness's cache, which is told of each request that is answered
+            lm.cache_hook = SimpleNamespace(add_partial=lambda *answered: step())
             found = evaluate(
                 lm=lm, task_dict=tasks, limit=options.limit, bootstrap_iters=DRAWS, log_samples=False
             )
@@ -172,16 +170,6 @@ def count_requests(call: Callable, expect: Callable[[int], object], requests: li
     """A method of HFLM that reports how many requests it is given, and shows no bar of its own."""
     expect(len(requests))
     return call(requests, disable_tqdm=True)
-
-
-class RequestHook:
-    """In the place of the harness's cache, which is told of each request that is answered."""
-
-    def __init__(self, step: Callable[[], object]) -> None:
-        self.step = step
-
-    def add_partial(self, attr: str, req: Any, res: Any) -> None:
-        self.step()
 
 
 @contextmanager
@@ -237,10 +225,7 @@ def read_metrics(found: Mapping[str, Any], higher: Mapping[str, bool | None]) ->
         metric, comma, kind = name.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, Real):
             error = found.get(f"{metric}_stderr,{kind}")
-            known = isinstance(error, Real) and isfinite(error)
-            metrics[metric if kind == "none" else name] = {
-                "value": float(value),
-                "error": float(error) if known else None,
-                "higher": higher.get(metric) is not False,
-            }
+            error = float(error) if isinstance(error, Real) and isfinite(error) else None
+            told = {"value": float(value), "error": error, "higher": higher.get(metric) is not False}
+            metrics[metric if kind == "none" else name] = told
     return metrics

@@ -1,7 +1,6 @@
 """Metrics of a run's matrix of losses: each a mean of terms, with its median and a bootstrap interval.
 
-The functions below give the terms, [..., K], whose mean their docstrings say. A cell that was not measured is
-nan; so are the terms that need it, and the mean is over those that are left.
+A cell that was not measured is nan; so are the terms that need it, and the mean is over those left.
 
 L[i][j] is the mean negative log-likelihood (nats per scored token) on test text j after i stages; L[0] is the
 base model. Domains are numbered 1..N in the order of learning, so that L[j][j] is the model that has just
@@ -14,11 +13,11 @@ Yildiz et al. 2024 (arXiv 2402.17400): ZS, CPT, LC, transfer relative to zero-sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import ge
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,82 +25,19 @@ from cpt.data.sources.base import GENERAL
 
 Array = np.ndarray
 Arrays = Sequence[np.ndarray]
+Losses = Mapping[str, np.ndarray]  # by text [2, documents]: nats and scored tokens of each document
 UNITS = ("nats", "perplexity", "bits_per_byte")
+CHANGE_REPLICATES = 2000
 BUDGET = 1 << 21  # numbers that the bootstrap holds in one array
 
 
-def zero_shot(nll: Array, *, domains: int) -> Array:
-    """Loss of the base model: `mean_j L[0][j]`."""
-    return nll[..., 0, :domains]
-
-
-def just_learned(nll: Array, *, domains: int) -> Array:
-    """Loss on each domain just after it was learned: `mean_{j<=n} L[j][j]`."""
-    return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
-
-
-def last(nll: Array, *, domains: int) -> Array:
-    """Loss of the last model on all domains: `mean_j L[n][j]`."""
-    return nll[..., -1, :domains]
-
-
-def forgetting(nll: Array, *, domains: int) -> Array:
-    """Forgetting since each domain was learned, > 0 is bad: `mean_{j<n} (L[n][j] - L[j][j])`."""
-    earlier = nll.shape[-2] - 2
-    return nll[..., -1, :earlier] - just_learned(nll, domains=domains)[..., :earlier]
-
-
-def forgetting_from_best(nll: Array, *, domains: int) -> Array:
-    """Forgetting since the best model, > 0 is bad: `mean_{j<n} (L[n][j] - min_{1<=i<=n-1} L[i][j])`.
-
-    i: every learned row but the last, also those before j was learned; not the base (Chaudhry: l in 1..k-1).
-    """
-    earlier = nll.shape[-2] - 2
-    return nll[..., -1, :earlier] - np.fmin.reduce(nll[..., 1:-1, :earlier], axis=-2)
-
-
-def backward_zero_shot(nll: Array, *, domains: int) -> Array:
-    """Backward transfer relative to zero-shot, > 0 is good: `mean_{j<n} (L[0][j] - L[n][j])`."""
-    earlier = nll.shape[-2] - 2
-    return nll[..., 0, :earlier] - nll[..., -1, :earlier]
-
-
-def backward_gem(nll: Array, *, domains: int) -> Array:
-    """Backward transfer as GEM defines it, > 0 is good: `mean_{j<n} (L[j][j] - L[n][j]) = -FG`."""
-    return -forgetting(nll, domains=domains)
-
-
-def forward_zero_shot(nll: Array, *, domains: int) -> Array:
-    """Forward transfer, > 0 is good: `mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])`.
-
-    The terms are [..., i, j], nan where j is not ahead of i."""
-    stages = min(nll.shape[-2], domains)
-    ahead = np.arange(domains) >= np.arange(1, stages)[:, None]  # [i, j]: domain j comes after stage i
-    gained = nll[..., :1, :domains] - nll[..., 1:stages, :domains]
-    gained[..., ~ahead] = np.nan
-    return gained
-
-
-def forward_gem(nll: Array, *, domains: int) -> Array:
-    """Forward transfer just before learning, > 0 is good: `mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])`."""
-    ahead = np.arange(1, min(nll.shape[-2], domains))  # GEM takes random weights where we take the base model
-    return nll[..., 0, ahead] - nll[..., ahead, ahead]
-
-
-def general_drift(nll: Array, *, domains: int) -> Array:
-    """What the run has cost on general text, > 0 is bad: `L[n][g] - L[0][g]`."""
-    return nll[..., -1, domains:] - nll[..., 0, domains:]
-
-
-def intransigence(diagonal: Array, *, one: Array) -> Array:
-    """Cost against learning each domain alone (method `one`), > 0 is bad: `mean_j (L[j][j] - ONE[j][j])`."""
-    return (np.asarray(diagonal) - np.asarray(one)).mean(-1)
-
-
 class Metric(NamedTuple):
-    """A function of the matrix that gives terms, and the least that has to be there for them to exist."""
+    """A mean of terms, which `compute` gives as [..., K] of the matrix [..., row, column] and the number of
+    its domains; and the least that has to be there for them to exist."""
 
-    compute: Callable[..., Array]
+    meaning: str
+    formula: str
+    compute: Callable[[Array, int], Array]
     stages: int = 0
     domains: int = 1
     rows: int = 1
@@ -110,24 +46,66 @@ class Metric(NamedTuple):
     nested: bool = False  # a mean over stages of means over domains
 
 
+def just_learned(nll: Array, domains: int = 0) -> Array:
+    return np.diagonal(nll[..., 1:, :], axis1=-2, axis2=-1)
+
+
+def earlier(nll: Array) -> Array:
+    """The columns of the domains that were learned before the last."""
+    return nll[..., : nll.shape[-2] - 2]
+
+
+def forgetting(nll: Array, domains: int = 0) -> Array:
+    return earlier(nll)[..., -1, :] - just_learned(nll)[..., :-1]
+
+
+def forward_zero_shot(nll: Array, domains: int) -> Array:
+    """The terms are [..., i, j], nan where j is not ahead of i."""
+    stages = min(nll.shape[-2], domains)
+    ahead = np.arange(domains) >= np.arange(1, stages)[:, None]  # [i, j]: domain j comes after stage i
+    gained = nll[..., :1, :domains] - nll[..., 1:stages, :domains]
+    gained[..., ~ahead] = np.nan
+    return gained
+
+
+def forward_gem(nll: Array, domains: int) -> Array:
+    ahead = np.arange(1, min(nll.shape[-2], domains))  # GEM takes random weights where we take the base model
+    return nll[..., 0, ahead] - nll[..., ahead, ahead]
+
+
+# FG_max, i: every learned row but the last, also those before j was learned; not the base (Chaudhry: 1..k-1).
+# fmt: off
 METRICS: Mapping[str, Metric] = {
-    "ZS": Metric(zero_shot, level=True),
-    "CPT": Metric(just_learned, stages=1, level=True),
-    "LC": Metric(last, level=True),
-    "FG": Metric(forgetting, stages=2),
-    "FG_max": Metric(forgetting_from_best, stages=2),
-    "BWT_zs": Metric(backward_zero_shot, stages=2),
-    "BWT_gem": Metric(backward_gem, stages=2),
-    "FWT_zs": Metric(forward_zero_shot, stages=1, domains=2, nested=True),
-    "FWT_gem": Metric(forward_gem, stages=1, domains=2),
-    "general_drift": Metric(general_drift, rows=2, general=True),
+    "ZS": Metric("Loss of the base model", "mean_j L[0][j]",
+                 lambda nll, n: nll[..., 0, :n], level=True),
+    "CPT": Metric("Loss on each domain just after it was learned", "mean_{j<=n} L[j][j]",
+                  just_learned, stages=1, level=True),
+    "LC": Metric("Loss of the last model on all domains", "mean_j L[n][j]",
+                 lambda nll, n: nll[..., -1, :n], level=True),
+    "FG": Metric("Forgetting since each domain was learned, > 0 is bad", "mean_{j<n} (L[n][j] - L[j][j])",
+                 forgetting, stages=2),
+    "FG_max": Metric("Forgetting since the best model, > 0 is bad",
+                     "mean_{j<n} (L[n][j] - min_{1<=i<=n-1} L[i][j])",
+                     lambda nll, n: earlier(nll)[..., -1, :]
+                     - np.fmin.reduce(earlier(nll)[..., 1:-1, :], axis=-2), stages=2),
+    "BWT_zs": Metric("Backward transfer relative to zero-shot, > 0 is good", "mean_{j<n} (L[0][j] - L[n][j])",
+                     lambda nll, n: earlier(nll)[..., 0, :] - earlier(nll)[..., -1, :], stages=2),
+    "BWT_gem": Metric("Backward transfer as GEM defines it, > 0 is good",
+                      "mean_{j<n} (L[j][j] - L[n][j]) = -FG", lambda nll, n: -forgetting(nll), stages=2),
+    "FWT_zs": Metric("Forward transfer, > 0 is good",
+                     "mean_{1<=i<=min(n,N-1)} mean_{j>i} (L[0][j] - L[i][j])",
+                     forward_zero_shot, stages=1, domains=2, nested=True),
+    "FWT_gem": Metric("Forward transfer just before learning, > 0 is good",
+                      "mean_{2<=j<=min(n+1,N)} (L[0][j] - L[j-1][j])", forward_gem, stages=1, domains=2),
+    "general_drift": Metric("What the run has cost on general text, > 0 is bad", "L[n][g] - L[0][g]",
+                            lambda nll, n: nll[..., -1, n:] - nll[..., 0, n:], rows=2, general=True),
 }
+# fmt: on
 
 
-def describe_metric(function: Callable[..., Array]) -> tuple[str, str]:
-    """Meaning and formula of a metric, from the first line of its docstring: "meaning: `formula`."."""
-    meaning, _, formula = (function.__doc__ or "").split("\n")[0].partition(": `")
-    return meaning, formula.removesuffix("`.")
+def intransigence(diagonal: Array, *, one: Array) -> Array:
+    """Cost against learning each domain alone (method `one`), > 0 is bad: `mean_j (L[j][j] - ONE[j][j])`."""
+    return (np.asarray(diagonal) - np.asarray(one)).mean(-1)
 
 
 @dataclass(kw_only=True)
@@ -152,8 +130,8 @@ def terms(nll: Array, *, layout: Layout) -> dict[str, Array]:
     aligned = nll if in_order else nll[..., [layout.domains.index(name) for name in by_stage]]
     domains = len(set(layout.domains) - {GENERAL})
     have = (len(layout.learned), domains, len(layout.rows), GENERAL in layout.domains)
-    there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[1:5]))}
-    return {name: metric.compute(aligned, domains=domains) for name, metric in there.items()}
+    there = {name: metric for name, metric in METRICS.items() if all(map(ge, have, metric[3:7]))}
+    return {name: metric.compute(aligned, domains) for name, metric in there.items()}
 
 
 @np.errstate(invalid="ignore")
@@ -184,33 +162,31 @@ def in_units(nats: Array, *, layout: Layout) -> dict[str, Array]:
 
 
 @np.errstate(invalid="ignore", over="ignore")  # a perplexity that overflows gives inf - inf
-def compute_values(nats: Array, *, layout: Layout, reduce: Callable[..., Array] = average) -> dict:
+def compute_values(nats: Array, *, layout: Layout) -> dict[str, dict[str, Array]]:
     """{metric: {unit: [...]}}: a metric in a unit is the metric of the matrix in that unit."""
     units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
     there = {name: ~np.isnan(each) for name, each in units["nats"].items()}  # not in another: it may overflow
     return {
-        name: {unit: reduce(units[unit][name], seen, nested=METRICS[name].nested) for unit in UNITS}
+        name: {unit: average(units[unit][name], seen, nested=METRICS[name].nested) for unit in UNITS}
         for name, seen in there.items()
     }
 
 
-def compute_medians(nats: Array, *, layout: Layout) -> dict[str, dict[str, float]]:
-    """{metric: {unit: median}} of one matrix [row, column]: over the terms that were measured, of nested ones
-    over all of them; nan where none was. A mean is dominated by outliers, a median is not."""
-
-    def median(values: Array, there: Array, **_: bool) -> float:
-        return float(np.median(values[there])) if there.any() else math.nan
-
-    return compute_values(nats, layout=layout, reduce=median)
-
-
-def count_terms(nll: Array, *, layout: Layout) -> dict[str, tuple[int, int]]:
-    """How many terms of each metric were measured, and how many there are, of one matrix [row, column]."""
-    whole = terms(np.zeros_like(nll), layout=layout)
-    return {
-        name: (int((~np.isnan(each)).sum()), int((~np.isnan(whole[name])).sum()))
-        for name, each in terms(np.where(np.isnan(nll), np.nan, 0.0), layout=layout).items()
-    }
+@np.errstate(invalid="ignore", over="ignore")
+def summarise_matrix(nats: Array, *, layout: Layout) -> dict[str, dict[str, Any]]:
+    """{metric: its means by unit, `median` by unit, and `terms` [measured, all] where some are missing} of
+    one matrix [row, column]. A median is over the terms that were measured, of nested ones over all of
+    them: a mean is dominated by outliers, a median is not."""
+    units = {unit: terms(nll, layout=layout) for unit, nll in in_units(nats, layout=layout).items()}
+    measured = terms(np.where(np.isnan(nats), np.nan, 0.0), layout=layout)  # also inf - inf
+    whole, found = terms(np.zeros_like(nats), layout=layout), {}
+    for name, means in compute_values(nats, layout=layout).items():
+        there = ~np.isnan(units["nats"][name])
+        counts = [int((~np.isnan(each[name])).sum()) for each in (measured, whole)]
+        medians = {u: float(np.median(units[u][name][there])) if there.any() else math.nan for u in UNITS}
+        missing = {"terms": counts} if counts[0] < counts[1] else {}
+        found[name] = {unit: float(mean) for unit, mean in means.items()} | missing | {"median": medians}
+    return found
 
 
 def intervals(
@@ -277,3 +253,35 @@ def objective_value(
         )
     value = metrics.get(metric, {}).get(unit)
     return value if value is None or math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A text's loss by two models, nats per token, and the 95 % interval of the difference."""
+
+    text: str
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+
+def compare_losses(texts: Sequence[str], before: Losses, after: Losses) -> Iterator[Change]:
+    """The change of each text; its documents are drawn alike for both models. Of a single document the
+    interval is nan."""
+
+    def compute(means: Array) -> dict[str, dict[str, Array]]:  # [draw, model, text]
+        return {"loss": {"nats": means[..., 1, 0] - means[..., 0, 0]}}
+
+    for text in texts:
+        (old, counts), (new, _) = (np.asarray(row[text], float) for row in (before, after))
+        there = counts > 0
+        sums, counts = np.stack([old, new])[:, there], counts[there]
+        bounds = [np.nan, np.nan]
+        if counts.size > 1:
+            bounds = bootstrap([[sums, counts]], compute, replicates=CHANGE_REPLICATES)["loss"]["nats"]
+        yield Change(text, *(sums.sum(1) / counts.sum()).tolist(), *bounds)

@@ -3,7 +3,7 @@ steps, and when a stage is to end because of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
-from cpt.evaluation.change import Losses, compare_losses
+from cpt.evaluation.metrics import Losses, compare_losses
 
 
 @config
@@ -87,8 +87,8 @@ class Watched:
 
     def is_best(self, own: Sequence[str]) -> bool:
         """Whether the last look has a lower loss on the stage's own texts than all before it."""
-        *before, last = self.own_loss(own)
-        return last < min(before, default=np.inf)
+        losses = self.own_loss(own)
+        return losses[-1] < min(losses[:-1], default=np.inf)
 
     def judge(self, options: MonitorOptions, *, own: Sequence[str]) -> str:
         """Why the stage is to end now, in words; nothing where it goes on."""
@@ -106,7 +106,3 @@ class Watched:
     def tell(self) -> dict[str, Any]:
         """The same as scores.json has it; what is no number is null there."""
         return asdict(self)
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Watched:
-        return cls(**data)

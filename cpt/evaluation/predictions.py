@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 from pyarrow import compute, parquet
 
@@ -100,16 +102,9 @@ def answers_of(table: pa.Table, about: Mapping[str, Any]) -> TaskAnswers:
     return TaskAnswers(columns["reference"], choices, **given, sources=columns.get(SOURCE))
 
 
-@dataclass(frozen=True)
-class Marked:
-    """The examples of a task, [example] each: id, right answer, and how good a model's answer is."""
-
-    ids: Array
-    references: Array
-    values: Array
-
-    def take(self, places: Array) -> Marked:
-        return Marked(self.ids[places], self.references[places], self.values[places])
+def mark_examples(ids: Sequence[Any], references: Sequence[Any], values: Array) -> pd.DataFrame:
+    """The examples of a task by id: the right answer, and how good a model's answer is."""
+    return pd.DataFrame({"reference": references, "value": values}, index=pd.Index(ids))
 
 
 @dataclass(frozen=True)
@@ -131,32 +126,26 @@ def rows_asked(task: Mapping[str, Any]) -> list[int]:
     return [row for row, value in enumerate(task["measures"][head_of(task)]) if value is not None]
 
 
-def mark_answers(path: Path, measure: str) -> Marked:
+def mark_answers(path: Path, measure: str) -> pd.DataFrame:
     """The answers of a file in a measure. Raises FileNotFoundError, of the path alone, where there is none;
     ValueError where it is damaged, or lacks what the measure is of."""
     table, about = load_predictions(path, ANSWER_COLUMNS, optional=[SOURCE])
     answered = answers_of(table, about)
     if missing := [name for name in MEASURES[measure].needs if getattr(answered, name) is None]:
         raise ValueError(f"{path} has no column of the {missing[0]}, which {measure} is of; {AGAIN}")
-    ids = np.array(table.column("id").to_pylist())
-    return Marked(ids, np.array(answered.references), MEASURES[measure].compute(answered))
+    return mark_examples(table["id"].to_pylist(), answered.references, MEASURES[measure].compute(answered))
 
 
-def join_examples(marked: Sequence[Marked], *, what: str) -> list[Marked]:
+def join_examples(marked: Sequence[pd.DataFrame], *, what: str) -> list[pd.DataFrame]:
     """The examples that all have, in one order. Raises ValueError where an id stands for several examples of
     a file, or for another question in the next."""
-    first = marked[0]
-    if any(not np.array_equal(first.ids, each.ids) for each in marked[1:]):
-        if any(len(set(each.ids.tolist())) < len(each.ids) for each in marked):
+    first, *others = marked
+    if not all(first.index.equals(each.index) for each in others):
+        if any(each.index.has_duplicates for each in marked):
             raise ValueError(f"{what}: the examples differ, and their ids do not tell them apart")
-        shared = set(first.ids.tolist()).intersection(*(each.ids.tolist() for each in marked[1:]))
-        order = [name for name in first.ids.tolist() if name in shared]
-        places = [dict(zip(each.ids.tolist(), range(len(each.ids)), strict=True)) for each in marked]
-        marked = [
-            each.take(np.array([place[name] for name in order], dtype=int))
-            for each, place in zip(marked, places, strict=True)
-        ]
-    if any(not np.array_equal(marked[0].references, each.references) for each in marked[1:]):
+        there = np.all([first.index.isin(each.index) for each in others], axis=0)
+        marked = [each.loc[first.index[there]] for each in marked]
+    if not all(marked[0]["reference"].equals(each["reference"]) for each in marked[1:]):
         raise ValueError(f"{what}: other right answers for the same ids, so these are other examples")
     return list(marked)
 
@@ -175,7 +164,8 @@ def follow_answers(
             for row in since:
                 path = answers_in(folder, rows, row, task)
                 then, now = join_examples([mark_answers(path, measure), last], what=f"{folder}: {task}")
-                yield Moved(task, rows[row], count_transitions(then.values, now.values, classes=classes))
+                values = (each["value"].to_numpy() for each in (then, now))
+                yield Moved(task, rows[row], count_transitions(*values, classes=classes))
         except (FileNotFoundError, ValueError) as error:
             yield error
 
@@ -183,26 +173,21 @@ def follow_answers(
 def transitions_of(
     folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
 ) -> dict[str, dict[str, float]]:
-    """{task: transitions} from each domain's own stage to the last row, the examples of all seeds together.
-
-    Without the tasks that have one row, or lack a file. ValueError if a file is damaged, or the two rows were
-    measured on different examples.
-    """
+    """{task: transitions} from each domain's own stage to the last row, the examples of all seeds together;
+    without the tasks that have one row, or lack a file. ValueError if a file is damaged, or the two rows were
+    measured on different examples."""
     found = {}
-    for task, last in _last_rows(rows, endtasks):
-        own = rows.index(task) if task in rows else last
-        ends = []
-        for row in (own, last) if own < last else ():
-            tables = [_endtask_table(folder, rows, row, task, seed) for seed in endtasks["seeds"]]
-            if all(table is not None for table in tables):
-                ends.append(pa.concat_tables(tables))
-        if len(ends) == 2:
-            before, after = ends
+    for task, files in list_endtask_files(folder, rows, endtasks).items():
+        if len(files) < 2:
+            continue
+        with suppress(FileNotFoundError):
+            tables = [[load_predictions(path, ENDTASK_COLUMNS)[0] for path in each] for each in files]
+            before, after = map(pa.concat_tables, tables)
             if any(not before[name].equals(after[name]) for name in ("id", "label")):
                 raise ValueError(
                     f"{folder}: {task}: the predictions of two rows are on different test examples"
                 )
-            right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in ends]
+            right = [compute.equal(end["label"], end["prediction"]).to_numpy() for end in (before, after)]
             found[task] = count_transitions(*right, classes=endtasks["classes"][task])
     return found
 
@@ -211,35 +196,28 @@ def correct(folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]) -> d
     """{(task, seed): whether each test example was right}, bool [example], in the last row in which the task
     was measured; without what has no file. ValueError if a file is damaged."""
     found = {}
-    for task, last in _last_rows(rows, endtasks):
-        for seed in endtasks["seeds"]:
-            table = _endtask_table(folder, rows, last, task, seed, columns=ENDTASK_COLUMNS[1:])
-            if table is not None:
-                found[task, seed] = compute.equal(*table.columns).to_numpy()
+    for task, files in list_endtask_files(folder, rows, endtasks).items():
+        for seed, path in zip(endtasks["seeds"], files[-1], strict=True):
+            with suppress(FileNotFoundError):
+                found[task, seed] = compute.equal(
+                    *load_predictions(path, ENDTASK_COLUMNS[1:])[0].columns
+                ).to_numpy()
     return found
 
 
-def _last_rows(rows: Sequence[str], endtasks: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Each task that was measured, and the last row in which it was."""
-    if not endtasks:
-        return []
-    last = last_measured(headline(endtasks)[: len(rows)])
-    return [(task, row) for task, row in zip(endtasks["tasks"], last, strict=True) if row is not None]
-
-
-def _endtask_table(
-    folder: Path,
-    rows: Sequence[str],
-    row: int,
-    task: str,
-    seed: int,
-    columns: Sequence[str] = ENDTASK_COLUMNS,
-) -> pa.Table | None:
-    path = endtask_file(Path(folder) / "endtasks" / f"{row:03d}-{rows[row]}", task, seed)
-    try:
-        return load_predictions(path, columns)[0]
-    except FileNotFoundError:
-        return None
+def list_endtask_files(
+    folder: Path, rows: Sequence[str], endtasks: Mapping[str, Any]
+) -> dict[str, list[list[Path]]]:
+    """Of each task that was measured the files of all seeds: of its own stage, where that is an earlier one,
+    and of the last row in which it was."""
+    found = {}
+    last = last_measured(headline(endtasks)[: len(rows)]) if endtasks else []
+    for task, row in zip(endtasks.get("tasks", ()), last, strict=True):
+        if row is not None:
+            places = [rows.index(task)] if task in rows[:row] else []
+            folders = [Path(folder) / "endtasks" / f"{at:03d}-{rows[at]}" for at in (*places, row)]
+            found[task] = [[endtask_file(each, task, seed) for seed in endtasks["seeds"]] for each in folders]
+    return found
 
 
 def results_file(folder: Path, task: str) -> Path:
@@ -251,8 +229,7 @@ def load_results(path: Path) -> dict[str, Any]:
     """The content of such a file. Raises ValueError where it is damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        check_types({"file": found}, {"file": dict[str, Any]})
         check_types(found, RESULTS)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error})") from None
     return found

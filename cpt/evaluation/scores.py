@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
+from annotated_types import Len
 
 from cpt.core.config import digest
-from cpt.core.files import check_archive
+from cpt.core.files import check_archive, replace
 from cpt.core.schema import check_types
-from cpt.evaluation.change import Losses
 from cpt.evaluation.journal import MetricRecord, read_journal, remove_journal
-from cpt.evaluation.metrics import (
-    METRICS,
-    UNITS,
-    Array,
-    Arrays,
-    Layout,
-    compute_medians,
-    compute_values,
-    count_terms,
-    intervals,
-)
+from cpt.evaluation.metrics import METRICS, UNITS, Array, Arrays, Layout, Losses, intervals, summarise_matrix
 from cpt.evaluation.options import FULL
 from cpt.evaluation.task_metrics import ENDTASK_METRICS, cube
 
@@ -39,40 +28,11 @@ PHASES = ("start", "generate", "learn", "score", "endtasks", "answers", "probes"
 RUN = dict.fromkeys(("name", "method", "mask", "replay", "variant", "model", "objective"), str)
 RUN |= {"order": list[str], "seed": int, "finished": bool}
 RUN_KEYS = tuple(RUN)
-NUMBER, TEXTS, SERIES = float | None, dict[str, str], list[float | None]
-# The fields of what scores.json holds in mappings: "*" stands for every key, a key with "?" may be missing.
-RESULTS: dict[str, Any] = {
-    "run": RUN,
-    "metrics": {
-        "*": {
-            **dict.fromkeys(UNITS, NUMBER),
-            **{"interval?": {"*": SERIES}, "terms?": list[int], "median?": dict[str, NUMBER]},
-        }
-    },
-    "endtasks": {
-        **{"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": TEXTS},
-        **{"classes": dict[str, int], "examples": dict[str, int]},
-        "scores": dict.fromkeys(ENDTASK_METRICS, list[Any]),
-    },
-    "answers": {
-        **{"when": str, "seconds": float, "metrics": dict[str, float], "intervals": dict[str, list[float]]},
-        "tasks": {
-            "*": {"examples": int, "chance": NUMBER, "majority": NUMBER, "measures": dict[str, SERIES]}
-        },
-    },
-    "probes": {
-        **{"when": str, "seconds": float, "harness": str},
-        "tasks": {
-            "*": {
-                **{"shots": int | None, "limit": NUMBER, "examples": int, "version": str, "truncated": int},
-                **{"chance": NUMBER, "metric": str, "higher": bool, "values": SERIES, "errors": SERIES},
-            }
-        },
-    },
-    "similarity": {
-        **{"names": list[str], "matrix": list[list[float]], "general": list[float], "embedding": str}
-    },
-}
+BOUNDS = dict[Literal["nats", "perplexity", "bits_per_byte"], Annotated[list[float | None], Len(2, 2)]]
+OF_METRIC = {"interval": BOUNDS, "terms": list[int], "median": dict[str, float | None]}
+OF_METRIC |= dict.fromkeys(UNITS, float | None)
+OF_TASKS = {"when": str, "seconds": float, "tasks": list[str], "seeds": list[int], "metric": dict[str, str]}
+OF_TASKS |= {"classes": dict[str, int], "examples": dict[str, int], "scores": dict[str, list[Any]]}
 
 
 @dataclass(kw_only=True)
@@ -120,9 +80,10 @@ class Scores(Layout):
     def __post_init__(self) -> None:
         """Raises ValueError for fields of another type, shape or name: a file may be damaged."""
         check_types(vars(self), get_field_types(type(self)))
-        for name, declared in RESULTS.items():
-            if getattr(self, name) or name == "run":
-                check_fields(getattr(self, name), declared, name)
+        check_types(self.run, RUN, of="run")
+        for name, metric in self.metrics.items():
+            its = {key: kind for key, kind in OF_METRIC.items() if key in (*UNITS, *metric)}
+            check_types(metric, its, of=f"metrics.{name}")
         rows, columns = len(self.rows), len(self.domains)
         if len({*self.rows}) < rows or len({*self.domains}) < columns or self.rows[:1] not in ([], ["base"]):
             raise ValueError(f"rows {self.rows} or columns {self.domains} occur twice, or base is not first")
@@ -133,23 +94,13 @@ class Scores(Layout):
             raise ValueError(f"nll, parts or costs ({', '.join(COSTS)}) are not of the rows {self.rows}")
         if unknown := (set(self.phases) - {*PHASES}) | (set(self.metrics) - {*METRICS}):
             raise ValueError(f"phases or metrics are unknown: {', '.join(sorted(unknown))}")
-        given, bounds = self.endtasks, [*self.answers.get("intervals", {}).values()]
-        lists = [[*task["measures"].values()] for task in self.answers.get("tasks", {}).values()]
-        lists += [[task["values"], task["errors"]] for task in self.probes.get("tasks", {}).values()]
-        for name, metric in self.metrics.items():
-            bounds += metric.get("interval", {}).values()
-            if not {*metric.get("interval", {}), *metric.get("median", {})} <= {*UNITS}:
-                raise ValueError(f"metrics.{name} is in other units; allowed: {', '.join(UNITS)}")
-        if any(len(each) != 2 for each in bounds):
-            raise ValueError("metrics or answers have an interval of other than two bounds")
-        if any(len({*map(len, each)}) != 1 or len(each[0]) > rows for each in lists):
-            raise ValueError(f"answers or probes have other than one value in at most {rows} rows")
-        if given and any({*given[key]} != {*given["tasks"]} for key in ("metric", "classes", "examples")):
-            raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
-        if given and any(
-            len(cube(given, kind)) > rows for kind in (*ENDTASK_METRICS, *given["metric"].values())
-        ):
-            raise ValueError(f"endtasks have more than {rows} rows")
+        if given := self.endtasks:
+            check_types(given, OF_TASKS, of="endtasks")
+            kinds = (*ENDTASK_METRICS, *given["metric"].values())
+            if any(given[key].keys() != {*given["tasks"]} for key in ("metric", "classes", "examples")):
+                raise ValueError(f"endtasks are not of the tasks {given['tasks']}")
+            if any(len(cube(given, kind)) > rows for kind in kinds):
+                raise ValueError(f"endtasks have more than {rows} rows")
         self.phases = {kind: self.phases.get(kind, {}) for kind in PHASES}
 
     @property
@@ -161,10 +112,8 @@ class Scores(Layout):
     def cells(self) -> Array:
         """The same with infinity for what was measured and was not finite: no mean may leave it out."""
         cells = self.matrix
-        missing = np.isnan(cells).sum(1)
-        for number, row in enumerate(self.nll):
-            if row.count(None) < missing[number]:
-                cells[number] = [np.nan if x is None else np.inf if np.isnan(x) else x for x in row]
+        for row in np.flatnonzero(np.isnan(cells).any(1)):
+            cells[row] = [np.nan if x is None else np.inf if np.isnan(x) else x for x in self.nll[row]]
         return cells
 
     @property
@@ -235,8 +184,8 @@ class Scores(Layout):
         record["nll"] = {text: value for text, value in cells if value is not None}
         record["phases"] = {kind: stages[name] for kind, stages in self.phases.items() if name in stages}
         record["monitor"] = {name: self.monitor[name]} if name in self.monitor else {}
-        noted = {each: getattr(self, each)[row : row + 1] for each in (*NOTED, *COSTS)}
-        return encode(record | {each: values[0] for each, values in noted.items() if values})
+        costs = {each: getattr(self, each) for each in (*NOTED, *COSTS)}
+        return encode(record | {each: values[row] for each, values in costs.items() if values})
 
     def apply(self, record: MetricRecord) -> None:
         """Takes over a record of the next row or an earlier one. Raises ValueError for any other."""
@@ -245,10 +194,8 @@ class Scores(Layout):
             raise ValueError(f"a line is of row {row}, {name}, which is neither the next nor here already")
         if not (set(nll) <= set(self.domains) and set(record["phases"]) <= set(PHASES)):
             raise ValueError(f"the line of row {row}, {name}, has texts that are no column, or other phases")
-        costs = {each: record[each] for each in (*NOTED, *COSTS) if each in record}
-        kinds = get_field_types(type(self))
-        check_types({each: [cost] for each, cost in costs.items()}, {each: kinds[each] for each in costs})
         if row == len(self.rows):
+            costs = {each: record[each] for each in (*NOTED, *COSTS) if each in record}
             self.append(name, nll=[nll.get(text) for text in self.domains], parts=record["parts"], **costs)
         else:
             self.fill(row, nll, record["parts"])
@@ -258,13 +205,7 @@ class Scores(Layout):
 
     def measure(self, *, nll_sums: Arrays | None = None, counts: Arrays = ()) -> None:
         """Sets the metrics from the matrix, and their intervals where the documents' losses are given."""
-        cells = self.cells  # once: of 1,000 domains they are a million
-        medians, numbers = compute_medians(cells, layout=self), count_terms(cells, layout=self)
-        self.metrics = {}
-        for name, units in compute_values(cells, layout=self).items():
-            seen, whole = numbers[name]
-            terms = {"terms": [seen, whole]} if seen < whole else {}
-            self.metrics[name] = {u: float(x) for u, x in units.items()} | terms | {"median": medians[name]}
+        self.metrics = summarise_matrix(self.cells, layout=self)
         if nll_sums is not None:
             for name, interval in intervals(nll_sums, counts=counts, layout=self).items():
                 self.metrics[name]["interval"] = interval
@@ -291,7 +232,7 @@ class Scores(Layout):
                     scores.apply(record)
                 scores.measure()
                 scores.sum_seconds()
-        except (ValueError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             advice = "restore it from a copy, read it with the cpt that wrote it, or delete it to run anew"
             raise ValueError(f"{path}: damaged, foreign or of another version ({error}); {advice}") from None
         return scores
@@ -300,15 +241,10 @@ class Scores(Layout):
         """Replaces the file atomically: a reader sees the old or the new scores, after a crash too. The
         journal is removed then."""
         lines = [f'"{each.name}": {encode(getattr(self, each.name))}' for each in fields(self)]
-        temporary = Path(path).with_name(f".{Path(path).name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write("{\n" + ",\n".join(lines) + "\n}\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            replace(path, "{\n" + ",\n".join(lines) + "\n}\n")
         finally:
-            temporary.unlink(missing_ok=True)
+            path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
         remove_journal(path)
 
 
@@ -323,20 +259,6 @@ def encode(value: Any) -> str:
 @cache
 def get_field_types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
-
-
-def check_fields(value: Any, declared: Any, place: str) -> None:
-    """Raises ValueError, which names the place, for a value that is not as RESULTS declares it."""
-    if not isinstance(declared, dict):
-        check_types({place: value}, {place: declared})
-        return
-    check_types({place: value}, {place: dict[str, Any]})
-    for key in value if "*" in declared else declared:
-        name = key.removesuffix("?")
-        if name in value:
-            check_fields(value[name], declared.get("*", declared.get(key)), f"{place}.{name}")
-        elif name == key:
-            raise ValueError(f"{place}.{key} is missing")
 
 
 def documents_file(folder: Path, row: int) -> Path:
@@ -368,28 +290,23 @@ def gather_documents(rows: Sequence[Losses], scores: Scores) -> tuple[list[Array
 
 def conditions(scores: Scores) -> dict[str, str]:
     """What a perplexity depends on beside the model, in words; runs in which all of it is equal are
-    comparable. By name: objective, domains, texts (a hash of all of them), score_on, tokenizer (a hash),
-    length, mask_rate, packing, scored (how many tokens), cap (of each text at most)."""
+    comparable. `texts` is a hash of all of them, `scored` and `cap` are tokens."""
     given, objective = scores.conditions, scores.run["objective"]
-    rate = str(given.get("mask_rate", "unknown"))
+    rate = str(given.get("mask_rate", "unknown")) if objective != "causal" else "none"
     if objective == "span":
         rate += f" in spans of {given.get('mean_span')}"
-    hashes = [[name, text_digest(scores, name)] for name in sorted(scores.domains)]
+    names = sorted(scores.domains)
+    hashes = [[name, str(scores.texts.get(name, {}).get("digest", "unknown"))] for name in names]
     return {
         "objective": objective,
-        "domains": ", ".join(sorted(scores.domains)),
+        "domains": ", ".join(names),
         "texts": digest(hashes)[:8],
         **{name: str(given.get(name, "unknown")) for name in ("score_on", "tokenizer", "length")},
-        "mask_rate": "none" if objective == "causal" else rate,
+        "mask_rate": rate,
         "packing": str(given.get("packing", "concat")),
         "scored": f"{sum(scores.scored)} tokens",
         "cap": str(given.get("cap", "none")),
     }
-
-
-def text_digest(scores: Scores, name: str) -> str:
-    """The hash of a column's text."""
-    return str(scores.texts.get(name, {}).get("digest", "unknown"))
 
 
 def describe_conditions(given: Mapping[str, str]) -> str:

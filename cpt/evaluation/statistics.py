@@ -7,8 +7,7 @@ there on BCa (Efron 1987). Fewer than LEAST runs have none. The p-values are tho
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -38,14 +37,6 @@ class Difference(NamedTuple):
 
 
 NO_DIFFERENCE = Difference(mean=np.nan, low=np.nan, high=np.nan, p=np.nan, n=0)
-
-
-def interval(
-    values: Sequence[float | None], replicates: int = REPLICATES, seed: int = 0
-) -> tuple[float, float]:
-    """95 % interval of the mean: see `intervals_of_means`. Values that are not finite are left out."""
-    low, high = intervals_of_means(_drop_unknown(values)[None], replicates, seed)[0]
-    return float(low), float(high)
 
 
 def intervals_of_means(series: Array, replicates: int = REPLICATES, seed: int = 0) -> Array:
@@ -84,12 +75,12 @@ def compare_pairs(
     (1 + count) / (1 + 10000). `p_t` is that of the paired t test; None for fewer than LEAST or equal values.
     """
     shared = [key for key in values if key in baseline]
-    difference = np.array([[values[key], baseline[key]] for key in shared], dtype=float).reshape(-1, 2)
-    difference = _drop_unknown(difference[:, 0] - difference[:, 1])
+    one, other = (np.array([given[key] for key in shared], dtype=float) for given in (values, baseline))
+    difference = (one - other)[np.isfinite(one - other)]
     size, p_t = len(difference), None
     if not size:
         return NO_DIFFERENCE
-    mean, (low, high) = float(difference.mean()), interval(difference, seed=seed)
+    mean, (low, high) = float(difference.mean()), intervals_of_means(difference[None], seed=seed)[0].tolist()
     if size == 1:
         p = 1.0  # scipy needs two
     elif size <= EXACT:
@@ -104,69 +95,30 @@ def compare_pairs(
     return Difference(mean, low, high, p, size, p_t)
 
 
-def rank_rows(table: Mapping[str, Mapping[Hashable, float | None]]) -> dict[str, float]:
-    """Mean rank of each name over the keys for which all have a finite value; the lowest value is rank 1,
-    equal ones share the mean of their ranks. nan where there is no such key."""
-    rows = list(table.values())
-    first = rows[0] if rows else {}
-    keys = [key for key in first if all(len(_drop_unknown([row.get(key)])) for row in rows)]
-    if not keys:
-        return dict.fromkeys(table, np.nan)
-    placed = stats.rankdata([[row[key] for key in keys] for row in rows], axis=0)
-    return dict(zip(table, placed.mean(-1).tolist(), strict=True))
-
-
-def compare_examples(
-    one: Mapping[Hashable, Array] | Array,
-    other: Mapping[Hashable, Array] | Array | None = None,
-    *,
-    seed: int = 0,
-) -> Difference:
-    """Mean of one minus other, 0/1 [example] for correct; n counts the test examples.
-
-    Both are arrays, or mappings by (task, seed), of which the shared keys count; or `one` maps to the two
-    arrays. Tasks weigh alike. The predictions of a task's seeds are averaged by example: an example is hard
-    or easy for all of them. Examples are redrawn within their task (interval), or swapped between the two
-    (p: Fisher's test with random signs). ValueError if there are other numbers of examples.
-    """
-    if not isinstance(one, Mapping):
-        pairs: Mapping = {None: (one, other)}
-    else:
-        pairs = one if other is None else {key: (one[key], other[key]) for key in one if key in other}
-    seeds = defaultdict(list)
-    for key, pair in pairs.items():
-        task = key[0] if isinstance(key, tuple) else key
-        first, second = (np.asarray(given, dtype=float) for given in pair)
-        if first.size != second.size or any(len(each) != len(first) for each in seeds[task]):
-            raise ValueError(f"{task}: predictions for other numbers of test examples; needed: the same ones")
-        seeds[task].append(first - second)
-    return compare_differences((np.mean(each, axis=0) for each in seeds.values()), seed=seed)
-
-
 def compare_differences(tasks: Iterable[Array], *, seed: int = 0) -> Difference:
-    """The same of differences by example, [example] for each task: one task after another, of which no more
-    is held than how often each value occurs, since examples with one value are alike."""
+    """Mean over tasks of differences by example, [example] each; n counts the test examples. Examples are
+    redrawn within their task (interval), or swapped between the two (p: Fisher's test with random signs). One
+    task after another, of which no more is held than how often each value occurs."""
     strata = [np.unique(each.round(12), return_counts=True) for each in tasks if len(each)]
     if not strata:
         return NO_DIFFERENCE
     generator = np.random.default_rng(seed)
 
-    def redraw(level: Array, count: Array, part: int) -> Array:
-        """Means of redrawn examples."""
-        return generator.multinomial(count.sum(), count / count.sum(), size=part) @ level / count.sum()
+    def redraw(count: Array, part: int) -> Array:
+        """How often each value occurs among redrawn examples."""
+        return generator.multinomial(count.sum(), count / count.sum(), size=part)
 
-    def flip_signs(level: Array, count: Array, part: int) -> Array:
-        """Means of examples with random signs: of m alike, a binomial number keeps its sign."""
-        kept = generator.binomial(count, 0.5, size=(part, len(count)))
-        return (2 * kept - count) @ level / count.sum()
+    def flip_signs(count: Array, part: int) -> Array:
+        """The same with random signs: of m alike, a binomial number keeps its sign."""
+        return 2 * generator.binomial(count, 0.5, size=(part, len(count))) - count
 
-    def draw(make: Callable[[Array, Array, int], Array], total: int) -> Array:
-        """`total` draws for each task, few held at a time; the mean over tasks."""
+    def draw(make: Callable[[Array, int], Array], total: int) -> Array:
+        """`total` means for each task, few held at a time; the mean over tasks."""
         found = []
         for level, count in strata:
             part = max(1, AT_ONCE // len(count))
             sizes = [min(part, total - begin) for begin in range(0, total, part)]
-            found.append(np.concatenate([make(level, count, size) for size in sizes]))
+            found.append(np.concatenate([make(count, size) @ level / count.sum() for size in sizes]))
         return np.mean(found, axis=0)
 
     drawn, flipped = draw(redraw, REPLICATES), draw(flip_signs, FLIPS)
@@ -179,11 +131,6 @@ def mcnemar(higher: int, lower: int) -> float:
     """Two-sided p-value of McNemar's exact test (McNemar 1947): of the examples that are right in one of two
     models alone, each is as likely to be the one's as the other's."""
     return float(stats.binomtest(higher, higher + lower).pvalue) if higher + lower else 1.0
-
-
-def _drop_unknown(values: Sequence[float | None]) -> Array:
-    values = np.array(values, dtype=float)
-    return values[np.isfinite(values)]
 
 
 def _drawn_p(flipped: Array, mean: float) -> float:

@@ -78,9 +78,8 @@ def rank_choices(questions: Sequence[Question], sums: Sums) -> tuple[list[str], 
     best, best_mean = [], []
     for number, each in enumerate(questions):
         nll = np.array([sums[number, place] for place in range(len(each.answers))])
-        tokens = np.array([len(answer) for answer in each.answers])
-        best.append(each.choices[int(nll.argmin())])
-        best_mean.append(each.choices[int((nll / tokens).argmin())])
+        best.append(each.choices[nll.argmin()])
+        best_mean.append(each.choices[(nll / [*map(len, each.answers)]).argmin()])
     return best, best_mean
 
 

@@ -31,38 +31,32 @@ ENDTASK_MEANINGS = {
         "mean_{u<n} (A[u][u] - A[n][u])",
     ),
 }
-# What the papers call a metric of the matrix of scores, and what it is called of a matrix of losses.
-ANSWER_METRICS = {"AP": "LC", "LA": "CPT", "BWT": "BWT_gem", "F": "FG_max", "FWT": "FWT_gem"}
-ANSWER_MEANINGS = {
-    "AP": ("Average performance of the last model", "mean_j a[n][j]"),
-    "LA": ("Learning accuracy, each task just after it was learned", "mean_{j<=n} a[j][j]"),
-    "BWT": ("Backward transfer, < 0 is forgetting", "mean_{j<n} (a[n][j] - a[j][j])"),
-    "F": ("Forgetting since the best model, > 0 is bad", "mean_{j<n} (max_{1<=i<=n-1} a[i][j] - a[n][j])"),
-    "FWT": ("Forward transfer just before learning", "mean_{2<=j} (a[j-1][j] - a[0][j])"),
+# What the papers call a metric of scores: its name for a matrix of losses, its meaning, its formula.
+ANSWER_METRICS = {
+    "AP": ("LC", "Average performance of the last model", "mean_j a[n][j]"),
+    "LA": ("CPT", "Learning accuracy, each task just after it was learned", "mean_{j<=n} a[j][j]"),
+    "BWT": ("BWT_gem", "Backward transfer, < 0 is forgetting", "mean_{j<n} (a[n][j] - a[j][j])"),
+    "F": (
+        "FG_max",
+        "Forgetting since the best model, > 0 is bad",
+        "mean_{j<n} (max_{1<=i<=n-1} a[i][j] - a[n][j])",
+    ),
+    "FWT": ("FWT_gem", "Forward transfer just before learning", "mean_{2<=j} (a[j-1][j] - a[0][j])"),
 }
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def cube(endtasks: Mapping[str, Any], metric: str) -> Array:
-    """Scores in 0..1 as [row, task, seed]; nan where not measured. ValueError if they are no such array."""
-    needed = (len(endtasks["tasks"]), len(endtasks["seeds"]))
-    try:
-        scores = np.array(endtasks["scores"][metric] or np.empty((0, *needed)), dtype=float)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"end tasks: {metric} is damaged ({error}); needed: [row][task][seed]") from None
-    if scores.shape[1:] != needed:
-        raise ValueError(
-            f"end tasks: {metric} is {list(scores.shape)}; needed: [rows, {needed[0]}, {needed[1]}]"
-        )
-    return scores
+    """Scores in 0..1 as [row, task, seed]; nan where not measured."""
+    scores = np.array(endtasks["scores"][metric], dtype=float)
+    return scores.reshape(-1, len(endtasks["tasks"]), len(endtasks["seeds"]))
 
 
 def headline(endtasks: Mapping[str, Any]) -> Array:
     """Each task in its own metric, as micro-F1 for ChemProt: [row, task, seed]; nan where not measured."""
-    own = [endtasks["metric"][task] for task in endtasks["tasks"]]
-    cubes = {kind: cube(endtasks, kind) for kind in set(own)}
-    return np.stack([cubes[kind][:, place] for place, kind in enumerate(own)], axis=1)
+    own = enumerate(endtasks["metric"][task] for task in endtasks["tasks"])
+    return np.stack([cube(endtasks, kind)[:, place] for place, kind in own], axis=1)
 
 
 def over_seeds(scores: Array) -> Array:
@@ -74,9 +68,8 @@ def over_seeds(scores: Array) -> Array:
 
 def sd_over_seeds(scores: Array) -> Array:
     """[row, task, seed] to [row, task]: standard deviation over seeds (n - 1); nan below two of them."""
-    there = np.isfinite(scores)
-    count = there.sum(-1)
-    squares = np.where(there, (scores - over_seeds(scores)[..., None]) ** 2, 0).sum(-1)
+    count = np.isfinite(scores).sum(-1)
+    squares = np.nansum((scores - over_seeds(scores)[..., None]) ** 2, -1)
     return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
 
 
@@ -87,14 +80,14 @@ def last_measured(scores: Array) -> list[int | None]:
 
 
 def pick_rows(scores: Array, chosen: Sequence[int | None]) -> Array:
-    """The score of each task in the row chosen for it, [row, task, ...] to [task, ...]; nan for None."""
+    """The score of each task in the row chosen for it, [row, task, ...] to [task, ...]; nan for None. With
+    `last_measured` that is the last model, or for a method that learns each domain from the base the model of
+    the domain."""
     nothing = np.full(scores.shape[2:], np.nan)
     return np.array([nothing if row is None else scores[row, task] for task, row in enumerate(chosen)])
 
 
 def pick_final(scores: Array) -> Array:
-    """A of the last row in which each task was measured: that is the last model, or for a method that learns
-    each domain from the base the model of the domain."""
     return pick_rows(scores, last_measured(scores))
 
 
@@ -104,11 +97,8 @@ def forward(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> Array:
 
 
 def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> float:
-    """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])`, > 0 is forgetting; nan if a term is missing.
-
-    A is [row, task]. The task of the last stage never enters; a run that is not finished ends with its last
-    row. Where the last domain has no task, all learned tasks enter.
-    """
+    """`1/(T-1) sum_{u<T-1} (A[u][u] - A[T-1][u])` of A as [row, task], > 0 is forgetting; nan if a term is
+    missing. The task of the last stage never enters; where it has none, all learned tasks do."""
     learned = [place for place, task in enumerate(tasks) if task in rows[: len(scores)][:-1]]
     if not learned:
         return float("nan")
@@ -116,10 +106,8 @@ def forget_rate(scores: Array, rows: Sequence[str], tasks: Sequence[str]) -> flo
 
 
 def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict[str, float]:
-    """MF1, Acc, forward and forget_rate, on seed means; without those that lack a term.
-
-    `when: diagonal` measures no last model: it has neither MF1 nor Acc.
-    """
+    """MF1, Acc, forward and forget_rate, on seed means; without those that lack a term, as MF1 and Acc with
+    `when: diagonal`, which measures no last model."""
     if not endtasks:
         return {}
     scores, tasks = over_seeds(headline(endtasks)), endtasks["tasks"]
@@ -132,14 +120,10 @@ def summarise_endtasks(endtasks: Mapping[str, Any], rows: Sequence[str]) -> dict
 
 def count_transitions(before: Array, after: Array, *, classes: float | None = None) -> dict[str, float]:
     """What became of each example, from its scores [example] by two models: forgotten (lower than it was; of
-    right and wrong, 1 to 0), gained (higher; 0 to 1) and the others, which stayed.
-
-    Counts and shares of all examples; of right and wrong with the number of classes C also the shares beyond
-    chance, as in the code that Harmon et al. 2025 (arXiv 2510.17776) released: `max(0, share - (1 - a)
-    (1 - b) / (C - 1))`, a and b the accuracies. It assumes that an example is either known or guessed,
-    uniformly over the classes and independently each time. Two fine-tunings guess alike, so this subtracts
-    too much rather than too little.
-    """
+    right and wrong, 1 to 0) or gained (higher). Counts and shares of all examples, and with the number of
+    classes C the shares beyond chance, as in the code of Harmon et al. 2025 (arXiv 2510.17776): `max(0,
+    share - (1 - a) (1 - b) / (C - 1))`, a and b the accuracies. It assumes that an example is known or
+    guessed, uniformly and independently each time; two fine-tunings guess alike: it subtracts too much."""
     counts = {"forgotten": int((after < before).sum()), "gained": int((after > before).sum())}
     found = {"examples": len(before), "before": float(before.mean()), "after": float(after.mean()), **counts}
     shares = {name: count / len(before) for name, count in counts.items()}
@@ -161,10 +145,6 @@ class TaskAnswers:
     ranked_mean: Sequence[str] | None  # the same by the mean over the choice's tokens
     sources: Sequence[str] | None = None  # the texts that were asked about, where a measure is of them
 
-    def score(self, rule: Callable[..., float], *names: str) -> Array:
-        """A rule applied to these fields of each example, [examples]."""
-        return np.array([*map(rule, *(getattr(self, name) for name in names))], float)
-
 
 def normalise_text(text: str) -> str:
     """A text without what exact match overlooks."""
@@ -177,6 +157,11 @@ def is_match(one: str, other: str) -> bool:
 
 def is_no_choice(written: str, choices: Sequence[str]) -> bool:
     return normalise_text(written) not in {*map(normalise_text, choices)}
+
+
+def match_choice(written: str, reference: str, choices: Sequence[str]) -> float:
+    """Exact match where what was written is one of the choices, else nan."""
+    return float("nan") if is_no_choice(written, choices) else is_match(written, reference)
 
 
 def rouge_l(written: str, reference: str) -> float:
@@ -197,12 +182,10 @@ def sari(source: str, written: str, references: Sequence[str]) -> float:
     """SARI (Xu et al., TACL 2016, section 4) of a text that was written to simplify a source, in 0..1: the
     mean of F_add, F_keep and P_del, each a mean over n-grams of 1 to 4 words.
 
-    With counts # of an n-gram in source I, output O and, divided by their number, references R:
-    add counts each n-gram of O that is not in I once, and of these those in R; keep counts min(#I, #O), and
-    of these min(#I, #R); deletion max(#I - #O, 0), and of these at most max(#I - #R, 0). Precision divides
-    by what the output does, recall by what the references do; 0 / 0 is 1, so that a reference itself has 1.
-    F is taken of each n before the mean, as in the authors' Python code; the paper takes it after. Words are
-    in lower case, signs are words."""
+    With counts # of an n-gram in source I, output O and, divided by their number, references R: add counts
+    each n-gram of O that is not in I once, keep min(#I, #O), deletion max(#I - #O, 0). 0 / 0 is 1, so that a
+    reference itself has 1. F is taken of each n before the mean, as in the authors' Python code; the paper
+    takes it after. Words are in lower case, signs are words."""
     scores: list[float] = []
     for order in range(1, 5):
         one, other, *others = (count_ngrams(text, order) for text in (source, written, *references))
@@ -238,41 +221,35 @@ def score_ngrams(source: Counter, written: Counter, references: Sequence[Counter
 
 
 class AnswerMeasure(NamedTuple):
-    """A number per example, [examples], and what there has to be for it."""
+    """A number per example, and the fields of TaskAnswers that it is of."""
 
-    compute: Callable[[TaskAnswers], Array]
-    needs: tuple[str, ...]  # fields of TaskAnswers
+    rule: Callable[..., float]
+    fields: tuple[str, ...]
     higher: bool = True
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The fields that may be None; where choices are ranked there are some."""
+        return (*self.fields, "ranked") if "choices" in self.fields else self.fields
+
+    def compute(self, answered: TaskAnswers) -> Array:
+        """[examples]."""
+        return np.array([*map(self.rule, *(getattr(answered, name) for name in self.fields))], float)
 
 
 WRITTEN = ("written", "references")
 MEASURES: Mapping[str, AnswerMeasure] = {
     # the choice of the largest likelihood, sum_t log p(choice_t, end | question), is the reference
-    "accuracy_ranked": AnswerMeasure(lambda a: a.score(eq, "ranked", "references"), ("ranked",)),
-    "exact_match": AnswerMeasure(lambda a: a.score(is_match, *WRITTEN), ("written",)),
-    "invalid": AnswerMeasure(
-        lambda a: a.score(is_no_choice, "written", "choices"), ("written", "ranked"), higher=False
-    ),
-    # exact match where what was written is one of the choices, else nan
-    "accuracy_valid": AnswerMeasure(
-        lambda a: np.where(
-            a.score(is_no_choice, "written", "choices") == 0, a.score(is_match, *WRITTEN), np.nan
-        ),
-        ("written", "ranked"),
-    ),
-    "accuracy_ranked_mean": AnswerMeasure(
-        lambda a: a.score(eq, "ranked_mean", "references"), ("ranked_mean",)
-    ),
-    "rouge_l": AnswerMeasure(lambda a: a.score(rouge_l, *WRITTEN), ("written",)),
-    "edit_similarity": AnswerMeasure(lambda a: a.score(edit_similarity, *WRITTEN), ("written",)),
-    "sari": AnswerMeasure(
-        lambda a: a.score(lambda source, one, other: sari(source, one, [other]), "sources", *WRITTEN),
-        ("written", "sources"),
-    ),
+    "accuracy_ranked": AnswerMeasure(eq, ("ranked", "references")),
+    "exact_match": AnswerMeasure(is_match, WRITTEN),
+    "invalid": AnswerMeasure(is_no_choice, ("written", "choices"), higher=False),
+    "accuracy_valid": AnswerMeasure(match_choice, (*WRITTEN, "choices")),
+    "accuracy_ranked_mean": AnswerMeasure(eq, ("ranked_mean", "references")),
+    "rouge_l": AnswerMeasure(rouge_l, WRITTEN),
+    "edit_similarity": AnswerMeasure(edit_similarity, WRITTEN),
+    "sari": AnswerMeasure(lambda source, one, other: sari(source, one, [other]), ("sources", *WRITTEN)),
     # the rule of TRACE (Wang et al. 2023) for answers that give a letter and then reasons
-    "first_character": AnswerMeasure(
-        lambda a: a.score(lambda one, other: one.lstrip()[:1] == other.lstrip()[:1], *WRITTEN), ("written",)
-    ),
+    "first_character": AnswerMeasure(lambda one, other: one.lstrip()[:1] == other.lstrip()[:1], WRITTEN),
 }
 CLOSED = ("accuracy_ranked", "exact_match", "invalid", "accuracy_valid", "accuracy_ranked_mean")
 RANKED = ("accuracy_ranked", "accuracy_ranked_mean")
@@ -314,14 +291,9 @@ def summarise_answers(
     if all(answered.choices) and answered.references:
         chance = float(np.mean([1 / len(each) for each in answered.choices]))
         majority = max(Counter(answered.references).values()) / len(answered.references)
-    return AnswerSummary(
-        len(answered.references),
-        chance,
-        majority,
-        {name: float(each.mean()) if len(each) else None for name, each in finite.items()},
-        next(iter(values.values())).astype(np.float32),
-        seconds,
-    )
+    means = {name: float(each.mean()) if len(each) else None for name, each in finite.items()}
+    head = next(iter(values.values())).astype(np.float32)
+    return AnswerSummary(len(answered.references), chance, majority, means, head, seconds)
 
 
 def collect_task(rows: Sequence[AnswerSummary | None]) -> dict[str, Any]:
@@ -354,7 +326,7 @@ def compute_metrics(
     them."""
     layout = Layout(rows=list(rows), domains=list(tasks), tokens=[], bytes=[])
     found = metrics(matrix, layout=layout, higher=True)
-    told = {name: found[other] for name, other in ANSWER_METRICS.items() if other in found}
+    told = {name: found[other] for name, (other, *_) in ANSWER_METRICS.items() if other in found}
     if asked is None or asked.all():
         return told
     return {name: value for name, value in told.items() if name == "AP" and asked[-1].all()}
@@ -373,10 +345,9 @@ def compute_intervals(
         samples.append((stacked.astype(float), np.ones(size)))
 
     def compute(matrix: Array) -> dict[str, dict[str, Array]]:
-        found = compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))
-        return {name: {"score": value} for name, value in found.items()}
+        return {"score": compute_metrics(matrix, asked=asked, rows=rows, tasks=list(values))}
 
-    return {name: units["score"] for name, units in bootstrap(samples, compute).items()}
+    return bootstrap(samples, compute)["score"]
 
 
 def describe_task(name: str, task: Mapping[str, Any]) -> str:

@@ -19,7 +19,14 @@ from pandas import DataFrame
 
 from cpt.core.files import replacing
 from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
-from cpt.evaluation.predictions import Marked, answers_in, correct, join_examples, mark_answers, rows_asked
+from cpt.evaluation.predictions import (
+    answers_in,
+    correct,
+    join_examples,
+    mark_answers,
+    mark_examples,
+    rows_asked,
+)
 from cpt.evaluation.scores import RUN_KEYS, describe_conditions
 from cpt.evaluation.statistics import (
     BOOTSTRAPPED,
@@ -248,7 +255,7 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
             for (task, seed), right in correct(run.folder, run.scores.rows, run.scores.endtasks).items():
                 if not run.domains or task in run.domains:  # joined by place, and only as many examples
                     size = len(right)
-                    tuned[task][run, seed] = Marked(np.arange(size), np.full(size, size), right)
+                    tuned[task][run, seed] = mark_examples(np.arange(size), np.full(size, size), right)
         except ValueError as error:
             failed.append(str(error))
 
@@ -278,7 +285,7 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
             except ValueError as error:
                 failed.append(str(error))
                 continue
-            values = np.array([each.values for each in joined]).astype(float)
+            values = np.array([each["value"] for each in joined]).astype(float)
             if values.size:
                 one, other = values[::2], values[1::2]
                 counts = [int((one * other).sum()), int((one > other).sum()), int((one < other).sum())]

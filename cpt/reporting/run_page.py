@@ -15,7 +15,7 @@ import pandas
 
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation import task_metrics
-from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
+from cpt.evaluation.metrics import METRICS, UNITS
 from cpt.evaluation.predictions import Moved, follow_answers, transitions_of
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
@@ -38,6 +38,7 @@ from cpt.reporting.page import Block, align_columns, few, write_page
 from cpt.reporting.plots import HeatMap, draw_heat_maps
 
 Show, Cells = Callable[[float], str], list[list[str]]
+ANSWER_MEANINGS = {name: told[1:] for name, told in task_metrics.ANSWER_METRICS.items()}
 FORMATS = dict(zip(UNITS, (decimals, perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
 METRIC_HEAD += ("medians: nats, perplexity, bits per byte",)
@@ -157,7 +158,7 @@ def format_matrix(scores: Scores) -> Cells:
 
 def format_metric(scores: Scores, name: str) -> list[str]:
     """The cells of METRIC_HEAD; dashes where no term was measured, the count of terms if some are missing."""
-    metric, about = scores.metrics[name], describe_metric(METRICS[name].compute)
+    metric, about = scores.metrics[name], METRICS[name][:2]
     terms, bounds, medians = metric.get("terms"), metric.get("interval", {}), metric.get("median")
     name += f" ({terms[0]:,} of {terms[1]:,})" if terms else ""
     if terms and not terms[0]:
@@ -485,7 +486,13 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
     moved["folded"] = f"{len(moves)} comparisons" if len(moves) > 2 * FEW else ""
     return [
         Block(name="answers", head=["after", *tasks], cells=format_answers(scores), **matrix),
-        summarize_tasks("Scores", lines, found, task_metrics.ANSWER_MEANINGS, scores.answers["intervals"]),
+        summarize_tasks(
+            "Scores",
+            lines,
+            found,
+            {name: told[1:] for name, told in task_metrics.ANSWER_METRICS.items()},
+            scores.answers["intervals"],
+        ),
         Block(title="Answers of the last model", head=measures, cells=last, folded=f"{len(last)} tasks"),
         Block(lines=about, cells=changes, words=2, **moved),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from pandas import DataFrame
 
-from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
+from cpt.evaluation.metrics import METRICS, UNITS
 from cpt.evaluation.scores import Scores
 from cpt.reporting.frames import (
     COST_COLUMNS,
@@ -50,7 +50,7 @@ def tabulate(scores: Scores) -> dict[str, DataFrame]:
         losses.insert(3, "learned", losses["text"].map(rows).fillna(np.inf) <= losses["stage"].astype(int))
     if "metric" in kinds:
         lines = kinds["metric"][kinds["metric"]["metric"].isin(METRICS)]
-        about = [describe_metric(METRICS[name].compute) for name in lines["metric"]]
+        about = [METRICS[name][:2] for name in lines["metric"]]
         lines = lines.assign(meaning=[each[0] for each in about], formula=[each[1] for each in about])
         tables["metrics"] = lines
     if "endtask" in kinds:

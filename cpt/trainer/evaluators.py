@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from cpt.core.progress import progress_bar
 from cpt.data.corpora import Corpora
 from cpt.data.datamodule import DomainSequence
 from cpt.evaluation import finetune, predictions, task_metrics
-from cpt.evaluation.finetune_tasks import FinetunePlan, hash_json
+from cpt.evaluation.finetune_tasks import FinetunePlan
 from cpt.evaluation.options import KNOWN_BY, LMEvalOptions, TaskEvalOptions, is_due
 from cpt.evaluation.predictions import SOURCE, endtask_file, find_predictions
 from cpt.evaluation.task_answers import Question, rank_choices, score_choices, write_answers
@@ -173,29 +173,20 @@ class FinetuneEvaluator(Evaluator):
     def work(self, number: int, due: list[tuple[str, int]], device: torch.device, label: str) -> None:
         rank, world = rank_and_world()
         costs = {each: self.tasks[each[0]].steps for each in self.asked(number)}
-        mine = share_measurements(costs, rank=rank, world=world) & set(due)
+        share = share_measurements(costs, rank=rank, world=world)
+        mine = [each for each in due if each in share]
         if not mine:
             return
         total = sum(costs[each] for each in mine)
         with counted(label, total=total, hidden=rank != 0, unit="step") as (progress, step):
-            for name in dict.fromkeys(name for name, _ in due):
-                seeds = [seed for each, seed in due if each == name and (each, seed) in mine]
-                if not seeds:
-                    continue
+            for name, its in groupby(mine, key=lambda each: each[0]):
                 with finetune.forked_generators(device):
                     model = self.module.backbone(self.data.places.get(name, BASE))
-                for seed in seeds:
+                for _, seed in its:
                     progress.set_postfix_str(f"{name}, seed {seed}", refresh=False)
                     self.measure_task(number, name, seed, model, device=device, step=step)
 
-    def measure_task(
-        self,
-        number: int,
-        name: str,
-        seed: int,
-        model: PreTrainedModel,
-        **how: Any,  # device, step
-    ) -> None:
+    def measure_task(self, number: int, name: str, seed: int, model: PreTrainedModel, **how: Any) -> None:
         """Fine-tunes a copy of a model on a task with a seed and writes its file."""
         task, began = self.tasks[name], time.perf_counter()
         length = finetune.longest(model, task.settings.length)
@@ -204,19 +195,11 @@ class FinetuneEvaluator(Evaluator):
             self.jobs[name, length] = finetune.make_job(task, model, self.tokenizer, **sizes)
         job = self.jobs[name, length]
         predicted, epoch = finetune.fine_tune(model, job, seed=seed, **how)
-        about = {
-            "digest": task.digest(seed),
-            "metric": task.settings.metric,
-            "classes": task.classes,
-            **finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes),
-            "seconds": round(time.perf_counter() - began, 3),
-            "epochs": epoch,
-        }
-        columns = {
-            "id": [example.id for example in task.test],
-            "label": [example.label for example in task.test],
-            "prediction": [task.classes[each] for each in predicted],
-        }
+        about = {"digest": task.digest(seed), "metric": task.settings.metric, "classes": task.classes}
+        about |= finetune.scores_of(torch.from_numpy(predicted), job.test.labels, job.classes)
+        about |= {"seconds": round(time.perf_counter() - began, 3), "epochs": epoch}
+        columns = {name: [getattr(example, name) for example in task.test] for name in ("id", "label")}
+        columns["prediction"] = [task.classes[each] for each in predicted]
         predictions.save_predictions(endtask_file(self.folder(number), name, seed), columns, about=about)
 
     def results(self, rows: int) -> dict[str, Any]:
@@ -227,14 +210,11 @@ class FinetuneEvaluator(Evaluator):
             found = find_predictions(path, digest=self.tasks[name].digest(seed))
             return found and found[1]
 
-        seeds = self.plan.seeds
-        found = [[[read(row, name, seed) for seed in seeds] for name in self.tasks] for row in range(rows)]
-        tasks = self.tasks
+        seeds, tasks = self.plan.seeds, self.tasks
+        found = [[[read(row, name, seed) for seed in seeds] for name in tasks] for row in range(rows)]
         return {
-            "when": self.when,
-            "tasks": list(tasks),
-            "seeds": list(seeds),
-            "digest": hash_json([task.digest(seed) for task in tasks.values() for seed in seeds]),
+            **{"when": self.when, "tasks": list(tasks), "seeds": list(seeds)},
+            "digest": digest([task.digest(seed) for task in tasks.values() for seed in seeds]),
             "metric": {name: task.settings.metric for name, task in tasks.items()},
             "classes": {name: len(task.classes) for name, task in tasks.items()},
             "examples": {name: len(task.test) for name, task in tasks.items()},
@@ -249,9 +229,8 @@ class FinetuneEvaluator(Evaluator):
 def share_measurements(
     costs: Mapping[tuple[str, int], int], *, rank: int, world: int
 ) -> set[tuple[str, int]]:
-    """The measurements of one process: the costliest first, each to the process that has the least so far.
-
-    It counts all of them and not those that are missing, which change while other processes work."""
+    """The measurements of one process: the costliest first, each to the process that has the least so far. It
+    counts all of them and not those that are missing, which change while other processes work."""
     loads, shares = [0] * world, [set() for _ in range(world)]
     for each in sorted(costs, key=lambda each: -costs[each]):
         least = loads.index(min(loads))
@@ -312,26 +291,21 @@ class TaskEvaluator(Evaluator):
         questions, began = self.questions[task], time.perf_counter()
         how = {"batch_size": self.options.batch_size, "step": step, "share": rank_and_world()}
         closed = all(each.choices for each in questions)
-        sums: dict[tuple[int, int], float] = {}
-        texts: dict[int, str] = {}
+        sums, texts = {}, {}
         with suppress(Preempted):  # the other processes are waited for
             if closed:
-                sums |= score_choices(model, self.data.objective, questions, **how)
+                sums = score_choices(model, self.data.objective, questions, **how)
             if self.options.written:
-                texts |= write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
+                texts = write_answers(model, self.tokenizer, questions, most=self.options.tokens, **how)
         leave_together(f"in the answers after {self.name(number)}")
         for ranked, written in gather_objects((sums, texts)):
-            sums |= ranked
-            texts |= written
+            sums, texts = {**sums, **ranked}, {**texts, **written}
         if is_first_process():
             best, best_mean = rank_choices(questions, sums) if closed else (None, None)
-            columns = {
-                "id": [each.id for each in questions],
-                "reference": [each.reference for each in questions],
-                "written": [texts[at] for at in range(len(questions))] if self.options.written else None,
-                "ranked": best,
-                "ranked_mean": best_mean,
-            }
+            written = [texts[at] for at in range(len(questions))] if self.options.written else None
+            ids, references = [each.id for each in questions], [each.reference for each in questions]
+            given = (ids, references, written, best, best_mean)
+            columns = dict(zip(predictions.ANSWER_COLUMNS, given, strict=True))
             if needs_sources(self.options, task):
                 columns[SOURCE] = [each.text for each in questions]
             about = {"digest": self.digests[task], "seconds": round(time.perf_counter() - began, 3)}
@@ -344,13 +318,9 @@ class TaskEvaluator(Evaluator):
         """With the metrics of the matrix of scores, and their intervals after the last stage."""
         found = {task: [self.summary(row, task) for row in range(rows)] for task in self.questions}
         there = {task: cells for task, cells in found.items() if any(cells)}
-        answers: dict[str, Any] = {
-            "when": self.when,
-            "seconds": sum(cell.seconds for cells in there.values() for cell in cells if cell),
-            "tasks": {task: task_metrics.collect_task(cells) for task, cells in there.items()},
-            "metrics": {},
-            "intervals": {},
-        }
+        seconds = sum(cell.seconds for cells in there.values() for cell in cells if cell)
+        tasks = {task: task_metrics.collect_task(cells) for task, cells in there.items()}
+        answers = {"when": self.when, "seconds": seconds, "tasks": tasks, "metrics": {}, "intervals": {}}
         names = [self.name(number) for number in range(rows)]
         if there:
             asked = np.array([[cell is not None for cell in cells] for cells in there.values()]).T
@@ -457,9 +427,10 @@ def make_evaluators(
         del settings["measures"]  # nor do these, but that a file may have to hold the sources
         known_by = [ANSWERS_FORMAT, settings, asdict(corpora.encoding)]
         known_by += [corpora.tokenizer_digest(start.tokenizer), start.length, plan.source.score_on]
-        texts = {task: corpora.by_name[task].facts["digest"] for task in questions}
-        held = {task: [SOURCE] * needs_sources(plan.answers, task) for task in questions}
-        digests = {task: digest([*known_by, text, *held[task]]) for task, text in texts.items()}
+        digests = {}
+        for task in questions:
+            held = [SOURCE] * needs_sources(plan.answers, task)
+            digests[task] = digest([*known_by, corpora.by_name[task].facts["digest"], *held])
         if questions:
             found.append(TaskEvaluator(plan.answers, questions, digests, start.tokenizer, **run))
     if plan.probe is not None:

@@ -151,7 +151,7 @@ class Monitor(Callback):
         return own | ({"steering": self.steering.state_dict()} if self.steering else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.watched = Watched.read(state["watched"])
+        self.watched = Watched(**state["watched"])
         self.began, self.best = dict(state["began"]), dict(state["best"])
         if self.steering is not None:
             self.steering.load_state_dict(state["steering"])

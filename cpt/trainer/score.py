@@ -37,11 +37,7 @@ class Cells:
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __or__(self, other: "Cells") -> "Cells":
-        return Cells(
-            {**self.means, **other.means},
-            {**self.documents, **other.documents},
-            {**self.parts, **other.parts},
-        )
+        return Cells(*({**own, **vars(other)[name]} for name, own in vars(self).items()))
 
 
 class Scorer:
@@ -75,14 +71,13 @@ class Scorer:
         """The losses on some of the texts of the model as it is now, after a stage. Where the part that
         scores a text has not changed since a row, they are taken from the last such row. Raises ValueError
         where one is not finite."""
-        nll, rows = self.scores.nll, {}
+        nll, columns, known = self.scores.nll, {name: at for at, name in enumerate(self.scores.domains)}, {}
         for text in texts:
             part = self.module.lasting(self.data.places.get(text, BASE))
-            if part is not None:
-                column = self.scores.domains.index(text)
-                earlier = (row for row in range(number - 1, part, -1) if nll[row][column] is not None)
-                rows[text] = next(earlier, None)
-        known = {text: earlier for text, earlier in rows.items() if earlier is not None}
+            for earlier in range(number - 1, part, -1) if part is not None else ():
+                if nll[earlier][columns[text]] is not None:
+                    known[text] = earlier
+                    break
         cells = self.measure(row, [text for text in texts if text not in known])
         if known and not self.told:
             told = "after %s, %d of %d texts keep their losses: the part that scores them rests"
@@ -92,7 +87,7 @@ class Scorer:
             kept = [text for text in known if known[text] == earlier]
             (losses,) = self.place.load_documents([earlier]) if is_first_process() else ({},)
             cells |= Cells(
-                {text: nll[earlier][self.scores.domains.index(text)] for text in kept},
+                {text: nll[earlier][columns[text]] for text in kept},
                 {text: losses[text] for text in kept if text in losses},
                 {text: self.scores.parts[earlier].get(text, {}) for text in kept},
             )

@@ -130,19 +130,6 @@ def test_what_lacks_a_term_is_absent(rows, when, present):
     )
 
 
-def test_damaged_scores_are_one_line():
-    broken = given()
-    broken["scores"]["accuracy"] = [[[0.1, 0.2]]]
-    with pytest.raises(ValueError, match=r"accuracy is \[1, 1, 2\]; needed: \[rows, 3, 2\]"):
-        endscores.summarise_endtasks(broken, ROWS)
-    broken["scores"]["accuracy"] = [[[0.1], [0.2, 0.3], []]]
-    with pytest.raises(ValueError, match="end tasks: accuracy is damaged"):
-        endscores.cube(broken, "accuracy")
-    del broken["scores"]["micro_f1"]
-    with pytest.raises(ValueError, match="end tasks: micro_f1 is damaged"):
-        endscores.cube(broken, "micro_f1")
-
-
 # --- predictions
 
 

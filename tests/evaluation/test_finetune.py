@@ -338,22 +338,6 @@ def test_a_loss_that_is_no_number_is_told(words):
         tuned(model("roberta", words), job(words, lr=1e30))
 
 
-def f1_of(labels, found, number):
-    """2 TP / (2 TP + FP + FN) of a class."""
-    hits = np.sum((labels == number) & (found == number))
-    return 2 * hits / (np.sum(labels == number) + np.sum(found == number))
-
-
-def test_scores_are_those_of_the_definition():
-    draw = np.random.default_rng(0)
-    labels, found = draw.integers(4, size=200), draw.integers(4, size=200)
-    scores = scores_of(torch.tensor(found), torch.tensor(labels), 4)
-    assert scores["macro_f1"] == pytest.approx(
-        np.mean([f1_of(labels, found, number) for number in range(4)]), abs=1e-6
-    )
-    assert scores["micro_f1"] == scores["accuracy"] == pytest.approx(np.mean(labels == found), abs=1e-6)
-
-
 def test_a_class_with_neither_example_nor_prediction_has_no_part():
     labels, found = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 0, 1, 0])
     f1 = (0.8 + 2 / 3) / 2

@@ -159,7 +159,7 @@ def test_for_programs_it_is_json_with_the_numbers_of_the_matrix(run, capsys):
 
 def test_what_is_not_known_is_null(run, capsys, monkeypatch):
     monkeypatch.setattr(
-        "cpt.evaluation.change.bootstrap", lambda *given, **how: {"loss": {"nats": [np.nan] * 2}}
+        "cpt.evaluation.metrics.bootstrap", lambda *given, **how: {"loss": {"nats": [np.nan] * 2}}
     )
     assert gate.main([str(run), "--json"]) == 2
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

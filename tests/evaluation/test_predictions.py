@@ -1,9 +1,8 @@
 """What became of the answers to each example, of the files of a run."""
 
-import numpy as np
 import pytest
 
-from cpt.evaluation.predictions import Marked, Moved, answers_in, follow_answers, join_examples
+from cpt.evaluation.predictions import Moved, answers_in, follow_answers, join_examples, mark_examples
 from cpt.evaluation.task_metrics import TaskAnswers
 from tests.support.answering import kept, opened, ranked
 
@@ -65,23 +64,19 @@ def test_a_file_that_is_gone_or_damaged_is_told_and_the_rest_goes_on(tmp_path):
     assert [(each.task, each.since) for each in rest if isinstance(each, Moved)] == [("a/b", "base")]
 
 
-def marked(ids, references, values):
-    return Marked(np.array(ids), np.array(references), np.array(values, float))
-
-
 def test_examples_are_joined_by_their_ids():
-    one = marked(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
-    other = marked(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])
+    one = mark_examples(["a", "b", "c"], ["x", "y", "z"], [1, 0, 1])
+    other = mark_examples(["c", "d", "a"], ["z", "y", "x"], [0, 1, 1])
     first, second = join_examples([one, other], what="law")
-    assert first.ids.tolist() == second.ids.tolist() == ["a", "c"]
-    assert (first.values.tolist(), second.values.tolist()) == ([1, 1], [1, 0])
+    assert first.index.tolist() == second.index.tolist() == ["a", "c"]
+    assert (first["value"].tolist(), second["value"].tolist()) == ([1, 1], [1, 0])
 
 
 def test_equal_ids_that_stand_for_other_examples_are_told():
-    one = marked(["a", "b"], ["x", "y"], [1, 0])
+    one = mark_examples(["a", "b"], ["x", "y"], [1, 0])
     with pytest.raises(ValueError, match="law: other right answers for the same ids"):
-        join_examples([one, marked(["a", "b"], ["x", "x"], [1, 0])], what="law")
-    twice = marked(["a", "a"], ["x", "y"], [1, 0])
-    assert join_examples([twice, twice], what="law")[1].values.tolist() == [1, 0], "joined by place"
+        join_examples([one, mark_examples(["a", "b"], ["x", "x"], [1, 0])], what="law")
+    twice = mark_examples(["a", "a"], ["x", "y"], [1, 0])
+    assert join_examples([twice, twice], what="law")[1]["value"].tolist() == [1, 0], "joined by place"
     with pytest.raises(ValueError, match="law: the examples differ, and their ids do not tell them apart"):
-        join_examples([twice, marked(["a"], ["x"], [1])], what="law")
+        join_examples([twice, mark_examples(["a"], ["x"], [1])], what="law")

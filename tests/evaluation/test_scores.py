@@ -1,6 +1,5 @@
 """The metrics on matrices small enough for a hand, the bootstrap by simulation, the file by breaking it."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -33,22 +32,6 @@ BY_HAND = {
     "general_drift": 4.75 - 4.00,
 }
 # fmt: on
-AT_FIRST = (  # fields without a default and others
-    *("version", "domains", "rows", "nll", "tokens", "bytes", "scored", "metrics", "seconds", "phases"),
-    *(
-        "objective",
-        "config_digest",
-        "run",
-        "texts",
-        "versions",
-        "parts",
-        "trained",
-        "stored",
-        "seen",
-        "flops",
-    ),
-    *("memory", "endtasks", "needs_domain", "loading"),
-)
 RUN = {"name": "t", "method": "ncl", "mask": "none", "model": "tiny", "order": ["a", "b", "c"], "seed": 0}
 RUN |= {"replay": "none", "variant": "", "finished": True, "objective": "causal"}
 
@@ -168,7 +151,7 @@ def test_intransigence_by_hand():
 
 
 def test_every_metric_describes_itself():
-    described = {name: metrics.describe_metric(metric.compute) for name, metric in METRICS.items()}
+    described = {name: metric[:2] for name, metric in METRICS.items()}
     assert described["FG"] == (
         "Forgetting since each domain was learned, > 0 is bad",
         "mean_{j<n} (L[n][j] - L[j][j])",
@@ -239,6 +222,18 @@ def test_differences_are_paired():
     width = {name: bounds[name]["nats"][1] - bounds[name]["nats"][0] for name in METRICS}
     assert width["FG"] < width["LC"] / 4
     assert width["general_drift"] < width["ZS"] / 4
+
+
+def test_columns_are_drawn_apart():
+    """Of two columns alike the mean is surer than each: what one draw has too much, the other has not."""
+    sums, counts = documents(generator=np.random.default_rng(9), size=50, columns=1)
+    widths = []
+    for names in (["a"], ["a", "b"]):
+        many = len(names)
+        only = Layout(rows=["base"], domains=names, tokens=[9] * many, bytes=[9] * many)
+        bounds = metrics.intervals([sums[0][:1]] * many, counts=counts * many, layout=only)
+        widths.append(np.ptp(bounds["ZS"]["nats"]))
+    assert widths[1] < 0.85 * widths[0]
 
 
 def test_many_documents_in_bounded_memory():
@@ -323,14 +318,17 @@ def test_a_median_is_over_the_terms_that_were_measured():
 def test_the_contract_of_the_file(tmp_path):
     made().save(tmp_path / "scores.json")
     data = json.loads((tmp_path / "scores.json").read_text())
-    later = "conditions skipped alone probes answers rates policy grown similarity leak numerics monitor base"
-    later += " spikes moved"
-    assert set(data) == {*AT_FIRST, *later.split()}
-    assert data["version"] == 3
-    assert data["nll"] == NLL.tolist()
-    assert set(data["metrics"]["LC"]) == {*UNITS, "median"} and set(data["metrics"]["LC"]["median"]) == {
-        *UNITS
-    }
+    keys = (
+        "alone answers base bytes conditions config_digest domains endtasks flops grown leak loading memory "
+    )
+    keys += (
+        "metrics monitor moved needs_domain nll numerics objective parts phases policy probes rates rows run "
+    )
+    keys += "scored seconds seen similarity skipped spikes stored texts tokens trained version versions"
+    assert sorted(data) == keys.split() and data["version"] == 3 and data["nll"] == NLL.tolist()
+    assert set(data["metrics"]["LC"]) == {*UNITS, "median"} and {*UNITS} == set(
+        data["metrics"]["LC"]["median"]
+    )
 
 
 def test_rows_hold_parts_and_costs(tmp_path):
@@ -383,35 +381,16 @@ def damaged(data, **changes):
     ("spoil", "said"),
     [
         (lambda data: json.dumps(data)[:-20], "Expecting|Unterminated"),
-        (lambda data: "", "Expecting value"),
-        (lambda data: "\x00\xff", "Expecting value"),
         (lambda data: "[1, 2]", "version 3"),
-        (lambda data: '{"rows": ["base"]}', "version 3"),
         (lambda data: damaged(data, version=1), "version 3"),
         (lambda data: damaged(data, extra=2), "unknown: extra"),
-        (
-            lambda data: json.dumps({k: v for k, v in data.items() if k != "texts"}),
-            "missing or unknown: texts",
-        ),
         (lambda data: damaged(data, nll=data["nll"][:-1]), "are not of the rows"),
         (lambda data: damaged(data, nll=[[1.0], [1.0, 2.0]]), "not of the columns"),
-        (lambda data: damaged(data, nll="abc"), "nll is 'abc', needed is list"),
-        (lambda data: damaged(data, rows=5), "rows is 5, needed is list"),
         (lambda data: damaged(data, rows=["a", "base", "b", "c"]), "base is not first"),
         (lambda data: damaged(data, domains=["a", "b", "a", "general"]), "occur twice"),
-        (lambda data: damaged(data, tokens=[1]), "not of the columns"),
-        (lambda data: damaged(data, run={"name": "x"}), "run.method is missing"),
-        (lambda data: damaged(data, run=None), "run is None, needed is dict"),
-        (lambda data: damaged(data, nll=[[None, "x", 1.0, 1.0], *data["nll"][1:]]), r"nll\[0\]\[1\] is 'x'"),
-        (
-            lambda data: damaged(data, run=data["run"] | {"order": "abc"}),
-            "run.order is 'abc', needed is list",
-        ),
-        (lambda data: damaged(data, run=data["run"] | {"seed": 1.5}), "run.seed is 1.5, needed is int"),
-        (lambda data: damaged(data, seen=[1, 2]), "seen.* are not of the rows"),
-        (lambda data: damaged(data, parts=[None] * 4), r"parts\[0\] is None"),
-        (lambda data: damaged(data, parts=[{}, {"{}": {"x": "y"}}, {}, {}]), r"parts\[1\]\.\{\}\.x is 'y'"),
+        (lambda data: damaged(data, nll=[[None, "x", 1.0, 1.0], *data["nll"][1:]]), r"nll\[0\]\[1\]"),
         (lambda data: damaged(data, metrics={"XY": data["metrics"]["LC"]}), "unknown: XY"),
+        (lambda data: damaged(data, phases={"sleep": {"a": 1.0}}), "unknown: sleep"),
         (lambda data: "[" * 100_000, "recursion"),
     ],
 )
@@ -432,8 +411,3 @@ def test_the_import_is_light():
     code = f"import sys, cpt.evaluation.scores; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-
-
-def test_an_unknown_kind_of_seconds_is_refused():
-    with pytest.raises(ValueError, match="phases or metrics are unknown: sleep"):
-        dataclasses.replace(made(), phases={"sleep": {"a": 1.0}})

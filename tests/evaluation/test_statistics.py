@@ -7,7 +7,11 @@ import pytest
 from scipy import stats
 
 from cpt.evaluation.pairs import FLIPS, least_p, needed_pairs
-from cpt.evaluation.statistics import compare_examples, compare_pairs, interval, intervals_of_means, rank_rows
+from cpt.evaluation.statistics import compare_differences, compare_pairs, intervals_of_means, mcnemar
+
+
+def interval(values, **how):
+    return tuple(intervals_of_means(np.array([values], float), **how)[0].tolist())
 
 
 @pytest.mark.parametrize("size", range(3, 11))
@@ -26,7 +30,8 @@ def test_up_to_seven_values_the_interval_is_that_of_t():
 
 
 def test_values_that_are_not_there():
-    assert interval([None, 2.0, 4.0, 5.0, float("nan")]) == interval([2.0, 4.0, 5.0])
+    given = dict(enumerate([None, 2.0, 4.0, 5.0, float("nan")]))
+    assert compare_pairs(given, dict.fromkeys(given, 0.0))[1:3] == interval([2.0, 4.0, 5.0])
     for few in ([3.0, 4.0], [3.0], []):
         assert np.isnan(interval(few)).all()
     assert interval([0.1 * 3] * 8 + [0.3]) == pytest.approx((0.3, 0.3))
@@ -75,6 +80,7 @@ def test_many_pairs_are_flipped_at_random():
     assert found.p == pytest.approx(exact, abs=0.02)
     assert found.p != exact
     assert compare_pairs(values, zero) == found
+    assert compare_pairs(values, zero, seed=1).p != found.p, "other signs are drawn"
     sure = compare_pairs({key: 1.0 + key for key in range(60)}, dict.fromkeys(range(60), 0.0))
     assert sure.p == 1 / (FLIPS + 1)
 
@@ -101,107 +107,51 @@ def test_p_values_are_uniform_under_no_difference():
     assert 0.02 <= np.mean(np.array(p) <= 0.1) <= 0.18
 
 
-def test_ranks_by_hand():
-    table = {
-        "das": {0: 1.0, 1: 5.0, 2: 3.0},
-        "ncl": {0: 2.0, 1: 4.0, 2: 3.0, 3: 0.0},
-        "ewc": {0: 3.0, 1: 6.0, 2: 1.0},
-    }
-    assert rank_rows(table) == pytest.approx(
-        {"das": (1 + 2 + 2.5) / 3, "ncl": (2 + 1 + 2.5) / 3, "ewc": 7 / 3}
-    )
-    table["das"][1] = None
-    table["ewc"][0] = float("nan")
-    assert rank_rows(table) == {"das": 2.5, "ncl": 2.5, "ewc": 1.0}
-
-
-def test_ranks_of_nothing():
-    assert rank_rows({}) == {}
-    assert np.isnan(list(rank_rows({"a": {0: 1.0}, "b": {1: 1.0}}).values())).all()
-    assert np.isnan(rank_rows({"a": {}})["a"])
-    assert rank_rows({"a": {0: 3.0}}) == {"a": 1.0}
-
-
 # --- over test examples
 
 
 def test_examples_as_plain_resampling():
     """The same as drawing examples and signs one by one."""
     generator = np.random.default_rng(4)
-    one, other = generator.random(80) < 0.6, generator.random(80) < 0.5
-    found = compare_examples(one, other)
-    difference = one.astype(float) - other
-    assert found.mean == pytest.approx(difference.mean())
-    assert found.n == 80
+    difference = (generator.random(80) < 0.6).astype(float) - (generator.random(80) < 0.5)
+    found = compare_differences([difference])
+    assert (found.mean, found.n) == (pytest.approx(difference.mean()), 80)
     drawn = difference[generator.integers(80, size=(20_000, 80))].mean(1)
     assert [found.low, found.high] == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=0.0126)
     flipped = (difference * generator.choice([-1, 1], size=(20_000, 80))).mean(1)
     assert found.p == pytest.approx(np.mean(abs(flipped) >= abs(difference.mean()) - 1e-12), abs=0.02)
-    assert compare_examples(one, other) == found
-
-
-def test_tasks_weigh_alike_and_seeds_share_their_examples():
-    generator = np.random.default_rng(5)
-    large, small = generator.random((2, 400)) < [[0.9], [0.5]], generator.random((2, 20)) < 0.5
-    one = {("law", 0): large[0], ("food", 0): small[0]}
-    other = {("law", 0): large[1], ("food", 0): small[1], ("space", 0): small[0]}
-    found = compare_examples(one, other)
-    means = [given[0].mean() - given[1].mean() for given in (large, small)]
-    assert found.mean == pytest.approx(np.mean(means))
-    assert found.n == 420
-    pairs = {key: (one[key], other[key]) for key in one}
-    assert compare_examples(pairs) == found
-    again = {(task, seed): given for (task, _), given in pairs.items() for seed in range(5)}
-    assert compare_examples(again) == pytest.approx(found)  # five copies are no more evidence than one
-
-
-def test_seeds_that_differ_are_averaged_by_example():
-    one = {("law", 0): np.array([1, 1, 0, 0]), ("law", 1): np.array([1, 0, 0, 1])}
-    other = {("law", 0): np.array([0, 1, 0, 0]), ("law", 1): np.array([0, 0, 1, 0])}
-    found = compare_examples(one, other)
-    assert found.mean == pytest.approx(np.mean([1, 0, -0.5, 0.5]))
-    assert found.n == 4
-    signs = np.array(list(itertools.product((-1, 1), repeat=4)))
-    exact = np.mean(abs(signs @ [1, 0, -0.5, 0.5]) >= 1.0)
-    assert found.p == pytest.approx(exact, abs=0.02)
+    assert compare_differences([difference]) == found
 
 
 def test_p_over_tasks_is_that_of_all_signs():
-    law, food = np.array([1, 1, 1, 0, 1]), np.array([1, 0, 1])
-    found = compare_examples({"law": (law, 0 * law), "food": (food, 0 * food)})
+    law, food = np.array([1.0, 1, 1, 0, 1]), np.array([1, 0.0, 1])
+    found = compare_differences([law, food])
     means = [
         (np.mean(law * signs[:5]) + np.mean(food * signs[5:])) / 2
         for signs in itertools.product((-1, 1), repeat=8)
     ]
-    assert found.mean == pytest.approx((0.8 + 2 / 3) / 2)
+    assert (found.mean, found.n) == (pytest.approx((0.8 + 2 / 3) / 2), 8), "tasks weigh alike"
     assert found.p == pytest.approx(np.mean(np.abs(means) >= found.mean - 1e-9), abs=0.006)
-    alone = compare_examples(np.array([1, 1, 1, 1, 1, 0]), np.zeros(6))
-    assert alone.p == pytest.approx(2 / 2**5, abs=0.01)
+    assert compare_differences([np.array([1.0] * 5 + [0])]).p == pytest.approx(2 / 2**5, abs=0.01)
 
 
 def test_equal_predictions_and_none():
-    right = np.array([True, False, True])
-    assert compare_examples(right, right) == (0, 0, 0, 1, 3, None)
-    assert compare_examples({}, {}).n == 0
-    assert np.isnan(compare_examples({("law", 0): right}, {("food", 0): right}).p)
-    assert compare_examples({("law", 0): (right[:0], right[:0])}).n == 0
-
-
-def test_other_test_data_is_one_line():
-    right = np.array([True, False, True])
-    with pytest.raises(ValueError, match="law: predictions for other numbers of test examples"):
-        compare_examples({("law", 0): right}, {("law", 0): right[:2]})
-    with pytest.raises(ValueError, match="law: predictions for other numbers"):
-        compare_examples({("law", 0): (right, right), ("law", 1): (right[:2], right[:2])})
+    assert compare_differences([np.zeros(3)]) == (0, 0, 0, 1, 3, None)
+    assert compare_differences([]).n == compare_differences([np.empty(0)]).n == 0
 
 
 def test_the_interval_over_examples_covers():
     generator = np.random.default_rng(6)
     hits = []
     for _ in range(100):
-        found = compare_examples(generator.random(200) < 0.7, generator.random(200) < 0.6)
+        found = compare_differences([(generator.random(200) < 0.7) * 1.0 - (generator.random(200) < 0.6)])
         hits.append(found.low <= 0.1 <= found.high)
     assert 0.87 <= np.mean(hits) <= 1
+
+
+def test_mcnemar_is_two_sided():
+    assert mcnemar(4, 1) == mcnemar(1, 4) == pytest.approx(2 * (1 + 5) / 2**5)
+    assert mcnemar(3, 3) == mcnemar(0, 0) == 1
 
 
 def test_intervals_of_many_series_are_those_of_each_alone():

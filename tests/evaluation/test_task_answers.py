@@ -5,13 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from cpt.adapters.soft_prompt import attach_prompt
-from cpt.evaluation.task_answers import (
-    Question,
-    pad_prompts,
-    rank_choices,
-    score_choices,
-    write_answers,
-)
+from cpt.evaluation.task_answers import Question, pad_prompts, rank_choices, score_choices, write_answers
 from cpt.models.objectives import Causal, CausalAnswers, Seq2SeqAnswers
 from tests.support.data_fixtures import framed
 

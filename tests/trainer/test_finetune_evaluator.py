@@ -207,10 +207,7 @@ def test_results_are_those_of_all_rows(made):
     for name, matrix in results.pop("scores").items():
         assert matrix[0] == [[None, None], [None, None]]
         assert matrix[1][1] == [None, None] and None not in matrix[1][0]
-        assert matrix[2] == [
-            [about["law", 3][name], about["law", 4][name]],
-            [about["food", 3][name], None],
-        ]
+        assert matrix[2] == [[about["law", 3][name], about["law", 4][name]], [about["food", 3][name], None]]
     assert results.pop("seconds") > sum(each["seconds"] for each in about.values())
     assert len(results.pop("digest")) == 16
     assert results == {
