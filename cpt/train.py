@@ -79,7 +79,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     with defer_signals():  # libraries cannot be interrupted while they are imported
         from cpt.core.threads import keep_threads
         from cpt.data.corpora import Corpora
-        from cpt.loggers.loggers import About, track
+        from cpt.loggers.loggers import track
         from cpt.loggers.wandb import run_name
         from cpt.trainer import build, preflight
         from cpt.trainer.base_model import make_base
@@ -116,7 +116,8 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
     name, options = run_name(scores.run, plan.settings["order"]), plan.run
-    about = About(name, str(options.name), plan.names["method"], options.tags, plan.settings)
+    about = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
+    about |= {"tags": options.tags, "config": dict(plan.settings)}
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
             plan,

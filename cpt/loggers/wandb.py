@@ -13,9 +13,18 @@ from PIL import Image
 from cpt.core.errors import reason
 from cpt.core.naming import LONGEST_TAG
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
+from cpt.evaluation.task_metrics import headline, over_seeds
 from cpt.reporting import figures
-from cpt.reporting.frames import choose_headlines, escape_name, label, split_variant, summarize_scores
-from cpt.reporting.tables import stage_points, tabulate, task_points
+from cpt.reporting.frames import (
+    choose_headlines,
+    escape_name,
+    label,
+    split_variant,
+    stage_points,
+    summarize_scores,
+    tabulate,
+    task_points,
+)
 
 if TYPE_CHECKING:
     import wandb
@@ -39,15 +48,13 @@ def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: A
     if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
         raise ValueError(f"tags={wrong}; allowed: 1 to {LONGEST_TAG} characters each")
     about["settings"] = wandb.Settings(silent=True, console="off", **about.get("settings", {}))
+    # resume, offline too: the files of two starts are one run to `wandb sync` only if both say so
+    about |= {"id": identifier, "dir": str(folder), "tags": list(tags), "resume": "allow"}
     try:
-        # Offline too: the files of two starts are one run to `wandb sync` only if both say so.
-        run = wandb.init(
-            id=identifier, dir=str(folder), tags=tags, resume="allow", reinit="create_new", **about
-        )
+        run = wandb.init(reinit="create_new", **about)
     except wandb.Error as error:
-        lost = isinstance(error, wandb.errors.CommError) and not isinstance(
-            error, wandb.errors.AuthenticationError
-        )
+        refused = isinstance(error, wandb.errors.AuthenticationError)
+        lost = isinstance(error, wandb.errors.CommError) and not refused
         kind = ConnectionError if lost else ValueError
         raise kind(f"W&B: {reason(error)}; logger.mode=offline keeps the run in its folder") from None
     for axis, patterns in AXES.items():
@@ -151,7 +158,12 @@ def pictures(scores: Scores) -> dict[str, Any]:
     """The heat maps and the curves of the report."""
     import wandb
 
-    draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
-    draw |= {"parts": figures.draw_parts} if any(scores.parts) else {}
-    draw |= {"endtasks": figures.draw_endtasks} if task_points(scores) else {}
-    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}
+    drawn = {}
+    if scores.rows:
+        drawn = {"matrix": figures.draw_matrix(scores), "stages": figures.draw_text_curves(scores)}
+    if any(scores.parts):
+        drawn["parts"] = figures.draw_parts(scores)
+    if task_points(scores):
+        given, matrix = scores.endtasks, over_seeds(headline(scores.endtasks))
+        drawn["endtasks"] = figures.draw_tasks(matrix, scores.rows, given["tasks"], kind="End-task scores")
+    return {f"{name}_image": wandb.Image(Image.open(BytesIO(each))) for name, each in drawn.items()}

@@ -21,9 +21,8 @@ from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.reporting.drawing import FEW
-from cpt.reporting.frames import KINDS, format_interval, megabytes, percent, strip_controls
-from cpt.reporting.page import IN_CELL, TEMPLATES, few, quote_markup
+from cpt.reporting.frames import FEW, KINDS, few, format_interval, megabytes, percent, strip_controls
+from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
 from cpt.reporting.run_page import format_matrix, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective

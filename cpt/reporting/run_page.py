@@ -5,9 +5,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import exp, isnan
+from collections.abc import Mapping, Sequence
+from math import exp
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +19,27 @@ from cpt.evaluation.predictions import Moved, follow_answers, transitions_of
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
 from cpt.reporting import figures
-from cpt.reporting.drawing import FEW
+from cpt.reporting.compare import measure_overlap, read_diagnostics
+from cpt.reporting.drawing import HeatMap, draw_heat_maps
 from cpt.reporting.frames import (
+    FEW,
+    Show,
     decimals,
+    few,
     format_interval,
+    format_known,
     label,
     list_answers,
     list_costs,
     megabytes,
     percent,
     perplexity,
-    pick_ends,
     shorten,
+    signed,
 )
-from cpt.reporting.overlap import measure_overlap, read_stage
-from cpt.reporting.page import Block, align_columns, few, write_page
-from cpt.reporting.plots import HeatMap, draw_heat_maps
+from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
-Show, Cells = Callable[[float], str], list[list[str]]
+Cells = list[list[str]]
 FORMATS = dict(zip(UNITS, (decimals, perplexity, decimals), strict=True))
 METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per byte")
 METRIC_HEAD += ("medians: nats, perplexity, bits per byte",)
@@ -53,11 +55,6 @@ MEASURE_NAMES = {
     "sari": "SARI",
     "first_character": "first character of what is written",
 }
-MOVED = (
-    "From a task's own stage, or the base, to the last model. 1→0: right before and no longer, 0→1: the "
-    "reverse. Beyond chance: max(0, share - (1 - a) (1 - b) / (C - 1)) for accuracies a, b and C classes, as "
-    "if each example were known or guessed (arXiv 2510.17776)."
-)
 MOVED_HEAD = ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
     "tokens": ("tokens", "{:,.0f}".format),
@@ -88,8 +85,8 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         show_training(scores, folder),
         show_monitor(scores),
         show_parts(scores),
-        show_metrics(scores),
         show_similarity(scores),
+        show_metrics(scores),
         show_generated(folder),
         *show_endtasks(scores, folder),
         show_probes(scores),
@@ -105,6 +102,19 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
 
 def format_scores(scores: Scores) -> str:
     """For a console of 100 characters: perplexities and headlines; of many domains the first and last."""
+
+    def pick_ends(size: int) -> list[int]:
+        return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
+
+    def shorten_table(names: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+        columns = pick_ends(len(names))
+        width = min(24, 86 // len(columns) - 2)
+        rows = [cells[row] for row in pick_ends(len(cells))]
+        rows = [[shorten(row[0], width=12), *(row[1 + column] for column in columns)] for row in rows]
+        return align_columns(
+            Block(head=["after", *(shorten(names[n], width=width) for n in columns)], cells=rows)
+        )
+
     tables = [shorten_table(scores.domains, format_matrix(scores))]
     shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
     cells = [[each[0], *each[3:6]] for each in (format_metric(scores, name) for name in shown)]
@@ -124,20 +134,6 @@ def format_scores(scores: Scores) -> str:
     tables += [f"probes: {few(probes, between=', ')}"] * bool(probes)
     texts = f"perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
     return "\n\n".join([f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}", *tables])
-
-
-def shorten_table(names: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table with a column per name as text; of many rows and columns the first and last."""
-    columns = pick_ends(len(names))
-    head = ["after", *(shorten(names[column], width=min(24, 86 // len(columns) - 2)) for column in columns)]
-    rows = [cells[row] for row in pick_ends(len(cells))]
-    rows = [[shorten(row[0], width=12), *(row[1 + column] for column in columns)] for row in rows]
-    return align_columns(Block(head=head, cells=rows))
-
-
-def format_known(value: float | None, show: Show) -> str:
-    """A dash where the value is missing."""
-    return "–" if value is None or isnan(value) else show(value)
 
 
 def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
@@ -163,10 +159,12 @@ def format_metric(scores: Scores, name: str) -> list[str]:
     if terms and not terms[0]:
         return [name, *about, *["–"] * 4]
     cells = [
-        show(metric[unit]) + format_interval(*bounds.get(unit, (None, None)), show)
+        format_known(metric[unit], show) + format_interval(*bounds.get(unit, (None, None)), show)
         for unit, show in FORMATS.items()
     ]
-    middle = ", ".join(show(medians[unit]) for unit, show in FORMATS.items()) if medians else "–"
+    middle = (
+        ", ".join(format_known(medians[unit], show) for unit, show in FORMATS.items()) if medians else "–"
+    )
     return [name, *about, *cells, middle]
 
 
@@ -180,6 +178,7 @@ def show_run(scores: Scores) -> Block:
         for row, each in zip(scores.rows, scores.spikes, strict=False)
         if each
     ]
+    leak, random = max((each for each in scores.leak if each), default=(0, 0))
     cells = {
         "method": label(run),
         "model": f"{run['model']} ({run['objective']})",
@@ -192,33 +191,32 @@ def show_run(scores: Scores) -> Block:
         "stored beside the model": stored,
         "steps left out, loss or gradient not finite (on_nonfinite)": ", ".join(skipped),
         "losses that jumped": "; ".join(spikes),
+        "moved inside what is protected": any(scores.leak)
+        and f"at most {leak:.2g} of a stage's squared movement; {random:.2g} of a random one",
+        "computed": numerics
+        and f"in {numerics['precision']}, attention by {numerics['attention'].replace('auto', 'default')}",
         "domain at test time": "must be known" if scores.needs_domain else "need not be known",
         "load the model (from this folder)": scores.loading,
         "versions": ", ".join(f"{name} {version}" for name, version in scores.versions.items()),
     }
-    if any(scores.leak):
-        leak, random = max(each for each in scores.leak if each)
-        told = f"at most {leak:.2g} of a stage's squared movement; {random:.2g} of a random one"
-        cells["moved inside what is protected"] = told
-    if numerics:
-        attention = numerics["attention"].replace("auto", "default")
-        cells["computed"] = f"in {numerics['precision']}, attention by {attention}"
     known = [[name, text] for name, text in cells.items() if text]
     return Block(head=["run", run["name"]], cells=known, words=2)
 
 
 def show_matrix(scores: Scores) -> list[Block]:
-    title = "Perplexity on each test text (column) after each stage (row)"
-    line = "Framed: a domain's own stage. Colour: change against the base model."
-    head, cells = ["after", *scores.domains], format_matrix(scores)
-    folded, picture = f"{len(cells)} x {len(scores.domains)} perplexities", b""
-    curves = Block()
-    if scores.rows:
-        picture = figures.draw_matrix(scores)
-        drawn = figures.draw_text_curves(scores)
-        curves = Block(title="Perplexity over the stages", picture=drawn, name="stages")
-    how = {"title": title, "lines": [line], "head": head, "cells": cells, "folded": folded}
-    return [Block(picture=picture, name="matrix", **how), curves]
+    if not scores.rows:
+        return []
+    cells, picture = format_matrix(scores), figures.draw_text_curves(scores)
+    matrix = Block(
+        title="Perplexity on each test text (column) after each stage (row)",
+        lines=[LEGENDS["matrix"]],
+        picture=figures.draw_matrix(scores),
+        name="matrix",
+        head=["after", *scores.domains],
+        cells=cells,
+        folded=f"{len(cells)} x {len(scores.domains)} perplexities",
+    )
+    return [matrix, Block(title="Perplexity over the stages", picture=picture, name="stages")]
 
 
 def show_training(scores: Scores, folder: Path) -> Block:
@@ -235,12 +233,8 @@ def show_training(scores: Scores, folder: Path) -> Block:
             for term, show in (("grad_norm", "{:.3g}".format), ("tokens_per_s", "{:,.0f}".format))
         ]
         cells.append([name, str(len(losses)), *ends, *medians])
-    lines = [
-        "From metrics.csv, a point each `trainer.log_every_n_steps`; gradient norm: before clipping. Upright "
-        "lines: a stage begins."
-    ]
     missing = [name for name in scores.learned if name not in stages]
-    lines += [f"Without a point: {few(missing, between=', ')}."] if missing else []
+    lines = [LEGENDS["training"], *[f"Without a point: {few(missing, between=', ')}."] * bool(missing)]
     head = ["stage", "points", "first loss", "last loss", "gradient norm, median", "tokens/s, median"]
     picture, folded = figures.draw_training(stages, begins), f"{len(stages)} stages"
     return Block(title="Training", lines=lines, picture=picture, head=head, cells=cells, folded=folded)
@@ -280,23 +274,22 @@ def show_monitor(scores: Scores) -> Block:
     """What training did to other text, and what a budget of drift allowed and did."""
     if not scores.monitor:
         return Block()
-    signed = partial(format_known, show=lambda value: f"{value:+.3f}".replace("-", "−"))
-    head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     budgeted, cells = any(stage.get("budget") for stage in scores.monitor.values()), []
     for name, stage in scores.monitor.items():
         rises = {text: values[-1] - values[0] for text, values in stage["nll"].items()}
         own = [name] if name in rises else [text for text in rises if text != GENERAL]
         worst = max(sorted(rises.keys() - {*own, GENERAL}), key=rises.__getitem__, default="")
-        general, ended = "–", stage["ended"] or "–"
+        general = "–"
         if GENERAL in rises:
-            general = f"{signed(rises[GENERAL])} [{', '.join(map(signed, stage['rise'][GENERAL][-1]))}]"
-        mean = signed(float(np.mean([rises[text] for text in own]))) if own else "–"
-        most = f"{worst} {signed(rises[worst])}" if worst else "–"
-        cells.append([name, str(stage["steps"][-1]), mean, most, general, ended])
+            bounds = ", ".join(format_known(bound, signed) for bound in stage["rise"][GENERAL][-1])
+            general = f"{format_known(rises[GENERAL], signed)} [{bounds}]"
+        mean = format_known(float(np.mean([rises[text] for text in own])), signed) if own else "–"
+        most = f"{worst} {format_known(rises[worst], signed)}" if worst else "–"
+        cells.append([name, str(stage["steps"][-1]), mean, most, general, stage["ended"] or "–"])
         if budget := stage.get("budget"):
             at = stage["steps"].index(budget["kept"]) if budget["kept"] in stage["steps"] else -1
             drifts = [
-                f"{bound} {signed(drift[at][1])} of {budget['allowed'][bound]:.3f}"
+                f"{bound} {format_known(drift[at][1], signed)} of {budget['allowed'][bound]:.3f}"
                 for bound, drift in budget["drift"].items()
                 if drift
             ]
@@ -304,14 +297,15 @@ def show_monitor(scores: Scores) -> Block:
             cells[-1].append("; ".join([*drifts, f"kept step {budget['kept']}", f"gone back {back} times"]))
         elif budgeted:
             cells[-1].append("–")
+    head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    lines = [
-        "Change of validation losses since the first evaluation of each stage; of the general text with its "
-        "95 % interval (bootstrap over documents)."
-    ]
-    picture, folded = figures.draw_monitor(scores), f"{len(cells)} stages"
-    how = {"title": "Other text while each domain is learned", "name": "monitor", "picture": picture}
-    return Block(lines=lines, head=head, cells=cells, folded=folded, **how)
+    how = {
+        "title": "Other text while each domain is learned",
+        "name": "monitor",
+        "lines": [LEGENDS["monitor"]],
+    }
+    how["picture"] = figures.draw_monitor(scores)
+    return Block(head=head, cells=cells, folded=f"{len(cells)} stages", **how)
 
 
 def show_parts(scores: Scores) -> Block:
@@ -324,27 +318,19 @@ def show_parts(scores: Scores) -> Block:
         told = (f"{name} {weights[name]:.2f}" if len(weights) > 1 else name for name in heaviest)
         return ", ".join(told) + ", …" * (len(weights) > 3)
 
-    title = "Parts of the model that scored each text"
-    line = "The part of which domain, or the base; with their mean weights where several were mixed."
-    picture = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
-    cells = [
-        [row, *(mix(parts.get(text, {})) for text in scores.domains)]
-        for row, parts in zip(scores.rows, scores.parts, strict=True)
-    ]
+    rows = zip(scores.rows, scores.parts, strict=True)
+    cells = [[row, *(mix(parts.get(text, {})) for text in scores.domains)] for row, parts in rows]
     head, folded = ["after", *scores.domains], f"{len(cells)} x {len(scores.domains)} texts"
-    how = {"head": head, "cells": cells, "words": len(head), "folded": folded}
-    return Block(title=title, lines=[line], picture=picture, name="parts", **how)
+    how = {"head": head, "cells": cells, "words": len(head), "folded": folded, "name": "parts"}
+    how["picture"] = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
+    return Block(title="Parts of the model that scored each text", lines=[LEGENDS["parts"]], **how)
 
 
 def show_metrics(scores: Scores) -> Block:
-    lines = [
-        "L[i][j]: loss on test text j after i stages (0: the base), N domains, n stages learned, g general "
-        "text. In brackets: 95 % bootstrap over documents."
-    ]
-    if any("terms" in metric for metric in scores.metrics.values()):
-        lines.append("(n of m): the mean of the n terms that were measured (eval.rows, eval.columns).")
+    some = any("terms" in metric for metric in scores.metrics.values())
     cells = [format_metric(scores, name) for name in scores.metrics]
-    return Block(title="Metrics", lines=lines, head=METRIC_HEAD, cells=cells, words=3, chosen=(0, 1, 3, 4, 5))
+    how = {"head": METRIC_HEAD, "cells": cells, "words": 3, "chosen": (0, 1, 3, 4, 5)}
+    return Block(title="Metrics", lines=[LEGENDS["metrics"], *[LEGENDS["terms"]] * some], **how)
 
 
 def show_similarity(scores: Scores) -> Block:
@@ -364,55 +350,99 @@ def show_similarity(scores: Scores) -> Block:
 
 def show_generated(folder: Path) -> Block:
     """How much text was generated before each stage, and how it begins."""
-    cells, show = [], lambda nats: perplexity(exp(nats))
+    cells = []
     for path in sorted(folder.glob("generated/*/facts.json")):
         for text, facts in json.loads(path.read_text(encoding="utf-8")).items():
-            counts = [f"{facts[name]:,}" for name in ("tokens", "real", "texts")]
-            own, theirs = (format_known(facts[name], show) for name in ("nll", "nll_left_out"))
+            tokens, real, texts, left = (f"{facts[n]:,}" for n in ("tokens", "real", "texts", "left_out"))
+            own, theirs = (
+                format_known(facts[name], lambda nats: perplexity(exp(nats)))
+                for name in ("nll", "nll_left_out")
+            )
             stage = path.parent.name.partition("-")[2]
-            cells.append([stage, text, facts["excerpt"], *counts, own, f"{facts['left_out']:,}", theirs])
-    line = (
-        "Written by the model before the stage and replayed in it (generated/STAGE/TEXT.jsonl). Real: tokens "
-        "of kept beginnings. Left out: the highest perplexities, and what is no example of its task."
-    )
+            cells.append([stage, text, facts["excerpt"], tokens, real, texts, own, left, theirs])
     head = ["stage", "in place of", "begins", "tokens", "real", "texts", "perplexity", "left out", "theirs"]
     how = {"head": head, "cells": cells, "words": 3, "folded": f"{len(cells)} texts of past domains"}
-    return Block(title="Generated text", lines=[line] * bool(cells), **how)
+    return Block(title="Generated text", lines=[LEGENDS["generated"]], **how) if cells else Block()
 
 
 def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
     """The end tasks' metrics, their scores in each metric, and what became of the predictions."""
     if not (given := scores.endtasks):
         return []
-    tasks, seeds = given["tasks"], few([*map(str, given["seeds"])], between=", ")
-    lines = [
-        "A[t][u]: test score on the end task of domain u after fine-tuning the model of stage t, a mean over "
-        "seeds; n: the last stage in which the task was measured. All scores and shares are in %.",
-        f"{len(tasks)} tasks, seeds {seeds}, endtask.when={given['when']}, {given['seconds']:,.1f} seconds.",
-    ]
-    found = task_metrics.summarise_endtasks(given, scores.rows)
+    tasks, own, tables = given["tasks"], task_metrics.headline(given), []
     cubes = {name: task_metrics.cube(given, kind) for kind, name in ENDTASK_NAMES.items()}
-    own, tables = task_metrics.headline(given), []
     for cube in (own, *cubes.values()):
         means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
         measured = np.flatnonzero(np.isfinite(means).any(1))
         rows = [scores.rows[row] for row in measured]
         tables.append(format_rows(rows, means[measured], percent, spreads[measured]))
-    picture, head = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b"", ["after", *tasks]
+    matrix, head = task_metrics.over_seeds(own), ["after", *tasks]
+    draws = len(tables[0]) > 1
+    picture = figures.draw_tasks(matrix, scores.rows, tasks, kind="End-task scores") if draws else b""
     names = name_measures({task: ENDTASK_NAMES[given["metric"][task]] for task in tasks})
+    told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     try:
         moved = transitions_of(folder, scores.rows, given)
-        changes = [[task, *format_moved(counts)] for task, counts in moved.items()]
-        about = [MOVED] * bool(moved)
+        changes, failed = [[task, *format_moved(counts)] for task, counts in moved.items()], []
     except ValueError as error:
-        changes, about = [], [str(error)]
-    title = "End tasks: what became of the predictions"
-    moved_head = ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]
+        changes, failed = [], [str(error)]
+    found = task_metrics.summarise_endtasks(given, scores.rows)
     return [
-        summarize_tasks("End tasks", lines, found, task_metrics.ENDTASK_MEANINGS, {}),
+        show_task_metrics("endtask", given, found, task_metrics.ENDTASK_MEANINGS, {}, told=told),
         Block(title=f"End tasks: {names}", picture=picture, name="endtasks", head=head, cells=tables[0]),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
-        Block(title=title, lines=about, head=moved_head, cells=changes),
+        Block(
+            title="End tasks: what became of the predictions",
+            lines=[LEGENDS["moved"]] * bool(changes) + failed,
+            head=["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD],
+            cells=changes,
+        ),
+    ]
+
+
+def show_answers(scores: Scores, folder: Path) -> list[Block]:
+    """The matrix of the answers' scores, its metrics, every measure of the last model, and what became of the
+    examples."""
+    if not (tasks := scores.answers.get("tasks")):
+        return []
+    names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
+    there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
+    final = {(each.text, each.metric): each.value for each in list_answers(scores)}  # the last row counts
+    last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
+    found = list(follow_answers(folder, scores.rows, scores.answers))
+    changes = []
+    for each in (each for each in found if isinstance(each, Moved)):
+        stayed = each.counts["examples"] - each.counts["forgotten"] - each.counts["gained"]
+        changes.append([each.task, each.since, *format_moved(each.counts), f"{stayed:,}"])
+    gone = [str(each) for each in found if isinstance(each, FileNotFoundError)]
+    about = [LEGENDS["moved"]] * bool(changes)
+    about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
+    about += [str(each) for each in found if isinstance(each, ValueError)]
+    given, meanings = scores.answers, task_metrics.ANSWER_MEANINGS
+    return [
+        Block(
+            title=f"Answers to each task (column) after each stage (row): {names}",
+            lines=["Framed: a task's own stage."],
+            picture=figures.draw_tasks(matrix_of(given), scores.rows, list(tasks), kind="Scores"),
+            name="answers",
+            head=["after", *tasks],
+            cells=format_answers(scores),
+        ),
+        show_task_metrics("answers", given, given["metrics"], meanings, given["intervals"]),
+        Block(
+            title="Answers of the last model",
+            head=["task", *(MEASURE_NAMES[name] for name in there)],
+            cells=last,
+            folded=f"{len(last)} tasks",
+        ),
+        Block(
+            title="Answers: what became of the examples",
+            lines=about,
+            head=["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"],
+            cells=changes,
+            words=2,
+            folded=f"{len(changes)} comparisons" if len(changes) > 2 * FEW else "",
+        ),
     ]
 
 
@@ -423,14 +453,18 @@ def name_measures(measures: Mapping[str, str]) -> str:
     return f"each in its own: {few([f'{task} {name}' for task, name in measures.items()], between=', ')}"
 
 
-def summarize_tasks(
-    title: str,
-    lines: Sequence[str],
+def show_task_metrics(
+    kind: str,
+    given: Mapping[str, object],
     found: Mapping[str, float],
     meanings: Mapping[str, tuple[str, str]],
     intervals: Mapping[str, Sequence[float]],
+    *,
+    told: str = "",
 ) -> Block:
-    """Metrics over all tasks, shares of 1."""
+    """Metrics over all tasks, shares of 1, of `endtask` or `answers`."""
+    title, legend = {"endtask": ("End tasks", "endtasks"), "answers": ("Scores", "answers")}[kind]
+    lines = [LEGENDS[legend], f"{told}{kind}.when={given['when']}, {given['seconds']:,.1f} seconds."]
     cells = [
         [name, *meanings[name], percent(value) + format_interval(*intervals.get(name, (None, None)), percent)]
         for name, value in found.items()
@@ -448,58 +482,15 @@ def format_moved(counts: Mapping[str, float]) -> list[str]:
     return cells
 
 
-def show_answers(scores: Scores, folder: Path) -> list[Block]:
-    """The matrix of the answers' scores, its metrics, every measure of the last model, and what became of the
-    examples."""
-    if not (tasks := scores.answers.get("tasks")):
-        return []
-    names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
-    lines = [
-        "a[i][j]: score on the held-out examples of task j after i stages, without fine-tuning, in %. [95 % "
-        "bootstrap over the examples of each task].",
-        f"answers.when={scores.answers['when']}, {scores.answers['seconds']:,.1f} seconds.",
-    ]
-    there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
-    final = {(each.text, each.metric): each.value for each in list_answers(scores)}  # the last row counts
-    last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
-    found = list(follow_answers(folder, scores.rows, scores.answers))
-    moves = [each for each in found if isinstance(each, Moved)]
-    changes = [
-        [each.task, each.since, *format_moved(each.counts), f"{each.counts['examples'] - changed:,}"]
-        for each in moves
-        for changed in [each.counts["forgotten"] + each.counts["gained"]]
-    ]
-    gone = [str(each) for each in found if isinstance(each, FileNotFoundError)]
-    about = [MOVED] * bool(moves)
-    about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
-    about += [str(each) for each in found if isinstance(each, ValueError)]
-    title = f"Answers to each task (column) after each stage (row): {names}"
-    matrix = {
-        "title": title,
-        "lines": ["Framed: a task's own stage."],
-        "picture": figures.draw_answers(scores),
-    }
-    found, measures = scores.answers["metrics"], ["task", *(MEASURE_NAMES[name] for name in there)]
-    moved = {"title": "Answers: what became of the examples"}
-    moved["head"] = ["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"]
-    moved["folded"] = f"{len(moves)} comparisons" if len(moves) > 2 * FEW else ""
-    return [
-        Block(name="answers", head=["after", *tasks], cells=format_answers(scores), **matrix),
-        summarize_tasks("Scores", lines, found, task_metrics.ANSWER_MEANINGS, scores.answers["intervals"]),
-        Block(title="Answers of the last model", head=measures, cells=last, folded=f"{len(last)} tasks"),
-        Block(lines=about, cells=changes, words=2, **moved),
-    ]
-
-
 def format_answers(scores: Scores) -> Cells:
     """The rows in which tasks were evaluated, and what a guess and the most frequent answer reach."""
     tasks, matrix = scores.answers["tasks"], matrix_of(scores.answers)
     asked = np.flatnonzero(np.isfinite(matrix).any(1))
     cells = format_rows([scores.rows[row] for row in asked], matrix[asked], percent)
-    levels = {name: [task[name] for task in tasks.values()] for name in ("chance", "majority")}
-    known = {name: values for name, values in levels.items() if any(value is not None for value in values)}
-    shares = np.array([*known.values()], float).reshape(-1, len(tasks))
-    return cells + format_rows(list(known), shares, percent)
+    for name in ("chance", "majority"):
+        levels = np.array([[task[name] for task in tasks.values()]], float)
+        cells += format_rows([name], levels, percent) if np.isfinite(levels).any() else []
+    return cells
 
 
 def show_probes(scores: Scores) -> Block:
@@ -520,19 +511,16 @@ def show_probes(scores: Scores) -> Block:
         + ", lower is better" * (not task["higher"])
         for name, task in tasks.items()
     ]
-    line = (
-        f"Tasks of the lm-evaluation-harness {scores.probes['harness']}, in its own units; ± standard error "
-        "over the examples. Last row: what a guess reaches."
-    )
+    lines = [LEGENDS["probes"].format(harness=scores.probes["harness"]), few(facts, between="; ") + "."]
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
-    return Block(title="Probes", lines=[line, few(facts, between="; ") + "."], head=head, cells=cells)
+    return Block(title="Probes", lines=lines, head=head, cells=cells)
 
 
 def show_costs(scores: Scores) -> Block:
     """What each stage cost, and the run."""
     stages: dict[str | None, dict[str, float | None]] = {}
-    for record in list_costs(scores):
-        stages.setdefault(record.row, {})[record.metric] = record.value
+    for each in list_costs(scores):
+        stages.setdefault(each.row, {})[each.metric] = each.value
     whole, needed = stages.pop(None), ("tokens", "flops", "memory", "trained", "stored")
     noted = {str(row): costs for row, costs in stages.items() if None not in map(costs.get, needed)}
     if not noted:
@@ -541,42 +529,30 @@ def show_costs(scores: Scores) -> Block:
         [row, *(format_known(costs[cost], show) for cost, show in COST_FORMATS.values())]
         for row, costs in [*noted.items(), ("whole run", whole)]
     ]
-    line = (
-        "Tokens: with replayed ones. FLOPs: counted, of all passes but those of scoring and end tasks. "
-        "Memory: peak, on a GPU allocated, on a CPU resident. Last line: the whole run, or the largest."
-    )
-    folded = f"{len(noted)} stages" if len(noted) > 2 * FEW else ""
-    return Block(title="Compute", lines=[line], head=["after", *COST_FORMATS], cells=cells, folded=folded)
+    how = {"head": ["after", *COST_FORMATS], "folded": f"{len(noted)} stages" if len(noted) > 2 * FEW else ""}
+    return Block(title="Compute", lines=[LEGENDS["compute"]], cells=cells, **how)
 
 
 def show_diagnostics(scores: Scores, folder: Path) -> list[Block]:
     """What a method keeps of each domain: means by part of the model, and how far domains share it."""
-    stages = {row: read_stage(folder, number) for number, row in enumerate(scores.rows) if number}
+    stages = {row: read_diagnostics(folder, number) for number, row in enumerate(scores.rows) if number}
     blocks = []
     for kind, title in DIAGNOSTICS.items():
-        means = pandas.DataFrame(
-            {
-                row: {
-                    name.partition("/")[2]: float(values.mean())
-                    for name, values in arrays.items()
-                    if name.startswith(f"{kind}/") and values.size and np.isfinite(values).all()
-                }
-                for row, arrays in stages.items()
-            }
-        ).dropna(axis="columns", how="all")
-        if means.size:
-            more, picture = len(means) - MAX_PARTS, figures.draw_diagnostics(means[:MAX_PARTS], title)
+        means: dict[str, dict[str, float]] = {row: {} for row in stages}
+        for row, arrays in stages.items():
+            for name, values in arrays.items():
+                if name.startswith(f"{kind}/") and values.size and np.isfinite(values).all():
+                    means[row][name.partition("/")[2]] = float(values.mean())
+        table = pandas.DataFrame(means).dropna(axis="columns", how="all")
+        if table.size:
+            more, picture = len(table) - MAX_PARTS, figures.draw_diagnostics(table[:MAX_PARTS], title)
             lines = [f"{more} more parts are not shown."] if more > 0 else []
             blocks.append(Block(title=title, lines=lines, picture=picture, name=f"inside_{kind}"))
     if shared := measure_overlap(folder, scores):
         maps = {title: HeatMap(values, names, names) for title, (names, values) in shared.items()}
         picture = draw_heat_maps(maps, label="similarity of two domains")
         blocks.append(Block(title="What domains share inside the model", picture=picture, name="overlap"))
-    line = (
-        "Means over the units of each part of the model, from `diagnostics/`. Similarity of two domains: the "
-        "soft Jaccard index of what the method chose for each."
-    )
-    return [Block(title="Inside the model", lines=[line]), *blocks] if blocks else []
+    return [Block(title="Inside the model", lines=[LEGENDS["inside"]]), *blocks] if blocks else []
 
 
 def show_texts(scores: Scores) -> Block:

@@ -33,7 +33,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers of a run folder's
 from cpt.core.errors import readable
 from cpt.core.heartbeat import Heartbeat, die_with_parent, list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
-from cpt.status import format_phase, format_time, truncate
+from cpt.status import cut_line, format_phase, format_time
 from cpt.sweeps.jobs import (
     CONTINUES,
     Job,
@@ -314,8 +314,8 @@ def fit_jobs(jobs: Sequence[tuple[str, str]], room: int) -> str:
     text = " | ".join(what + left for what, left in jobs)
     if len(text) > (room := max(0, room)):
         share = max(MIN_WIDTH, (room + 3) // len(jobs) - 3)
-        text = " | ".join(truncate(what, share - len(left)) + left for what, left in jobs)
-    return truncate(text, room)
+        text = " | ".join(cut_line(what, share - len(left)) + left for what, left in jobs)
+    return cut_line(text, room)
 
 
 die_with_parent()  # also in other Hydra programs that use these launchers
