@@ -8,42 +8,24 @@ import json
 import math
 import os
 import re
-import statistics as stdlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame
 
 from cpt.core.files import check_archive, replacing
-from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
+from cpt.evaluation import statistics
+from cpt.evaluation.pairs import LEVEL, needed_pairs
 from cpt.evaluation.predictions import Marked, answers_in, correct, join_examples, mark_answers, rows_asked
 from cpt.evaluation.scores import RUN_KEYS, Scores, describe_conditions
-from cpt.evaluation.statistics import (
-    BOOTSTRAPPED,
-    LEAST,
-    Difference,
-    compare_differences,
-    compare_pairs,
-    intervals_of_means,
-    mcnemar,
-)
 from cpt.evaluation.task_metrics import describe_task, head_of
-from cpt.reporting.frames import (
-    Show,
-    decimals,
-    few,
-    format_interval,
-    format_known,
-    megabytes,
-    percent,
-    perplexity,
-    strip_controls,
-    summarize_scores,
-)
+from cpt.reporting import frames
+from cpt.reporting.frames import Show, decimals, few, format_interval, format_known, percent, perplexity
 from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection, differing_settings, name_orders
 from cpt.reporting.page import LEGENDS, Block
 
@@ -52,7 +34,7 @@ EQUAL_COMPUTE = 1.1  # times the baseline's FLOPs
 MAX_SETTINGS = 8  # differing settings that a note names
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
-INTERVAL = LEGENDS["interval"].format(bootstrapped=BOOTSTRAPPED, least=LEAST)
+INTERVAL = LEGENDS["interval"].format(bootstrapped=statistics.BOOTSTRAPPED, least=statistics.LEAST)
 SPREAD = LEGENDS["spread"].format(interval=INTERVAL)
 QUANTITIES = {  # of which domains' overlap is measured, by the prefix of the arrays in diagnostics/
     "importance": "importance, accumulated",  # DAS: the largest so far
@@ -95,10 +77,10 @@ COST_MEASURES = (
     FLOPS,
     ComparedMeasure("cost/seconds_learn", "learning, s (x baseline)", WHOLE, relative=True),
     ComparedMeasure("cost/seconds", "all (s)", WHOLE),
-    ComparedMeasure("cost/memory", "peak memory", megabytes),
+    ComparedMeasure("cost/memory", "peak memory", frames.megabytes),
     ComparedMeasure("cost/trained", "trained", WHOLE),
-    ComparedMeasure("cost/stored", "stored", megabytes),
-    ComparedMeasure("cost/stored_per_domain", "per domain", megabytes),
+    ComparedMeasure("cost/stored", "stored", frames.megabytes),
+    ComparedMeasure("cost/stored_per_domain", "per domain", frames.megabytes),
 )
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
 CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")  # shown at first
@@ -110,10 +92,6 @@ QUESTIONS = {  # how a finding begins, and its unit
     "LC/perplexity": ("Best average at the end", " perplexity"),
     "endtask/MF1": ("Best end tasks", ""),
     "answers/AP": ("Best answers", ""),
-}
-FRONTS = {  # lower is better in both
-    "forgetting (FG) and learning (CPT)": ("CPT/perplexity", "FG/nats"),
-    "LC and FLOPs": ("cost/flops", "LC/perplexity"),
 }
 
 
@@ -150,11 +128,11 @@ def spread_values(section: RunSection) -> dict[str, dict[str, Spread]]:
         values = {key: each.to_numpy() for key, each in rows.groupby("key", sort=False)["value"]}
         for n in {len(each) for each in values.values()}:
             same = {key: each for key, each in values.items() if len(each) == n}
-            bounds = intervals_of_means(np.stack([*same.values()])).tolist()
+            bounds = statistics.intervals_of_means(np.stack([*same.values()])).tolist()
             for (key, each), edges in zip(same.items(), bounds, strict=True):
-                sd = stdlib.stdev(each.tolist()) if n > 1 else None
-                low, high = edges if n >= LEAST else (None, None)
-                found[group][key] = Spread(n, runs[group], stdlib.fmean(each), sd, low, high)
+                sd = stdev(each.tolist()) if n > 1 else None
+                low, high = edges if n >= statistics.LEAST else (None, None)
+                found[group][key] = Spread(n, runs[group], fmean(each), sd, low, high)
     return found
 
 
@@ -167,7 +145,7 @@ def format_spread(given: Spread | None, show: Show, *, bounds: bool = True) -> s
     return show(given.mean) + deviation + interval + f" ({given.n})" * (given.n < given.runs)
 
 
-def correct_holm(found: Mapping[str, Difference]) -> dict[str, PairedContrast]:
+def correct_holm(found: Mapping[str, statistics.Difference]) -> dict[str, PairedContrast]:
     """Holm's step-down procedure (Holm 1979) on both p-values: the k-th smallest of m times m - k + 1, never
     below the one before it, at most 1. A difference without a t test counts as one of p = 1."""
     holm = []
@@ -197,7 +175,10 @@ def contrast_groups(section: RunSection, key: str) -> dict[str, PairedContrast]:
     """By group, its mean difference from its baseline over the orders and seeds that both have."""
     pairs = pair_values(section, key)
     named = {name: other.name for name, other in section.baselines.items()}
-    found = {name: compare_pairs(pairs.get(name, {}), pairs.get(other, {})) for name, other in named.items()}
+    found = {
+        name: statistics.compare_pairs(pairs.get(name, {}), pairs.get(other, {}))
+        for name, other in named.items()
+    }
     return correct_holm({name: each for name, each in found.items() if each.n})
 
 
@@ -297,10 +278,12 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
 
     records = []
     for (kind, task, measure), own in sorted(parts.items(), key=lambda each: each[0][1] != ""):
-        found = {name: compare_differences(each[0] for each in given) for name, given in own.items()}
+        found = {
+            name: statistics.compare_differences(each[0] for each in given) for name, given in own.items()
+        }
         for name, ((difference, pairs, counts), *others) in own.items():
             if not others and pairs == 1 and set(np.unique(difference)) <= {-1, 0, 1}:
-                found[name] = found[name]._replace(p=mcnemar(*counts[1:].tolist()))
+                found[name] = found[name]._replace(p=statistics.mcnemar(*counts[1:].tolist()))
         for name, contrast in correct_holm(found).items():
             counts = np.sum([each[2] for each in own[name]], axis=0).tolist()
             record = {"kind": kind, "task": task, "measure": measure, "tasks": len(own[name]), "group": name}
@@ -411,11 +394,10 @@ def tabulate_differences(
             for each, measure in zip(own, measures, strict=True):
                 row += format_contrast(each, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
             cells.append(row)
-    most, count = max((each.n for own in columns for each in own.values()), default=0), len(cells)
-    needed = needed_pairs(count) if count else None
-    need = f"; for {count} groups, Holm ≤ {LEVEL} needs {needed} pairs or more" * bool(needed)
-    lines = [LEGENDS["differences"].format(interval=INTERVAL)]
-    lines.append(f"{LEGENDS['tested'].format(least=LEAST)} (the smallest p here: {least_p(most):.3g}){need}.")
+    lines = [
+        LEGENDS["differences"].format(interval=INTERVAL),
+        LEGENDS["tested"].format(least=statistics.LEAST),
+    ]
     tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
     head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
     return build_table(
@@ -467,12 +449,6 @@ def tabulate_all(section: RunSection) -> list[Block]:
         "lines": [LEGENDS["examples"], *notes],
     }
 
-    on_front = []
-    for title, (x, y) in FRONTS.items():
-        means = {g.name: (g.mean(x), g.mean(y)) for g in section.groups if is_ranked(g, y)}
-        if front := pareto_front({name: point for name, point in means.items() if None not in point}):
-            on_front.append(f"On the Pareto front of {title}: {few(front, between=', ')}.")
-    compute = {"title": "Compute", "lines": [LEGENDS["costs"], *on_front]}
     return [
         tabulate_differences(section),
         build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[LEGENDS["ranks"]]),
@@ -482,7 +458,7 @@ def tabulate_all(section: RunSection) -> list[Block]:
         build_table(section, examples, of=1, **about)
         if examples
         else Block(title=about["title"], lines=notes),
-        tabulate_spreads(section, COST_MEASURES, bounds=False, **compute),
+        tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[LEGENDS["costs"]]),
     ]
 
 
@@ -539,7 +515,7 @@ def describe_best(
         line += f"({lead.n} pair{'s' * (lead.n > 1)})"
 
     pairs = pair_values(section, measure.key)
-    against = {name: compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
+    against = {name: statistics.compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
     others = correct_holm({name: each for name, each in against.items() if each.n})
     alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
     most, count = max((each.n for each in others.values()), default=0), len(others)
@@ -547,7 +523,7 @@ def describe_best(
     if alike and (needed := needed_pairs(count)) and most < needed:
         within = few([n for n, each in others.items() if not (each.low > 0 or each.high < 0)], between=", ")
         verdict += f": Holm over {count} needs {needed} pairs, there are {most}"
-        if most >= LEAST:
+        if most >= statistics.LEAST:
             verdict += f". The paired intervals exclude 0 against all others{' but ' * bool(within)}{within}"
     elif alike:
         verdict += f", not from {few(alike, between=', ')}"
@@ -600,7 +576,7 @@ def format_csv(runs: Sequence[tuple[dict[str, Any], MeasuredRun]]) -> str:
     would take for a formula gets an apostrophe."""
     names, lines = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap"), []
     for facts, run in runs:
-        numbers = summarize_scores(run.scores)
+        numbers = frames.summarize_scores(run.scores)
         line = facts | {name: run.conditions[name] for name in names}
         line |= {f"compared/{key}": value for key, value in run.values.items()}
         lines.append(line | {f"{key}/value" if key in RUN_KEYS else key: x for key, x in numbers.items()})
@@ -615,7 +591,7 @@ def format_csv(runs: Sequence[tuple[dict[str, Any], MeasuredRun]]) -> str:
 def format_latex(section: RunSection) -> str:
     """The brief table, the best mean of each column in bold."""
     brief = tabulate_brief(section)
-    table = DataFrame(brief.cells, columns=list(brief.head)).map(strip_controls)
+    table = DataFrame(brief.cells, columns=list(brief.head)).map(frames.strip_controls)
     bold = DataFrame("", index=table.index, columns=table.columns)
     for measure in (measure for measure in MEASURES if measure.title in table):
         ranked = [
@@ -631,7 +607,7 @@ def format_latex(section: RunSection) -> str:
     style = style.format_index(escape="latex", axis=1).apply(lambda _: bold, axis=None)
     comments = (section.title, describe_conditions(section.conditions))
     text = style.to_latex(hrules=True, column_format="l" + "r" * (len(brief.head) - 1))
-    return "".join(f"% {strip_controls(comment)}\n" for comment in comments) + text
+    return "".join(f"% {frames.strip_controls(comment)}\n" for comment in comments) + text
 
 
 def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:

@@ -7,46 +7,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from pandas import DataFrame, Series
 
 from cpt.core.rules import is_number, show
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores
-from cpt.reporting.compare import (
-    COST_MEASURES,
-    MEASURES,
-    format_spread,
-    is_ranked,
-    measure_overlap,
-    pareto_front,
-    spread_values,
-)
-from cpt.reporting.drawing import (
-    DASHES,
-    SERIES,
-    HeatMap,
-    Picture,
-    draw_heat_maps,
-    figure,
-    list_few,
-    literal,
-    name_marks,
-    plain_logarithm,
-    png,
-    style,
-    ticks,
-)
-from cpt.reporting.frames import FEW, few, perplexity, shorten, signed
+from cpt.evaluation.task_metrics import headline, over_seeds
+from cpt.reporting import compare, drawing
+from cpt.reporting.drawing import SERIES, HeatMap, Picture, draw_heat_maps, figure, literal, png
+from cpt.reporting.frames import FEW, few, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection
 from cpt.reporting.page import Block
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 CURVES = {
     "lm": "loss (nats)",
@@ -81,7 +58,7 @@ def draw_matrix(scores: Scores) -> Picture:
         perplexities = np.exp(scores.matrix)
     ends = zip(scores.domains, perplexities[0].tolist(), perplexities[-1].tolist(), strict=True)
     ends = [f"{text} {perplexity(first)} to {perplexity(last)}" for text, first, last in ends]
-    told = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {list_few(ends)}"
+    told = f"Perplexity from {scores.rows[0]} to {scores.rows[-1]}: {drawing.list_few(ends)}"
     names = ("test text", "model after stage")
     maps = {"": map_change(scores, numbers=perplexities)}
     return draw_heat_maps(maps, told=told, names=names, show=perplexity, **CHANGE)
@@ -102,7 +79,12 @@ def draw_text_curves(scores: Scores) -> Picture:
         median, label = np.median(losses[: len(domains)], axis=0), f"median of {len(domains)}"
         axes.plot(median, color=SERIES[0], linewidth=2.5, zorder=4, marker=dot, label=label)
     for place in [] if many else np.argsort(-losses[: len(domains), -1]):  # the legend as the lines end
-        how = {"color": SERIES[place % 6], "linestyle": DASHES[place // 6], "marker": ".", "linewidth": 1.6}
+        how = {
+            "color": SERIES[place % 6],
+            "linestyle": drawing.DASHES[place // 6],
+            "marker": ".",
+            "linewidth": 1.6,
+        }
         axes.plot(losses[place], label=literal(domains[place], width=30), **how)
     if GENERAL in scores.domains:
         how = {"color": "black", "linestyle": "-.", "linewidth": 1.8, "marker": dot, "zorder": 3}
@@ -112,10 +94,10 @@ def draw_text_curves(scores: Scores) -> Picture:
         points = np.array([(row, losses[column, row]) for row, column in own]).T
         ring = {"facecolors": "none", "edgecolors": "black", "zorder": 5, "label": "own stage"}
         axes.scatter(*points, s=5 if many else 70, linewidths=0.7 if many else 1.8, **ring)
-    plain_logarithm(axes.yaxis, losses)
+    drawing.plain_logarithm(axes.yaxis, losses)
     axes.set(xlabel="stages learned", ylabel="perplexity (log scale)")
     if len(scores.rows) <= FEW + 1:
-        ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
+        drawing.ticks(axes.xaxis, names=scores.rows, few=True, rotation=35)
     axes.grid(axis="y", color="0.9")
     drawn.legend(loc="outside right upper", frameon=False, fontsize=9)
     mean = losses[: len(domains)].mean(0)
@@ -145,7 +127,7 @@ def draw_training(stages: Mapping[str, DataFrame], borders: Mapping[str, tuple[f
     above.tick_params(length=0)
     grid[-1].set_xlabel("tokens read by the optimizer steps, all stages")
     ends = [f"{name} {each['lm'].dropna().iloc[-1]:.3f}" for name, each in stages.items() if "lm" in each]
-    return png(drawn, told=f"Loss at the last point of each stage: {list_few(ends)}")
+    return png(drawn, told=f"Loss at the last point of each stage: {drawing.list_few(ends)}")
 
 
 def draw_monitor(scores: Scores) -> Picture:
@@ -189,7 +171,7 @@ def draw_monitor(scores: Scores) -> Picture:
     how = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
     axes.legend([Line2D([], [], **kinds[kind]) for kind in shown], shown, **how)
     title = "Change of the general text's loss while each domain was learned, nats"
-    return png(drawn, told=f"{title}: {list_few(told)}")
+    return png(drawn, told=f"{title}: {drawing.list_few(told)}")
 
 
 def draw_parts(scores: Scores) -> Picture:
@@ -198,7 +180,7 @@ def draw_parts(scores: Scores) -> Picture:
     weights = np.array([[last.get(text, {}).get(name, 0.0) for name in parts] for text in scores.domains])
     rows = zip(scores.domains, weights, strict=True)
     heaviest = [f"{text}: {parts[row.argmax()]} {row.max():.2f}" for text, row in rows if row.any()]
-    told = f"Heaviest part of the last model for each text. {list_few(heaviest)}"
+    told = f"Heaviest part of the last model for each text. {drawing.list_few(heaviest)}"
     how = {"names": ("part of", "test text"), "margin": 3.2, "label": "mean weight"}
     return draw_heat_maps({"": HeatMap(weights, scores.domains, parts)}, told=told, **how)
 
@@ -211,6 +193,12 @@ def draw_similarity(scores: Scores, told: str) -> Picture:
     how = {"label": "cosine of mean embeddings, centred\n(red: alike)", "change": True}
     axes = ("domain, in the order learned",) * 2
     return draw_heat_maps({"": HeatMap(values, names, [*names, GENERAL])}, told=told, names=axes, **how)
+
+
+def draw_endtasks(scores: Scores) -> Picture:
+    """Each end task in its own metric, a mean over seeds."""
+    matrix = over_seeds(headline(scores.endtasks))
+    return draw_tasks(matrix, scores.rows, scores.endtasks["tasks"], kind="End-task scores")
 
 
 def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *, kind: str) -> Picture:
@@ -226,27 +214,24 @@ def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *,
     return draw_heat_maps(maps, label="score, % (dark: better)", told=told, **how)
 
 
-def draw_diagnostics(means: DataFrame, title: str) -> Picture:
-    """Means of what a method keeps, [part of the model, stage]."""
-    first, last = (f"{means[name].mean():.3f} after {name}" for name in means.columns[[0, -1]])
-    rows = [shorten(part.removeprefix("model."), width=34) for part in means.index]
-    maps = {"": HeatMap(means.to_numpy(), rows, list(means))}
-    how = {"label": "mean", "names": ("after stage", ""), "margin": 4.2, "vmax": None}
-    return draw_heat_maps(maps, told=f"{title}: mean {first}, {last}.", **how)
-
-
 def build_figures(section: RunSection) -> list[Block]:
     """All figures of a comparison for which there are numbers."""
-    spreads, marks = spread_values(section), {}
+    spreads, marks = compare.spread_values(section), {}
     for group in section.groups:
-        own = [(m, spreads[group.name].get(m.key)) for m in (*MEASURES, *COST_MEASURES) if m.key in MARKED]
-        told = "; ".join(f"{m.title} {format_spread(each, m.show)}" for m, each in own if each)
+        own = [
+            (m, spreads[group.name].get(m.key))
+            for m in (*compare.MEASURES, *compare.COST_MEASURES)
+            if m.key in MARKED
+        ]
+        told = "; ".join(f"{m.title} {compare.format_spread(each, m.show)}" for m, each in own if each)
         marks[group.name] = f"{group.name}, runs: {len(group.runs)}. {told}"
     how = {"places": section.places, "marks": marks}
 
     blocks = []
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
-        points = {group.name: (group.of(x), group.of(y)) for group in section.groups if is_ranked(group, y)}
+        points = {
+            group.name: (group.of(x), group.of(y)) for group in section.groups if compare.is_ranked(group, y)
+        }
         if any(None not in pair for xs, ys in points.values() for pair in zip(xs, ys, strict=True)):
             picture = draw_plane(points, x=x_label, y=y_label, logarithmic=logarithmic, **how)
             line = "Small: runs; large: their means. Down and left is better."
@@ -263,7 +248,7 @@ def build_figures(section: RunSection) -> list[Block]:
     for group in (group for group in section.groups if group in shown):
         run = group.runs[0]
         changes[group.name] = map_change(run.scores, group=group.name)
-        for quantity, (names, values) in measure_overlap(run.folder, run.scores).items():
+        for quantity, (names, values) in compare.measure_overlap(run.folder, run.scores).items():
             overlaps[f"{group.name}: {quantity}"] = HeatMap(values, names, names, group.name)
     line = f"The first run of each group, at most {MAX_PANELS}. Frames: a domain's own stage."
     if changes:
@@ -291,7 +276,7 @@ def draw_plane(
     without x is a line at its mean y; outliers are named only. `logarithmic`: x, without values of 0
     or less; `lines` connect means."""
     own = places or {name: place for place, name in enumerate(groups)}
-    styles, (drawn, axes) = {name: style(own[name]) for name in groups}, open_axes(len(groups))
+    styles, (drawn, axes) = {name: drawing.style(own[name]) for name in groups}, open_axes(len(groups))
     axes.margins(0.12)
     points, levels = {}, {}
     for name, values in groups.items():
@@ -317,14 +302,14 @@ def draw_plane(
         if any(w and not w[0] <= each <= w[1] for each, w in zip(mean, windows, strict=True)):
             label += f": off the axes, {mean[0]:.4g}, {mean[1]:.4g}"
         scattered = axes.scatter(*runs, color=colour, **small, **marker)
-        name_marks(name, [scattered, axes.scatter(*mean, label=label, **large, **marker)])
+        drawing.name_marks(name, [scattered, axes.scatter(*mean, label=label, **large, **marker)])
     for line in ([name for name in each if name in means] for each in lines):
         if line:
             axes.plot(*np.array([means[name] for name in line]).T, color=styles[line[0]]["color"], zorder=1)
     for limit, window in zip((axes.set_xlim, axes.set_ylim), windows, strict=True):
         if window:
             limit(*window)
-    front = pareto_front({name: tuple(mean.tolist()) for name, mean in means.items()})
+    front = compare.pareto_front({name: tuple(mean.tolist()) for name, mean in means.items()})
     if front:
         xs, ys = np.array([means[name] for name in front]).T
         dashed = {"color": "0.35", "linewidth": 1.2, "linestyle": "--", "zorder": 0, "label": "Pareto front"}
@@ -333,8 +318,8 @@ def draw_plane(
     axes.set(xlabel=x, ylabel=y)
     name_levels(drawn, axes, levels, styles)
     if logarithmic and points:
-        plain_logarithm(axes.xaxis, np.array(axes.get_xlim()))
-    told = list_few(f"{name}: x {mean[0]:.4g}, y {mean[1]:.4g}" for name, mean in means.items())
+        drawing.plain_logarithm(axes.xaxis, np.array(axes.get_xlim()))
+    told = drawing.list_few(f"{name}: x {mean[0]:.4g}, y {mean[1]:.4g}" for name, mean in means.items())
     best = f"The front: {few(front, between=', ') or 'no group'}."
     return png(drawn, told=f"{y} against {x}; lower is better for both. {best} {told}", marks=marks)
 
@@ -349,7 +334,7 @@ def draw_stages(
     runs. A model that learned no sequence is a line at its mean over all domains. Of more than FEW groups,
     those that end lowest are told apart."""
     own = places or {name: place for place, name in enumerate(groups)}
-    styles = {name: style(own[name]) for name in groups}
+    styles = {name: drawing.style(own[name]) for name in groups}
     drawn, axes = open_axes(min(len(groups), 2 * FEW))
     axes.set_yscale("log")
     lines, levels = {}, {}
@@ -371,7 +356,7 @@ def draw_stages(
     ends = {name: float(mean.dropna().iloc[-1]) for name, mean in means.items()}
     marked = sorted(ends, key=lambda name: ends[name])[: HIGHLIGHTED if len(lines) > FEW else None]
     for name in (name for name in lines if name not in marked):
-        name_marks(name, axes.plot(means[name].index + 1, means[name], color="0.75", zorder=1))
+        drawing.name_marks(name, axes.plot(means[name].index + 1, means[name], color="0.75", zorder=1))
     if others := len(lines) - len(marked):
         axes.plot([], [], color="0.75", label=f"{others} others")
     for name in marked:
@@ -381,13 +366,13 @@ def draw_stages(
         how = {**styles[name], "markersize": 5, "markevery": -(-len(stages) // 20), "linewidth": 1.6}
         faint = {"alpha": 0.15 if len(marked) <= HIGHLIGHTED else 0.06, "linewidth": 0}
         band = axes.fill_between(stages, table.min(), table.max(), color=how["color"], **faint)
-        name_marks(name, [*axes.plot(stages, means[name], label=label, zorder=3, **how), band])
+        drawing.name_marks(name, [*axes.plot(stages, means[name], label=label, zorder=3, **how), band])
     axes.set(xlabel="stages learned", ylabel="mean perplexity over the domains so far (log scale)")
     axes.xaxis.get_major_locator().set_params(integer=True)
     name_levels(drawn, axes, levels, styles)
     known = [np.ravel(table.to_numpy()) for table in lines.values()]
-    plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *known]))
-    told = list_few(f"{name} {perplexity(value)}" for name, value in (ends | levels).items())
+    drawing.plain_logarithm(axes.yaxis, np.concatenate([[*levels.values()], *known]))
+    told = drawing.list_few(f"{name} {perplexity(value)}" for name, value in (ends | levels).items())
     return png(drawn, told=f"Mean perplexity over the domains so far, at the end. {told}", marks=marks)
 
 
@@ -471,9 +456,9 @@ def name_levels(
         label = f"{literal(name, width=30)}: {perplexity(level)}"
         how = {"color": styles[name]["color"], "linewidth": 1.4, "linestyle": "-."}
         if low - 0.6 * (high - low) <= level <= high + 0.6 * (high - low):
-            name_marks(name, [axes.axhline(level, label=label, **how)])
+            drawing.name_marks(name, [axes.axhline(level, label=label, **how)])
         else:
-            name_marks(name, axes.plot([], [], label=f"{label} (off the axis)", **how))
+            drawing.name_marks(name, axes.plot([], [], label=f"{label} (off the axis)", **how))
     if sources := axes.get_legend_handles_labels()[0]:
         how = {"frameon": False, "fontsize": 8, "markerscale": 0.7, "labelspacing": 0.8}
         legend = drawn.legend(loc="outside right upper", **how)

@@ -235,19 +235,10 @@ def list_phases(scores: Scores) -> Values:
 
 
 KINDS: dict[str, Callable[[Scores], Values]] = {
-    "metric": list_metrics,
-    "perplexity": list_perplexities,
-    "text": list_texts,
-    "task": list_task_means,
-    "cost": list_costs,
-    "loss": list_losses,
-    "endtask": list_endtasks,
-    "answer": list_answers,
-    "score": list_answer_means,
-    "probe": list_probes,
-    "part": list_parts,
-    "phase": list_phases,
-}
+    "metric": list_metrics, "perplexity": list_perplexities, "text": list_texts, "task": list_task_means,
+    "cost": list_costs, "loss": list_losses, "endtask": list_endtasks, "answer": list_answers,
+    "score": list_answer_means, "probe": list_probes, "part": list_parts, "phase": list_phases,
+}  # fmt: skip
 
 
 def tabulate(scores: Scores) -> dict[str, DataFrame]:

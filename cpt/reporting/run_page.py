@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -18,25 +19,10 @@ from cpt.evaluation.metrics import METRICS, UNITS, describe_metric
 from cpt.evaluation.predictions import Moved, follow_answers, transitions_of
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of, last_value, matrix_of
-from cpt.reporting import figures
-from cpt.reporting.compare import measure_overlap, read_diagnostics
+from cpt.reporting import figures, frames
+from cpt.reporting.compare import measure_overlap
 from cpt.reporting.drawing import HeatMap, draw_heat_maps
-from cpt.reporting.frames import (
-    FEW,
-    Show,
-    decimals,
-    few,
-    format_interval,
-    format_known,
-    label,
-    list_answers,
-    list_costs,
-    megabytes,
-    percent,
-    perplexity,
-    shorten,
-    signed,
-)
+from cpt.reporting.frames import Show, decimals, few, format_known, megabytes, percent, perplexity, signed
 from cpt.reporting.page import LEGENDS, Block, align_columns, write_page
 
 Cells = list[list[str]]
@@ -45,33 +31,19 @@ METRIC_HEAD = ("metric", "meaning", "formula", "nats", "perplexity", "bits per b
 METRIC_HEAD += ("medians: nats, perplexity, bits per byte",)
 ENDTASK_NAMES = {"macro_f1": "macro-F1", "micro_f1": "micro-F1", "accuracy": "accuracy"}
 MEASURE_NAMES = {
-    "accuracy_ranked": "accuracy of the likeliest choice",
-    "exact_match": "exact match of what is written",
-    "invalid": "written, but none of the choices",
-    "accuracy_valid": "exact match of those that are",
-    "accuracy_ranked_mean": "likeliest choice by its mean token",
-    "rouge_l": "ROUGE-L",
-    "edit_similarity": "edit similarity",
-    "sari": "SARI",
+    "accuracy_ranked": "accuracy of the likeliest choice", "exact_match": "exact match of what is written",
+    "invalid": "written, but none of the choices", "accuracy_valid": "exact match of those that are",
+    "accuracy_ranked_mean": "likeliest choice by its mean token", "rouge_l": "ROUGE-L",
+    "edit_similarity": "edit similarity", "sari": "SARI",
     "first_character": "first character of what is written",
-}
+}  # fmt: skip
 MOVED_HEAD = ("1→0", "share", "beyond chance", "0→1", "share", "beyond chance")
+WHOLE, TENTH = "{:,.0f}".format, "{:,.1f}".format
 COST_FORMATS = {  # column: cost of cpt.reporting.frames, format
-    "tokens": ("tokens", "{:,.0f}".format),
-    "FLOPs": ("flops", "{:.3g}".format),
-    "learn, s": ("seconds_learn", "{:,.1f}".format),
-    "score, s": ("seconds_score", "{:,.1f}".format),
-    "end tasks, s": ("seconds_endtasks", "{:,.1f}".format),
-    "peak memory": ("memory", megabytes),
-    "trained": ("trained", "{:,.0f}".format),
-    "stored": ("stored", megabytes),
-}
-DIAGNOSTICS = {  # by prefix of the arrays' names
-    "importance": "Importance, accumulated",
-    "measured": "Importance of each domain",
-    "chosen": "Share of steps in which a row was updated",
-}
-MAX_PARTS = 30
+    "tokens": ("tokens", WHOLE), "FLOPs": ("flops", "{:.3g}".format), "learn, s": ("seconds_learn", TENTH),
+    "score, s": ("seconds_score", TENTH), "end tasks, s": ("seconds_endtasks", TENTH),
+    "peak memory": ("memory", megabytes), "trained": ("trained", WHOLE), "stored": ("stored", megabytes),
+}  # fmt: skip
 
 
 def write_report(folder: Path, scores: Scores | None = None) -> Path:
@@ -86,18 +58,20 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         show_monitor(scores),
         show_parts(scores),
         show_similarity(scores),
+        show_overlap(scores, folder),
         show_metrics(scores),
         show_generated(folder),
         *show_endtasks(scores, folder),
         show_probes(scores),
         show_costs(scores),
-        *show_diagnostics(scores, folder),
         show_texts(scores),
     ]
     if (config := folder / "config.yaml").exists():
         code = config.read_text(encoding="utf-8", errors="replace")
         blocks.append(Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}"))
-    return write_page(blocks, title=f"{scores.run['name']}: {label(scores.run)}", stem=folder / "report")
+    return write_page(
+        blocks, title=f"{scores.run['name']}: {frames.label(scores.run)}", stem=folder / "report"
+    )
 
 
 def format_scores(scores: Scores) -> str:
@@ -110,9 +84,9 @@ def format_scores(scores: Scores) -> str:
         columns = pick_ends(len(names))
         width = min(24, 86 // len(columns) - 2)
         rows = [cells[row] for row in pick_ends(len(cells))]
-        rows = [[shorten(row[0], width=12), *(row[1 + column] for column in columns)] for row in rows]
+        rows = [[frames.shorten(row[0], width=12), *(row[1 + column] for column in columns)] for row in rows]
         return align_columns(
-            Block(head=["after", *(shorten(names[n], width=width) for n in columns)], cells=rows)
+            Block(head=["after", *(frames.shorten(names[n], width=width) for n in columns)], cells=rows)
         )
 
     tables = [shorten_table(scores.domains, format_matrix(scores))]
@@ -133,7 +107,9 @@ def format_scores(scores: Scores) -> str:
     ]
     tables += [f"probes: {few(probes, between=', ')}"] * bool(probes)
     texts = f"perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
-    return "\n\n".join([f"{label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}", *tables])
+    return "\n\n".join(
+        [f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}", *tables]
+    )
 
 
 def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
@@ -159,7 +135,7 @@ def format_metric(scores: Scores, name: str) -> list[str]:
     if terms and not terms[0]:
         return [name, *about, *["–"] * 4]
     cells = [
-        format_known(metric[unit], show) + format_interval(*bounds.get(unit, (None, None)), show)
+        format_known(metric[unit], show) + frames.format_interval(*bounds.get(unit, (None, None)), show)
         for unit, show in FORMATS.items()
     ]
     middle = (
@@ -180,7 +156,7 @@ def show_run(scores: Scores) -> Block:
     ]
     leak, random = max((each for each in scores.leak if each), default=(0, 0))
     cells = {
-        "method": label(run),
+        "method": frames.label(run),
         "model": f"{run['model']} ({run['objective']})",
         "perplexity": describe_conditions(conditions(scores)),
         "order": few(run["order"]),
@@ -314,16 +290,19 @@ def show_parts(scores: Scores) -> Block:
         return Block()
 
     def mix(weights: Mapping[str, float]) -> str:
-        heaviest = sorted(weights, key=lambda name: weights[name], reverse=True)[:3]
-        told = (f"{name} {weights[name]:.2f}" if len(weights) > 1 else name for name in heaviest)
-        return ", ".join(told) + ", …" * (len(weights) > 3)
+        told = [f"{name} {w:.2f}" for name, w in sorted(weights.items(), key=lambda each: -each[1])[:3]]
+        return ", ".join(told if len(weights) > 1 else weights) + ", …" * (len(weights) > 3)
 
     rows = zip(scores.rows, scores.parts, strict=True)
     cells = [[row, *(mix(parts.get(text, {})) for text in scores.domains)] for row, parts in rows]
-    head, folded = ["after", *scores.domains], f"{len(cells)} x {len(scores.domains)} texts"
-    how = {"head": head, "cells": cells, "words": len(head), "folded": folded, "name": "parts"}
+    how = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
+    how |= {
+        "folded": f"{len(cells)} x {len(scores.domains)} texts",
+        "name": "parts",
+        "lines": [LEGENDS["parts"]],
+    }
     how["picture"] = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
-    return Block(title="Parts of the model that scored each text", lines=[LEGENDS["parts"]], **how)
+    return Block(title="Parts of the model that scored each text", **how)
 
 
 def show_metrics(scores: Scores) -> Block:
@@ -366,37 +345,36 @@ def show_generated(folder: Path) -> Block:
 
 
 def show_endtasks(scores: Scores, folder: Path) -> list[Block]:
-    """The end tasks' metrics, their scores in each metric, and what became of the predictions."""
+    """The end tasks' scores, their metrics, and what became of the predictions."""
     if not (given := scores.endtasks):
         return []
-    tasks, own, tables = given["tasks"], task_metrics.headline(given), []
+    tasks, tables = given["tasks"], []
     cubes = {name: task_metrics.cube(given, kind) for kind, name in ENDTASK_NAMES.items()}
-    for cube in (own, *cubes.values()):
+    for cube in (task_metrics.headline(given), *cubes.values()):
         means, spreads = task_metrics.over_seeds(cube), task_metrics.sd_over_seeds(cube)
         measured = np.flatnonzero(np.isfinite(means).any(1))
         rows = [scores.rows[row] for row in measured]
         tables.append(format_rows(rows, means[measured], percent, spreads[measured]))
-    matrix, head = task_metrics.over_seeds(own), ["after", *tasks]
-    draws = len(tables[0]) > 1
-    picture = figures.draw_tasks(matrix, scores.rows, tasks, kind="End-task scores") if draws else b""
-    names = name_measures({task: ENDTASK_NAMES[given["metric"][task]] for task in tasks})
-    told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     try:
-        moved = transitions_of(folder, scores.rows, given)
-        changes, failed = [[task, *format_moved(counts)] for task, counts in moved.items()], []
+        changes, failed = [], []
+        for task, counts in transitions_of(folder, scores.rows, given).items():
+            changes.append([task, *format_moved(counts)])
     except ValueError as error:
-        changes, failed = [], [str(error)]
+        failed.append(str(error))
+    names, head = {task: ENDTASK_NAMES[given["metric"][task]] for task in tasks}, ["after", *tasks]
+    own = {"name": "endtasks", "cells": tables[0], "head": head}
+    own["picture"] = figures.draw_endtasks(scores) if len(tables[0]) > 1 else b""
+    own["title"] = f"End tasks: {name_measures(names)}"
+    moved = {"title": "End tasks: what became of the predictions", "cells": changes}
+    moved |= {"head": ["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD]}
+    moved |= {"lines": [LEGENDS["moved"]] * bool(changes) + failed}
     found = task_metrics.summarise_endtasks(given, scores.rows)
+    told = f"{len(tasks)} tasks, seeds {few([*map(str, given['seeds'])], between=', ')}, "
     return [
-        show_task_metrics("endtask", given, found, task_metrics.ENDTASK_MEANINGS, {}, told=told),
-        Block(title=f"End tasks: {names}", picture=picture, name="endtasks", head=head, cells=tables[0]),
+        Block(**own),
         *(Block(folded=name, head=head, cells=cells) for name, cells in zip(cubes, tables[1:], strict=True)),
-        Block(
-            title="End tasks: what became of the predictions",
-            lines=[LEGENDS["moved"]] * bool(changes) + failed,
-            head=["task", "predictions", "accuracy then", "accuracy now", *MOVED_HEAD],
-            cells=changes,
-        ),
+        show_task_metrics("End tasks", "endtask", given, found, told=told),
+        Block(**moved),
     ]
 
 
@@ -407,10 +385,11 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
         return []
     names = name_measures({name: MEASURE_NAMES[head_of(task)] for name, task in tasks.items()})
     there = [name for name in MEASURE_NAMES if any(name in task["measures"] for task in tasks.values())]
-    final = {(each.text, each.metric): each.value for each in list_answers(scores)}  # the last row counts
+    final = {
+        (each.text, each.metric): each.value for each in frames.list_answers(scores)
+    }  # the last row counts
     last = [[task, *(format_known(final.get((task, name)), percent) for name in there)] for task in tasks]
-    found = list(follow_answers(folder, scores.rows, scores.answers))
-    changes = []
+    found, changes = list(follow_answers(folder, scores.rows, scores.answers)), []
     for each in (each for each in found if isinstance(each, Moved)):
         stayed = each.counts["examples"] - each.counts["forgotten"] - each.counts["gained"]
         changes.append([each.task, each.since, *format_moved(each.counts), f"{stayed:,}"])
@@ -418,57 +397,36 @@ def show_answers(scores: Scores, folder: Path) -> list[Block]:
     about = [LEGENDS["moved"]] * bool(changes)
     about += [f"Files of answers that are missing: {len(gone)}, like {gone[0]}."] if gone else []
     about += [str(each) for each in found if isinstance(each, ValueError)]
-    given, meanings = scores.answers, task_metrics.ANSWER_MEANINGS
+    matrix = {"title": f"Answers to each task (column) after each stage (row): {names}", "name": "answers"}
+    matrix["picture"] = figures.draw_tasks(matrix_of(scores.answers), scores.rows, list(tasks), kind="Scores")
+    matrix |= {"lines": ["Framed: a task's own stage."], "head": ["after", *tasks]}
+    head = ["task", *(MEASURE_NAMES[name] for name in there)]
+    moved = {"title": "Answers: what became of the examples", "lines": about, "cells": changes, "words": 2}
+    moved["head"] = ["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"]
+    moved["folded"] = f"{len(changes)} comparisons" if len(changes) > 2 * frames.FEW else ""
     return [
-        Block(
-            title=f"Answers to each task (column) after each stage (row): {names}",
-            lines=["Framed: a task's own stage."],
-            picture=figures.draw_tasks(matrix_of(given), scores.rows, list(tasks), kind="Scores"),
-            name="answers",
-            head=["after", *tasks],
-            cells=format_answers(scores),
-        ),
-        show_task_metrics("answers", given, given["metrics"], meanings, given["intervals"]),
-        Block(
-            title="Answers of the last model",
-            head=["task", *(MEASURE_NAMES[name] for name in there)],
-            cells=last,
-            folded=f"{len(last)} tasks",
-        ),
-        Block(
-            title="Answers: what became of the examples",
-            lines=about,
-            head=["task", "since", "examples", "score then", "score now", *MOVED_HEAD, "stayed"],
-            cells=changes,
-            words=2,
-            folded=f"{len(changes)} comparisons" if len(changes) > 2 * FEW else "",
-        ),
+        Block(cells=format_answers(scores), **matrix),
+        show_task_metrics("Scores", "answers", scores.answers, scores.answers["metrics"]),
+        Block(title="Answers of the last model", head=head, cells=last, folded=f"{len(last)} tasks"),
+        Block(**moved),
     ]
 
 
 def name_measures(measures: Mapping[str, str]) -> str:
     """The measure of all tasks, or of each."""
-    if len(set(measures.values())) == 1:
-        return next(iter(measures.values()))
-    return f"each in its own: {few([f'{task} {name}' for task, name in measures.items()], between=', ')}"
+    each = few([f"{task} {name}" for task, name in measures.items()], between=", ")
+    return f"each in its own: {each}" if len(set(measures.values())) > 1 else next(iter(measures.values()))
 
 
 def show_task_metrics(
-    kind: str,
-    given: Mapping[str, object],
-    found: Mapping[str, float],
-    meanings: Mapping[str, tuple[str, str]],
-    intervals: Mapping[str, Sequence[float]],
-    *,
-    told: str = "",
+    title: str, kind: str, given: Mapping[str, Any], found: Mapping[str, float], *, told: str = ""
 ) -> Block:
     """Metrics over all tasks, shares of 1, of `endtask` or `answers`."""
-    title, legend = {"endtask": ("End tasks", "endtasks"), "answers": ("Scores", "answers")}[kind]
-    lines = [LEGENDS[legend], f"{told}{kind}.when={given['when']}, {given['seconds']:,.1f} seconds."]
-    cells = [
-        [name, *meanings[name], percent(value) + format_interval(*intervals.get(name, (None, None)), percent)]
-        for name, value in found.items()
-    ]
+    lines = [LEGENDS[kind], f"{told}{kind}.when={given['when']}, {given['seconds']:,.1f} seconds."]
+    meanings, cells = task_metrics.ENDTASK_MEANINGS | task_metrics.ANSWER_MEANINGS, []
+    for name, value in found.items():
+        bounds = given.get("intervals", {}).get(name, (None, None))
+        cells.append([name, *meanings[name], percent(value) + frames.format_interval(*bounds, percent)])
     head = ("number", "meaning", "formula", "%")
     return Block(title=title, lines=lines, head=head, cells=cells, words=3, chosen=(0, 1, 3))
 
@@ -519,7 +477,7 @@ def show_probes(scores: Scores) -> Block:
 def show_costs(scores: Scores) -> Block:
     """What each stage cost, and the run."""
     stages: dict[str | None, dict[str, float | None]] = {}
-    for each in list_costs(scores):
+    for each in frames.list_costs(scores):
         stages.setdefault(each.row, {})[each.metric] = each.value
     whole, needed = stages.pop(None), ("tokens", "flops", "memory", "trained", "stored")
     noted = {str(row): costs for row, costs in stages.items() if None not in map(costs.get, needed)}
@@ -529,30 +487,20 @@ def show_costs(scores: Scores) -> Block:
         [row, *(format_known(costs[cost], show) for cost, show in COST_FORMATS.values())]
         for row, costs in [*noted.items(), ("whole run", whole)]
     ]
-    how = {"head": ["after", *COST_FORMATS], "folded": f"{len(noted)} stages" if len(noted) > 2 * FEW else ""}
+    how = {
+        "head": ["after", *COST_FORMATS],
+        "folded": f"{len(noted)} stages" if len(noted) > 2 * frames.FEW else "",
+    }
     return Block(title="Compute", lines=[LEGENDS["compute"]], cells=cells, **how)
 
 
-def show_diagnostics(scores: Scores, folder: Path) -> list[Block]:
-    """What a method keeps of each domain: means by part of the model, and how far domains share it."""
-    stages = {row: read_diagnostics(folder, number) for number, row in enumerate(scores.rows) if number}
-    blocks = []
-    for kind, title in DIAGNOSTICS.items():
-        means: dict[str, dict[str, float]] = {row: {} for row in stages}
-        for row, arrays in stages.items():
-            for name, values in arrays.items():
-                if name.startswith(f"{kind}/") and values.size and np.isfinite(values).all():
-                    means[row][name.partition("/")[2]] = float(values.mean())
-        table = pandas.DataFrame(means).dropna(axis="columns", how="all")
-        if table.size:
-            more, picture = len(table) - MAX_PARTS, figures.draw_diagnostics(table[:MAX_PARTS], title)
-            lines = [f"{more} more parts are not shown."] if more > 0 else []
-            blocks.append(Block(title=title, lines=lines, picture=picture, name=f"inside_{kind}"))
-    if shared := measure_overlap(folder, scores):
-        maps = {title: HeatMap(values, names, names) for title, (names, values) in shared.items()}
-        picture = draw_heat_maps(maps, label="similarity of two domains")
-        blocks.append(Block(title="What domains share inside the model", picture=picture, name="overlap"))
-    return [Block(title="Inside the model", lines=[LEGENDS["inside"]]), *blocks] if blocks else []
+def show_overlap(scores: Scores, folder: Path) -> Block:
+    """How far domains share what a method keeps of them."""
+    shared = measure_overlap(folder, scores)
+    maps = {title: HeatMap(values, names, names) for title, (names, values) in shared.items()}
+    picture = draw_heat_maps(maps, label="similarity of two domains") if maps else b""
+    how = {"title": "What domains share inside the model", "name": "overlap", "lines": [LEGENDS["inside"]]}
+    return Block(picture=picture, **how) if maps else Block()
 
 
 def show_texts(scores: Scores) -> Block:

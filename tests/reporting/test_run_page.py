@@ -322,7 +322,7 @@ def test_a_report_shows_the_end_tasks(tmp_path):
     assert own[3] == ["pandas", "75.00 ± 2.83", "50.00 ± 2.83", "90.00 ± 2.83"]
     assert micro[2] == ["networkx", "72.00 ± 2.83", "62.00 ± 2.83", "–"]
     assert accuracy[3][1] == "76.00 ± 2.83"
-    told = description(run_page.show_endtasks(examined(), tmp_path)[1].picture)
+    told = description(figures.draw_endtasks(examined()))
     assert told == "End-task scores of 3 models; after pandas: sympy 75.0 %, networkx 50.0 %, pandas 90.0 %"
     metric = dict(zip(TASKS, ("macro_f1", "micro_f1", "accuracy"), strict=True))
     markdown, _ = written(tmp_path, examined(metric=metric))
@@ -468,14 +468,10 @@ def test_losses_on_other_text_and_the_budget_are_shown():
     assert "general" in block.head and not run_page.show_monitor(made()).picture
 
 
-def test_importances_are_shown_by_part_and_stage(tmp_path):
-    assert run_page.show_diagnostics(compared(), tmp_path) == []
+def test_what_domains_share_is_a_picture(tmp_path):
+    assert not run_page.show_overlap(compared(), tmp_path).picture
     (tmp_path / "diagnostics").mkdir()
     for number, value in ((1, 0.25), (2, 0.5), (3, 0.75)):
         arrays = {"importance/model.layers.0.neurons": np.full(8, value), "other/x": np.ones(3)}
         np.savez(tmp_path / "diagnostics" / f"{number:03d}.npz", **arrays)
-    head, means, shared = run_page.show_diagnostics(compared(), tmp_path)
-    assert head.title == "Inside the model"
-    assert description(means.picture) == "Importance, accumulated: mean 0.250 after law, 0.750 after space."
-    assert means.picture.drawn.axes[0].images[0].get_array().tolist() == [[0.25, 0.5, 0.75]]
-    assert "importance, accumulated" in description(shared.picture)
+    assert "importance, accumulated" in description(run_page.show_overlap(compared(), tmp_path).picture)
