@@ -175,10 +175,8 @@ def contrast_groups(section: RunSection, key: str) -> dict[str, PairedContrast]:
     """By group, its mean difference from its baseline over the orders and seeds that both have."""
     pairs = pair_values(section, key)
     named = {name: other.name for name, other in section.baselines.items()}
-    found = {
-        name: statistics.compare_pairs(pairs.get(name, {}), pairs.get(other, {}))
-        for name, other in named.items()
-    }
+    pair = statistics.compare_pairs
+    found = {name: pair(pairs.get(name, {}), pairs.get(other, {})) for name, other in named.items()}
     return correct_holm({name: each for name, each in found.items() if each.n})
 
 
@@ -221,9 +219,8 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
     answers: a record for all tasks together (`task` is empty) and for each task. Then notes, and a line for
     each file that cannot be read. One task's answers are read after another's."""
     notes, failed, parts = [], [], defaultdict(dict)
-    wanted = [
-        (group, section.baselines[group.name]) for group in section.groups if group.name in section.baselines
-    ]
+    compared = [group for group in section.groups if group.name in section.baselines]
+    wanted = [(group, section.baselines[group.name]) for group in compared]
     runs = list(dict.fromkeys(run for pair in wanted for group in pair for run in group.runs))
     tuned: dict[str, dict] = defaultdict(dict)  # of a task, by run and end-task seed
     for run in runs:
@@ -319,7 +316,8 @@ def tabulate_spreads(
     """A row per group; `names`, properties of it, before the measures that some run has."""
     spreads, measures, cells = spread_values(section), list_present(section, measures), []
     for group in section.groups:
-        row = [group.name, *(getattr(group, name) for name in names)]
+        told = [getattr(group, name) for name in names]
+        row = [group.name, *(each if isinstance(each, str) else few(each, between=", ") for each in told)]
         baseline = group if group in section.baselines.values() else section.baselines.get(group.name)
         for measure in measures:
             own = spreads[group.name].get(measure.key)
@@ -330,14 +328,13 @@ def tabulate_spreads(
             else:
                 row.append(format_spread(own, measure.show, bounds=bounds))
         cells.append(row)
-    called = {"size": "runs", "named_orders": "orders"}
-    head = ["group", *(called.get(name, name) for name in names), *(m.title for m in measures)]
+    head = ["group", *(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
     return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
 
 
 def tabulate_main(section: RunSection, *, domains: Sequence[str] = ()) -> Block:
     """Every measure; `domains`: the only ones measured, if any."""
-    names, measures = ("method", "model", "named_orders", "size"), [*MEASURES, FLOPS]
+    names, measures = ("method", "model", "orders", "size"), [*MEASURES, FLOPS]
     shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
     lines = [*only, f"{SPREAD} In nats if no unit is named.", *list_caveats(section)]
@@ -549,7 +546,10 @@ def export_sections(
     sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
     """Writes STEM.csv (a row per run with every number of its report), .tex (a booktabs table per section),
-    .json (everything, with `more`) and .parquet (the tidy frame of all runs)."""
+    .json (everything, with `more`) and .parquet (the tidy frame of all runs).
+
+    In CSV `compared/…` are over the domains of --domains, other numbers over all texts; a text that a
+    spreadsheet would take for a formula gets an apostrophe."""
     runs: list[tuple[dict[str, Any], MeasuredRun]] = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
@@ -557,10 +557,22 @@ def export_sections(
             facts |= {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
             facts |= {"order": " ".join(run.scores.run["order"]), "section": number, "group": group.name}
             runs.append((facts, run))
+
+    def defuse(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+    names = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap")
     for kind in kinds:
         with replacing(stem.with_name(stem.name + KINDS[kind])) as partial:
             if kind == "csv":
-                partial.write_text(format_csv(runs), encoding="utf-8")
+                lines = []
+                for facts, run in runs:
+                    line = facts | {name: run.conditions[name] for name in names}
+                    line |= {f"compared/{key}": value for key, value in run.values.items()}
+                    numbers = frames.summarize_scores(run.scores)
+                    lines.append(line | {f"{k}/value" if k in RUN_KEYS else k: x for k, x in numbers.items()})
+                table = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
+                table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")
             elif kind == "latex":
                 tables = "\n".join(map(format_latex, sections))
                 partial.write_text("% needs \\usepackage{booktabs}\n" + tables, encoding="utf-8")
@@ -569,23 +581,6 @@ def export_sections(
             else:
                 rows = [own | {"key": key, "value": x} for own, run in runs for key, x in run.values.items()]
                 DataFrame(rows).to_parquet(partial, index=False)
-
-
-def format_csv(runs: Sequence[tuple[dict[str, Any], MeasuredRun]]) -> str:
-    """`compared/…` are over the domains of --domains, other numbers over all texts. A text that a spreadsheet
-    would take for a formula gets an apostrophe."""
-    names, lines = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap"), []
-    for facts, run in runs:
-        numbers = frames.summarize_scores(run.scores)
-        line = facts | {name: run.conditions[name] for name in names}
-        line |= {f"compared/{key}": value for key, value in run.values.items()}
-        lines.append(line | {f"{key}/value" if key in RUN_KEYS else key: x for key, x in numbers.items()})
-
-    def defuse(value: Any) -> Any:
-        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
-
-    frame = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
-    return frame.to_csv(index=False, lineterminator="\n")
 
 
 def format_latex(section: RunSection) -> str:
@@ -640,8 +635,15 @@ def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], 
     Values of units in 0..1 for domains s and t are compared by the soft Jaccard index (Ruzicka's similarity),
     `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)`; of sets it is Jaccard's, |A and B| / |A or B|. All layers
     count as one. A file that is missing or damaged leaves its domain out."""
-    stages = {row: read_diagnostics(folder, row) for row in range(1, len(scores.rows))}
-    stages, found = {row: arrays for row, arrays in stages.items() if arrays}, {}
+    stages, found = {}, {}
+    for row in range(1, len(scores.rows)):
+        path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
+        try:
+            check_archive(path, instead="")
+            with np.load(path) as arrays:
+                stages[row] = dict(arrays)
+        except (OSError, ValueError):
+            continue
     for prefix, title in QUANTITIES.items():
         vectors = {}
         for row, arrays in stages.items():
@@ -659,17 +661,6 @@ def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], 
         if prefix == "overlap" and shares.ndim == 2 and 1 < len(shares) < len(scores.rows):
             found[f"gates: {kind}"] = scores.rows[1 : len(shares) + 1], jaccard(shares.astype(float))
     return found
-
-
-def read_diagnostics(folder: Path, row: int) -> Mapping[str, np.ndarray]:
-    """The arrays of one stage; empty where its file is missing or damaged."""
-    path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
-    try:
-        check_archive(path, instead="")
-        with np.load(path) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError):
-        return {}
 
 
 def split_shares(shares: Mapping[int, np.ndarray], scores: Scores) -> dict[int, np.ndarray]:

@@ -25,12 +25,8 @@ from cpt.reporting.frames import FEW, few, perplexity, signed
 from cpt.reporting.load_runs import RunGroup, RunSection
 from cpt.reporting.page import Block
 
-CURVES = {
-    "lm": "loss (nats)",
-    "grad_norm": "gradient norm",
-    "lr": "learning rate",
-    "tokens_per_s": "tokens/s",
-}
+CURVES = {"lm": "loss (nats)", "grad_norm": "gradient norm", "lr": "learning rate"}
+CURVES |= {"tokens_per_s": "tokens/s"}
 CHANGE = {"label": "change in nats per token\n(blue: better than base)", "change": True}
 MAX_PANELS = 8  # heat maps side by side
 HIGHLIGHTED = 6  # of more than FEW curves, those that end lowest
@@ -164,9 +160,8 @@ def draw_monitor(scores: Scores) -> Picture:
     step = 1 if len(middles) <= FEW else -(-len(middles) // 30)
     names = [literal(name, width=18) for name in list(scores.monitor)[::step]]
     axes.set_xticks(middles[::step], names, rotation=30, ha="right", fontsize=9 if step == 1 else 7)
-    axes.set(
-        ylabel="change in nats per token\nsince the stage's first evaluation", xlabel="steps of the stage"
-    )
+    axes.set_ylabel("change in nats per token\nsince the stage's first evaluation")
+    axes.set_xlabel("steps of the stage")
     shown = list(kinds)[: None if bound else -1]
     how = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "frameon": False}
     axes.legend([Line2D([], [], **kinds[kind]) for kind in shown], shown, **how)
@@ -217,21 +212,17 @@ def draw_tasks(matrix: np.ndarray, rows: Sequence[str], tasks: Sequence[str], *,
 def build_figures(section: RunSection) -> list[Block]:
     """All figures of a comparison for which there are numbers."""
     spreads, marks = compare.spread_values(section), {}
+    measures = [m for m in (*compare.MEASURES, *compare.COST_MEASURES) if m.key in MARKED]
     for group in section.groups:
-        own = [
-            (m, spreads[group.name].get(m.key))
-            for m in (*compare.MEASURES, *compare.COST_MEASURES)
-            if m.key in MARKED
-        ]
-        told = "; ".join(f"{m.title} {compare.format_spread(each, m.show)}" for m, each in own if each)
+        own = [(m, spreads[group.name][m.key]) for m in measures if m.key in spreads[group.name]]
+        told = "; ".join(f"{m.title} {compare.format_spread(each, m.show)}" for m, each in own)
         marks[group.name] = f"{group.name}, runs: {len(group.runs)}. {told}"
     how = {"places": section.places, "marks": marks}
 
     blocks = []
     for title, name, x, y, x_label, y_label, logarithmic in PLANES:
-        points = {
-            group.name: (group.of(x), group.of(y)) for group in section.groups if compare.is_ranked(group, y)
-        }
+        ranked = [group for group in section.groups if compare.is_ranked(group, y)]
+        points = {group.name: (group.of(x), group.of(y)) for group in ranked}
         if any(None not in pair for xs, ys in points.values() for pair in zip(xs, ys, strict=True)):
             picture = draw_plane(points, x=x_label, y=y_label, logarithmic=logarithmic, **how)
             line = "Small: runs; large: their means. Down and left is better."
@@ -289,10 +280,8 @@ def draw_plane(
     if logarithmic and points:
         axes.set_xscale("log")
     means = {name: runs.mean(1) for name, runs in points.items()}
-    windows = [
-        find_window([runs[axis] for runs in points.values()], logarithmic=logarithmic and not axis)
-        for axis in (0, 1)
-    ]
+    xs, ys = ([runs[axis] for runs in points.values()] for axis in (0, 1))
+    windows = find_window(xs, logarithmic=logarithmic), find_window(ys, logarithmic=False)
     for name, runs in points.items():
         marker, many, colour = {"marker": styles[name]["marker"]}, runs.shape[1] > 5, styles[name]["color"]
         small = {"s": 12 if many else 24, "alpha": 0.4 if many else 0.7, "linewidths": 0, "zorder": 2}

@@ -139,10 +139,8 @@ def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[Measu
 def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
     """The scores with metrics, end tasks and answers over these domains alone: a mean is over their terms."""
     cells = np.where([name not in (*names, GENERAL) for name in scores.domains], np.nan, scores.cells)
-    metrics = {
-        name: {unit: float(value) for unit, value in units.items()}
-        for name, units in compute_values(cells, layout=scores).items()
-    }
+    values = compute_values(cells, layout=scores)
+    metrics = {name: {unit: float(x) for unit, x in units.items()} for name, units in values.items()}
     asked, tuned = scores.answers, scores.endtasks
     if tasks := {task: given for task, given in asked.get("tasks", {}).items() if task in names}:
         matrix, columns = task_metrics.matrix_of(asked), list(asked["tasks"])
@@ -153,9 +151,7 @@ def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
     if kept := [task for task in tuned.get("tasks", ()) if task in names]:
         places = [tuned["tasks"].index(task) for task in kept]
         facts = {key: {task: tuned[key][task] for task in kept} for key in ("metric", "classes", "examples")}
-        cubes = {
-            kind: [[row[place] for place in places] for row in rows] for kind, rows in tuned["scores"].items()
-        }
+        cubes = {kind: [[row[n] for n in places] for row in rows] for kind, rows in tuned["scores"].items()}
         tuned = tuned | facts | {"tasks": kept, "scores": cubes}
     return replace(scores, metrics=metrics, answers=asked if tasks else {}, endtasks=tuned if kept else {})
 
@@ -179,12 +175,8 @@ def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) 
             continue
         scores = restrict_scores(run.scores, names) if names else run.scores
         numbers = summarize_scores(scores, ("metric", "task", "score", "probe", "cost"))
-        alone = [
-            each
-            for each in references
-            if (each.pair[0], each.scores.run["model"]) == (run.pair[0], run.scores.run["model"])
-            and each.comparability == run.comparability
-        ]
+        alike = run.pair[0], run.scores.run["model"], run.comparability
+        alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
             other = min(alone, key=lambda each: each.pair[1] != run.pair[1]).scores.diagonal
             own = {name: x for name, x in run.scores.diagonal.items() if not names or name in names}
@@ -212,32 +204,11 @@ class RunGroup:
     orders: Sequence[str]  # names of its orders
     own: frozenset[str]  # the values that set it apart
     runs: Sequence[MeasuredRun]
-    order: tuple[str, ...] | None = None  # where groups are told apart by it
-
-    @property
-    def method(self) -> str:
-        return self.runs[0].scores.run["method"]
-
-    @property
-    def alone(self) -> bool:
-        """Whether its method trains every domain from the base."""
-        return self.runs[0].scores.alone
-
-    @property
-    def needs_domain(self) -> bool:
-        """Whether the domain of a text is given at test time."""
-        return any(run.scores.needs_domain for run in self.runs)
-
-    @property
-    def named_orders(self) -> str:
-        return few(self.orders, between=", ")
-
-    @property
-    def size(self) -> str:
-        """`6 (3 seeds x 2 orders)`."""
-        seeds, orders = (len({run.pair[place] for run in self.runs}) for place in (1, 0))
-        counts = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((seeds, "seed"), (orders, "order"))]
-        return f"{len(self.runs)} ({(' x ' if len(self.runs) == seeds * orders else ', ').join(counts)})"
+    order: tuple[str, ...] | None  # where groups are told apart by it
+    method: str
+    alone: bool  # whether its method trains every domain from the base
+    needs_domain: bool  # whether the domain of a text is given at test time
+    size: str  # `6 (3 seeds x 2 orders)`
 
     def of(self, key: str) -> list[float | None]:
         """A value by run."""
@@ -328,6 +299,9 @@ def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]
         for settings, members in by_settings.items():
             short = [shorten(each, width=40) for each in settings[:NAMED_SETTINGS]]
             short += ["…"] * (len(settings) > NAMED_SETTINGS) + [model] * several
+            seeds, drawn = (len({run.pair[place] for run in members}) for place in (1, 0))
+            counts = [f"{n} {kind}{'s' * (n > 1)}" for n, kind in ((seeds, "seed"), (drawn, "order"))]
+            between = " x " if len(members) == seeds * drawn else ", "
             group = RunGroup(
                 name=", ".join([name, *short, *([f"order {orders[order]}"] if order else [])]),
                 plain=label(members[0].scores.run | {"variant": ""}),
@@ -336,6 +310,10 @@ def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]
                 own=frozenset({*settings, *split_variant(members[0].scores.run)} - shared),
                 runs=members,
                 order=order,
+                method=members[0].scores.run["method"],
+                alone=members[0].scores.alone,
+                needs_domain=any(run.scores.needs_domain for run in members),
+                size=f"{len(members)} ({between.join(counts)})",
             )
             groups.append(group)
     means = {group: group.mean("LC/perplexity") for group in groups}

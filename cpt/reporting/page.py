@@ -80,21 +80,13 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         base64=base64.b64encode,
         description=description,
-        drawn=draw_inline,
+        drawn=lambda *given, **told: Markup(inline_svg(*given, **told)),
         inline=inline,
-        told=separate_interval,
+        split=separate_interval,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
     page.write_text(html, encoding="utf-8")
     return page
-
-
-def draw_inline(block: Block, number: int) -> Markup:
-    """The picture as SVG where its marks have names; else nothing."""
-    if not getattr(block.picture, "marks", None):
-        return Markup()
-    told = f"{block.title}. {description(block.picture)}"
-    return Markup(inline_svg(block.picture, prefix=f"p{number}-", told=told))
 
 
 def inline(line: str) -> Markup:

@@ -463,12 +463,12 @@ def show_probes(scores: Scores) -> Block:
     cells = format_rows(scores.rows[: len(values)], values.to_numpy(), decimals, errors.to_numpy())
     cells = [row for row in cells if set(row[1:]) != {"–"}]
     cells.append(["chance", *(format_known(task["chance"], decimals) for task in tasks.values())])
-    facts = [
-        f"{name}: {task['examples']:,} examples"
-        + f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
-        + ", lower is better" * (not task["higher"])
-        for name, task in tasks.items()
-    ]
+    facts = []
+    for name, task in tasks.items():
+        cut = f", {task['truncated']:,} or more requests cut from the left" * bool(task["truncated"])
+        facts.append(
+            f"{name}: {task['examples']:,} examples{cut}{', lower is better' * (not task['higher'])}"
+        )
     lines = [LEGENDS["probes"].format(harness=scores.probes["harness"]), few(facts, between="; ") + "."]
     head = ["after", *(describe_task(name, task) for name, task in tasks.items())]
     return Block(title="Probes", lines=lines, head=head, cells=cells)
@@ -506,10 +506,9 @@ def show_overlap(scores: Scores, folder: Path) -> Block:
 def show_texts(scores: Scores) -> Block:
     cells = []
     for name, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
-        facts = [scores.texts.get(name, {}).get(fact, "–") for fact in ("documents", "digest")]
-        told = [
-            ", ".join(f"{k} {v}" for k, v in f.items()) if isinstance(f, Mapping) else str(f) for f in facts
-        ]
-        cells.append([name, *map("{:,}".format, sizes), *told])
+        facts = scores.texts.get(name, {})
+        count = facts.get("documents", "–")
+        split = [f"{k} {v}" for k, v in count.items()] if isinstance(count, Mapping) else [str(count)]
+        cells.append([name, *map("{:,}".format, sizes), ", ".join(split), str(facts.get("digest", "–"))])
     head = ["text", "tokens", "scored", "bytes", "documents", "digest"]
     return Block(title="Test texts", head=head, cells=cells, folded=f"{len(cells)} texts")
