@@ -51,13 +51,6 @@ class ComparedMeasure(NamedTuple):
     relative: bool = False  # shown as the mean, and that over the baseline's
 
 
-def compare_shares(prefix: str, *names: str, lower: Sequence[str] = ()) -> list[ComparedMeasure]:
-    """Shares of 1 in %, of which more is better but for `lower`."""
-    titles = {"forward": "forward MF1", "forget_rate": "forget rate"}
-    named = [(f"{prefix}/{name}", f"{titles.get(name, name)} (%)", name) for name in names]
-    return [ComparedMeasure(key, title, percent, higher=name not in lower) for key, title, name in named]
-
-
 MEASURES = (
     ComparedMeasure("LC/perplexity", "LC (perplexity)", perplexity),
     ComparedMeasure("LC/bits_per_byte", "LC (bits per byte)"),
@@ -67,8 +60,13 @@ MEASURES = (
     ComparedMeasure("FWT_zs/nats", "FWT_zs", higher=True),
     ComparedMeasure("general_drift/nats", "general drift"),
     ComparedMeasure("intransigence/nats", "intransigence"),
-    *compare_shares("answers", "AP", "LA", "BWT", "F", "FWT", lower=["F"]),
-    *compare_shares("endtask", "MF1", "Acc", "forward", "forget_rate", lower=["forget_rate"]),
+    *(
+        ComparedMeasure(f"answers/{n}", f"{n} (%)", percent, n != "F")
+        for n in ("AP", "LA", "BWT", "F", "FWT")
+    ),
+    *(ComparedMeasure(f"endtask/{n}", f"{n} (%)", percent, higher=True) for n in ("MF1", "Acc")),
+    ComparedMeasure("endtask/forward", "forward MF1 (%)", percent, higher=True),
+    ComparedMeasure("endtask/forget_rate", "forget rate (%)", percent),
 )
 FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
 WHOLE = "{:,.0f}".format
