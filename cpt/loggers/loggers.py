@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from cpt.core.config import digest
 from cpt.core.preemption import Preempted
+from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.loggers.wandb import Curves, init_wandb, publish, publish_stage
 from cpt.reporting.frames import stage_points, summarize_scores
@@ -114,5 +115,6 @@ def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path, summa
         if isinstance(logger, WandbCurves):
             publish(logger.experiment, scores, folder=folder, summary=summary)
         elif not isinstance(logger, LongCSV):
-            known = {key: x for key, x in summarize_scores(scores, ["metric"]).items() if key.count("/") == 1}
+            found = summarize_scores(scores, ["metric"])
+            known = {key: x for key, x in found.items() if key.rpartition("/")[2] in UNITS}
             logger.log_metrics(known, step=len(scores.rows) - 1)

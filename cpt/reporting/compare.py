@@ -60,10 +60,9 @@ MEASURES = (
     ComparedMeasure("FWT_zs/nats", "FWT_zs", higher=True),
     ComparedMeasure("general_drift/nats", "general drift"),
     ComparedMeasure("intransigence/nats", "intransigence"),
-    *(
-        ComparedMeasure(f"answers/{n}", f"{n} (%)", percent, n != "F")
-        for n in ("AP", "LA", "BWT", "F", "FWT")
-    ),
+    *(ComparedMeasure(f"answers/{n}", f"{n} (%)", percent, higher=True) for n in ("AP", "LA", "BWT")),
+    ComparedMeasure("answers/F", "F (%)", percent),
+    ComparedMeasure("answers/FWT", "FWT (%)", percent, higher=True),
     *(ComparedMeasure(f"endtask/{n}", f"{n} (%)", percent, higher=True) for n in ("MF1", "Acc")),
     ComparedMeasure("endtask/forward", "forward MF1 (%)", percent, higher=True),
     ComparedMeasure("endtask/forget_rate", "forget rate (%)", percent),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from math import exp
@@ -69,9 +70,8 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     if (config := folder / "config.yaml").exists():
         code = config.read_text(encoding="utf-8", errors="replace")
         blocks.append(Block(title="Config", code=code, folded=f"config.yaml, digest {scores.config_digest}"))
-    return write_page(
-        blocks, title=f"{scores.run['name']}: {frames.label(scores.run)}", stem=folder / "report"
-    )
+    title = f"{scores.run['name']}: {frames.label(scores.run)}"
+    return write_page(blocks, title=title, stem=folder / "report")
 
 
 def format_scores(scores: Scores) -> str:
@@ -85,9 +85,8 @@ def format_scores(scores: Scores) -> str:
         width = min(24, 86 // len(columns) - 2)
         rows = [cells[row] for row in pick_ends(len(cells))]
         rows = [[frames.shorten(row[0], width=12), *(row[1 + column] for column in columns)] for row in rows]
-        return align_columns(
-            Block(head=["after", *(frames.shorten(names[n], width=width) for n in columns)], cells=rows)
-        )
+        head = ["after", *(frames.shorten(names[column], width=width) for column in columns)]
+        return align_columns(Block(head=head, cells=rows))
 
     tables = [shorten_table(scores.domains, format_matrix(scores))]
     shown = [name for name in ("LC", "FG", "general_drift") if name in scores.metrics]
@@ -107,9 +106,8 @@ def format_scores(scores: Scores) -> str:
     ]
     tables += [f"probes: {few(probes, between=', ')}"] * bool(probes)
     texts = f"perplexity on {len(pick_ends(len(scores.domains)))} of {len(scores.domains)} test texts:"
-    return "\n\n".join(
-        [f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}; {texts}", *tables]
-    )
+    about = f"{frames.label(scores.run)}, seed {scores.run['seed']}, {scores.state}"
+    return "\n\n".join([f"{about}; {texts}", *tables])
 
 
 def format_rows(names: Sequence[str], values: np.ndarray, show: Show, sds: np.ndarray | None = None) -> Cells:
@@ -134,14 +132,12 @@ def format_metric(scores: Scores, name: str) -> list[str]:
     name += f" ({terms[0]:,} of {terms[1]:,})" if terms else ""
     if terms and not terms[0]:
         return [name, *about, *["–"] * 4]
-    cells = [
-        format_known(metric[unit], show) + frames.format_interval(*bounds.get(unit, (None, None)), show)
-        for unit, show in FORMATS.items()
-    ]
-    middle = (
-        ", ".join(format_known(medians[unit], show) for unit, show in FORMATS.items()) if medians else "–"
-    )
-    return [name, *about, *cells, middle]
+    cells, middles = [], []
+    for unit, show in FORMATS.items():
+        interval = frames.format_interval(*bounds.get(unit, (None, None)), show)
+        cells.append(format_known(metric[unit], show) + interval)
+        middles += [format_known(medians[unit], show)] if medians else []
+    return [name, *about, *cells, ", ".join(middles) or "–"]
 
 
 def show_run(scores: Scores) -> Block:
@@ -204,10 +200,10 @@ def show_training(scores: Scores, folder: Path) -> Block:
     for name, curves in stages.items():
         losses = curves["lm"].dropna() if "lm" in curves else pandas.Series(dtype=float)
         ends = [f"{losses.iloc[place]:.4f}" for place in (0, -1)] if len(losses) else ["–"] * 2
-        medians = [
-            show(curves[term].median()) if term in curves else "–"
-            for term, show in (("grad_norm", "{:.3g}".format), ("tokens_per_s", "{:,.0f}".format))
-        ]
+        norm, speed = (
+            curves[term].median() if term in curves else None for term in ("grad_norm", "tokens_per_s")
+        )
+        medians = [format_known(norm, "{:.3g}".format), format_known(speed, WHOLE)]
         cells.append([name, str(len(losses)), *ends, *medians])
     missing = [name for name in scores.learned if name not in stages]
     lines = [LEGENDS["training"], *[f"Without a point: {few(missing, between=', ')}."] * bool(missing)]
@@ -264,24 +260,19 @@ def show_monitor(scores: Scores) -> Block:
         cells.append([name, str(stage["steps"][-1]), mean, most, general, stage["ended"] or "–"])
         if budget := stage.get("budget"):
             at = stage["steps"].index(budget["kept"]) if budget["kept"] in stage["steps"] else -1
-            drifts = [
-                f"{bound} {format_known(drift[at][1], signed)} of {budget['allowed'][bound]:.3f}"
-                for bound, drift in budget["drift"].items()
-                if drift
-            ]
+            drifts = []
+            for bound, drift in ((bound, drift) for bound, drift in budget["drift"].items() if drift):
+                rise = format_known(drift[at][1], signed)
+                drifts.append(f"{bound} {rise} of {budget['allowed'][bound]:.3f}")
             back = sum("back to" in act for act in budget["acts"])
             cells[-1].append("; ".join([*drifts, f"kept step {budget['kept']}", f"gone back {back} times"]))
         elif budgeted:
             cells[-1].append("–")
     head = ["stage", "steps", "its own text, nats", "most risen of the past", GENERAL, "ended early"]
     head += ["Budget of drift: upper ends at the kept step, of what was allowed"] * budgeted
-    how = {
-        "title": "Other text while each domain is learned",
-        "name": "monitor",
-        "lines": [LEGENDS["monitor"]],
-    }
-    how["picture"] = figures.draw_monitor(scores)
-    return Block(head=head, cells=cells, folded=f"{len(cells)} stages", **how)
+    how = {"name": "monitor", "lines": [LEGENDS["monitor"]], "picture": figures.draw_monitor(scores)}
+    how |= {"title": "Other text while each domain is learned", "folded": f"{len(cells)} stages"}
+    return Block(head=head, cells=cells, **how)
 
 
 def show_parts(scores: Scores) -> Block:
@@ -296,13 +287,9 @@ def show_parts(scores: Scores) -> Block:
     rows = zip(scores.rows, scores.parts, strict=True)
     cells = [[row, *(mix(parts.get(text, {})) for text in scores.domains)] for row, parts in rows]
     how = {"head": ["after", *scores.domains], "cells": cells, "words": 1 + len(scores.domains)}
-    how |= {
-        "folded": f"{len(cells)} x {len(scores.domains)} texts",
-        "name": "parts",
-        "lines": [LEGENDS["parts"]],
-    }
+    how |= {"folded": f"{len(cells)} x {len(scores.domains)} texts", "name": "parts"}
     how["picture"] = figures.draw_parts(scores) if len(scores.rows) > 1 else b""
-    return Block(title="Parts of the model that scored each text", **how)
+    return Block(title="Parts of the model that scored each text", lines=[LEGENDS["parts"]], **how)
 
 
 def show_metrics(scores: Scores) -> Block:
@@ -333,10 +320,8 @@ def show_generated(folder: Path) -> Block:
     for path in sorted(folder.glob("generated/*/facts.json")):
         for text, facts in json.loads(path.read_text(encoding="utf-8")).items():
             tokens, real, texts, left = (f"{facts[n]:,}" for n in ("tokens", "real", "texts", "left_out"))
-            own, theirs = (
-                format_known(facts[name], lambda nats: perplexity(exp(nats)))
-                for name in ("nll", "nll_left_out")
-            )
+            nats = ("nll", "nll_left_out")
+            own, theirs = (format_known(facts[n], lambda x: perplexity(exp(x))) for n in nats)
             stage = path.parent.name.partition("-")[2]
             cells.append([stage, text, facts["excerpt"], tokens, real, texts, own, left, theirs])
     head = ["stage", "in place of", "begins", "tokens", "real", "texts", "perplexity", "left out", "theirs"]
@@ -457,10 +442,10 @@ def show_probes(scores: Scores) -> Block:
         return Block()
     tasks = scores.probes["tasks"]
     values, errors = (
-        pandas.DataFrame({name: pandas.Series(task[kind], dtype=float) for name, task in tasks.items()})
+        np.array(list(itertools.zip_longest(*(task[kind] for task in tasks.values()))), float)
         for kind in ("values", "errors")
     )
-    cells = format_rows(scores.rows[: len(values)], values.to_numpy(), decimals, errors.to_numpy())
+    cells = format_rows(scores.rows[: len(values)], values, decimals, errors)
     cells = [row for row in cells if set(row[1:]) != {"–"}]
     cells.append(["chance", *(format_known(task["chance"], decimals) for task in tasks.values())])
     facts = []
