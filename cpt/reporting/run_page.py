@@ -51,9 +51,10 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
     """Writes report.md and report.html into a run folder, of `scores` or its scores.json."""
     folder = Path(folder)
     scores = scores or Scores.load(folder / "scores.json")
+    answers = show_answers(scores, folder)
     blocks = [
         show_run(scores),
-        *show_answers(scores, folder),
+        *answers[:1],
         *show_matrix(scores),
         show_training(scores, folder),
         show_monitor(scores),
@@ -61,6 +62,7 @@ def write_report(folder: Path, scores: Scores | None = None) -> Path:
         show_similarity(scores),
         show_overlap(scores, folder),
         show_metrics(scores),
+        *answers[1:],
         show_generated(folder),
         *show_endtasks(scores, folder),
         show_probes(scores),
