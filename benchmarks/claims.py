@@ -13,7 +13,7 @@ from cpt.evaluation.pairs import LEVEL
 from cpt.evaluation.statistics import Difference, compare_pairs
 from cpt.evaluation.task_metrics import cube, pick_final
 from cpt.reporting.compare import PairedContrast, correct_holm
-from cpt.reporting.load_runs import Pair, Run, RunGroup, RunSection
+from cpt.reporting.load_runs import MeasuredRun, Pair, RunGroup, RunSection
 
 SHORT = "less than that is not excluded"
 FEW = 2  # the first and the last so many domains (MIGU, Table 4)
@@ -151,7 +151,7 @@ ON_TASKS = (
 HEAD = ("claim", "difference [95 % interval]", "pairs", "p", "Holm", "p (t)", "Holm (t)", "verdict")
 
 
-def measured(run: Run, measure: str) -> float | None:
+def measured(run: MeasuredRun, measure: str) -> float | None:
     """A measure of a run: one of the comparison's, or over the first or last domains."""
     if measure in ("early", "late"):
         return accuracy(run, late=measure == "late")
@@ -161,7 +161,7 @@ def measured(run: Run, measure: str) -> float | None:
     return run.values.get(measure)
 
 
-def accuracy(run: Run, *, late: bool) -> float | None:
+def accuracy(run: MeasuredRun, *, late: bool) -> float | None:
     """Mean accuracy on the tasks of the first or of the last domains, by the last model."""
     given = run.scores.endtasks
     if not given:

@@ -15,7 +15,7 @@ import study
 
 from cpt.evaluation.statistics import compare_pairs
 from cpt.reporting.drawing import figure, literal, png, style
-from cpt.reporting.load_runs import Run, RunGroup, RunSection
+from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection
 from cpt.reporting.page import Block, markdown
 
 EVERY = ["order=similar,random", "seed=0,1"]
@@ -38,7 +38,7 @@ class Studied:
     group: RunGroup
     similar: tuple[str, ...]
 
-    def runs(self, order: str) -> list[Run]:
+    def runs(self, order: str) -> list[MeasuredRun]:
         return [run for run in self.group.runs if (order_of(run) == self.similar) == (order == "similar")]
 
     def losses(self, order: str, row: str) -> Losses:
@@ -48,7 +48,7 @@ class Studied:
         }
 
 
-def order_of(run: Run) -> tuple[str, ...]:
+def order_of(run: MeasuredRun) -> tuple[str, ...]:
     return tuple(run.scores.run["order"])
 
 
@@ -63,7 +63,7 @@ def name_orders(orders: Sequence[Sequence[str]]) -> list[str]:
     return ["similar" if tuple(each) == similar else "random" for each in orders]
 
 
-def losses(run: Run, row: str) -> dict[str, float]:
+def losses(run: MeasuredRun, row: str) -> dict[str, float]:
     scores = run.scores
     if row == "own":
         return scores.diagonal
@@ -131,7 +131,7 @@ def of_both(studied: Studied, row: str) -> dict[tuple[str, str, int], float]:
     return {(order, *key): loss for order in ORDERS for key, loss in studied.losses(order, row).items()}
 
 
-def forgotten_by_half(runs: Sequence[Run]) -> tuple[dict, dict]:
+def forgotten_by_half(runs: Sequence[MeasuredRun]) -> tuple[dict, dict]:
     """Forgetting, nats, of the domains before a stage that were measured then: of stages in the second half
     of the order, and of those in the first, each by seed and place within its half."""
     halves: tuple[dict, dict] = ({}, {})
@@ -210,7 +210,7 @@ def draw_places(groups: Mapping[str, Studied]) -> bytes:
     return png(drawn, told=f"Forgetting at the end by place in the order. Means: {told}")
 
 
-def forgotten(run: Run) -> dict[str, float]:
+def forgotten(run: MeasuredRun) -> dict[str, float]:
     """What the last model has lost on each domain since it was learned."""
     own = losses(run, "own")
     return {name: loss - own[name] for name, loss in losses(run, "last").items()}

@@ -18,7 +18,7 @@ from cpt.data.corpora import Corpora
 from cpt.data.example import Example, read_example
 from cpt.evaluation.task_metrics import matrix_of
 from cpt.reporting import compare
-from cpt.reporting.load_runs import Run, RunSection
+from cpt.reporting.load_runs import MeasuredRun, RunSection
 from cpt.reporting.page import Block, markdown
 from cpt.trainer.plan import make_plan
 
@@ -82,7 +82,7 @@ def tabulate_levels(section: RunSection, root: Path | None) -> Block:
     return Block(title="Each task, what is written is right, in %", head=head, cells=cells)
 
 
-def mean_of(runs: Sequence[Run], task: str, *, own: bool) -> float:
+def mean_of(runs: Sequence[MeasuredRun], task: str, *, own: bool) -> float:
     """The mean over runs of a task's score in its own row or in the last."""
     found = []
     for run in runs:

@@ -19,7 +19,7 @@ import cpt.core.naming  # noqa: F401  (registers the resolvers)
 from cpt import report
 from cpt.core.config import digest, plain_config
 from cpt.core.places import CONF
-from cpt.reporting.load_runs import Run, RunSection, build_sections, find_runs, measure_runs
+from cpt.reporting.load_runs import MeasuredRun, RunSection, build_sections, find_runs, measure_runs
 
 RESULTS, PAGE = ROOT / "docs" / "results", ROOT / "docs" / "results.md"
 FEW = 10  # domains of which a folder can have the names
@@ -109,11 +109,11 @@ def restore_runs(
             OmegaConf.save(OmegaConf.create(plain_config(cfg)), folder / "config.yaml")
 
 
-def find_finished(folder: Path) -> list[Run]:
+def find_finished(folder: Path) -> list[MeasuredRun]:
     return measure_runs([run for run in find_runs([folder]).runs if run.scores.run["finished"]])
 
 
-def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str, raw: str) -> None:
+def write_results(options: argparse.Namespace, runs: Sequence[MeasuredRun], *, name: str, raw: str) -> None:
     """The comparison's page with its pictures, and the scores of every run, a line each."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     report.main([os.path.relpath(options.runs), "--out", str(RESULTS), "--name", name])
@@ -123,7 +123,7 @@ def write_results(options: argparse.Namespace, runs: Sequence[Run], *, name: str
     (RESULTS / raw).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def keep_scores(run: Run) -> Mapping:
+def keep_scores(run: MeasuredRun) -> Mapping:
     data = json.loads((run.folder / "scores.json").read_text(encoding="utf-8"))
     return {key: value for key, value in data.items() if key not in LEFT_OUT}
 
@@ -138,7 +138,7 @@ def write_section(program: str, parts: Iterable[str]) -> None:
     PAGE.write_text(f"{before}{begin}\n\n" + "\n\n".join(parts) + f"\n\n{end}{after}", encoding="utf-8")
 
 
-def list_orders(runs: Sequence[Run]) -> str:
+def list_orders(runs: Sequence[MeasuredRun]) -> str:
     """The orders of the runs, a line each."""
     orders = {tuple(run.scores.run["order"]) for run in runs}
     return "\n".join(f"* {' → '.join(order)}" for order in sorted(orders, reverse=True))

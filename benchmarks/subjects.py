@@ -17,7 +17,7 @@ from variants import QUICK
 
 from cpt.core.memory import keep_free
 from cpt.data.datamodule import Domain
-from cpt.loggers.loggers import About, track
+from cpt.loggers.loggers import track
 from cpt.models.memory import draw_quickly
 from cpt.optim.nan_guard import NanGuard
 from cpt.trainer.checkpoint import StepCheckpoint
@@ -76,9 +76,8 @@ def fit(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         last = StepCheckpoint(folder / "last.ckpt", every=options.checkpoint_every, guard=guard)
-        with track(
-            place.plan.logger.flags, folder, about=About("bench", "bench", "bench", [], {})
-        ) as loggers:
+        about = {"name": "bench", "group": "bench", "job_type": "bench", "tags": [], "config": {}}
+        with track(place.plan.logger.flags, folder, about=about) as loggers:
             how = {"loggers": loggers, "steps": steps, "callbacks": [guard, *callbacks, last]}
             fitting = make_trainer(options.lightning, label=domain.name, **how)
             with draw_quickly(options.quick_dropout):

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 from cpt.core.config import digest
 from cpt.core.output import run_program
-from cpt.reporting import compare, plots
-from cpt.reporting.frames import label
+from cpt.reporting import compare, figures
+from cpt.reporting.frames import few, label
 from cpt.reporting.load_runs import FILTERS, build_sections, filter_runs, find_runs, measure_runs
-from cpt.reporting.page import Block, align_columns, few, write_page
+from cpt.reporting.page import Block, align_columns, write_page
 
 BASELINE = "ncl"
 DEFAULT_EXPORTS = "csv,latex,json"
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; --help lists what is allowed")
 
 
-def parser() -> Parser:
+def report_parser() -> Parser:
     made = Parser(prog="python -m cpt.report", description="Compares the finished runs below folders.")
     give = made.add_argument
     give("folders", nargs="*", type=Path, metavar="FOLDER", help="where to look for runs, at any depth")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Writes and prints the comparison. Gives the exit code: 1 if something is wrong or could not be read, 2
     if there is no finished run."""
     try:
-        return compare_folders(parser().parse_args(arguments))
+        return compare_folders(report_parser().parse_args(arguments))
     except BrokenPipeError:  # cpt.core.output
         raise
     except (ValueError, OSError) as error:
@@ -80,27 +80,29 @@ def compare_folders(given: argparse.Namespace) -> int:
     names = {name for section in sections for group in section.groups for name in (group.name, group.plain)}
     if given.baseline and sections and given.baseline not in names:
         raise ValueError(f"--baseline {given.baseline}; there is: {', '.join(sorted(names))}")
-    if given.curve:
-        plots.check_curve(given.curve, measured)
-
     heading, blocks, failed = compare.build_heading(sections), [], []
     for number, section in enumerate(sections, start=1):
-        curve = [plots.build_setting_curve(section, given.curve)] if given.curve else []
-        figures = plots.build_figures(section)
-        main_table = compare.tabulate_main(section, domains=domains)
-        own = [compare.build_findings(section), *curve, *figures[:1], main_table]
-        own += [*compare.tabulate_all(section), *figures[1:]]
-        if len(sections) > 1:
-            own = [
-                replace(
-                    block, title=f"{block.title} (section {number})", name=f"section_{number}-{block.name}"
-                )
-                for block in own
-            ]
-        blocks += own
+        own = [compare.build_findings(section)]
+        own += [figures.build_setting_curve(sections, section, given.curve)] if given.curve else []
+        own += [*figures.build_figures(section), compare.tabulate_main(section, domains=domains)]
+        own += compare.tabulate_all(section)
+        for block in own:
+            several = {"title": f"{block.title} (section {number})", "name": f"section_{number}-{block.name}"}
+            blocks.append(replace(block, **several) if len(sections) > 1 else block)
         failed += compare.contrast_examples(section)[2]
-    aside = list_left_out(unfinished, found.begun, [run for run in finished if run.folder not in
-                          {each.folder for each in measured}])  # fmt: skip
+    head = ("folder", "method", "seed")
+    facts = {
+        run.folder: [str(run.folder), label(run.scores.run), str(run.scores.run["seed"])]
+        for run in found.runs
+    }
+    states = [[*facts[run.folder], run.scores.state] for run in unfinished]
+    states += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in found.begun]
+    lacking = [run for run in finished if run.folder not in {each.folder for each in measured}]
+    lacking = [[*facts[run.folder], few(run.scores.domains)] for run in lacking]
+    aside = [
+        Block(title="Unfinished runs", head=(*head, "state"), cells=states, words=4),
+        Block(title="Runs without these domains", head=(*head, "has"), cells=lacking, words=4),
+    ]
     unread = Block(title="Runs that could not be read", lines=[*found.damaged, *failed])
 
     name = "comparison"
@@ -109,55 +111,32 @@ def compare_folders(given: argparse.Namespace) -> int:
         name = f"comparison_{chosen if len(chosen) <= MAX_NAME else digest(list(given.where))[:16]}"
     stem = (given.out or existing[0]) / (given.name or name)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page = write_page(
-        [*heading, *blocks, *aside, unread], title="Comparison of runs", stem=stem, vectors=True
-    )
+    shown = [*heading, *blocks, *aside, unread]
+    page = write_page(shown, title="Comparison of runs", stem=stem, vectors=True)
     more = {block.title.lower().replace(" ", "_"): [list(row) for row in block.cells] for block in aside}
     more |= {"runs_that_could_not_be_read": list(unread.lines)}
     more |= {"sections_differ": list(heading[0].lines)} if heading else {}
     if sections:
         compare.export_sections(sections, stem=stem, kinds=kinds, more=more)
 
-    for block in heading:
-        print(*block.lines, sep="\n", end="\n\n")
+    told = list(heading)
     for section in sections:
-        findings, main_table = compare.build_findings(section), compare.tabulate_main(section)
-        differences = compare.tabulate_differences(section)
+        main_table, differences = compare.tabulate_main(section), compare.tabulate_differences(section)
         brief = replace(compare.tabulate_brief(section), title=main_table.title, lines=main_table.lines)
         cells = [row[:LC_COLUMNS] for row in differences.cells]
         first = replace(differences, head=differences.head[:LC_COLUMNS], cells=cells, facets=())
-        print_blocks([findings, brief, first])
-    print_blocks(aside)
+        told += [compare.build_findings(section), brief, first]
+    for block in [*told, *aside]:
+        table = [align_columns(block)] if block.cells else []
+        if block.lines or table:
+            print("\n".join([*[block.title] * bool(block.title), *table, *block.lines]), end="\n\n")
     print(page)
     print(*found.damaged, *failed, sep="\n", end="\n" * bool(found.damaged or failed), file=sys.stderr)
     if not finished:
-        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-        print(f"no finished run below {places}: {told}", file=sys.stderr)
+        counted = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        print(f"no finished run below {places}: {counted}", file=sys.stderr)
         return 2
     return int(bool(found.damaged or failed))
-
-
-def list_left_out(unfinished: Sequence, begun: Sequence[Path], without: Sequence) -> list[Block]:
-    """Runs that are not compared: unfinished ones, and finished ones without the domains asked for."""
-    head = ("folder", "method", "seed")
-
-    def facts(run) -> list[str]:
-        return [str(run.folder), label(run.scores.run), str(run.scores.run["seed"])]
-
-    states = [[*facts(run), run.scores.state] for run in unfinished]
-    states += [[str(folder), "–", "–", "begun, nothing measured yet"] for folder in begun]
-    lacking = [[*facts(run), few(run.scores.domains)] for run in without]
-    return [
-        Block(title="Unfinished runs", head=(*head, "state"), cells=states, words=4),
-        Block(title="Runs without these domains", head=(*head, "has"), cells=lacking, words=4),
-    ]
-
-
-def print_blocks(blocks: Sequence[Block]) -> None:
-    for block in blocks:
-        table = [align_columns(block)] if block.cells else []
-        if block.lines or table:
-            print("\n".join([block.title, *table, *block.lines]), end="\n\n")
 
 
 if __name__ == "__main__":

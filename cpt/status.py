@@ -166,7 +166,7 @@ def peek_scores(folder: Path) -> tuple[bool, float | None, str]:
 def format_statuses(runs: Sequence[RunStatus], counts: dict[str, int]) -> Iterator[str]:
     """The lines of the table, cut to the width of a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    yield truncate(ROW.format(*HEADER), width)
+    yield cut_line(ROW.format(*HEADER), width)
     for run in runs:
         learned = "" if run.learned is None else f"{math.floor(100 * run.learned)} %"
         left = "" if run.run_eta_s is None else format_time(run.run_eta_s) + "+" * bool(run.untimed)
@@ -177,9 +177,9 @@ def format_statuses(runs: Sequence[RunStatus], counts: dict[str, int]) -> Iterat
         held = run.host is not None and run.state in (*ACTIVE, "queued", "silent")
         by = f"{printable(run.host)}:{run.pid}" if held else ""
         eta = f", {format_time(run.phase_eta_s)}" if run.phase_eta_s is not None else ""
-        what = ": ".join(filter(None, (format_phase(run) + eta, truncate(printable(run.why), MAX_WHY))))
+        what = ": ".join(filter(None, (format_phase(run) + eta, cut_line(printable(run.why), MAX_WHY))))
         name = "  ".join(filter(None, (printable(run.run), what)))
-        yield truncate(ROW.format(run.state, learned, left, seen, by, name).rstrip(), width)
+        yield cut_line(ROW.format(run.state, learned, left, seen, by, name).rstrip(), width)
     total = ", ".join(f"{number} {state}" for state, number in counts.items())
     yield f"{len(runs)} run{'s' * (len(runs) != 1)}: {total}"
 
@@ -207,7 +207,7 @@ def printable(text: object) -> str:
     )
 
 
-def truncate(text: str, width: int) -> str:
+def cut_line(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"[:width]
 
 

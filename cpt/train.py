@@ -79,7 +79,7 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     with defer_signals():  # libraries cannot be interrupted while they are imported
         from cpt.core.processes import keep_threads
         from cpt.data.corpora import Corpora
-        from cpt.loggers.loggers import About, track
+        from cpt.loggers.loggers import track
         from cpt.loggers.wandb import run_name
         from cpt.trainer import build, preflight
         from cpt.trainer.base_model import make_base
@@ -115,8 +115,9 @@ def fit(plan: Plan, run: RunDir) -> Scores:
     run.check_documents(len(scores.rows))
     for phase, seconds in took.items():
         scores.phases["start"][phase] = scores.phases["start"].get(phase, 0.0) + seconds
-    name = run_name(scores.run, plan.settings["order"])
-    about = About(name, str(plan.run.name), plan.names["method"], plan.run.tags, plan.settings)
+    name, options = run_name(scores.run, plan.settings["order"]), plan.run
+    about = {"name": name, "group": str(options.name), "job_type": plan.names["method"]}
+    about |= {"tags": options.tags, "config": dict(plan.settings)}
     with track(plan.logger.flags, run.path, about=about, custom=ready.loggers) as loggers:
         trainer = ContinualTrainer(
             plan=plan,

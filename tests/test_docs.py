@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from cpt.contrib.wandb_tools.rebuild import build_parser
 from cpt.evaluation.scores import VERSION
-from cpt.report import parser
+from cpt.report import report_parser
 from cpt.reporting.load_runs import FILTERS
 from tests.conftest import ROOT
 from tests.support.site import program
@@ -166,7 +166,7 @@ def test_extras_that_are_named_exist(path):
 
 @pytest.mark.parametrize("name", ["README.md", "docs/comparison.md", "docs/wandb.md", "docs/sweeps.md"])
 def test_options_of_the_comparison_exist(name):
-    path, there = ROOT / name, set(parser()._option_string_actions) | OF_WANDB
+    path, there = ROOT / name, set(report_parser()._option_string_actions) | OF_WANDB
     there |= set(build_parser()._option_string_actions)
     alone = {word for span in spans(path) for word in span.split()[:1] if word.startswith("--")}
     called = {word for given in commands(path, "python -m cpt.report") for word in given if word[:2] == "--"}
@@ -175,7 +175,7 @@ def test_options_of_the_comparison_exist(name):
 
 def test_the_page_of_the_comparison_names_every_option_and_filter():
     named = set(words(DOCS / "comparison.md"))
-    options = {name for name in parser()._option_string_actions if name.startswith("--")} - {"--help"}
+    options = {name for name in report_parser()._option_string_actions if name.startswith("--")} - {"--help"}
     assert options | set(FILTERS) <= named
 
 

@@ -1,10 +1,8 @@
 """The loggers of a run: metrics.csv in the run folder, Weights & Biases, and custom ones."""
 
 import csv
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from cpt.core.config import digest
 from cpt.core.preemption import Preempted
+from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
 from cpt.loggers.wandb import Curves, init_wandb, publish, publish_stage
-from cpt.reporting.tables import stage_points
+from cpt.reporting.frames import stage_points, summarize_scores
 
 
 class LongCSV(Logger):
@@ -54,27 +53,16 @@ class WandbCurves(WandbLogger):
         self.curves.log(metrics, step)
 
 
-@dataclass(frozen=True)
-class About:
-    """A run's name on W&B, the runs that it belongs to, what kind of job it is, its tags and its config."""
-
-    name: str
-    group: str
-    job: str
-    tags: Sequence[str]
-    config: Mapping[str, Any]
-
-
 @contextmanager
 def track(
-    options: Mapping[str, Any], folder: Path, *, about: About, custom: Sequence[Logger] = ()
+    options: Mapping[str, Any], folder: Path, *, about: Mapping[str, Any], custom: Sequence[Logger] = ()
 ) -> Iterator[list[Logger]]:
-    """The loggers of one run, `custom` ones among them. They are finalized with how it ended; a W&B run of a
-    preempted one is marked so."""
+    """The loggers of one run, `custom` ones among them, finalized with how it ended; a W&B run of a preempted
+    one is marked so. `about`: name, group, job_type, tags and config, as wandb.init takes them."""
     loggers: list[Logger] = [LongCSV(folder / "metrics.csv")] if options.get("csv") else []
     loggers += custom
     for logger in custom:
-        logger.log_hyperparams(dict(about.config))
+        logger.log_hyperparams(dict(about["config"]))
     run, status = None, "failed"
     try:
         if options.get("wandb") and rank_zero_only.rank:
@@ -82,16 +70,8 @@ def track(
         elif options.get("wandb"):
             # Lightning would pass an option that W&B warns of, and join a run that is still open. One run
             # folder is one W&B run, also after a restart.
-            run = init_wandb(
-                digest([about.group, folder.name]),
-                folder,
-                name=about.name,
-                group=about.group,
-                job_type=about.job,
-                tags=list(about.tags),
-                config=dict(about.config),
-                **{name: options.get(name) for name in ("project", "entity", "mode")},
-            )
+            place = {name: options.get(name) for name in ("project", "entity", "mode")}
+            run = init_wandb(digest([about["group"], folder.name]), folder, **about, **place)
             curves = Curves(run, per_domain=bool(options.get("per_domain")), high=folder / "wandb" / "tokens")
             loggers.append(WandbCurves(curves, histograms=bool(options.get("histograms"))))
         yield loggers
@@ -123,8 +103,8 @@ def log_stage(loggers: Sequence[Logger], scores: Scores, *, distributions: Mappi
             shown = distributions if logger.histograms else {}
             publish_stage(logger.experiment, scores, row=row, distributions=shown)
         else:
-            points = stage_points(scores, row)
-            logger.log_metrics({name: value for name, value in points.items() if name != "stage"}, step=row)
+            points = {name: x for name, x in stage_points(scores, row).items() if name != "stage"}
+            logger.log_metrics(points, step=row)
             logger.save()
 
 
@@ -135,10 +115,6 @@ def log_scores(loggers: Sequence[Logger], scores: Scores, *, folder: Path, summa
         if isinstance(logger, WandbCurves):
             publish(logger.experiment, scores, folder=folder, summary=summary)
         elif not isinstance(logger, LongCSV):
-            metrics = {
-                f"{metric}/{unit}": value
-                for metric, units in scores.metrics.items()
-                for unit, value in units.items()
-                if isinstance(value, int | float) and math.isfinite(value)
-            }
-            logger.log_metrics(metrics, step=len(scores.rows) - 1)
+            found = summarize_scores(scores, ["metric"])
+            known = {key: x for key, x in found.items() if key.rpartition("/")[2] in UNITS}
+            logger.log_metrics(known, step=len(scores.rows) - 1)

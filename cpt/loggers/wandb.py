@@ -13,9 +13,8 @@ from PIL import Image
 from cpt.core.errors import reason
 from cpt.core.naming import LONGEST_TAG
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.reporting import figures
-from cpt.reporting.frames import choose_headlines, escape_name, label, split_variant, summarize_scores
-from cpt.reporting.tables import stage_points, tabulate, task_points
+from cpt.reporting import figures, frames
+from cpt.reporting.frames import escape_name, label
 
 if TYPE_CHECKING:
     import wandb
@@ -39,15 +38,13 @@ def init_wandb(identifier: str, folder: Path, *, tags: Sequence[str], **about: A
     if wrong := [tag for tag in tags if not 0 < len(tag) <= LONGEST_TAG]:
         raise ValueError(f"tags={wrong}; allowed: 1 to {LONGEST_TAG} characters each")
     about["settings"] = wandb.Settings(silent=True, console="off", **about.get("settings", {}))
+    # resume, offline too: the files of two starts are one run to `wandb sync` only if both say so
+    about |= {"id": identifier, "dir": str(folder), "tags": list(tags), "resume": "allow"}
     try:
-        # Offline too: the files of two starts are one run to `wandb sync` only if both say so.
-        run = wandb.init(
-            id=identifier, dir=str(folder), tags=tags, resume="allow", reinit="create_new", **about
-        )
+        run = wandb.init(reinit="create_new", **about)
     except wandb.Error as error:
-        lost = isinstance(error, wandb.errors.CommError) and not isinstance(
-            error, wandb.errors.AuthenticationError
-        )
+        refused = isinstance(error, wandb.errors.AuthenticationError)
+        lost = isinstance(error, wandb.errors.CommError) and not refused
         kind = ConnectionError if lost else ValueError
         raise kind(f"W&B: {reason(error)}; logger.mode=offline keeps the run in its folder") from None
     for axis, patterns in AXES.items():
@@ -62,7 +59,7 @@ def run_name(run: Mapping[str, Any], order: Any) -> str:
     if isinstance(order, Sequence) and not isinstance(order, str):
         listed = ",".join(map(str, order))
         order = listed if len(listed) <= LONGEST_ORDER else f"{len(order)} domains"
-    own = ", ".join(split_variant(run))
+    own = ", ".join(frames.split_variant(run))
     name = f"{label({**run, 'variant': ''})} order={order} seed={run['seed']}" + f" ({own})" * bool(own)
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
@@ -94,8 +91,7 @@ class Curves:
                 own[f"{name}/{escape_name(self.domain)}"] = value
             elif key != "epoch":
                 merged[key], axes[key] = value, TOKENS
-        if TOKENS in merged:
-            self.tokens = self.before + merged[TOKENS]
+        self.tokens = self.before + merged[TOKENS] if TOKENS in merged else self.tokens
         if self.tokens < self.logged:
             return
         if self.high is not None and self.tokens > self.logged and self.high.parent.is_dir():
@@ -113,28 +109,29 @@ class Curves:
 def publish_stage(
     run: wandb.Run, scores: Scores, *, row: int, distributions: Mapping[str, np.ndarray]
 ) -> None:
-    """The points of one row of the matrix, and a method's diagnostics after it as histograms."""
+    """Points of one row of the matrix, and a method's diagnostics after it as histograms."""
     import wandb
 
     histograms = {f"units/{name}": wandb.Histogram(values) for name, values in distributions.items()}
-    run.log({**stage_points(scores, row), **histograms})
+    run.log({**frames.stage_points(scores, row), **histograms})
 
 
 def publish(run: wandb.Run, scores: Scores, *, folder: Path, summary: str = "headlines") -> None:
     """Tables, pictures, the report, end tasks over the stages; as summary the headlines, or `all` numbers."""
     import wandb
 
-    for points in task_points(scores):
+    for points in frames.task_points(scores):
         run.log(points)
     logged: dict[str, Any] = pictures(scores)
-    for name, frame in tabulate(scores).items():
+    for name, frame in frames.tabulate(scores).items():
         logged[name] = wandb.Table(columns=[*frame], data=frame.to_numpy().tolist())
     page = folder / "report.html"
     if page.is_file() and page.stat().st_size <= LARGEST_REPORT:
         logged["report"] = wandb.Html(page.read_text(encoding="utf-8"), inject=False)
     run.log(logged)
     run.config.update({"cpt": describe_run(scores)}, allow_val_change=True)
-    run.summary.update(summarize_scores(scores) if summary == "all" else choose_headlines(scores))
+    shown = frames.summarize_scores if summary == "all" else frames.choose_headlines
+    run.summary.update(shown(scores))
 
 
 def describe_run(scores: Scores) -> dict[str, Any]:
@@ -143,8 +140,7 @@ def describe_run(scores: Scores) -> dict[str, Any]:
     about = {"label": name, "measured": describe_conditions(given), "conditions": given}
     about |= {"group": f"{name} | {about['measured']}", "digest": scores.config_digest}
     about |= {key: scores.run[key] for key in ("order", "finished", "objective", "variant")}
-    about |= {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
-    return about
+    return about | {key: getattr(scores, key) for key in ("texts", "versions", "needs_domain", "loading")}
 
 
 def pictures(scores: Scores) -> dict[str, Any]:
@@ -153,5 +149,5 @@ def pictures(scores: Scores) -> dict[str, Any]:
 
     draw = {"matrix": figures.draw_matrix, "stages": figures.draw_text_curves} if scores.rows else {}
     draw |= {"parts": figures.draw_parts} if any(scores.parts) else {}
-    draw |= {"endtasks": figures.draw_endtasks} if task_points(scores) else {}
+    draw |= {"endtasks": figures.draw_endtasks} if frames.task_points(scores) else {}
     return {f"{name}_image": wandb.Image(Image.open(BytesIO(each(scores)))) for name, each in draw.items()}

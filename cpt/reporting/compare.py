@@ -3,22 +3,24 @@ concluded from them; as blocks of a page, and exported as CSV, LaTeX, JSON and p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
-import statistics as stdlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame
 
-from cpt.core.files import replacing
-from cpt.evaluation.pairs import LEVEL, least_p, needed_pairs
+from cpt.core.files import check_archive, replacing
+from cpt.evaluation import statistics
+from cpt.evaluation.pairs import LEVEL, needed_pairs
 from cpt.evaluation.predictions import (
     answers_in,
     correct,
@@ -27,51 +29,31 @@ from cpt.evaluation.predictions import (
     mark_examples,
     rows_asked,
 )
-from cpt.evaluation.scores import RUN_KEYS, describe_conditions
-from cpt.evaluation.statistics import (
-    BOOTSTRAPPED,
-    LEAST,
-    Difference,
-    compare_differences,
-    compare_pairs,
-    intervals_of_means,
-    mcnemar,
-)
+from cpt.evaluation.scores import RUN_KEYS, Scores, describe_conditions
 from cpt.evaluation.task_metrics import describe_task, head_of
 from cpt.reporting import frames
-from cpt.reporting.frames import decimals, format_interval, megabytes, percent, perplexity, strip_controls
-from cpt.reporting.load_runs import Run, RunGroup, RunSection, differing_settings, name_orders
-from cpt.reporting.page import Block, few
+from cpt.reporting.frames import Show, decimals, few, format_interval, format_known, percent, perplexity
+from cpt.reporting.load_runs import MeasuredRun, RunGroup, RunSection, differing_settings, name_orders
+from cpt.reporting.page import LEGENDS, Block
 
-NONE = "–"
 KINDS = {"csv": ".csv", "latex": ".tex", "json": ".json", "parquet": ".parquet"}  # of exports
 EQUAL_COMPUTE = 1.1  # times the baseline's FLOPs
 MAX_SETTINGS = 8  # differing settings that a note names
 ALONE = ("CPT/", "intransigence/", "endtask/", "task/", "cost/")  # what ranks methods with a model per domain
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # what a spreadsheet takes for a formula (OWASP, CSV injection)
-RUNS = f"95 % interval: Student's t, BCa bootstrap from {BOOTSTRAPPED} on, none below {LEAST}"
-SPREAD = f"Mean ± standard deviation over the runs of a group, [{RUNS}]; (k): k of its runs have the number."
-TESTED = (
-    "p: two-sided sign-flip test over the pairs, for n pairs at least 2^(1-n) and 1/10001; Holm: corrected "
-    f"for the groups in the column (Holm 1979); p (t), Holm (t): paired t test, from {LEAST} pairs on"
-)
-EXAMPLES = (
-    "Group minus baseline in percentage points over the examples that both were given; tasks weigh alike. "
-    "Predictions are means over the orders and seeds that both have. Examples are redrawn within their task "
-    "(interval) or swapped between the two (p; McNemar's exact test for a pair of runs): interval and p are "
-    "about other examples, not other runs. Both, only group, only baseline: right there, of each pair of "
-    "runs; of a graded measure: as good, better in one of the two."
-)
-COSTS = (
-    "FLOPs: forward, backward and extra passes; learning: without scoring; (x): over the baseline's; "
-    "trained: parameters; stored: what the method keeps beside the model; per domain: its growth with each."
-)
+INTERVAL = LEGENDS["interval"].format(bootstrapped=statistics.BOOTSTRAPPED, least=statistics.LEAST)
+SPREAD = LEGENDS["spread"].format(interval=INTERVAL)
+QUANTITIES = {  # of which domains' overlap is measured, by the prefix of the arrays in diagnostics/
+    "importance": "importance, accumulated",  # DAS: the largest so far
+    "measured": "importance of each domain",
+    "chosen": "rows updated",  # MIGU: share of the steps since the first domain in which a row was updated
+}
 
 
 class ComparedMeasure(NamedTuple):
     key: str  # of Run.values
     title: str
-    show: Callable[[float], str] = decimals
+    show: Show = decimals
     higher: bool = False  # whether more is better
     relative: bool = False  # shown as the mean, and that over the baseline's
 
@@ -85,26 +67,24 @@ MEASURES = (
     ComparedMeasure("FWT_zs/nats", "FWT_zs", higher=True),
     ComparedMeasure("general_drift/nats", "general drift"),
     ComparedMeasure("intransigence/nats", "intransigence"),
-    ComparedMeasure("answers/AP", "AP (%)", percent, higher=True),
-    ComparedMeasure("answers/LA", "LA (%)", percent, higher=True),
-    ComparedMeasure("answers/BWT", "BWT (%)", percent, higher=True),
+    *(ComparedMeasure(f"answers/{n}", f"{n} (%)", percent, higher=True) for n in ("AP", "LA", "BWT")),
     ComparedMeasure("answers/F", "F (%)", percent),
     ComparedMeasure("answers/FWT", "FWT (%)", percent, higher=True),
-    ComparedMeasure("endtask/MF1", "MF1 (%)", percent, higher=True),
-    ComparedMeasure("endtask/Acc", "Acc (%)", percent, higher=True),
+    *(ComparedMeasure(f"endtask/{n}", f"{n} (%)", percent, higher=True) for n in ("MF1", "Acc")),
     ComparedMeasure("endtask/forward", "forward MF1 (%)", percent, higher=True),
     ComparedMeasure("endtask/forget_rate", "forget rate (%)", percent),
 )
 FLOPS = ComparedMeasure("cost/flops", "FLOPs (x baseline)", lambda x: f"{x:.2e}" if x else "0", relative=True)
+WHOLE = "{:,.0f}".format
 COST_MEASURES = (
-    ComparedMeasure("cost/tokens", "tokens (x baseline)", "{:,.0f}".format, relative=True),
+    ComparedMeasure("cost/tokens", "tokens (x baseline)", WHOLE, relative=True),
     FLOPS,
-    ComparedMeasure("cost/seconds_learn", "learning, s (x baseline)", "{:,.0f}".format, relative=True),
-    ComparedMeasure("cost/seconds", "all (s)", "{:,.0f}".format),
-    ComparedMeasure("cost/memory", "peak memory", megabytes),
-    ComparedMeasure("cost/trained", "trained", "{:,.0f}".format),
-    ComparedMeasure("cost/stored", "stored", megabytes),
-    ComparedMeasure("cost/stored_per_domain", "per domain", megabytes),
+    ComparedMeasure("cost/seconds_learn", "learning, s (x baseline)", WHOLE, relative=True),
+    ComparedMeasure("cost/seconds", "all (s)", WHOLE),
+    ComparedMeasure("cost/memory", "peak memory", frames.megabytes),
+    ComparedMeasure("cost/trained", "trained", WHOLE),
+    ComparedMeasure("cost/stored", "stored", frames.megabytes),
+    ComparedMeasure("cost/stored_per_domain", "per domain", frames.megabytes),
 )
 COMPARED = tuple(each for each in MEASURES if each.key not in ("BWT_zs/nats", "endtask/forward"))
 CHOSEN = ("LC/perplexity", "FG/nats", "CPT/nats", "answers/AP", "endtask/MF1", "cost/flops")  # shown at first
@@ -116,10 +96,6 @@ QUESTIONS = {  # how a finding begins, and its unit
     "LC/perplexity": ("Best average at the end", " perplexity"),
     "endtask/MF1": ("Best end tasks", ""),
     "answers/AP": ("Best answers", ""),
-}
-FRONTS = {  # lower is better in both
-    "forgetting (FG) and learning (CPT)": ("CPT/perplexity", "FG/nats"),
-    "LC and FLOPs": ("cost/flops", "LC/perplexity"),
 }
 
 
@@ -156,24 +132,24 @@ def spread_values(section: RunSection) -> dict[str, dict[str, Spread]]:
         values = {key: each.to_numpy() for key, each in rows.groupby("key", sort=False)["value"]}
         for n in {len(each) for each in values.values()}:
             same = {key: each for key, each in values.items() if len(each) == n}
-            bounds = intervals_of_means(np.stack([*same.values()])).tolist()
+            bounds = statistics.intervals_of_means(np.stack([*same.values()])).tolist()
             for (key, each), edges in zip(same.items(), bounds, strict=True):
-                sd = stdlib.stdev(each.tolist()) if n > 1 else None
-                low, high = edges if n >= LEAST else (None, None)
-                found[group][key] = Spread(n, runs[group], stdlib.fmean(each), sd, low, high)
+                sd = stdev(each.tolist()) if n > 1 else None
+                low, high = edges if n >= statistics.LEAST else (None, None)
+                found[group][key] = Spread(n, runs[group], fmean(each), sd, low, high)
     return found
 
 
-def format_spread(given: Spread | None, show: Callable[[float], str], *, bounds: bool = True) -> str:
+def format_spread(given: Spread | None, show: Show, *, bounds: bool = True) -> str:
     """`53.10 ± 0.30 [52.80, 53.40] (3)`; the last says how many runs have the number if not all have."""
     if given is None:
-        return NONE
+        return "–"
     deviation = "" if given.sd is None else f" ± {show(given.sd)}"
     interval = format_interval(given.low, given.high, show) if bounds else ""
     return show(given.mean) + deviation + interval + f" ({given.n})" * (given.n < given.runs)
 
 
-def correct_holm(found: Mapping[str, Difference]) -> dict[str, PairedContrast]:
+def correct_holm(found: Mapping[str, statistics.Difference]) -> dict[str, PairedContrast]:
     """Holm's step-down procedure (Holm 1979) on both p-values: the k-th smallest of m times m - k + 1, never
     below the one before it, at most 1. A difference without a t test counts as one of p = 1."""
     holm = []
@@ -203,7 +179,8 @@ def contrast_groups(section: RunSection, key: str) -> dict[str, PairedContrast]:
     """By group, its mean difference from its baseline over the orders and seeds that both have."""
     pairs = pair_values(section, key)
     named = {name: other.name for name, other in section.baselines.items()}
-    found = {name: compare_pairs(pairs.get(name, {}), pairs.get(other, {})) for name, other in named.items()}
+    pair = statistics.compare_pairs
+    found = {name: pair(pairs.get(name, {}), pairs.get(other, {})) for name, other in named.items()}
     return correct_holm({name: each for name, each in found.items() if each.n})
 
 
@@ -259,13 +236,18 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
         except ValueError as error:
             failed.append(str(error))
 
-    asked = list_answer_measures(section)
+    asked: dict[str, set[str]] = defaultdict(set)  # the headline measures of a task: one, unless runs differ
+    for run in section.runs:
+        for task, given in run.tasks.items():
+            asked[task].add(head_of(given))
     for kind, task in [*(("end tasks", task) for task in tuned), *(("answers", task) for task in asked)]:
         marked, measure = tuned.get(task, {}), "accuracy"
         if kind == "answers":
-            marked, (measure, *others) = {}, asked[task]
+            marked, (measure, *others) = {}, sorted(asked[task])
             if others:
-                notes.append(f"{task} is left out, as {' and '.join(asked[task])} are different measures.")
+                notes.append(
+                    f"{task} is left out, as {' and '.join([measure, *others])} are different measures."
+                )
             for run in (run for run in runs if task in run.tasks and not others):
                 try:
                     row = rows_asked(run.tasks[task])[-1]
@@ -288,34 +270,27 @@ def contrast_examples(section: RunSection) -> tuple[list[dict[str, Any]], list[s
             values = np.array([each["value"] for each in joined]).astype(float)
             if values.size:
                 one, other = values[::2], values[1::2]
-                counts = [int((one * other).sum()), int((one > other).sum()), int((one < other).sum())]
+                counts = np.array([(one * other).sum(), (one > other).sum(), (one < other).sum()])
                 if not set(np.unique(values)) <= {0, 1}:  # a graded measure
-                    counts[0] = int((one == other).sum())
-                part = ((one - other).mean(0), len(one), np.array(counts))
+                    counts[0] = (one == other).sum()
                 for key in ((kind, "", ""), (kind, task, measure)):
+                    part = ((one - other).mean(0), len(one), counts.astype(int))
                     parts[key].setdefault(group.name, []).append(part)
 
     records = []
     for (kind, task, measure), own in sorted(parts.items(), key=lambda each: each[0][1] != ""):
-        found = {name: compare_differences(each[0] for each in given) for name, given in own.items()}
+        found = {
+            name: statistics.compare_differences(each[0] for each in given) for name, given in own.items()
+        }
         for name, ((difference, pairs, counts), *others) in own.items():
             if not others and pairs == 1 and set(np.unique(difference)) <= {-1, 0, 1}:
-                found[name] = found[name]._replace(p=mcnemar(*counts[1:].tolist()))
+                found[name] = found[name]._replace(p=statistics.mcnemar(*counts[1:].tolist()))
         for name, contrast in correct_holm(found).items():
             counts = np.sum([each[2] for each in own[name]], axis=0).tolist()
             record = {"kind": kind, "task": task, "measure": measure, "tasks": len(own[name]), "group": name}
             record |= {"baseline": section.baselines[name].name} | contrast._asdict()
             records.append(record | dict(zip(("both", "only_group", "only_baseline"), counts, strict=True)))
     return records, notes, failed
-
-
-def list_answer_measures(section: RunSection) -> dict[str, list[str]]:
-    """The headline measures of each task: one, unless runs differ."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for run in section.runs:
-        for task, given in run.tasks.items():
-            found[task].add(head_of(given))
-    return {task: sorted(names) for task, names in found.items()}
 
 
 def list_present(section: RunSection, measures: Iterable[ComparedMeasure]) -> list[ComparedMeasure]:
@@ -345,7 +320,8 @@ def tabulate_spreads(
     """A row per group; `names`, properties of it, before the measures that some run has."""
     spreads, measures, cells = spread_values(section), list_present(section, measures), []
     for group in section.groups:
-        row = [group.name, *(getattr(group, name) for name in names)]
+        told = [getattr(group, name) for name in names]
+        row = [group.name, *(each if isinstance(each, str) else few(each, between=", ") for each in told)]
         baseline = group if group in section.baselines.values() else section.baselines.get(group.name)
         for measure in measures:
             own = spreads[group.name].get(measure.key)
@@ -356,14 +332,13 @@ def tabulate_spreads(
             else:
                 row.append(format_spread(own, measure.show, bounds=bounds))
         cells.append(row)
-    called = {"size": "runs", "named_orders": "orders"}
-    head = ["group", *(called.get(name, name) for name in names), *(m.title for m in measures)]
+    head = ["group", *(name.replace("size", "runs") for name in names), *(m.title for m in measures)]
     return build_table(section, cells if measures or names else [], head=head, words=len(names) + 1, **block)
 
 
 def tabulate_main(section: RunSection, *, domains: Sequence[str] = ()) -> Block:
     """Every measure; `domains`: the only ones measured, if any."""
-    names, measures = ("method", "model", "named_orders", "size"), [*MEASURES, FLOPS]
+    names, measures = ("method", "model", "orders", "size"), [*MEASURES, FLOPS]
     shown = [place for place, m in enumerate(list_present(section, measures), start=5) if m.key in CHOSEN]
     only = [f"Metrics on {few(domains, between=', ')} only."] if domains else []
     lines = [*only, f"{SPREAD} In nats if no unit is named.", *list_caveats(section)]
@@ -380,32 +355,22 @@ def tabulate_brief(section: RunSection) -> Block:
 def tabulate_tasks(section: RunSection) -> Block:
     """The last score of each end task, in its own metric."""
     found = {task: x for run in section.runs for task, x in run.scores.endtasks.get("metric", {}).items()}
-    measures = [
-        ComparedMeasure(f"task/{task}", f"{task} ({metric})", percent) for task, metric in found.items()
-    ]
-    line = f"In %, each in the last row in which it was measured, a mean over its seeds. {SPREAD}"
-    return tabulate_spreads(section, measures, title="End tasks", lines=[line])
+    measures = [ComparedMeasure(f"task/{task}", f"{task} ({name})", percent) for task, name in found.items()]
+    lines = [LEGENDS["tasks"].format(spread=SPREAD)]
+    return tabulate_spreads(section, measures, title="End tasks", lines=lines)
 
 
 def list_caveats(section: RunSection) -> list[str]:
     """What a reader must know before comparing the groups of a section."""
     groups, runs, objective = section.groups, section.runs, section.conditions["objective"]
     lines = [f"Perplexity of all these runs: {describe_conditions(section.conditions)}."]
-    if objective != "causal":
-        lines.append(
-            f"Bits per byte of a {objective} model are no code length, and comparable within these runs only."
-        )
-    if any(len(group.runs) > 1 for group in groups):
-        lines.append(
-            "Runs of a model share its base (model.base.seed) and one split of the texts. Intervals and p "
-            "over runs are about orders, masked positions and dropout, not about other bases or texts."
-        )
+    lines += [LEGENDS["code"].format(objective=objective)] * (objective != "causal")
+    lines += [LEGENDS["base"]] * any(len(group.runs) > 1 for group in groups)
     orders = name_orders(runs)
     if len(orders) > 1:
         lines += [f"order {name}: {few(order)}" for order, name in orders.items() if name != ",".join(order)]
     if alone := sorted({f"`{group.method}`" for group in groups if group.alone}):
-        meaning = "their CPT counts; their LC and FG compare models that never met"
-        lines.append(f"Methods that learn every domain from the base ({' and '.join(alone)}): {meaning}.")
+        lines.append(LEGENDS["alone"].format(methods=" and ".join(alone)))
     if given := [group.name for group in groups if group.needs_domain]:
         lines.append(f"Given the domain of a text at test time: {few(given, between=', ')}.")
     own = ("method.", "mask.", "replay.", "routing.", "model.")
@@ -421,11 +386,8 @@ def tabulate_differences(
     section: RunSection, measures: Iterable[ComparedMeasure] = COMPARED, *, title: str = "Differences"
 ) -> Block:
     """A row per group that has a baseline: mean difference, interval, p-values and Holm's."""
-    measures = list_present(section, measures)
+    measures, cells = list_present(section, measures), []
     columns = [contrast_groups(section, measure.key) for measure in measures]
-    head, cells = ["group", "baseline", "pairs"], []
-    for measure in measures:
-        head += [f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)"]
     for group in section.groups:
         if group.name in section.baselines and any(group.name in column for column in columns):
             own = [column.get(group.name) for column in columns]
@@ -433,24 +395,25 @@ def tabulate_differences(
             for each, measure in zip(own, measures, strict=True):
                 row += format_contrast(each, measure.show, ("p", "p_holm", "p_t", "p_t_holm"))
             cells.append(row)
-    most, count = max((each.n for own in columns for each in own.values()), default=0), len(cells)
-    needed = needed_pairs(count) if count else None
-    need = f"; for {count} groups, Holm ≤ {LEVEL} needs {needed} pairs or more" * bool(needed)
-    lines = [f"Group minus baseline, over the pairs (order, seed) that both have; [{RUNS}]."]
-    lines.append(f"{TESTED} (the smallest p here: {least_p(most):.3g}){need}.")
-    named = f"{title} from {section.baseline}"
-    return build_table(section, cells, title=named, head=head, words=2, lines=lines)
+    lines = [
+        LEGENDS["differences"].format(interval=INTERVAL),
+        LEGENDS["tested"].format(least=statistics.LEAST),
+    ]
+    tests = [(f"Δ {measure.title}", "p", "Holm", "p (t)", "Holm (t)") for measure in measures]
+    head = ["group", "baseline", "pairs", *itertools.chain(*tests)]
+    return build_table(
+        section, cells, title=f"{title} from {section.baseline}", head=head, words=2, lines=lines
+    )
 
 
 def format_contrast(
-    given: PairedContrast | None, show: Callable[[float], str], tests: Sequence[str] = ("p", "p_holm")
+    given: PairedContrast | None, show: Show, tests: Sequence[str] = ("p", "p_holm")
 ) -> list[str]:
     """Difference with its interval, and p-values."""
     if given is None:
-        return [NONE] * (1 + len(tests))
-    shown = [getattr(given, name) for name in tests]
+        return ["–"] * (1 + len(tests))
     difference = show(given.mean) + format_interval(given.low, given.high, show)
-    return [difference, *(NONE if p is None else f"{p:.3g}" for p in shown)]
+    return [difference, *(format_known(getattr(given, name), "{:.3g}".format) for name in tests)]
 
 
 def tabulate_all(section: RunSection) -> list[Block]:
@@ -461,15 +424,14 @@ def tabulate_all(section: RunSection) -> list[Block]:
         chance = "" if task["chance"] is None else f", chance {decimals(task['chance'])}"
         title = f"{told}{chance}{', lower is better' * (not task['higher'])}"
         measures[told] = ComparedMeasure(f"probe/{told}", title, higher=task["higher"])
-    in_units = f"In the harness's own units, after the last stage that was measured. {SPREAD}"
+    benchmarks = [LEGENDS["benchmarks"].format(spread=SPREAD)]
 
     ranks = {key: own for key, own in rank_groups(section).items() if len(own) > 1}
     placed = [
-        [group.name, *(f"{own[group.name]:.2f}" if group.name in own else NONE for own in ranks.values())]
+        [group.name, *(format_known(own.get(group.name), "{:.2f}".format) for own in ranks.values())]
         for group in section.groups
     ]
     head = ["group", *(measure.title for measure in COMPARED if measure.key in ranks)]
-    line = "Mean rank (1: best) over the orders and seeds that all groups with the measure have."
 
     records, notes, _ = contrast_examples(section)
     examples = []
@@ -477,26 +439,28 @@ def tabulate_all(section: RunSection) -> list[Block]:
         contrast = PairedContrast(*(each[name] for name in PairedContrast._fields))
         counts = [f"{each[name]:,}" for name in ("n", "both", "only_group", "only_baseline")]
         task = each["task"] or f"all {each['tasks']} {each['kind']}"
-        row = [task, each["group"], each["baseline"], each["measure"] or NONE, counts[0]]
+        row = [task, each["group"], each["baseline"], each["measure"] or "–", counts[0]]
         examples.append([*row, *format_contrast(contrast, percent), *counts[1:]])
-    tail = ["measure", "examples", "Δ (points)", "p", "Holm", "both", "only group", "only baseline"]
+    columns = ["task", "group", "baseline", "measure", "examples", "Δ (points)", "p", "Holm"]
+    columns += ["both", "only group", "only baseline"]
+    about = {
+        "title": "Over test examples",
+        "words": 4,
+        "head": columns,
+        "lines": [LEGENDS["examples"], *notes],
+    }
 
-    fronts = {}
-    for title, (x, y) in FRONTS.items():
-        means = {g.name: (g.mean(x), g.mean(y)) for g in section.groups if is_ranked(g, y)}
-        fronts[title] = pareto_front({name: point for name, point in means.items() if None not in point})
-    on_front = [f"On the Pareto front of {t}: {few(f, between=', ')}." for t, f in fronts.items() if f]
     return [
         tabulate_differences(section),
-        build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[line]),
+        build_table(section, placed if ranks else [], title="Ranks", head=head, lines=[LEGENDS["ranks"]]),
         tabulate_tasks(section),
-        tabulate_spreads(section, measures.values(), title="Probes", lines=[in_units]),
+        tabulate_spreads(section, measures.values(), title="Probes", lines=benchmarks),
         tabulate_differences(section, measures.values(), title="Probes: differences"),
-        build_table(section, examples, of=1, title="Over test examples", words=4, lines=[EXAMPLES, *notes],
-                    head=["task", "group", "baseline", *tail]),
-        Block(title="Over test examples", lines=notes) if notes and not examples else Block(),
-        tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[COSTS, *on_front]),
-    ]  # fmt: skip
+        build_table(section, examples, of=1, **about)
+        if examples
+        else Block(title=about["title"], lines=notes),
+        tabulate_spreads(section, COST_MEASURES, bounds=False, title="Compute", lines=[LEGENDS["costs"]]),
+    ]
 
 
 @lru_cache(maxsize=16)
@@ -527,12 +491,7 @@ def build_findings(section: RunSection) -> Block:
             none = f"no other group took at most {EQUAL_COMPUTE} times the FLOPs of {base.name}"
             none = none if limit else f"not known, {base.name} has no counted FLOPs"
             lines += describe_best(section, within, MEASURES[0], told) or [f"{begin}: {none}."]
-    how = (
-        f"Best by its mean over runs [{RUNS}]; against others by the mean paired difference over the orders "
-        "and seeds that both have, the sign-flip test (p), which tells groups apart, and the paired t test, "
-        "each with Holm over all others. The best was chosen by the same runs: its lead is, if anything, too "
-        "large. Methods without a sequence (`joint`, `one`, `none`) are left out."
-    )
+    how = LEGENDS["findings"].format(interval=INTERVAL)
     return Block(title="Findings", lines=[*lines, how] if lines else [])
 
 
@@ -557,7 +516,7 @@ def describe_best(
         line += f"({lead.n} pair{'s' * (lead.n > 1)})"
 
     pairs = pair_values(section, measure.key)
-    against = {name: compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
+    against = {name: statistics.compare_pairs(pairs[best], pairs[name]) for name in means if name != best}
     others = correct_holm({name: each for name, each in against.items() if each.n})
     alike = [name for name, each in others.items() if each.p_holm >= LEVEL]
     most, count = max((each.n for each in others.values()), default=0), len(others)
@@ -565,7 +524,7 @@ def describe_best(
     if alike and (needed := needed_pairs(count)) and most < needed:
         within = few([n for n, each in others.items() if not (each.low > 0 or each.high < 0)], between=", ")
         verdict += f": Holm over {count} needs {needed} pairs, there are {most}"
-        if most >= LEAST:
+        if most >= statistics.LEAST:
             verdict += f". The paired intervals exclude 0 against all others{' but ' * bool(within)}{within}"
     elif alike:
         verdict += f", not from {few(alike, between=', ')}"
@@ -576,16 +535,11 @@ def build_heading(sections: Sequence[RunSection]) -> list[Block]:
     """What several sections differ in."""
     if len(sections) < 2:
         return []
-    lines = [
-        f"{len(sections)} sections, each with its own tables, ranks, differences and pictures: a perplexity "
-        f"means another thing in each, so that no number of one may be compared with one of another, but for "
-        "the bits per byte of causal models on the same texts where only tokenizer or length differ."
-    ]
+    keys = [key for key in sections[0].conditions if len({each.conditions[key] for each in sections}) > 1]
+    lines = [LEGENDS["sections"].format(count=len(sections))]
     for number, section in enumerate(sections, start=1):
-        own = section.conditions
-        keys = [key for key in own if len({each.conditions[key] for each in sections}) > 1]
-        named = own | {"domains": few(section.domains, between=", ")}
-        said = ", ".join(f"{key} {named[key]}" for key in keys if own[key] != "none")
+        named = section.conditions | {"domains": few(section.domains, between=", ")}
+        said = ", ".join(f"{key} {named[key]}" for key in keys if section.conditions[key] != "none")
         models = few(sorted({group.model for group in section.groups}), between=", ")
         runs = f"{len(section.runs)} run{'s' * (len(section.runs) > 1)}"
         lines.append(f"Section {number}, {runs} of {models}: {said}.")
@@ -596,18 +550,33 @@ def export_sections(
     sections: Sequence[RunSection], *, stem: Path, kinds: Sequence[str], more: Mapping[str, Any]
 ) -> None:
     """Writes STEM.csv (a row per run with every number of its report), .tex (a booktabs table per section),
-    .json (everything, with `more`) and .parquet (the tidy frame of all runs)."""
-    runs: list[tuple[dict[str, Any], Run]] = []
+    .json (everything, with `more`) and .parquet (the tidy frame of all runs).
+
+    In CSV `compared/…` are over the domains of --domains, other numbers over all texts; a text that a
+    spreadsheet would take for a formula gets an apostrophe."""
+    runs: list[tuple[dict[str, Any], MeasuredRun]] = []
     for number, section in enumerate(sections, start=1):
         for group, run in ((each, run) for each in section.groups for run in each.runs):
             facts = {"folder": Path(os.path.relpath(run.folder, stem.parent)).as_posix()}
             facts |= {key: run.scores.run[key] for key in RUN_KEYS if key not in ("order", "finished")}
             facts |= {"order": " ".join(run.scores.run["order"]), "section": number, "group": group.name}
             runs.append((facts, run))
+
+    def defuse(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+    names = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap")
     for kind in kinds:
         with replacing(stem.with_name(stem.name + KINDS[kind])) as partial:
             if kind == "csv":
-                partial.write_text(format_csv(runs), encoding="utf-8")
+                lines = []
+                for facts, run in runs:
+                    line = facts | {name: run.conditions[name] for name in names}
+                    line |= {f"compared/{key}": value for key, value in run.values.items()}
+                    numbers = frames.summarize_scores(run.scores)
+                    lines.append(line | {f"{k}/value" if k in RUN_KEYS else k: x for k, x in numbers.items()})
+                table = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
+                table.to_csv(partial, index=False, lineterminator="\n", encoding="utf-8")
             elif kind == "latex":
                 tables = "\n".join(map(format_latex, sections))
                 partial.write_text("% needs \\usepackage{booktabs}\n" + tables, encoding="utf-8")
@@ -618,34 +587,17 @@ def export_sections(
                 DataFrame(rows).to_parquet(partial, index=False)
 
 
-def format_csv(runs: Sequence[tuple[dict[str, Any], Run]]) -> str:
-    """`compared/…` are over the domains of --domains, other numbers over all texts. A text that a spreadsheet
-    would take for a formula gets an apostrophe."""
-    names, lines = ("texts", "score_on", "tokenizer", "length", "mask_rate", "packing", "scored", "cap"), []
-    for facts, run in runs:
-        numbers = frames.summarize_scores(run.scores)
-        line = facts | {name: run.conditions[name] for name in names}
-        line |= {f"compared/{key}": value for key, value in run.values.items()}
-        lines.append(line | {f"{key}/value" if key in RUN_KEYS else key: x for key, x in numbers.items()})
-
-    def defuse(value: Any) -> Any:
-        return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
-
-    frame = DataFrame(lines, dtype=object).map(defuse).rename(columns=defuse)
-    return frame.to_csv(index=False, lineterminator="\n")
-
-
 def format_latex(section: RunSection) -> str:
-    """The brief table; in bold the best mean of each column and those that are equal in the digits shown."""
+    """The brief table, the best mean of each column in bold."""
     brief = tabulate_brief(section)
-    table = DataFrame(brief.cells, columns=list(brief.head)).map(strip_controls)
+    table = DataFrame(brief.cells, columns=list(brief.head)).map(frames.strip_controls)
     bold = DataFrame("", index=table.index, columns=table.columns)
     for measure in (measure for measure in MEASURES if measure.title in table):
-        key = measure.key
-        means = [group.mean(key) if is_ranked(group, key) else None for group in section.groups]
-        known = [mean for mean in means if mean is not None]
-        best = measure.show((max if measure.higher else min)(known)) if known else None
-        bold[measure.title] = ["textbf:--rwrap;" * (x is not None and measure.show(x) == best) for x in means]
+        ranked = [
+            group.mean(measure.key) if is_ranked(group, measure.key) else None for group in section.groups
+        ]
+        means = np.array(ranked, float) * (-1 if measure.higher else 1)
+        bold[measure.title] = np.where(means == np.nanmin(means, initial=np.inf), "textbf:--rwrap;", "")
 
     def typeset(text: str) -> str:
         return re.sub(r"^-(?=\d)", "$-$", text.replace("±", r"$\pm$").replace("–", "--"))
@@ -654,7 +606,7 @@ def format_latex(section: RunSection) -> str:
     style = style.format_index(escape="latex", axis=1).apply(lambda _: bold, axis=None)
     comments = (section.title, describe_conditions(section.conditions))
     text = style.to_latex(hrules=True, column_format="l" + "r" * (len(brief.head) - 1))
-    return "".join(f"% {strip_controls(comment)}\n" for comment in comments) + text
+    return "".join(f"% {frames.strip_controls(comment)}\n" for comment in comments) + text
 
 
 def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Mapping[str, Any]) -> str:
@@ -678,3 +630,70 @@ def format_json(sections: Sequence[RunSection], runs: Sequence[tuple], more: Map
     text = json.dumps({"version": 2, "sections": described, **more})
     plain = json.loads(text, parse_constant=lambda constant: None)  # JSON has no nan and infinity
     return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
+def measure_overlap(folder: Path, scores: Scores) -> dict[str, tuple[list[str], np.ndarray]]:
+    """Similarity of what domains use inside a model, from the `diagnostics/` of a run folder: by quantity the
+    domains' names [n] and their similarities [n, n] in 0..1, nan between two that use nothing.
+
+    Values of units in 0..1 for domains s and t are compared by the soft Jaccard index (Ruzicka's similarity),
+    `sum_u min(a_u, b_u) / sum_u max(a_u, b_u)`; of sets it is Jaccard's, |A and B| / |A or B|. All layers
+    count as one. A file that is missing or damaged leaves its domain out."""
+    stages, found = {}, {}
+    for row in range(1, len(scores.rows)):
+        path = Path(folder) / "diagnostics" / f"{row:03d}.npz"
+        try:
+            check_archive(path, instead="")
+            with np.load(path) as arrays:
+                stages[row] = dict(arrays)
+        except (OSError, ValueError):
+            continue
+    for prefix, title in QUANTITIES.items():
+        vectors = {}
+        for row, arrays in stages.items():
+            own = [each.ravel() for name, each in arrays.items() if name.startswith(f"{prefix}/")]
+            vectors |= {row: np.concatenate(own).astype(float)} if own else {}
+        longest = max(map(len, vectors.values()), default=0)
+        vectors = {row: each for row, each in vectors.items() if len(each) == longest}
+        if prefix == "chosen":
+            vectors = split_shares(vectors, scores)
+        if len(vectors) > 1:
+            similarities = soft_jaccard(np.stack([*vectors.values()]))
+            found[title] = [scores.rows[row] for row in vectors], similarities
+    for name, shares in (stages[max(stages)] if stages else {}).items():  # HAT: gates of the last model
+        prefix, _, kind = name.partition("/")
+        if prefix == "overlap" and shares.ndim == 2 and 1 < len(shares) < len(scores.rows):
+            found[f"gates: {kind}"] = scores.rows[1 : len(shares) + 1], jaccard(shares.astype(float))
+    return found
+
+
+def split_shares(shares: Mapping[int, np.ndarray], scores: Scores) -> dict[int, np.ndarray]:
+    """Shares [units] of each stage's own steps, from those of all steps so far, by the tokens that stages
+    read. Leading stages without a mask do not count; what follows a missing stage cannot be told apart."""
+    read = len(scores.seen) == len(scores.rows) and all(scores.seen[1:])
+    seen = scores.seen if read else [1] * len(scores.rows)
+    own, before, steps = {}, 0.0, 0.0
+    for row in range(1, len(scores.rows)):
+        if row not in shares:
+            break
+        if shares[row].any():
+            total = shares[row] * (steps + seen[row])
+            own[row] = np.clip((total - before) / seen[row], 0, 1)
+            before, steps = total, steps + seen[row]
+    return own
+
+
+def soft_jaccard(values: np.ndarray) -> np.ndarray:
+    """Of the rows of [n, units], [n, n]; nan where both rows are 0 throughout."""
+    total = values.sum(1)
+    apart = np.stack([np.abs(values - row).sum(1) for row in values])  # sum of max - sum of min
+    with np.errstate(invalid="ignore"):
+        return (total[:, None] + total - apart) / (total[:, None] + total + apart)
+
+
+def jaccard(shares: np.ndarray) -> np.ndarray:
+    """From the shares p of row i's set that row j's has too, [n, n]: 1 / (1/p_ij + 1/p_ji - 1); nan between
+    empty sets."""
+    empty = np.diagonal(shares) == 0
+    with np.errstate(divide="ignore"):
+        return np.where(empty[:, None] & empty, np.nan, 1 / (1 / shares + 1 / shares.T - 1))

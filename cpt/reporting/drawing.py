@@ -8,27 +8,24 @@ from __future__ import annotations
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from html import escape, unescape
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from cpt.reporting.frames import shorten
+from cpt.data.sources.base import GENERAL
+from cpt.reporting.frames import FEW, few, shorten
 
-FEW = 12  # up to so many domains are drawn one by one
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8833EE")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 DASHES = ("-", "--", ":")
@@ -177,109 +174,96 @@ def plain_logarithm(axis: Axis, values: np.ndarray) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def diverging() -> Colormap:
-    return matplotlib.colormaps["RdBu_r"].with_extremes(bad="0.75")
+def list_few(told: Iterable[str]) -> str:
+    return f"{few(list(told), between='; ') or 'None'}."
 
 
-def sequential() -> Colormap:
-    return matplotlib.colormaps["Blues"].with_extremes(bad="0.85")
+class HeatMap(NamedTuple):
+    values: np.ndarray
+    rows: Sequence[str]
+    columns: Sequence[str]
+    group: str = ""  # whose marks it belongs to
+    framed: Sequence[tuple[int, int]] = ()  # (row, column)
+    numbers: np.ndarray | None = None  # in the cells, if not the values
 
 
-def limits(change: np.ndarray) -> dict[str, float]:
-    """Limits around 0 that a few outliers do not widen."""
-    size = np.abs(change[np.isfinite(change)])
-    bound = float(np.percentile(size, 99)) if size.size > (FEW + 1) ** 2 else float(size.max(initial=0))
-    return {"vmin": -(bound or 1.0), "vmax": bound or 1.0}
-
-
-def draw_heat(
-    values: np.ndarray,
+def draw_heat_maps(
+    maps: Mapping[str, HeatMap],
     *,
-    rows: Sequence[str],
-    columns: Sequence[str],
     label: str,
-    told: str,
-    x: str = "",
-    y: str = "",
-    white: np.ndarray | None = None,
+    told: str = "",
     show: Callable[[float], str] = "{:.2f}".format,
-    numbers: np.ndarray | None = None,
-    framed: Iterable[tuple[int, int]] = (),
-    last_apart: bool = False,
+    names: tuple[str, str] = ("", ""),
     margin: float = 2.6,
-    extend: str = "neither",
-    **how: Any,
+    change: bool = False,
+    marks: Mapping[str, str] | None = None,
+    **scale: Any,
 ) -> Picture:
-    """A heat map of its own, `label` at its colour scale. Where cells are few their `numbers` (default: the
-    values) are written into them, in white where `white`. `last_apart`: a line before the last column."""
-    few = max(values.shape, default=0) <= FEW + 1
-    drawn = figure((margin + 0.72 * len(columns), 2.0 + 0.42 * len(rows)) if few else (9.5, 8.5))
-    axes = drawn.add_subplot()
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
-    drawn.colorbar(image, ax=axes, extend=extend, label=label)
-    ticks(axes.xaxis, names=columns, few=few, rotation=35 if few else 90)
-    ticks(axes.yaxis, names=rows, few=few, rotation=0)
-    axes.set(xlabel=x, ylabel=y)
-    white = np.zeros_like(values, dtype=bool) if white is None else white
-    write_numbers(axes, values if numbers is None else numbers, white=white, most=FEW + 1, show=show, size=9)
-    frame_cells(axes, framed, width=2 if few else 0.7)
-    if last_apart:
-        axes.axvline(len(columns) - 1.5, color="black", linewidth=1.5 if few else 0.8)
-    return png(drawn, told=told)
-
-
-def panels(shapes: Mapping[str, tuple[int, int]], *, each: float) -> tuple[Figure, Iterator[Axes]]:
-    """A figure with room for a heat map per name, of so many rows and columns, at most 4 side by side; `each`
-    is the size of a cell in inches where cells are few."""
-    across = min(len(shapes), 3 if len(shapes) <= 9 else 4) or 1
-    down = -(-len(shapes) // across) or 1
-    each = each if len(shapes) <= FEW else each / 2
-    rows, columns = (max((shape[axis] for shape in shapes.values()), default=1) for axis in (0, 1))
-    width, height = (1.5 + each * min(size, 9) if size <= FEW + 1 else 3.6 for size in (columns, rows))
-    drawn = figure((max(6.4, across * width + 0.9), max(3.0, down * height + 0.4)))
+    """Heat maps by title on one colour scale, `label`: 0 to 1, of a `change` around 0, or `scale`. One alone
+    is large, with `names` at its axes; several stand at most 4 side by side. Numbers are in few cells."""
+    count, alone = len(maps), len(maps) == 1
+    values = np.concatenate([np.ravel(each.values) for each in maps.values()])
+    size = np.abs(values[np.isfinite(values)])
+    if change:  # a small outliers do not widen the scale
+        many = size.size > (FEW + 1) ** 2
+        bound = (float(np.percentile(size, 99)) if many else float(size.max(initial=0))) or 1.0
+        scale = {"cmap": matplotlib.colormaps["RdBu_r"].with_extremes(bad="0.75"), "vmin": -bound} | scale
+        scale |= {"vmax": bound}
+    else:
+        scale = {
+            "cmap": matplotlib.colormaps["Blues"].with_extremes(bad="0.85"),
+            "vmin": 0,
+            "vmax": 1,
+        } | scale
+    rows, columns = (max(each.values.shape[axis] for each in maps.values()) for axis in (0, 1))
+    across = min(count, 3 if count <= 9 else 4)
+    down, cell = -(-count // across), 0.4 if count <= FEW else 0.2
+    if alone:
+        small = max(rows, columns) <= FEW + 1
+        drawn = figure((margin + 0.72 * columns, 2.0 + 0.42 * rows) if small else (9.5, 8.5))
+    else:
+        width, height = (1.5 + cell * min(n, 9) if n <= FEW + 1 else 3.6 for n in (columns, rows))
+        drawn = figure((max(6.4, across * width + 0.9), max(3.0, down * height + 0.4)))
     grid = drawn.subplots(down, across, squeeze=False).ravel()
-    for axes in grid[len(shapes) :]:
+    for axes in grid[count:]:
         axes.set_visible(False)
-    return drawn, iter(grid)
-
-
-def panel(
-    axes: Axes, values: np.ndarray, *, title: str, rows: Sequence[str], columns: Sequence[str], **how: Any
-) -> AxesImage:
-    """A heat map with names at its sides, or their number where they are many."""
-    few = max(values.shape, default=0) <= FEW + 1
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", **how)
-    axes.set_title(literal(title, width=34), fontsize=9)
-    ticks(axes.xaxis, names=columns if few else [], few=few, rotation=35)
-    ticks(axes.yaxis, names=rows if few else [], few=few, rotation=0)
-    axes.tick_params(labelsize=7)
-    if not few:
-        axes.set(xlabel=f"{len(columns)} columns", ylabel=f"{len(rows)} rows")
-    return image
-
-
-def frame_cells(axes: Axes, cells: Iterable[tuple[int, int]], *, width: float) -> None:
-    """A frame around each (row, column)."""
-    for row, column in cells:
-        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, linewidth=width))
-
-
-def write_numbers(
-    axes: Axes,
-    values: np.ndarray,
-    *,
-    white: np.ndarray,
-    most: int,
-    sign: str = "",
-    show: Callable[[float], str] | None = None,
-    size: float = 6.5,
-) -> None:
-    """Values written into their cells, in white where `white`; nothing where there are more than `most`."""
-    show = show or f"{{:{sign}.2f}}".format
-    for (row, column), value in np.ndenumerate(
-        values if max(values.shape, default=0) <= most else values[:0]
-    ):
-        if not np.isnan(value):
-            colour = "white" if white[row, column] else "black"
-            text = show(value).replace("-", "−")
-            axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
+    for (title, each), axes in zip(maps.items(), grid, strict=False):
+        small = max(each.values.shape) <= FEW + 1
+        image = axes.imshow(each.values, aspect="auto", interpolation="nearest", **scale)
+        axes.set_title(literal(title, width=34), fontsize=9)
+        shown = alone or small
+        ticks(axes.xaxis, names=each.columns if shown else [], few=small, rotation=35 if small else 90)
+        ticks(axes.yaxis, names=each.rows if shown else [], few=small, rotation=0)
+        axes.set(xlabel=names[0], ylabel=names[1])
+        if not alone:
+            axes.tick_params(labelsize=7)
+        if not shown:
+            axes.set(xlabel=f"{len(each.columns)} columns", ylabel=f"{len(each.rows)} rows")
+        for row, column in each.framed:
+            edge = {"fill": False, "linewidth": 2 if small else 0.7}
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **edge))
+        if each.columns[-1] == GENERAL:
+            axes.axvline(len(each.columns) - 1.5, color="black", linewidth=1.5 if small else 0.8)
+        dark = image.cmap(image.norm(each.values))[..., :3] @ np.array([0.299, 0.587, 0.114]) < 0.5
+        written = each.values if each.numbers is None else each.numbers
+        for (row, column), value in np.ndenumerate(
+            written if max(written.shape) <= (FEW + 1 if alone else 8) else written[:0]
+        ):
+            if not np.isnan(value):
+                style = {"fontsize": 9 if alone else 6.5, "color": "white" if dark[row, column] else "black"}
+                text = show(value).replace("-", "−")
+                axes.text(column, row, text, ha="center", va="center", **style)
+        name_marks(each.group, [axes] if each.group else [])
+    beyond = size.max(initial=0) > image.norm.vmax
+    how = {"extend": "both" if change and beyond else "neither", "label": label}
+    if not alone:
+        how |= {"aspect": 24, "shrink": min(1.0, 3.2 / drawn.get_figheight()), "anchor": (0, 1)}
+    drawn.colorbar(image, ax=list(grid[:count]), **how)
+    if not told:
+        means = {}
+        for title, each in maps.items():
+            itself = np.eye(*each.values.shape, dtype=bool) & (list(each.rows) == list(each.columns))
+            means[title] = each.values[np.isfinite(each.values) & ~itself]
+        ends = [f"{title} {known.mean():.2f}" for title, known in means.items() if known.size]
+        told = f"Heat maps, {' '.join(label.split())}; means: {list_few(ends)}"
+    return png(drawn, told=told, marks=marks)

@@ -1,4 +1,4 @@
-"""The scores of a run as a tidy frame, one number a row, and how numbers and names are printed.
+"""The scores of a run as a tidy frame, one number a row, its tables and points, and how numbers are printed.
 
 Run pages, comparisons, model cards and W&B take their numbers from `tidy_scores` and `summarize_scores`."""
 
@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame
 
 from cpt.evaluation import task_metrics as endtasks
-from cpt.evaluation.metrics import UNITS, in_units
-from cpt.evaluation.scores import COSTS, Scores
-from cpt.evaluation.task_metrics import last_value
+from cpt.evaluation.metrics import METRICS, UNITS, in_units
+from cpt.evaluation.scores import Scores
 
-COST_NAMES = {"seen": "tokens"}  # of COSTS, those with another name here than in scores.json
-COST_UNITS = {"trained": "parameters", "seen": "tokens", "flops": "operations", "skipped": "steps"}
-TIMED = ("learn", "score", "endtasks")  # phases of a stage that take time
-COST_COLUMNS = (*(COST_NAMES.get(cost, cost) for cost in COSTS), *(f"seconds_{kind}" for kind in TIMED))
+COST_UNITS = {"trained": "parameters", "tokens": "tokens", "flops": "operations", "skipped": "steps"}
+# `seen` of scores.json is `tokens` here; and the phases of a stage that take time
+COST_COLUMNS = ("trained", "stored", "tokens", "flops", "memory", "skipped")
+COST_COLUMNS += ("seconds_learn", "seconds_score", "seconds_endtasks")
 SUMMARIZED = ("metric", "perplexity", "text", "task", "score", "probe", "cost")  # kinds with a key
 HEADLINES = (
     *("LC/perplexity", "LC/perplexity/low", "LC/perplexity/high", "LC/nats", "FG/nats", "FG/nats/low"),
@@ -30,10 +29,20 @@ HEADLINES = (
     *("BWT_zs/nats", "FWT_zs/nats", "ZS/nats"),
 )
 MAX_HEADLINES = 26  # with tables and pictures at most 40 entries of a W&B summary
+TABLES = {  # columns
+    "metrics": "metric meaning formula unit value low high",
+    "endtasks": "stage after task seed metric own_metric value",
+    "answers": "stage after task measure value chance majority",
+    "probes": "stage after task metric value low high chance shots limit version",
+    "parts": "stage after text part weight",
+    "seconds": "phase stage seconds",
+}
+FEW = 12  # up to so many domains are drawn or named one by one
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]+")  # line ends, terminal codes, bidi
+Show = Callable[[float], str]
 
 
-class Record(NamedTuple):
+class ReportedValue(NamedTuple):
     """A measured number; None in the fields that do not apply."""
 
     metric: str  # LC, perplexity, macro_f1, flops, ...
@@ -49,10 +58,13 @@ class Record(NamedTuple):
     high: float | None = None
 
 
+Values = Iterator[ReportedValue]
+
+
 def tidy_scores(scores: Scores, *kinds: str) -> DataFrame:
-    """The columns `kind` and those of `Record`, for all KINDS or the given ones."""
-    rows = [(kind, *record) for kind in kinds or KINDS for record in KINDS[kind](scores)]
-    frame = DataFrame(rows, columns=["kind", *Record._fields])
+    """The columns `kind` and those of `ReportedValue`, for all KINDS or the given ones."""
+    rows = [(kind, *each) for kind in kinds or KINDS for each in KINDS[kind](scores)]
+    frame = DataFrame(rows, columns=["kind", *ReportedValue._fields])
     return frame.astype({"stage": "Int64", "seed": "Int64", "value": float, "low": float, "high": float})
 
 
@@ -61,10 +73,10 @@ def summarize_scores(scores: Scores, kinds: Sequence[str] = SUMMARIZED) -> dict[
     domain's own stage) and "final", "endtask/<task>/accuracy", "answers/AP", "probe/<task>", "cost/flops",
     "stage/<stage>/flops". Names between slashes are escaped."""
     found = {}
-    for record in (record for kind in kinds for record in KINDS[kind](scores)):
-        for value, end in ((record.value, ""), (record.low, "/low"), (record.high, "/high")):
+    for each in (each for kind in kinds for each in KINDS[kind](scores)):
+        for value, end in ((each.value, ""), (each.low, "/low"), (each.high, "/high")):
             if value is not None and isfinite(value):
-                found[f"{record.key}{end}"] = float(value)
+                found[f"{each.key}{end}"] = float(value)
     return found
 
 
@@ -83,17 +95,17 @@ def escape_name(name: str) -> str:
     return name.replace("%", "%25").replace("/", "%2F")
 
 
-def list_metrics(scores: Scores) -> Iterator[Record]:
+def list_metrics(scores: Scores) -> Values:
     for name, metric in scores.metrics.items():
         for unit in UNITS:
             low, high = metric.get("interval", {}).get(unit, (None, None))
-            yield Record(name, metric[unit], unit, f"{name}/{unit}", low=low, high=high)
+            yield ReportedValue(name, metric[unit], unit, f"{name}/{unit}", low=low, high=high)
     for place, value in enumerate(np.atleast_1d(np.array(scores.objective, dtype=float)).tolist()):
         name = f"objective/{place}" if isinstance(scores.objective, list) else "objective"
-        yield Record(name, value, key=name)
+        yield ReportedValue(name, value, key=name)
 
 
-def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Iterator[Record]:
+def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Values:
     """Every cell of the matrix, or of the given rows, in each of UNITS."""
     rows = range(len(scores.rows)) if rows is None else rows
     cells = np.array([scores.nll[row] for row in rows], dtype=float).reshape(-1, len(scores.domains))
@@ -101,44 +113,45 @@ def list_losses(scores: Scores, rows: Sequence[int] | None = None) -> Iterator[R
     for place, row in enumerate(rows):
         for column, text in enumerate(scores.domains):
             for unit in UNITS:
-                yield Record("loss", units[unit][place][column], unit, None, row, scores.rows[row], text)
+                yield ReportedValue(
+                    "loss", units[unit][place][column], unit, None, row, scores.rows[row], text
+                )
 
 
-def list_perplexities(scores: Scores) -> Iterator[Record]:
+def list_perplexities(scores: Scores) -> Values:
     """Of each text: the base, the final model, and the model just after the domain."""
-    if scores.rows:
-        perplexities = in_units(scores.matrix, layout=scores)["perplexity"].tolist()
-        for column, text in enumerate(scores.domains):
-            rows = {"base": 0, "final": len(scores.rows) - 1}
-            rows |= {"own": scores.rows.index(text)} if text in scores.learned else {}
-            for name, row in rows.items():
-                key = f"ppl/{escape_name(text)}/{name}"
-                yield Record(name, perplexities[row][column], "perplexity", key, row, scores.rows[row], text)
+    perplexities = in_units(scores.matrix, layout=scores)["perplexity"].tolist() if scores.rows else []
+    for column, text in enumerate(scores.domains if scores.rows else ()):
+        rows = {"base": 0, "final": len(scores.rows) - 1}
+        rows |= {"own": scores.rows.index(text)} if text in scores.learned else {}
+        for name, row in rows.items():
+            value, key = perplexities[row][column], f"ppl/{escape_name(text)}/{name}"
+            yield ReportedValue(name, value, "perplexity", key, row, scores.rows[row], text)
 
 
-def list_texts(scores: Scores) -> Iterator[Record]:
+def list_texts(scores: Scores) -> Values:
     for text, *sizes in zip(scores.domains, scores.tokens, scores.scored, scores.bytes, strict=True):
         for unit, size in zip(("tokens", "scored", "bytes"), sizes, strict=True):
-            yield Record(unit, size, unit, f"text/{escape_name(text)}/{unit}", text=text)
+            yield ReportedValue(unit, size, unit, f"text/{escape_name(text)}/{unit}", text=text)
 
 
-def list_endtasks(scores: Scores) -> Iterator[Record]:
+def list_endtasks(scores: Scores) -> Values:
     """The score of every fine-tuning: row, task, metric, seed."""
     given = scores.endtasks
     for kind in endtasks.ENDTASK_METRICS if given else ():
         for place in np.argwhere(np.isfinite(cube := endtasks.cube(given, kind))):
             row, task, seed = place.tolist()
             where = {"stage": row, "row": scores.rows[row], "text": given["tasks"][task]}
-            yield Record(kind, cube[row, task, seed], "share", seed=given["seeds"][seed], **where)
+            yield ReportedValue(kind, cube[row, task, seed], "share", seed=given["seeds"][seed], **where)
 
 
-def list_task_means(scores: Scores) -> Iterator[Record]:
+def list_task_means(scores: Scores) -> Values:
     """Over all end tasks, and of each the final and the own score: a mean over seeds."""
     if not (given := scores.endtasks):
         return
     for name, value in endtasks.summarise_endtasks(given, scores.rows).items():
-        yield Record(name, value, "share", f"endtask/{name}")
-    yield Record("seconds", given["seconds"], "s", "endtask/seconds")
+        yield ReportedValue(name, value, "share", f"endtask/{name}")
+    yield ReportedValue("seconds", given["seconds"], "s", "endtask/seconds")
     for kind in endtasks.ENDTASK_METRICS:
         cube = endtasks.cube(given, kind)
         means, deviations = endtasks.over_seeds(cube), endtasks.sd_over_seeds(cube)
@@ -146,63 +159,59 @@ def list_task_means(scores: Scores) -> Iterator[Record]:
         for place, (task, row) in enumerate(zip(given["tasks"], endtasks.last_measured(cube), strict=True)):
             key, last = f"endtask/{escape_name(task)}/{kind}", None if row is None else scores.rows[row]
             sd = None if row is None else deviations[row, place]
-            yield Record(kind, final[place], "share", key, row, last, task)
-            yield Record(f"{kind}/forward", own[place], "share", f"{key}/forward", row=task, text=task)
-            yield Record(f"{kind}/sd", sd, "share", f"{key}/sd", row, last, task)
+            yield ReportedValue(kind, final[place], "share", key, row, last, task)
+            yield ReportedValue(f"{kind}/forward", own[place], "share", f"{key}/forward", row=task, text=task)
+            yield ReportedValue(f"{kind}/sd", sd, "share", f"{key}/sd", row, last, task)
 
 
-def list_answers(scores: Scores) -> Iterator[Record]:
+def list_answers(scores: Scores) -> Values:
     """Every measure of each task in each row in which it was evaluated."""
     for task, given in scores.answers.get("tasks", {}).items():
         for measure, values in given["measures"].items():
             for row, value in enumerate(values):
                 if value is not None:
-                    yield Record(measure, value, "share", None, row, scores.rows[row], task)
+                    yield ReportedValue(measure, value, "share", None, row, scores.rows[row], task)
 
 
-def list_answer_means(scores: Scores) -> Iterator[Record]:
+def list_answer_means(scores: Scores) -> Values:
     """AP, LA, BWT, F, FWT, and the final value of every measure of each task."""
     for name, value in scores.answers.get("metrics", {}).items():
         low, high = scores.answers["intervals"].get(name, (None, None))
-        yield Record(name, value, "share", f"answers/{name}", low=low, high=high)
-    final = {(record.text, record.metric): record for record in list_answers(scores)}
-    for (task, measure), record in final.items():
-        yield record._replace(key=f"answers/{escape_name(task)}/{measure}")
+        yield ReportedValue(name, value, "share", f"answers/{name}", low=low, high=high)
+    final = {(each.text, each.metric): each for each in list_answers(scores)}
+    for (task, measure), each in final.items():
+        yield each._replace(key=f"answers/{escape_name(task)}/{measure}")
 
 
-def list_probes(scores: Scores) -> Iterator[Record]:
+def list_probes(scores: Scores) -> Values:
     """Each task of the lm-evaluation-harness by row; the interval is normal, 1.96 standard errors."""
     for name, task in scores.probes.get("tasks", {}).items():
-        last = last_value(task)
+        last = endtasks.last_value(task)
         for row, (value, error) in enumerate(zip(task["values"], task["errors"], strict=True)):
             if value is not None:
                 after = scores.rows[row]
                 end = "" if row == last[0] else "/base" if row == 0 else f"/after/{escape_name(after)}"
                 low, high = (None, None) if error is None else (value - 1.96 * error, value + 1.96 * error)
                 key = f"probe/{escape_name(name)}{end}"
-                yield Record(task["metric"], value, "", key, row, after, name, low=low, high=high)
+                yield ReportedValue(task["metric"], value, "", key, row, after, name, low=low, high=high)
 
 
-def list_costs(scores: Scores) -> Iterator[Record]:
+def list_costs(scores: Scores) -> Values:
     """Of the whole run (stored: at its end; memory, trained: the largest) and of each stage."""
     for name in COST_COLUMNS:
-        noted = costs_by_stage(scores, name)
-        cost = next((cost for cost, shown in COST_NAMES.items() if shown == name), name)
-        unit = "s" if name.startswith("seconds_") else COST_UNITS.get(cost, "bytes")
-        if unit == "s":
-            total = sum(scores.phases.get(name.removeprefix("seconds_"), {}).values())
-        elif cost == "stored":
-            total = noted[-1] if noted else None
-        elif cost in ("memory", "trained"):
-            total = max(noted, default=None)
-        else:
-            total = sum(noted) if noted else None
-        uncounted = cost == "memory" or (cost in ("seen", "flops") and len(scores.rows) != 1)
-        yield Record(name, None if uncounted and not any(noted) else total, unit, f"cost/{name}")
+        noted, phase = costs_by_stage(scores, name), name.removeprefix("seconds_")
+        total = sum(noted) if noted else None
+        if phase != name:
+            total = sum(scores.phases.get(phase, {}).values())
+        elif noted and name in ("stored", "memory", "trained"):
+            total = noted[-1] if name == "stored" else max(noted)
+        unit = "s" if phase != name else COST_UNITS.get(name, "bytes")
+        uncounted = name == "memory" or (name in ("tokens", "flops") and len(scores.rows) != 1)
+        yield ReportedValue(name, None if uncounted and not any(noted) else total, unit, f"cost/{name}")
         for row, (stage, value) in enumerate(zip(scores.rows, noted, strict=False)):
-            yield Record(name, value, unit, f"stage/{escape_name(stage)}/{name}", row, stage)
-    yield Record("stored_per_domain", scores.growth, "bytes", "cost/stored_per_domain")
-    yield Record("seconds", scores.seconds, "s", "cost/seconds")
+            yield ReportedValue(name, value, unit, f"stage/{escape_name(stage)}/{name}", row, stage)
+    yield ReportedValue("stored_per_domain", scores.growth, "bytes", "cost/stored_per_domain")
+    yield ReportedValue("seconds", scores.seconds, "s", "cost/seconds")
 
 
 def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
@@ -213,50 +222,119 @@ def costs_by_stage(scores: Scores, name: str) -> Sequence[float]:
     return getattr(scores, "seen" if name == "tokens" else name)
 
 
-def list_parts(scores: Scores) -> Iterator[Record]:
+def list_parts(scores: Scores) -> Values:
     for row, (stage, texts) in enumerate(zip(scores.rows, scores.parts, strict=False)):
         for text, weights in texts.items():
             for part, weight in weights.items():
-                yield Record("weight", weight, "share", None, row, stage, text, part)
+                yield ReportedValue("weight", weight, "share", None, row, stage, text, part)
 
 
-def list_phases(scores: Scores) -> Iterator[Record]:
+def list_phases(scores: Scores) -> Values:
     for kind, stages in scores.phases.items():
-        yield from (Record(kind, seconds, "s", row=stage) for stage, seconds in stages.items())
+        yield from (ReportedValue(kind, seconds, "s", row=stage) for stage, seconds in stages.items())
 
 
-KINDS: dict[str, Callable[[Scores], Iterator[Record]]] = {
-    "metric": list_metrics,
-    "perplexity": list_perplexities,
-    "text": list_texts,
-    "task": list_task_means,
-    "cost": list_costs,
-    "loss": list_losses,
-    "endtask": list_endtasks,
-    "answer": list_answers,
-    "score": list_answer_means,
-    "probe": list_probes,
-    "part": list_parts,
-    "phase": list_phases,
-}
+KINDS: dict[str, Callable[[Scores], Values]] = {
+    "metric": list_metrics, "perplexity": list_perplexities, "text": list_texts, "task": list_task_means,
+    "cost": list_costs, "loss": list_losses, "endtask": list_endtasks, "answer": list_answers,
+    "score": list_answer_means, "probe": list_probes, "part": list_parts, "phase": list_phases,
+}  # fmt: skip
 
 
-def perplexity(value: float | None) -> str:
+def tabulate(scores: Scores) -> dict[str, DataFrame]:
+    """Every table that has lines, with None for what is missing or not finite: `matrix` (perplexities, a
+    column per text), `losses` (a line per cell), TABLES, `costs`, `texts`. The last stages come first."""
+    frame = tidy_scores(scores).rename(columns={"row": "after"})
+    kinds, tables = {kind: lines.copy() for kind, lines in frame.groupby("kind")}, {}
+
+    def widen(lines: DataFrame, index: list[str], names: str, columns: Sequence[str]) -> DataFrame:
+        cells = lines.set_index([*index, names])["value"].unstack(sort=False)
+        return cells.reindex(columns=columns).reset_index()
+
+    if "loss" in kinds:
+        lines, rows = kinds["loss"], {name: row for row, name in enumerate(scores.rows) if row}
+        tables["matrix"] = widen(lines[lines["unit"] == "perplexity"], ["after"], "text", scores.domains)
+        losses = tables["losses"] = widen(lines, ["stage", "after", "text"], "unit", UNITS)
+        losses.insert(3, "learned", losses["text"].map(rows).fillna(np.inf) <= losses["stage"].astype(int))
+    if "metric" in kinds:
+        lines = kinds["metric"][kinds["metric"]["metric"].isin(METRICS)]
+        about = [METRICS[name][:2] for name in lines["metric"]]
+        meanings, formulas = zip(*about, strict=True) if about else ((), ())
+        tables["metrics"] = lines.assign(meaning=meanings, formula=formulas)
+    if "endtask" in kinds:
+        lines = kinds["endtask"].rename(columns={"text": "task"})
+        own = lines["task"].map(scores.endtasks["metric"]) == lines["metric"]
+        tables["endtasks"] = lines.assign(own_metric=own)
+    for kind, name, given in (("answer", "answers", scores.answers), ("probe", "probes", scores.probes)):
+        if kind in kinds:
+            lines = kinds[kind].rename(columns={"text": "task"}).assign(measure=kinds[kind]["metric"])
+            about = DataFrame([given["tasks"][task] for task in lines["task"]], index=lines.index)
+            tables[name] = lines.join(about[[fact for fact in TABLES[name].split() if fact not in lines]])
+    if "part" in kinds:
+        tables["parts"] = kinds["part"].rename(columns={"value": "weight"})
+    if "cost" in kinds:
+        staged = kinds["cost"][kinds["cost"]["stage"].notna()]
+        tables["costs"] = widen(staged, ["stage", "after"], "metric", COST_COLUMNS)
+    if "phase" in kinds:
+        lines = kinds["phase"].drop(columns="stage")
+        tables["seconds"] = lines.rename(columns={"metric": "phase", "after": "stage", "value": "seconds"})
+    if "text" in kinds:
+        texts = tables["texts"] = widen(kinds["text"], ["text"], "metric", ("tokens", "scored", "bytes"))
+        for fact in ("documents", "digest"):
+            texts[fact] = [str(scores.texts.get(text, {}).get(fact, "")) for text in texts["text"]]
+    for name, lines in tables.items():
+        lines = lines[TABLES[name].split()] if name in TABLES else lines
+        if name in ("losses", "endtasks", "answers", "probes", "parts"):
+            lines = lines.sort_values("stage", ascending=False, kind="stable")
+        known = lines.replace([np.inf, -np.inf], np.nan)
+        tables[name] = known.astype(object).where(known.notna(), None)
+    return {name: lines for name, lines in tables.items() if len(lines)}
+
+
+def stage_points(scores: Scores, row: int) -> dict[str, float]:
+    """The points of a row over `stage`: `ppl/TEXT`; of `stages/…` `learned` is the mean perplexity over the
+    domains so far, `tokens`, `flops` and `seconds` are sums so far, the others of the stage itself."""
+    losses = {each.text: each.value for each in list_losses(scores, [row]) if each.unit == "perplexity"}
+    points = {f"ppl/{escape_name(text)}": ppl for text, ppl in losses.items() if not isnan(ppl)}
+    so_far = [losses[name] for name in scores.rows[1 : row + 1] if name in losses]
+    if so_far and not np.isnan(so_far).any():
+        points["stages/learned"] = float(np.mean(so_far))
+    for name in ("tokens", "flops", "seconds_learn"):
+        points[f"stages/{name.removesuffix('_learn')}"] = sum(costs_by_stage(scores, name)[: row + 1])
+    for name in ("memory", "trained", "stored"):
+        points |= {f"stages/{name}": value for value in costs_by_stage(scores, name)[row : row + 1]}
+    points |= {"stages/leak": scores.leak[row][0]} if any(scores.leak[row : row + 1]) else {}
+    return {"stage": row, **points}
+
+
+def task_points(scores: Scores) -> list[dict[str, float]]:
+    """The points of the end tasks over `stage`: `tasks/TASK` in its own metric, a mean over seeds."""
+    points: dict[int, dict[str, float]] = {}
+    means = endtasks.over_seeds(endtasks.headline(scores.endtasks)) if scores.endtasks else np.zeros((0, 0))
+    for row, column in np.argwhere(np.isfinite(means)).tolist():
+        name = f"tasks/{escape_name(scores.endtasks['tasks'][column])}"
+        points.setdefault(row, {"stage": row})[name] = float(means[row, column])
+    return list(points.values())
+
+
+def perplexity(value: float) -> str:
     """A perplexity, or a difference of two, in as many digits as one reads."""
-    if value is None or np.isnan(value):
-        return "nan"
     size = abs(value)
     if size < 1000:
         return f"{value:.{2 if size < 100 else 1}f}"
     return f"{value:,.0f}" if size < 1e6 else f"{value:.1e}"
 
 
-def decimals(value: float | None) -> str:
-    return "nan" if value is None else f"{value:.4f}"
+def decimals(value: float) -> str:
+    return f"{value:.4f}"
 
 
 def percent(share: float) -> str:
     return f"{100 * share:.2f}"
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
 
 
 def megabytes(size: float | None) -> str:
@@ -268,9 +346,14 @@ def megabytes(size: float | None) -> str:
     return f"{size / 1e6:,.{0 if size >= 1e8 else 2}f} MB"
 
 
-def format_interval(low: float | None, high: float | None, show: Callable[[float], str]) -> str:
+def format_known(value: float | None, show: Show) -> str:
+    """A dash where the value is missing or not a number."""
+    return "–" if value is None or isnan(value) else show(value)
+
+
+def format_interval(low: float | None, high: float | None, show: Show) -> str:
     """` [52.80, 53.40]`, with a leading blank; empty where there is none."""
-    known = low is not None and high is not None and not np.isnan(low)
+    known = low is not None and high is not None and not isnan(low)
     return f" [{show(low)}, {show(high)}]" if known else ""
 
 
@@ -285,9 +368,10 @@ def shorten(name: str, *, width: int) -> str:
     return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
 
 
-def pick_ends(size: int) -> list[int]:
-    """The places of the first and last four; all where there are at most nine."""
-    return list(range(size)) if size <= 9 else [*range(4), *range(size - 4, size)]
+def few(names: Sequence[str], *, between: str = " → ") -> str:
+    """All names; of more than FEW the first and last three."""
+    shown = names if len(names) <= FEW else [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
+    return between.join(shown)
 
 
 def label(run: Mapping[str, Any], *, shared: Collection[str] = ()) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections import Counter, defaultdict
@@ -24,8 +23,7 @@ from cpt.evaluation.metrics import METRICS, UNITS, compute_values, intransigence
 from cpt.evaluation.scores import Scores, conditions
 from cpt.evaluation.task_metrics import describe_task
 from cpt.reporting.drawing import find_places
-from cpt.reporting.frames import escape_name, label, shorten, split_variant, summarize_scores
-from cpt.reporting.page import few
+from cpt.reporting.frames import escape_name, few, label, shorten, split_variant, summarize_scores
 
 SUBFOLDERS = {  # of a run folder; none holds another run
     *("answers", "checkpoints", "diagnostics", "documents", "endtasks", "model", "probes", "rebuilt"),
@@ -40,7 +38,7 @@ Pair = tuple[tuple[str, ...], int]  # order and seed
 
 
 @dataclass(kw_only=True, eq=False)
-class Run:
+class MeasuredRun:
     """A run and the finite numbers it is compared by: `LC/nats`, `task/<task>`, `probe/<description>`, ..."""
 
     folder: Path
@@ -92,7 +90,7 @@ class Run:
 
 
 class FoundRuns(NamedTuple):
-    runs: list[Run]
+    runs: list[MeasuredRun]
     damaged: list[str]  # a line for each folder or file that cannot be read
     begun: list[Path]  # folders with config.yaml and no scores.json
 
@@ -111,7 +109,7 @@ def find_runs(folders: Sequence[Path]) -> FoundRuns:
     for folder, measured in sorted(holding.values()):
         try:
             if measured:
-                runs.append(Run(folder=folder, scores=Scores.load(folder / "scores.json")))
+                runs.append(MeasuredRun(folder=folder, scores=Scores.load(folder / "scores.json")))
             else:
                 begun.append(folder)
         except (OSError, ValueError) as error:
@@ -119,7 +117,7 @@ def find_runs(folders: Sequence[Path]) -> FoundRuns:
     return FoundRuns(runs, damaged, begun)
 
 
-def filter_runs(runs: Sequence[Run], where: Sequence[str]) -> list[Run]:
+def filter_runs(runs: Sequence[MeasuredRun], where: Sequence[str]) -> list[MeasuredRun]:
     """The runs that have one of the values of each `KEY=VALUE[,VALUE…]`; one with commas may be given whole.
     Raises ValueError for another form or key, and for a value that no run has."""
     pairs = [word.partition("=") for word in where]
@@ -141,32 +139,24 @@ def filter_runs(runs: Sequence[Run], where: Sequence[str]) -> list[Run]:
 def restrict_scores(scores: Scores, names: Collection[str]) -> Scores:
     """The scores with metrics, end tasks and answers over these domains alone: a mean is over their terms."""
     cells = np.where([name not in (*names, GENERAL) for name in scores.domains], np.nan, scores.cells)
-    metrics = {
-        name: {unit: float(value) for unit, value in units.items()}
-        for name, units in compute_values(cells, layout=scores).items()
-    }
-    asked = scores.answers
+    values = compute_values(cells, layout=scores)
+    metrics = {name: {unit: float(x) for unit, x in units.items()} for name, units in values.items()}
+    asked, tuned = scores.answers, scores.endtasks
     if tasks := {task: given for task, given in asked.get("tasks", {}).items() if task in names}:
-        matrix = np.where(
-            [task not in tasks for task in asked["tasks"]], np.nan, task_metrics.matrix_of(asked)
-        )
-        rows, columns = scores.rows[: len(matrix)], list(asked["tasks"])
-        found = task_metrics.compute_metrics(matrix, rows=rows, tasks=columns)
+        matrix, columns = task_metrics.matrix_of(asked), list(asked["tasks"])
+        matrix = np.where([task not in tasks for task in columns], np.nan, matrix)
+        found = task_metrics.compute_metrics(matrix, rows=scores.rows[: len(matrix)], tasks=columns)
         found = {name: float(found[name]) for name in asked["metrics"] if name in found}
         asked = asked | {"tasks": tasks, "metrics": found, "intervals": {}}
-    tuned = scores.endtasks
-    if places := [place for place, task in enumerate(tuned.get("tasks", ())) if task in names]:
-        kept = [tuned["tasks"][place] for place in places]
-        cubes = {
-            kind: [[row[place] for place in places] for row in rows] for kind, rows in tuned["scores"].items()
-        }
+    if kept := [task for task in tuned.get("tasks", ()) if task in names]:
+        places = [tuned["tasks"].index(task) for task in kept]
         facts = {key: {task: tuned[key][task] for task in kept} for key in ("metric", "classes", "examples")}
+        cubes = {kind: [[row[n] for n in places] for row in rows] for kind, rows in tuned["scores"].items()}
         tuned = tuned | facts | {"tasks": kept, "scores": cubes}
-    asked, tuned = asked if tasks else {}, tuned if places else {}
-    return replace(scores, metrics=metrics, answers=asked, endtasks=tuned)
+    return replace(scores, metrics=metrics, answers=asked if tasks else {}, endtasks=tuned if kept else {})
 
 
-def measure_runs(runs: Sequence[Run], *, domains: Collection[str] = ()) -> list[Run]:
+def measure_runs(runs: Sequence[MeasuredRun], *, domains: Collection[str] = ()) -> list[MeasuredRun]:
     """Copies of the runs with their values, over these domains alone if any are given; without runs that have
     none of them. Intransigence is against `one` with the same model, order and conditions, and the same seed
     if there is one. Raises ValueError for a domain that no run has."""
@@ -176,9 +166,8 @@ def measure_runs(runs: Sequence[Run], *, domains: Collection[str] = ()) -> list[
     plain = {"method": "one", "mask": "none", "replay": "none"}
     references = [run for run in runs if plain.items() <= run.scores.run.items()]
     keys = [*(f"{name}/{unit}" for name in METRICS for unit in UNITS), "intransigence/nats"]
-    keys += [f"endtask/{name}" for name in task_metrics.ENDTASK_MEANINGS] + [
-        f"answers/{name}" for name in task_metrics.ANSWER_METRICS
-    ]
+    keys += [f"endtask/{name}" for name in task_metrics.ENDTASK_MEANINGS]
+    keys += [f"answers/{name}" for name in task_metrics.ANSWER_METRICS] + [f"cost/{cost}" for cost in COSTS]
     measured = []
     for run in runs:
         names = frozenset(domains) & set(run.scores.domains)
@@ -186,26 +175,22 @@ def measure_runs(runs: Sequence[Run], *, domains: Collection[str] = ()) -> list[
             continue
         scores = restrict_scores(run.scores, names) if names else run.scores
         numbers = summarize_scores(scores, ("metric", "task", "score", "probe", "cost"))
-        alone = [each for each in references if each.pair[0] == run.pair[0]]
-        alone = [each for each in alone if each.scores.run["model"] == run.scores.run["model"]]
-        alone = [each for each in alone if each.comparability == run.comparability]
+        alike = run.pair[0], run.scores.run["model"], run.comparability
+        alone = [r for r in references if (r.pair[0], r.scores.run["model"], r.comparability) == alike]
         if alone and run not in references:
             other = min(alone, key=lambda each: each.pair[1] != run.pair[1]).scores.diagonal
             own = {name: x for name, x in run.scores.diagonal.items() if not names or name in names}
             if shared := [name for name in own if name in other]:
                 lost = intransigence([own[n] for n in shared], one=[other[n] for n in shared])
                 numbers["intransigence/nats"] = float(lost)
-        named = {
-            f"task/{task}": f"endtask/{escape_name(task)}/{metric}"
-            for task, metric in scores.endtasks.get("metric", {}).items()
-        }
+        found = {key: numbers.get(key, math.nan) for key in keys}
+        for task, metric in scores.endtasks.get("metric", {}).items():
+            found[f"task/{task}"] = numbers.get(f"endtask/{escape_name(task)}/{metric}", math.nan)
         for task, given in scores.probes.get("tasks", {}).items():
-            named[f"probe/{describe_task(task, given)}"] = f"probe/{escape_name(task)}"
-        found = {key: numbers.get(named.get(key, key), math.nan) for key in (*keys, *named)}
-        found |= {f"cost/{cost}": numbers.get(f"cost/{cost}", math.nan) for cost in COSTS}
-        run = copy.copy(run)
-        run.domains, run.values = names, {key: x for key, x in found.items() if math.isfinite(x)}
-        measured.append(run)
+            value = numbers.get(f"probe/{escape_name(task)}", math.nan)
+            found[f"probe/{describe_task(task, given)}"] = value
+        values = {key: value for key, value in found.items() if math.isfinite(value)}
+        measured.append(replace(run, domains=names, values=values))
     return measured
 
 
@@ -218,33 +203,12 @@ class RunGroup:
     model: str
     orders: Sequence[str]  # names of its orders
     own: frozenset[str]  # the values that set it apart
-    runs: Sequence[Run]
-    order: tuple[str, ...] | None = None  # where groups are told apart by it
-
-    @property
-    def method(self) -> str:
-        return self.runs[0].scores.run["method"]
-
-    @property
-    def alone(self) -> bool:
-        """Whether its method trains every domain from the base."""
-        return self.runs[0].scores.alone
-
-    @property
-    def needs_domain(self) -> bool:
-        """Whether the domain of a text is given at test time."""
-        return any(run.scores.needs_domain for run in self.runs)
-
-    @property
-    def named_orders(self) -> str:
-        return few(self.orders, between=", ")
-
-    @property
-    def size(self) -> str:
-        """`6 (3 seeds x 2 orders)`."""
-        seeds, orders = (len({run.pair[place] for run in self.runs}) for place in (1, 0))
-        counts = [f"{n} {name}{'s' * (n > 1)}" for n, name in ((seeds, "seed"), (orders, "order"))]
-        return f"{len(self.runs)} ({(' x ' if len(self.runs) == seeds * orders else ', ').join(counts)})"
+    runs: Sequence[MeasuredRun]
+    order: tuple[str, ...] | None  # where groups are told apart by it
+    method: str
+    alone: bool  # whether its method trains every domain from the base
+    needs_domain: bool  # whether the domain of a text is given at test time
+    size: str  # `6 (3 seeds x 2 orders)`
 
     def of(self, key: str) -> list[float | None]:
         """A value by run."""
@@ -268,7 +232,7 @@ class RunSection:
     places: Mapping[str, int]  # colour and marker by the name of a group, in all sections
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[MeasuredRun]:
         return [run for group in self.groups for run in group.runs]
 
     @property
@@ -286,7 +250,9 @@ class RunSection:
         return DataFrame(rows, columns=["run", "group", "model", "order", "seed", "key", "value"])
 
 
-def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str = "ncl") -> list[RunSection]:
+def build_sections(
+    runs: Sequence[MeasuredRun], *, by_order: bool = False, baseline: str = "ncl"
+) -> list[RunSection]:
     """A section per set of comparable runs, the largest first; `by_order`: a group per order."""
     alike = defaultdict(list)
     for run in runs:
@@ -302,21 +268,21 @@ def build_sections(runs: Sequence[Run], *, by_order: bool = False, baseline: str
         own = groups[0].runs[0].conditions
         others = titled[own["objective"], own["domains"]]
         apart = [f"{key} {own[key]}" for key in own if len({each[key] for each in others}) > 1]
-        baselines = {group.name: find_baseline(group, groups, baseline) for group in groups}
+        domains = few(sorted(set(groups[0].runs[0].scores.domains) - {GENERAL}), between=", ")
+        found = {group.name: find_baseline(group, groups, baseline) for group in groups}
         section = RunSection(
-            title="",
+            title=f"{own['objective']}: {domains}" + f" ({', '.join(apart)})" * bool(apart),
             conditions=own,
             groups=groups,
             baseline=baseline,
-            baselines={name: other for name, other in baselines.items() if other is not None},
+            baselines={name: other for name, other in found.items() if other is not None},
             places=places,
         )
-        title = f"{own['objective']}: {few(section.domains, between=', ')}"
-        sections.append(replace(section, title=title + f" ({', '.join(apart)})" * bool(apart)))
+        sections.append(section)
     return sections
 
 
-def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[RunGroup]:
+def group_runs(runs: Sequence[MeasuredRun], *, by_order: bool) -> list[RunGroup]:
     """The groups of comparable runs by their mean LC, those without one last. Runs of one label are told
     apart by the settings in which their config files differ."""
     shared = set.intersection(*(set(split_variant(run.scores.run)) for run in runs))
@@ -333,6 +299,9 @@ def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[RunGroup]:
         for settings, members in by_settings.items():
             short = [shorten(each, width=40) for each in settings[:NAMED_SETTINGS]]
             short += ["…"] * (len(settings) > NAMED_SETTINGS) + [model] * several
+            seeds, drawn = (len({run.pair[place] for run in members}) for place in (1, 0))
+            counts = [f"{n} {kind}{'s' * (n > 1)}" for n, kind in ((seeds, "seed"), (drawn, "order"))]
+            between = " x " if len(members) == seeds * drawn else ", "
             group = RunGroup(
                 name=", ".join([name, *short, *([f"order {orders[order]}"] if order else [])]),
                 plain=label(members[0].scores.run | {"variant": ""}),
@@ -341,6 +310,10 @@ def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[RunGroup]:
                 own=frozenset({*settings, *split_variant(members[0].scores.run)} - shared),
                 runs=members,
                 order=order,
+                method=members[0].scores.run["method"],
+                alone=members[0].scores.alone,
+                needs_domain=any(run.scores.needs_domain for run in members),
+                size=f"{len(members)} ({between.join(counts)})",
             )
             groups.append(group)
     means = {group: group.mean("LC/perplexity") for group in groups}
@@ -353,7 +326,7 @@ def group_runs(runs: Sequence[Run], *, by_order: bool) -> list[RunGroup]:
     return groups
 
 
-def differing_settings(runs: Sequence[Run]) -> list[str]:
+def differing_settings(runs: Sequence[MeasuredRun]) -> list[str]:
     """Settings that decide a result and in which runs differ, other than the seed and what follows it."""
     known = [run for run in runs if run.settings]
     seeds = [str(run.scores.run["seed"]) for run in known]
@@ -362,7 +335,7 @@ def differing_settings(runs: Sequence[Run]) -> list[str]:
     return sorted(key for key, given in values.items() if len(set(given)) > 1 and given != seeds)
 
 
-def name_orders(runs: Sequence[Run]) -> dict[tuple[str, ...], str]:
+def name_orders(runs: Sequence[MeasuredRun]) -> dict[tuple[str, ...], str]:
     """Each order by its name, numbered where one name stands for several."""
     given = {run.pair[0]: run.order for run in sorted(runs, key=lambda run: -len(run.order))}
     counts, seen, names = Counter(given.values()), Counter[str](), {}

@@ -21,9 +21,8 @@ from cpt.core.config import executes, flatten, is_secret
 from cpt.core.files import replace
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.scores import Scores, conditions, describe_conditions
-from cpt.reporting.drawing import FEW
-from cpt.reporting.frames import KINDS, format_interval, megabytes, percent, strip_controls
-from cpt.reporting.page import IN_CELL, TEMPLATES, few, quote_markup
+from cpt.reporting.frames import FEW, KINDS, few, format_interval, megabytes, percent, strip_controls
+from cpt.reporting.page import IN_CELL, TEMPLATES, quote_markup
 from cpt.reporting.run_page import format_matrix, format_metric
 
 PIPELINES = {"masked": "fill-mask", "causal": "text-generation"}  # by objective
@@ -42,9 +41,7 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     settings = dict(flatten(read_yaml(folder / "config.yaml") or {}))
     base = {"name": run["model"], "origin": "unknown"} | scores.base
     from_hub = base["origin"] == "hub" and HUB_NAME.fullmatch(base["name"]) is not None
-    paths = {
-        str(path) for key, path in settings.items() if re.fullmatch(r"domains\.catalogue\..*\.path", key)
-    }
+    paths = {str(x) for key, x in settings.items() if re.fullmatch(r"domains\.catalogue\..*\.path", key)}
     data_sets = sorted(path for path in paths if HUB_NAME.fullmatch(path) and not Path(path).exists())
     public = [*data_sets, *[base["name"]] * from_hub]
     method = run["method"] + "".join(f" + {run[kind]}" for kind in ("mask", "replay") if run[kind] != "none")
@@ -78,13 +75,8 @@ def write_model_card(folder: Path, scores: Scores) -> Path:
     results = []
     for text, name, value in found:
         if value is not None and isfinite(value):
-            of = {
-                "dataset_type": text,
-                "dataset_name": text,
-                "metric_type": "perplexity",
-                "metric_name": name,
-            }
-            results.append(EvalResult(**of, **measured, metric_value=float(f"{value:.6g}")))
+            of = measured | {"dataset_type": text, "dataset_name": text, "metric_name": name}
+            results.append(EvalResult(**of, metric_type="perplexity", metric_value=float(f"{value:.6g}")))
     metrics = [format_metric(scores, name) for name in scores.metrics]
     tasks = []
     for each in (each for kind in ("task", "score", "probe") for each in KINDS[kind](scores)):

@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import jinja2
+import yaml
 from markupsafe import Markup, escape
 
-from cpt.reporting.drawing import FEW, Picture, description, inline_svg
+from cpt.reporting.drawing import Picture, description, inline_svg
 from cpt.reporting.frames import strip_controls
 
 TEMPLATES = Path(__file__).parent / "templates"
+LEGENDS: dict[str, str] = yaml.safe_load((TEMPLATES / "legends.yaml").read_text(encoding="utf-8"))
 # What Markdown takes for markup. A line may have code between backticks, and must not begin another block.
 IN_CELL = re.compile(r"[&<|`\\*~$]|(?<=\])\(|(?<![^\W_])_")
 IN_LINE = re.compile(r"[&<|\\*~$]|(?<=\])\(|^[#>+=\[-]|(?<![^\W_])_")
@@ -52,10 +54,8 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
     shown = [block for block in blocks if block.lines or block.picture or block.cells or block.code]
     parts, seen = [f"# {quote_markup(title, IN_CELL)}"], Counter[str]()
     for block in shown:
-        name = (
-            re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]
-            or "picture"
-        )
+        name = re.sub(r"[^\w-]+", "_", block.name or block.title.lower(), flags=re.A).strip("_")[:60]
+        name = name or "picture"
         seen[name] += bool(block.picture)
         file = stem.with_name(f"{stem.name}-{name}" + f"-{seen[name]}" * (seen[name] > 1))
         parts.append(markdown(block, picture=f"{file.name}.png"))
@@ -80,21 +80,13 @@ def write_page(blocks: Sequence[Block], *, title: str, stem: Path, vectors: bool
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         base64=base64.b64encode,
         description=description,
-        drawn=draw_inline,
+        drawn=lambda *given, **told: Markup(inline_svg(*given, **told)),
         inline=inline,
-        told=separate_interval,
+        split=separate_interval,
         dumps=partial(json.dumps, ensure_ascii=False),
     )
     page.write_text(html, encoding="utf-8")
     return page
-
-
-def draw_inline(block: Block, number: int) -> Markup:
-    """The picture as SVG where its marks have names; else nothing."""
-    if not (isinstance(block.picture, Picture) and block.picture.marks):
-        return Markup()
-    told = f"{block.title}. {description(block.picture)}"
-    return Markup(inline_svg(block.picture, prefix=f"p{number}-", told=told))
 
 
 def inline(line: str) -> Markup:
@@ -140,10 +132,3 @@ def align_columns(block: Block) -> str:
     align = [str.ljust if place < block.words else str.rjust for place in range(len(widths))]
     rows = [map(lambda put, *cell: put(*cell), align, row, widths) for row in lines]
     return "\n".join("  ".join(row).rstrip() for row in rows)
-
-
-def few(names: Sequence[str], *, between: str = " → ") -> str:
-    """All names; of more than FEW the first and last three."""
-    return between.join(
-        names if len(names) <= FEW else [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
-    )

@@ -34,7 +34,7 @@ from cpt.core.errors import readable
 from cpt.core.heartbeat import Heartbeat, list_sweep_runs
 from cpt.core.preemption import GO_ON, SIGNALS, TOGETHER_S
 from cpt.core.processes import die_with_parent
-from cpt.status import format_phase, format_time, truncate
+from cpt.status import cut_line, format_phase, format_time
 from cpt.sweeps.jobs import (
     CONTINUES,
     Job,
@@ -315,8 +315,8 @@ def fit_jobs(jobs: Sequence[tuple[str, str]], room: int) -> str:
     text = " | ".join(what + left for what, left in jobs)
     if len(text) > (room := max(0, room)):
         share = max(MIN_WIDTH, (room + 3) // len(jobs) - 3)
-        text = " | ".join(truncate(what, share - len(left)) + left for what, left in jobs)
-    return truncate(text, room)
+        text = " | ".join(cut_line(what, share - len(left)) + left for what, left in jobs)
+    return cut_line(text, room)
 
 
 die_with_parent()  # also in other Hydra programs that use these launchers

@@ -11,7 +11,7 @@ import pytest
 from cpt.contrib.wandb_tools.rebuild import REBUILT, sync_runs
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED, Scores
-from cpt.loggers.loggers import About, LongCSV, log_scores, log_stage, track
+from cpt.loggers.loggers import LongCSV, log_scores, log_stage, track
 from cpt.loggers.wandb import Curves, init_wandb, run_name
 from cpt.reporting.frames import choose_headlines, summarize_scores
 from tests.conftest import ROOT, SMALL
@@ -213,7 +213,13 @@ def resumed(tmp_path_factory):
     """A run that fails after its first stage and is started again."""
     import wandb
 
-    about = About("das order=0 seed=3", "g", "das", ["a"], {"seed": 3})
+    about = {
+        "name": "das order=0 seed=3",
+        "group": "g",
+        "job_type": "das",
+        "tags": ["a"],
+        "config": {"seed": 3},
+    }
     place, whole = tmp_path_factory.mktemp("resumed") / "das_seed-3", scores()
     place.mkdir()
     with pytest.raises(KeyboardInterrupt), track(OFFLINE, place, about=about) as loggers:

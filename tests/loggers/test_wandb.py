@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from cpt.loggers import wandb
-from cpt.reporting.frames import choose_headlines, summarize_scores
-from cpt.reporting.tables import stage_points, tabulate, task_points
+from cpt.reporting.frames import choose_headlines, stage_points, summarize_scores, tabulate, task_points
 from tests.conftest import ROOT
 from tests.support.tracked import scores
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cpt.report import main
-from cpt.reporting import plots
+from cpt.reporting import figures
 from cpt.reporting.page import Block, write_page
 from tests.support.comparing import endtasks, saved
 
@@ -134,7 +134,7 @@ HEAD = ["group", "model", "LC", "stored", "FLOPs", "domain known"]
 def page(tmp_path_factory):
     """A comparison: two tables that are filtered, one that is not, a picture, a folded part, odd names."""
     facets = [{"method": row[0].split()[0].lower(), "model": row[1]} for row in ROWS]
-    picture = plots.draw_plane(
+    picture = figures.draw_plane(
         {name: ([0.1 * place], [60.0]) for place, name in enumerate("abcdefgh")}, x="FG", y="LC"
     )
     wide = [[f"part {place}", *map(str, np.arange(40) * 1.5)] for place in range(12)]

@@ -8,8 +8,16 @@ import pytest
 
 from cpt.evaluation.metrics import UNITS
 from cpt.evaluation.scores import Scores
-from cpt.reporting.frames import COST_COLUMNS, KINDS, SUMMARIZED, escape_name, summarize_scores, tidy_scores
-from cpt.reporting.tables import stage_points, tabulate
+from cpt.reporting.frames import (
+    COST_COLUMNS,
+    KINDS,
+    SUMMARIZED,
+    escape_name,
+    stage_points,
+    summarize_scores,
+    tabulate,
+    tidy_scores,
+)
 from tests.support.answering import answers
 from tests.support.probing import probes
 

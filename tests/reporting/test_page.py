@@ -10,9 +10,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cpt.reporting import drawing, plots
+from cpt.reporting import drawing, figures
 from cpt.reporting.drawing import METHODS, PLACES, description, find_places, inline_svg, own_place
-from cpt.reporting.page import Block, align_columns, few, inline, write_page
+from cpt.reporting.frames import few
+from cpt.reporting.page import Block, align_columns, inline, write_page
 from tests.conftest import ROOT
 
 HEAD, CELLS = ("group", "LC"), [["das", "−1.5"], ["ncl + <migu>", "20"]]
@@ -46,7 +47,7 @@ def page(tmp_path, *blocks, title="Title"):
 
 @pytest.fixture(scope="module")
 def picture():
-    return plots.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
+    return figures.draw_plane(GROUPS, marks=MARKS, x="FG", y="LC")
 
 
 def test_the_policy_lets_the_page_run_its_own_script_alone(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpt.report import main
-from cpt.reporting import plots
+from cpt.reporting import figures
 from tests.support.comparing import CONDITIONS, DOMAINS, NLL, endtasks, made, rows_of, saved
 
 FIGURES = ("forgetting_learning", "quality_compute", "perplexity_forgetting", "stages", "matrices")
@@ -17,7 +17,7 @@ FIGURES = ("forgetting_learning", "quality_compute", "perplexity_forgetting", "s
 @pytest.fixture
 def no_figures(monkeypatch):
     """Without the seconds of drawing."""
-    monkeypatch.setattr(plots, "build_figures", lambda section: [])
+    monkeypatch.setattr(figures, "build_figures", lambda section: [])
 
 
 @pytest.fixture

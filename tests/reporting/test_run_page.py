@@ -299,7 +299,7 @@ def test_names_are_shortened_in_their_middle():
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(44.256, "44.26"), (133.04, "133.0"), (-0.5, "-0.50"), (12345.6, "12,346"), (2.5e7, "2.5e+07")]
-    + [(math.inf, "inf"), (None, "nan")],
+    + [(math.inf, "inf"), (math.nan, "nan")],
 )
 def test_perplexities_are_written_to_be_read(value, shown):
     assert perplexity(value) == shown
@@ -468,14 +468,10 @@ def test_losses_on_other_text_and_the_budget_are_shown():
     assert "general" in block.head and not run_page.show_monitor(made()).picture
 
 
-def test_importances_are_shown_by_part_and_stage(tmp_path):
-    assert run_page.show_diagnostics(compared(), tmp_path) == []
+def test_what_domains_share_is_a_picture(tmp_path):
+    assert not run_page.show_overlap(compared(), tmp_path).picture
     (tmp_path / "diagnostics").mkdir()
     for number, value in ((1, 0.25), (2, 0.5), (3, 0.75)):
         arrays = {"importance/model.layers.0.neurons": np.full(8, value), "other/x": np.ones(3)}
         np.savez(tmp_path / "diagnostics" / f"{number:03d}.npz", **arrays)
-    head, means, shared = run_page.show_diagnostics(compared(), tmp_path)
-    assert head.title == "Inside the model"
-    assert description(means.picture) == "Importance, accumulated: mean 0.250 after law, 0.750 after space."
-    assert means.picture.drawn.axes[0].images[0].get_array().tolist() == [[0.25, 0.5, 0.75]]
-    assert "importance, accumulated" in description(shared.picture)
+    assert "importance, accumulated" in description(run_page.show_overlap(compared(), tmp_path).picture)

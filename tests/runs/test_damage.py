@@ -8,7 +8,7 @@ import pytest
 
 from cpt.evaluation.scores import Scores
 from cpt.report import main
-from cpt.reporting import plots, run_page
+from cpt.reporting import figures, run_page
 from tests.support.comparing import endtasks, made, saved
 
 WRONG = (None, "x", -1, 1.5, True, [], {}, [[]], [None], {"a": None}, 10**400)
@@ -38,7 +38,7 @@ def changed(data, at, wrong):
 @pytest.fixture
 def no_charts(monkeypatch):
     for name in ("draw_plane", "draw_stages", "draw_heat_maps"):
-        monkeypatch.setattr(plots, name, lambda *_, **__: b"")
+        monkeypatch.setattr(figures, name, lambda *_, **__: b"")
 
 
 def full():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.load_runs import Run, build_sections, measure_runs
+from cpt.reporting.load_runs import MeasuredRun, build_sections, measure_runs
 
 FROM_BASE = ("one", "dga")  # methods that train every domain from the base
 DOMAINS = ["law", "food", "space"]
@@ -80,7 +80,7 @@ def endtasks(scores, *, tasks=DOMAINS, seeds=(7, 8), when="last", metric="macro_
 
 def run(folder="x", **given):
     """A run that is only looked at."""
-    return Run(folder=Path(folder), scores=made(**given))
+    return MeasuredRun(folder=Path(folder), scores=made(**given))
 
 
 def saved(folder, *, config=None, **given):

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting.load_runs import Run, build_sections, measure_runs
+from cpt.reporting.load_runs import MeasuredRun, build_sections, measure_runs
 from cpt.trainer.manifest import resolve_eval_cap
 from cpt.trainer.plan import make_plan
 from cpt.trainer.run_dir import RunDir
@@ -21,7 +21,7 @@ def scores_of(folder: Path) -> Scores:
 
 
 def compared(*folders: Path):
-    runs = [Run(folder=folder, scores=scores_of(folder)) for folder in folders]
+    runs = [MeasuredRun(folder=folder, scores=scores_of(folder)) for folder in folders]
     return build_sections(measure_runs(runs))
 
 
@@ -75,5 +75,5 @@ def test_runs_that_score_other_rows_are_not_compared(low, early, start, small):
     assert "cap" not in scores_of(early.parent / "same").conditions  # it bounds none of the texts
     earlier = scores_of(early.parent / "part")
     del earlier.conditions["cap"]  # as one with eval.tokens=64 was written before
-    runs = [Run(folder=early, scores=each) for each in (earlier, scores_of(early.parent / "part"))]
+    runs = [MeasuredRun(folder=early, scores=each) for each in (earlier, scores_of(early.parent / "part"))]
     assert len(build_sections(measure_runs(runs))) == 1

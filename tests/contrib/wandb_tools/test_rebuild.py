@@ -11,8 +11,7 @@ from filelock import FileLock
 from cpt.contrib.wandb_tools import rebuild
 from cpt.core.config import digest
 from cpt.evaluation.scores import COSTS, NOTED
-from cpt.reporting.frames import MAX_HEADLINES, choose_headlines
-from cpt.reporting.tables import tabulate
+from cpt.reporting.frames import MAX_HEADLINES, choose_headlines, tabulate
 from tests.support import wandb_files
 from tests.support.tracked import refusing, scores
 

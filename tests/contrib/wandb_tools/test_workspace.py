@@ -7,8 +7,7 @@ import pytest
 
 from cpt.contrib.wandb_tools import workspace as program
 from cpt.loggers.wandb import describe_run, pictures
-from cpt.reporting.frames import choose_headlines, summarize_scores
-from cpt.reporting.tables import stage_points, tabulate, task_points
+from cpt.reporting.frames import choose_headlines, stage_points, summarize_scores, tabulate, task_points
 from tests.support.tracked import scores
 
 

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from cpt.evaluation.scores import Scores
-from cpt.reporting import drawing, plots
+from cpt.reporting import drawing, figures
 from cpt.reporting.drawing import description
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,8 @@ def made(*, count=3, method="ncl", rows=None, nll=None, parts=None, seed=0):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figure of a picture and what it says, in place of its PNG."""
-    monkeypatch.setattr(plots, "png", lambda figure, *, told, marks=None: (figure, told))
+    for module in (figures, drawing):
+        monkeypatch.setattr(module, "png", lambda figure, *, told, marks=None: (figure, told))
     return lambda picture: picture
 
 
@@ -83,7 +84,7 @@ def test_a_plane_shows_runs_means_levels_and_the_front(drawn):
         "joint": ([None, None], [12.0, 14.0]),
         "none": ([None], [None]),
     }
-    figure, told = drawn(plots.draw_plane(points, x="FLOPs", y="LC", logarithmic=True))
+    figure, told = drawn(figures.draw_plane(points, x="FLOPs", y="LC", logarithmic=True))
     axes = figure.axes[0]
     assert means(figure) == {"slow (2)": (4e13, 15), "fast": (1e13, 30), "worse": (5e13, 30)}
     assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "FLOPs", "LC")
@@ -91,13 +92,13 @@ def test_a_plane_shows_runs_means_levels_and_the_front(drawn):
     assert corners[1:3] == [(1e13, 30), (4e13, 15)] and corners[-1][1] == 15
     assert list(lines(figure)["joint: 13.00"].get_ydata()) == [13, 13]
     assert told.startswith("LC against FLOPs; lower is better for both. The front: fast, slow.")
-    figure, _ = drawn(plots.draw_plane(points, x="FG", y="LC"))
+    figure, _ = drawn(figures.draw_plane(points, x="FG", y="LC"))
     assert figure.axes[0].get_xscale() == "linear" and means(figure)["free"] == (0, 1)
 
 
 def test_an_outlier_does_not_press_the_others_together(drawn):
     points = {name: ([place / 10], [50.0 + place]) for place, name in enumerate("abcdef")}
-    figure, _ = drawn(plots.draw_plane(points | {"lost": ([0.2], [9000.0])}, x="FG", y="LC"))
+    figure, _ = drawn(figures.draw_plane(points | {"lost": ([0.2], [9000.0])}, x="FG", y="LC"))
     low, high = figure.axes[0].get_ylim()
     assert 45 < low < 50 and 55 < high < 60
     assert "lost: off the axes, 0.2, 9000" in means(figure)
@@ -107,12 +108,12 @@ def test_a_group_keeps_its_colour_in_every_figure(drawn):
     places = {"gone": 0, "ncl": 1, "das": 2, "joint": 3}
     points = {"das": ([0.1], [40.0]), "joint": ([None], [40.5]), "ncl": ([0.3], [42.0])}
     joint = made(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
-    figures = [
-        drawn(plots.draw_plane(points, x="x", y="y", places=places))[0],
-        drawn(plots.draw_stages({"joint": [joint], "das": [made()], "ncl": [made()]}, places=places))[0],
+    shown_figures = [
+        drawn(figures.draw_plane(points, x="x", y="y", places=places))[0],
+        drawn(figures.draw_stages({"joint": [joint], "das": [made()], "ncl": [made()]}, places=places))[0],
     ]
     expected = {name: drawing.style(place)["color"].lower() for name, place in places.items()}
-    for figure in figures:
+    for figure in shown_figures:
         marks = {each.get_label(): to_hex(each.get_edgecolor()[0]) for each in figure.axes[0].collections}
         marks |= {name: to_hex(line.get_color()) for name, line in lines(figure).items()}
         shown = {re.split(r"[:(]", name)[0].strip(): colour for name, colour in marks.items()}
@@ -128,7 +129,7 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs(drawn):
     lost.nll[2] = lost.nll[3] = [None] * 4
     joint = made(rows=["base", "joint"], nll=[[4.0] * 4, [2.0, 3.0, 3.0, 9.0]], method="joint")
     groups = {"ncl": [made(), other], "short": [made(), short], "lost": [lost], "joint": [joint], "gone": []}
-    figure, told = drawn(plots.draw_stages(groups))
+    figure, told = drawn(figures.draw_stages(groups))
     last = (2 * np.exp(3.1) + np.exp(3.0)) / 3
     expected = [np.exp([3.0, 3.4]).mean(), (np.exp(3.1) + np.exp(3.0)) / 2, last]
     np.testing.assert_allclose(lines(figure)[f"ncl (2): {last:.2f}"].get_data(), [[1, 2, 3], expected])
@@ -143,7 +144,7 @@ def test_curves_are_means_over_the_domains_so_far_and_over_runs(drawn):
 
 def test_of_many_curves_the_lowest_are_told_apart(drawn):
     groups = {f"m{place}": [made(nll=np.full((4, 4), 4.0 - 0.01 * place))] for place in range(20)}
-    figure, _ = drawn(plots.draw_stages(groups))
+    figure, _ = drawn(figures.draw_stages(groups))
     known = [label.split(":")[0] for label in lines(figure) if not label.startswith("_")]
     assert known == ["14 others", "m19", "m18", "m17", "m16", "m15", "m14"]
 
@@ -151,10 +152,10 @@ def test_of_many_curves_the_lowest_are_told_apart(drawn):
 def test_heat_maps_share_a_colour_scale(drawn):
     strong = made(nll=[[4.0] * 4, [1.0, 4, 4, 4], [4.0] * 4, [4.0, 4, 4, 6.5]])
     maps = {
-        name: plots.HeatMap(each.matrix - 4, each.rows, each.domains, name, [(1, 0)])
+        name: drawing.HeatMap(each.matrix - 4, each.rows, each.domains, name, [(1, 0)])
         for name, each in {"ncl": made(), "strong": strong}.items()
     }
-    figure, told = drawn(plots.draw_heat_maps(maps, label="change", change=True))
+    figure, told = drawn(drawing.draw_heat_maps(maps, label="change", change=True, show="{:+.2f}".format))
     shown = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
     assert list(shown) == ["ncl", "strong"]
     assert all(axes.images[0].get_clim() == (-3, 3) for axes in shown.values())
@@ -163,19 +164,19 @@ def test_heat_maps_share_a_colour_scale(drawn):
     assert [patch.get_xy() for patch in shown["ncl"].patches] == [(-0.5, 0.5)]
     assert [label.get_text() for label in shown["ncl"].get_xticklabels()] == made().domains
     values = np.array([[1.0, np.nan], [np.nan, 0.5]])
-    figure, told = drawn(plots.draw_heat_maps({"a": plots.HeatMap(values, "ab", "cd")}, label="share"))
+    figure, told = drawn(drawing.draw_heat_maps({"a": drawing.HeatMap(values, "ab", "cd")}, label="share"))
     assert figure.axes[0].images[0].get_clim() == (0, 1) and told == "Heat maps, share; means: a 0.75."
 
 
 @pytest.mark.parametrize("count", [1, 236])
 def test_one_domain_and_236_one_group_and_forty(count):
     scores = made(count=count)
-    heat = plots.HeatMap(scores.matrix - 4, scores.rows, scores.domains)
+    heat = drawing.HeatMap(scores.matrix - 4, scores.rows, scores.domains)
     groups = {name: ([0.01 * place], [50.0 - place]) for place, name in enumerate(NAMES[:count])}
     pictures = [
-        plots.draw_heat_maps({"ncl": heat}, label="x", change=True),
-        plots.draw_stages({"ncl": [scores]}),
-        plots.draw_plane(groups, x="x", y="y", logarithmic=True),
+        drawing.draw_heat_maps({"ncl": heat}, label="x", change=True),
+        figures.draw_stages({"ncl": [scores]}),
+        figures.draw_plane(groups, x="x", y="y", logarithmic=True),
     ]
     assert all(20 < len(description(picture)) < 900 for picture in pictures)
     assert all(len(picture) < 250_000 and max(size(picture)) < 2000 for picture in pictures)
@@ -183,9 +184,9 @@ def test_one_domain_and_236_one_group_and_forty(count):
 
 
 def test_no_group_is_a_figure_too_and_dollars_are_not_formulas():
-    assert "no group" in description(plots.draw_plane({}, x="x", y="y", logarithmic=True))
-    assert description(plots.draw_stages({})).endswith("None.")
-    assert plots.draw_plane({"$\\frac$": ([0.1], [2.0])}, x="x", y="y").startswith(b"\x89PNG")
+    assert "no group" in description(figures.draw_plane({}, x="x", y="y", logarithmic=True))
+    assert description(figures.draw_stages({})).endswith("None.")
+    assert figures.draw_plane({"$\\frac$": ([0.1], [2.0])}, x="x", y="y").startswith(b"\x89PNG")
 
 
 def test_forty_groups_have_forty_marks():
