@@ -406,8 +406,7 @@ def choose_texts(
 def count_texts(source: Path, kept: np.ndarray) -> dict[str, Any]:
     """Counts for the report, of samples of which so many tokens are replayed."""
     (_, nll, real, size), chosen, left = measure(source), kept > 0, kept == 0
-    at = int(np.argmax(chosen))  # the first that is replayed, or the first of all
-    first = next(islice(read_samples(source), at, None))
+    first = next(islice(read_samples(source), int(np.argmax(chosen)), None))  # of all, if none is replayed
     return {
         "tokens": int(kept[chosen].sum()),
         "texts": int(chosen.sum()),
