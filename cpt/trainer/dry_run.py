@@ -10,7 +10,8 @@ import operator
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +219,7 @@ def count_work(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores |
             {
                 **{"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)},
                 "scored_texts": len(columns),
-                **{
-                    key: sum(texts[name][key.removeprefix("left_")] for name in of)
-                    for key, of in sums.items()
-                },
+                **{key: sum(texts[at][key.removeprefix("left_")] for at in of) for key, of in sums.items()},
                 "documents_bytes": sum(16 * texts[text]["held_out_documents"] + 248 for text in columns),
             }
         )
@@ -229,12 +227,7 @@ def count_work(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores |
 
 
 def profile_stages(
-    plan: Plan,
-    module: ContinualModule,
-    data: DomainSequence,
-    device: torch.device,
-    scratch: Path,
-    times: float,
+    plan: Plan, module: ContinualModule, data: DomainSequence, device: torch.device, work: Path, times: float
 ) -> list[Profile]:
     """The profiles of the base and the first stages. The module cannot be used after it."""
     found = []
@@ -255,7 +248,7 @@ def profile_stages(
             with draw_quickly(plan.trainer.quick_dropout):
                 trainer.fit(module, datamodule=data)
             drop_optimizer(trainer)
-            path, began = scratch / f"{number:03d}.pt", time.perf_counter()
+            path, began = work / f"{number:03d}.pt", time.perf_counter()
             now.stored = stored_beside(module, save_stage(module, path))
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
             now.trained = trained_parameters(module)
@@ -272,21 +265,22 @@ def extrapolate(
     plan: Plan, profiles: Sequence[Profile], stages: Sequence[Mapping], world: int
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages."""
-    trained, last = profiles[1:], len(stages) - 1
+    trained, last, is_fsdp = profiles[1:], len(stages) - 1, plan.trainer.strategy == "fsdp"
 
-    def at(number: int, values: Sequence[int]) -> int:
-        """The value of stage 1, 2, …; later ones than were profiled add the same for each."""
-        if number <= len(values) or len(values) < 2:
-            return values[max(0, min(number, len(values)) - 1)] if values else 0
-        return values[-1] + (number - len(values)) * max(0, values[-1] - values[-2])
+    def grown(number: int) -> Profile:
+        """The profile of a stage; later ones than were profiled add the same for each."""
+        beyond = number - len(trained)
+        if beyond <= 0 or len(trained) < 2:
+            return profiles[min(number, len(trained))]
+        then, now = map(asdict, trained[-2:])
+        sizes = {key: now[key] + beyond * max(0, now[key] - then[key]) for key in ("file", "stored")}
+        both = [(use, size, size - then["memory"][use]) for use, size in now["memory"].items()]
+        memory = {use: size + beyond * max(0, added) for use, size, added in both}
+        return replace(trained[-1], **sizes, memory=memory)
 
     def memory(number: int) -> dict[str, int]:
-        own, is_fsdp = profiles[min(number, len(trained))], plan.trainer.strategy == "fsdp"
-        shares = world if is_fsdp else 1
-        uses = {
-            use: at(number, [each.memory[use] for each in trained or profiles]) // shares
-            for use in own.memory
-        }
+        own, uses = profiles[min(number, len(trained))], dict(grown(number).memory)
+        uses = {use: size // (world if is_fsdp else 1) for use, size in uses.items()}
         offloaded, gradients = uses.pop("offloaded"), uses["gradients"]
         uses["activations and rest"] = own.peak - sum(own.memory.values()) + own.memory["offloaded"]
         uses["weights to go back to"] = gradients * plan.keeps
@@ -303,25 +297,24 @@ def extrapolate(
             saves = 1 + (training_s / (60 * minutes) if minutes else left // int(every))
             seconds["training"] += training_s
             seconds["before and after domains"] += own.around_s
-            seconds["checkpoints"] += own.save_s * (
-                1 + saves * (1 + own.memory["optimizer state"] / own.file)
-            )
-    files = [at(number, [each.file for each in trained]) for number in range(1, last + 1)]
-    stored = [0, *(at(number, [each.stored for each in trained]) for number in range(1, last + 1))]
-    sums, final = [sum(each.memory.values()) for each in trained[-2:]] or [0], memory(last)
-    checkpoints = [each.file + each.memory["optimizer state"] for each in trained]
+            whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state
+            seconds["checkpoints"] += own.save_s + saves * whole
+    each = [grown(number) for number in range(last + 1)]
+    files, stored = [one.file for one in each[1:]], [one.stored for one in each]
+    sums, final = [sum(one.memory.values()) for one in trained[-2:]] or [0], memory(last)
+    checkpoint = each[-1].file + each[-1].memory["optimizer state"] + final["weights to go back to"]
     return {
         "stages": [row | {"stored": size} for row, size in zip(stages, stored, strict=True)],
-        "trained_parameters": max((each.trained for each in trained), default=0),
+        "trained_parameters": max((one.trained for one in trained), default=0),
         "memory": {"first": memory(min(1, last)), "last": final},
         "grows_by_domain": {"memory": sums[-1] - sums[0], "stored": stored[-1] - stored[max(0, last - 1)]},
         "disk": {
             "stage file": sum(files[-1:]),
             "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
             "all stage files (keep_stages=true)": sum(files),
-            "checkpoint while training": at(last, checkpoints) + final["weights to go back to"],
+            "checkpoint while training": checkpoint,
             "losses by document": sum(row["documents_bytes"] for row in stages),
-            "exported model": at(last, [each.memory["weights"] for each in trained or profiles]),
+            "exported model": each[-1].memory["weights"],
         },
         "seconds": seconds | {"total": sum(seconds.values())},
         "step_seconds": trained[-1].step_s if trained else None,
@@ -333,15 +326,11 @@ def format_table(data: Mapping[str, Any]) -> str:
 
     def table(rows: Sequence[Mapping[str, Any]], leave_out: Sequence[str]) -> str:
         names = [name for name in rows[0] if name not in leave_out]
-        sums = {name: sum(row[name] or 0 for row in rows) for name in names[1:]}
+        sums = {names[0]: "all"} | {name: sum(row[name] or 0 for row in rows) for name in names[1:]}
         few = rows if len(rows) <= 8 else [*rows[:4], dict.fromkeys(names, "…"), *rows[-4:]]
-        shown = [[row[name] for name in names] for row in [*few, {names[0]: "all"} | sums]]
+        shown = [[row[name] for name in names] for row in [*few, sums]]
         cells = [[f"{cell:,}" if isinstance(cell, int) else cell or "–" for cell in row] for row in shown]
         return pd.DataFrame(cells, columns=names).to_string(index=False)
-
-    def duration(value: float) -> str:
-        size, unit = (1, "s") if value < 120 else (60, "min") if value < 7200 else (3600, "h")
-        return f"{value / size:,.1f} {unit}"
 
     run, cost = data["run"], "seconds" in data
     found = [
@@ -351,20 +340,25 @@ def format_table(data: Mapping[str, Any]) -> str:
         table(data["texts"], ["read_tokens"]),
         table(data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
     ]
-    if cost:
-        memory = pd.DataFrame(data["memory"])
-        disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
-        times = {f"time left: {name}": duration(size) for name, size in data["seconds"].items() if size}
-        added = [megabytes(size) for size in data["grows_by_domain"].values()]
-        found += [
-            memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
-            f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added[0]} in "
-            f"memory and {added[1]} to the stage file.",
-            pd.Series(disk | times).to_string(),
-            f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
-        ]
-        if data["lower_bound"]:
-            found.append("The model grows with each domain: memory, disk and time are lower bounds.")
-        if data["not_included"]:
-            found.append(f"Time not included: {', '.join(data['not_included'])}.")
+    if not cost:
+        return "\n\n".join(found)
+    memory = pd.DataFrame(data["memory"])
+    disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
+    times = {
+        f"time left: {name}": str(timedelta(seconds=round(size)))
+        for name, size in data["seconds"].items()
+        if size
+    }
+    added, stored = map(megabytes, data["grows_by_domain"].values())
+    found += [
+        memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
+        f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added} in "
+        f"memory and {stored} to the stage file.",
+        pd.Series(disk | times).to_string(),
+        f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
+    ]
+    if data["lower_bound"]:
+        found.append("The model grows with each domain: memory, disk and time are lower bounds.")
+    if data["not_included"]:
+        found.append(f"Time not included: {', '.join(data['not_included'])}.")
     return "\n\n".join(found)

@@ -50,61 +50,41 @@ def describe_options(arguments: Sequence[str]) -> str:
         cfg = compose(CONFIG, overrides=[*given.overrides, *added])
     chosen = [each.lstrip("+~").partition("=")[0].partition("@")[0] for each in given.overrides]
     groups = [each for each in chosen if each in cfg]
-    blocks = (
-        describe_section(cfg, place)
-        for place in list_sections(cfg)
-        if not groups or place.split(".")[0] in groups
-    )
-    return "\n\n".join(filter(None, map("\n".join, blocks)))
+    blocks = []
+    for place in list_sections(cfg):
+        if not groups or place.split(".")[0] in groups:
+            lines = []
+            for key, value, told, allowed in list_options(cfg, place):
+                lines += [f"{key}={value}", f"    {told}" + (f"; allowed: {allowed}" if allowed else "")]
+            blocks += ["\n".join(lines)] * bool(lines)
+    return "\n\n".join(blocks)
 
 
-def list_sections(cfg: DictConfig) -> Iterator[str]:
+def list_sections(cfg: DictConfig, place: str = "") -> Iterator[str]:
     """The sections of a config that have options, each followed by those within it."""
-    yield ""
-    for name in cfg:
-        yield from sections_within(cfg, str(name))
-
-
-def sections_within(cfg: DictConfig, place: str) -> Iterator[str]:
-    node = OmegaConf.select(cfg, place)
+    node = OmegaConf.select(cfg, place) if place else cfg
     if isinstance(node, DictConfig):
         if place in FIXED or "_target_" in node:
             yield place
-        for name in node:
+        for name in map(str, node):
             if not OmegaConf.is_missing(node, name):
-                yield from sections_within(cfg, f"{place}.{name}")
-
-
-def describe_section(cfg: DictConfig, place: str) -> Iterator[str]:
-    """Lines for each option of a section: what it is now, what it means, what is allowed."""
-    for key, value, told, allowed in list_options(cfg, place):
-        yield f"{key}={value}"
-        yield f"    {told}" + (f"; allowed: {allowed}" if allowed else "")
+                yield from list_sections(cfg, f"{with_dot(place)}{name}")
 
 
 def list_options(cfg: DictConfig, place: str) -> Iterator[tuple[str, str, str, str]]:
-    """Of each option of a section its key, its value as one gives it, its help and what is allowed."""
+    """Of each option of a section its key, its value as one gives it on the command line, its help and what
+    is allowed; nothing of a section whose class has no Options."""
     node = OmegaConf.select(cfg, place) if place else cfg
-    for kind in kinds_of(node, place):
-        for each in fields(kind):
-            if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
-                rule = each.metadata["rule"]
-                key, value = f"{with_dot(place)}{each.name}", value_of(node, each.name)
-                yield key, value, each.metadata["help"], rule.allowed if rule else ""
-
-
-def value_of(node: DictConfig, name: str) -> str:
-    """A value as one gives it on the command line."""
-    if OmegaConf.is_missing(node, name):
-        return "???"
-    value = node[name]
-    return show(list(value) if OmegaConf.is_list(value) else value)
-
-
-def kinds_of(node: DictConfig, place: str) -> tuple[type[Options], ...]:
-    """The Options of a section; none where its class has none."""
-    if place in FIXED:
-        return FIXED[place]
-    target = node.get("_target_")
-    kind = KNOWN.get(target) or (options_of(target, place=place) if target else None)
-    return (kind,) if kind else ()
+    kinds, target = FIXED.get(place), node.get("_target_")
+    if kinds is None:
+        kind = KNOWN.get(target) or (options_of(target, place=place) if target else None)
+        kinds = (kind,) if kind else ()
+    for each in (each for kind in kinds for each in fields(kind)):
+        if each.name in node and not isinstance(node._get_node(each.name), DictConfig):
+            shown = "???"
+            if not OmegaConf.is_missing(node, each.name):
+                value = node[each.name]
+                shown = show(list(value) if OmegaConf.is_list(value) else value)
+            rule = each.metadata["rule"]
+            key, allowed = f"{with_dot(place)}{each.name}", rule.allowed if rule else ""
+            yield key, shown, each.metadata["help"], allowed
