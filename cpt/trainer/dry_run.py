@@ -145,11 +145,8 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     elif scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
         state = f"new ({why})"
     texts, stages = count_work(plan, data, folder, scores)
-    about = {
-        "run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed},
-        **{"state": state, "device": str(ready.device), "processes": world},
-        **{"texts": texts, "stages": stages},
-    }
+    about = {"run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed}, "state": state}
+    about |= {"device": str(ready.device), "processes": world, "texts": texts, "stages": stages}
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
     # What one process does of a batch, with the same few steps for every domain.
@@ -167,17 +164,13 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
         sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
         times = max(1, min(options.probe_samples, sum(sizes) / len(sizes)) / probe / world)
         profiles = profile_stages(few, module, part, ready.device, Path(scratch), times)
-    left_out = {
-        "end tasks": plan.endtasks is not None,
-        "answers": plan.answers is not None,
-        "probe": plan.probe is not None,
-        "monitoring": plan.watches,
-        "generated text": plan.mixture.generates,
-        "training of the base model": start.untrained is not None,
-    }
+    measured = {"end tasks": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
+    left_out = [name for name, asked in measured.items() if asked is not None]
+    left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
+    left_out += ["training of the base model"] * (start.untrained is not None)
     return about | extrapolate(plan, profiles, stages, world) | {
         "lower_bound": type(module).shape is not ContinualModule.shape and len(stages) > len(profiles),
-        "not_included": [name for name, holds in left_out.items() if holds],
+        "not_included": left_out,
     }  # fmt: skip
 
 
