@@ -4,14 +4,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Predicate
 
 from cpt.core.cache import make_once
 from cpt.core.config import digest
 from cpt.core.randomness import key
-from cpt.core.rules import Rule, is_whole, show, whole
+from cpt.core.schema import Allowed, Count, Int, Natural, check_value, fits, show
 from cpt.data.sources.docstrings import documents_by_module, names_in, stamp_docs, subpackages
 from cpt.evaluation.finetune_tasks import LabelledExample, TaskSource
 
@@ -24,14 +25,16 @@ def is_examples(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and set(value) == set(SPLITS)
-        and all(is_whole(count, 1) for count in value.values())
+        and all(fits(count, Count) for count in value.values())
     )
 
 
 RULES = {
-    "classes": whole(2),
-    "seed": whole(0),
-    "examples": Rule(is_examples, "a whole number, 1 or more, for each of train, dev, test"),
+    "classes": Annotated[Int, Ge(2)],
+    "seed": Natural,
+    "examples": Annotated[
+        Any, Predicate(is_examples), Allowed("a whole number, 1 or more, for each of train, dev, test")
+    ],
 }
 
 
@@ -58,7 +61,7 @@ class SubmoduleTasks(TaskSource):
         own = {f"endtask.tasks.{name}": values for name, values in self.tasks.items()}
         for prefix, values in {"endtask": self.shared, **own}.items():
             for name in RULES.keys() & values.keys():
-                RULES[name].check(f"{prefix}.{name}", values[name])
+                check_value(f"{prefix}.{name}", values[name], RULES[name])
 
     @property
     def names(self) -> list[str]:

@@ -1,37 +1,33 @@
 """Options of a drift budget (`budget.general`, `budget.past`), checked without torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from cpt.core.options import option
-from cpt.core.rules import number, one_of, or_null
+from cpt.core.schema import Positive, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 
 RISE = "nats per token by which the"
-NATS = or_null(number("above 0"))
 LINE, PAST = "line", "past"
 EVALUATIONS = {LINE: 4, "rate": 20, "end": 20}  # of a stage, where monitor.every is null, by what steers
 
 
-@dataclass(frozen=True, kw_only=True)
+@config
 class DriftBudget(ObserverConfig):
     """What learning may cost other text by the end of a run, on validation text."""
 
     counts_domains: ClassVar[bool] = True
 
-    general: float | None = option(f"{RISE} loss of the general text may rise above the base's", NATS)
-    past: float | None = option(
-        f"{RISE} losses of past domains may rise, in the mean, each since it was learned", NATS
+    general: Positive | None = option(f"{RISE} loss of the general text may rise above the base's")
+    past: Positive | None = option(
+        f"{RISE} losses of past domains may rise, in the mean, each since it was learned"
     )
-    steer: str = option(
+    steer: Literal["line", "rate", "end"] = option(
         "what holds it: going back on the line to where the stage began, a lower rate, or the end of the "
-        "stage at its last look within",
-        one_of(*EVALUATIONS),
+        "stage at its last look within"
     )
 
-    def check_together(self) -> None:
+    def __post_init__(self) -> None:
         if self.steer != LINE and not self.given:
             allowed = "general=NATS or past=NATS"
             raise ValueError(f"steer={self.steer} with general=null, past=null; allowed: {allowed}")
