@@ -86,10 +86,11 @@ def plain_config(cfg: DictConfig) -> dict[str, Any]:
 def identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a config that decide the result; values that compute the same are equal."""
     leaves = {key: canonical(key, value) for key, value in flatten(settings) if not executes(key)}
-    bounded = any(leaves.get(f"budget.{name}") is not None for name in ("general", "past"))
-    if not bounded:
+    observer = [value for key, value in leaves.items() if key.startswith("budget.")]
+    active = not all(value is None or isinstance(value, str) for value in observer)
+    if not active:
         leaves = {key: value for key, value in leaves.items() if not key.startswith("budget.")}
-    if not bounded and all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
+    if not active and all(leaves.get(f"monitor.{name}", value) == value for name, value in WATCHES.items()):
         leaves = {key: value for key, value in leaves.items() if not key.startswith("monitor.")}
     return leaves
 

@@ -1,11 +1,11 @@
-"""What learning a domain does to other text while it goes on: the losses on a few documents, every so many
-steps, and when a stage is to end because of them."""
+"""Monitoring evaluations: the losses on a few validation documents every so many steps of a stage, when they
+end it (early stopping), and what may observe them and act."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from cpt.core.randomness import key, shuffle
 from cpt.core.schema import Natural, NonNegative, Options, Steps, config, option
 from cpt.data.sources.base import GENERAL
 from cpt.evaluation.metrics import Losses, compare_losses
+
+if TYPE_CHECKING:  # a config is checked without torch
+    from lightning import Trainer
+    from torch import Tensor
 
 
 @config
@@ -49,60 +53,107 @@ class MonitorOptions(Options):
         """Whether what is seen has a say in what is learned."""
         return self.stop is not None or self.patience is not None or self.keep == "best"
 
-    def interval(self, steps: int, *, looks: int) -> int:
-        """Steps between looks at a stage of so many; where that is not asked for, those of so many looks."""
-        return int(self.every or -(-steps // looks))
-
     def choose(self, own: Sequence[str], past: Sequence[str], *, stage: str) -> list[str]:
-        """The texts that are looked at while a stage is learned: its own, past ones, the general one."""
+        """The texts that are evaluated in a stage: its own, some of past domains, the general one."""
         order = shuffle(np.arange(min(self.past, len(past))), len(past), stream=key("monitor", stage))
         return [*own, *(past[at] for at in sorted(order)), *[GENERAL] * self.general]
 
 
+@config
+class ObserverConfig(Options):
+    """What observes the monitoring evaluations of a run; a class of your own is chosen by `budget._target_`.
+    It is active where one of its options is neither null nor a word. Here: nothing is observed."""
+
+    evaluations: ClassVar[int] = 1  # of a stage, where monitor.every is null
+    weight_copies: ClassVar[int] = 0  # that a stage keeps in memory
+    counts_domains: ClassVar[bool] = False  # whether what it does depends on how many domains there are
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that make it active, as `cpt.core.config.identity` knows them."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if not isinstance(value, str | None)}
+
+    def conflicts(
+        self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
+    ) -> Iterator[str]:
+        """What of a plan does not go with this observer, as messages; `method` is its class. Here: nothing.
+        Asked only of an active one."""
+        return iter(())
+
+    def open(self, run: Any, data: Any, domain: Any) -> MonitorObserver:
+        """The observer of one stage, from the RunDir, the DomainSequence and the Domain."""
+        return MonitorObserver()
+
+
+class MonitorObserver:
+    """Observes the monitoring evaluations of one stage, in every process alike. Here: it does nothing."""
+
+    texts: Sequence[str] = ()  # to be evaluated besides those of the monitor
+    pace = 1.0  # share of the schedule's learning rate; see ContinualModule.set_pace
+    ended = ""  # why the stage is to end now
+
+    def see(
+        self,
+        trainer: Trainer,
+        module: Any,
+        losses: Mapping[str, Tensor],
+        measure: Callable[[], Mapping[str, Tensor]],
+    ) -> Mapping[str, Tensor]:
+        """Called at each evaluation, the first before the first step, with the losses by text [2, documents]:
+        nats and scored tokens. It may change weights and the rate (`module.set_pace`); `measure` evaluates
+        again. Returns the losses of the weights as it leaves them."""
+        return losses
+
+    def finish(self) -> None:
+        """Called by the first process at the stage's end, before the method's own work."""
+
+    def series(self, stage: str) -> dict[str, float]:
+        """What loggers are given of the last evaluation."""
+        return {}
+
+    def record(self) -> dict[str, Any]:
+        """The entry `budget` in scores.json."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
 @dataclass
-class Watched:
-    """What was seen of a stage: at each look its step, and by text the loss, nats per token, and the 95 %
-    interval of its rise since the first look."""
+class MonitorRecord:
+    """The evaluations of a stage, as in scores.json: their steps, and by text the losses, nats per token, and
+    the 95 % intervals of the rise since the first."""
 
     steps: list[int] = field(default_factory=list)
     nll: dict[str, list[float]] = field(default_factory=dict)
     rise: dict[str, list[list[float]]] = field(default_factory=dict)
     ended: str = ""  # why the stage ended before its last step
-    kept: int | None = None  # of keep=best: the step whose weights it ended with
+    kept: int | None = None  # with keep=best: the step whose weights it ended with
 
     def add(self, step: int, began: Losses, now: Losses) -> None:
-        """Adds a look; `began` are the losses by document at the first one."""
+        """Adds an evaluation; `began` are the losses at the first one."""
         self.steps.append(step)
         for change in compare_losses(list(now), began, now):
             self.nll.setdefault(change.text, []).append(change.after)
             self.rise.setdefault(change.text, []).append([change.low, change.high])
 
-    def rises(self) -> dict[str, float]:
-        """By how much the loss of each text stands above that of the first look."""
-        return {text: values[-1] - values[0] for text, values in self.nll.items()}
+    def since_best(self, own: Sequence[str]) -> int:
+        """How many evaluations ago the mean loss of the stage's own texts was lowest."""
+        losses = np.mean([self.nll[text] for text in own], axis=0)
+        return len(losses) - 1 - int(np.argmin(np.nan_to_num(losses, nan=np.inf)))
 
-    def own_loss(self, own: Sequence[str]) -> list[float]:
-        """Mean loss of the stage's own texts at each look."""
-        return np.mean([self.nll[text] for text in own], axis=0).tolist()
-
-    def is_best(self, own: Sequence[str]) -> bool:
-        """Whether the last look has a lower loss on the stage's own texts than all before it."""
-        losses = self.own_loss(own)
-        return losses[-1] < min(losses[:-1], default=np.inf)
-
-    def judge(self, options: MonitorOptions, *, own: Sequence[str]) -> str:
-        """Why the stage is to end now, in words; nothing where it goes on."""
+    def why_stop(self, options: MonitorOptions, *, own: Sequence[str]) -> str:
+        """Why the stage is to end now, in words; empty if it is not."""
         if options.stop is not None:
             for text, bounds in self.rise.items():
                 low, high = bounds[-1]
                 if text not in own and low > options.stop:
                     return f"{text} has risen by {low:.3f} to {high:.3f} nats (monitor.stop={options.stop:g})"
-        losses = self.own_loss(own)
-        since = len(losses) - 1 - int(np.argmin(losses))
+        since = self.since_best(own)
         if options.patience is not None and since >= options.patience:
             return f"{since} looks without a lower loss on its own text (monitor.patience={options.patience})"
         return ""
-
-    def tell(self) -> dict[str, Any]:
-        """The same as scores.json has it; what is no number is null there."""
-        return asdict(self)

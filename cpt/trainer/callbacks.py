@@ -105,7 +105,7 @@ class CustomCallbacks(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         monitors = [each for each in trainer.callbacks if isinstance(each, Monitor)]
-        if trainer.global_step < trainer.max_steps and not any(each.watched.ended for each in monitors):
+        if trainer.global_step < trainer.max_steps and not any(each.record.ended for each in monitors):
             told = f"the stage was ended at step {trainer.global_step} of {trainer.max_steps}"
             names = ", ".join(self.callbacks)
             raise ValueError(f"{told} by one of the callbacks {names}; allowed: trainer.steps=…, monitor=…")

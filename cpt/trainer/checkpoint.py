@@ -7,7 +7,6 @@ stages/NUMBER.COUNT.shards/     sharded tensors: every process writes its own ro
 A stage's file is written when its folder is complete, and removed before it. Any number of processes reads
 it, with any strategy."""
 
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,11 +25,17 @@ from cpt.core.processes import is_first_process, rank_and_world
 from cpt.core.sharding import is_sharded
 from cpt.core.tensors import load_tensors, save_state
 from cpt.optim.nan_guard import NanGuard
+from cpt.trainer.fsdp import (
+    SHARDS,
+    Like,
+    fill_in,
+    layout_of,
+    new_folder,
+    read_shards,
+    remove_others,
+    write_shards,
+)
 from cpt.trainer.options import minutes_of
-from cpt.trainer.sharding import layout_of
-from cpt.trainer.shards import SHARDS, fill_in, new_folder, read_shards, remove_others, write_shards
-
-Like = Callable[[str, torch.Size], Tensor | None]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -10,7 +10,8 @@ import operator
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +67,20 @@ class Profiler(Callback):
 
     def __init__(self, profile: Profile, probe_times: float) -> None:
         self.profile, self.probe_times = profile, probe_times
-        self.began, self.ends = 0.0, list[float]()
+        self.at, self.ends = 0.0, list[float]()
 
-    def clock(self, trainer: Trainer) -> float:
+    def lap(self, trainer: Trainer, *args: Any) -> float:
+        """Seconds since the last call, with the device's work done."""
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+        then, self.at = self.at, time.perf_counter()
+        return self.at - then
 
-    def start_clock(self, trainer: Trainer, *args: Any) -> None:
-        self.began = self.clock(trainer)
-
-    on_train_start = on_fit_end = on_validation_batch_start = start_clock
+    on_train_start = on_fit_end = on_validation_batch_start = lap
 
     def add_around(self, trainer: Trainer, phase: str) -> None:
         sampled = any(each.flops[phase] for each in trainer.callbacks if isinstance(each, CostMonitor))
-        self.profile.around_s += (self.clock(trainer) - self.began) * (self.probe_times if sampled else 1)
+        self.profile.around_s += self.lap(trainer) * (self.probe_times if sampled else 1)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, at: int) -> None:
         if at == 0:
@@ -88,7 +88,8 @@ class Profiler(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_step > len(self.ends):  # not within an accumulated batch
-            self.ends.append(self.clock(trainer))
+            self.lap(trainer)
+            self.ends.append(self.at)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         timed = self.ends[WARMUP - 1 :]
@@ -100,14 +101,14 @@ class Profiler(Callback):
             self.add_around(trainer, "after")
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.profile.token_s += self.clock(trainer) - self.began
+        self.profile.token_s += self.lap(trainer)
 
 
 def bytes_by_use(module: LightningModule, trainer: Trainer) -> dict[str, int]:
     """Bytes of the tensors on the device of a stage, each counted once, and of those that trainer.offload
     keeps on the host."""
     states = [value for each in trainer.optimizers for kept in each.state.values() for value in kept.values()]
-    uses: dict[str, Iterable[Any]] = {
+    uses: dict[str, Iterable[Tensor]] = {
         "weights": in_memory(module.model),
         "method state": in_memory(module),
         "gradients": [each.grad for each in module.parameters() if each.grad is not None],
@@ -127,9 +128,9 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     """What a run will do and cost, as plan=json prints it. Raises ValueError for one that cannot be run."""
     ready = prepare(plan, place)
     plan, world = ready.plan, ready.processes * ready.plan.trainer.num_nodes
-    cache = Path(plan.run.cache_dir)
+    options, cache = plan.trainer, Path(plan.run.cache_dir)
     corpora = Corpora.read(plan.source, plan.order, cache=cache, workers=plan.data.workers)
-    start = make_base(plan.model, corpora, accelerator=plan.trainer.accelerator, trains=False)
+    start = make_base(plan.model, corpora, accelerator=options.accelerator, trains=False)
     module = build_method(plan, start)
     data = build_data(plan, corpora, start, module)
     log_eval_cap(plan, data)
@@ -139,43 +140,41 @@ def estimate(plan: Plan, place: RunDir) -> dict[str, Any]:
     if scores is not None and check_extension(plan, folder) is not None:
         scores = keep_base_row(scores)
     state = "new" if scores is None else scores.state
-    if scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
+    if scores is not None and folder is not place:
+        state = f"continues {folder.path} ({state})"
+    elif scores is None and not place.config.exists() and (why := find_source(place, plan)[1]):
         state = f"new ({why})"
-    texts, stages = count(plan, data, folder, scores)
-    about = {
-        "run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed},
-        "state": f"continues {folder.path} ({state})" if scores and folder is not place else state,
-        **{"device": str(ready.device), "processes": world, "texts": texts, "stages": stages},
-    }
+    texts, stages = count_work(plan, data, folder, scores)
+    about = {"run": {"folder": str(place.path), **plan.names, "seed": plan.run.seed}, "state": state}
+    about |= {"device": str(ready.device), "processes": world, "texts": texts, "stages": stages}
     if not any(each["left_steps"] or each["left_read_tokens"] for each in stages):
         return about | {"left": "nothing"}
     # What one process does of a batch, with the same few steps for every domain.
-    probe = min(plan.trainer.probe_samples, plan.trainer.eval_batch_size)
+    probe, steps = min(options.probe_samples, options.eval_batch_size), WARMUP + max(TIMED, 2 * module.period)
     alone = {"devices": 1, "num_nodes": 1, "strategy": "auto", "reshard_after_forward": None, "workers": 0}
-    steps = WARMUP + max(TIMED, 2 * module.period)
     few = replace(
         plan,
         order=plan.order[:STAGES],
         budget=Budget(steps=steps, epochs=None, tokens=None, batch_size=plan.budget.batch_size // world),
-        trainer=replace(plan.trainer, **alone, probe_samples=probe),
+        trainer=replace(options, **alone, probe_samples=probe),
     )
     part = build_data(few, corpora, start, module)
-    part.eval_tokens = plan.trainer.eval_batch_size * plan.model.length
+    part.eval_tokens = options.eval_batch_size * plan.model.length
     with tempfile.TemporaryDirectory(prefix="plan-", dir=corpora.cache) as scratch:
         sizes = [sum(len(data.train[text]) for text in each.parts) for each in data] or [0]
-        times = max(1, min(plan.trainer.probe_samples, sum(sizes) / len(sizes)) / probe / world)
-        profiles = profile(few, module, part, ready.device, Path(scratch), times)
+        times = max(1, min(options.probe_samples, sum(sizes) / len(sizes)) / probe / world)
+        profiles = profile_stages(few, module, part, ready.device, Path(scratch), times)
     measured = {"end tasks": plan.endtasks, "answers": plan.answers, "probe": plan.probe}
-    left_out = [name for name, options in measured.items() if options is not None]
+    left_out = [name for name, asked in measured.items() if asked is not None]
     left_out += ["monitoring"] * plan.watches + ["generated text"] * plan.mixture.generates
     left_out += ["training of the base model"] * (start.untrained is not None)
-    return about | multiply(plan, profiles, stages, world) | {
+    return about | extrapolate(plan, profiles, stages, world) | {
         "lower_bound": type(module).shape is not ContinualModule.shape and len(stages) > len(profiles),
         "not_included": left_out,
     }  # fmt: skip
 
 
-def count(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores | None) -> tuple[list, list]:
+def count_work(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores | None) -> tuple[list, list]:
     """The texts in documents and tokens, the stages in steps and tokens, and what a run folder lacks."""
     texts, objective = {}, data.objective.scoring  # type: ignore[attr-defined]
     parts = [each.parts for each in data]
@@ -202,43 +201,35 @@ def count(plan: Plan, data: DomainSequence, place: RunDir, scores: Scores | None
             with contextlib.suppress(Exception):  # the run reports a damaged one
                 left_steps -= int(load_tensors(path)["global_step"])
         if number:
-            lengths = [data.train[text].tokens_per_row for text in (*stage.parts, *data.past(stage))]
-            own, before = (
-                sum(map(operator.mul, data.steps_by_part(stage), lengths)),
-                lengths[len(stage.parts) :],
-            )
+            own, before = ([data.train[text].tokens_per_row for text in names]
+                           for names in (stage.parts, data.past(stage)))  # fmt: skip
             replayed = data.replay.adds * (data.replay.past * bool(before) + data.replay.general)
+            rows = sum(map(operator.mul, data.steps_by_part(stage), own)) * (1 + replayed)
             recovered = data.recovery_steps(stage) * sum(before) / max(1, len(before))
-            tokens = data.budget.batch_size * (own * (1 + replayed) + recovered)
+            tokens = data.budget.batch_size * (rows + recovered)
+        sums = {"scored_tokens": columns, "left_scored_tokens": left, "left_read_tokens": left}
         stages.append(
             {
                 **{"stage": stage.name, "steps": steps, "left_steps": left_steps, "tokens": int(tokens)},
                 "scored_texts": len(columns),
-                "scored_tokens": sum(texts[text]["scored_tokens"] for text in columns),
-                "left_scored_tokens": sum(texts[text]["scored_tokens"] for text in left),
-                "left_read_tokens": sum(texts[text]["read_tokens"] for text in left),
+                **{key: sum(texts[at][key.removeprefix("left_")] for at in of) for key, of in sums.items()},
                 "documents_bytes": sum(16 * texts[text]["held_out_documents"] + 248 for text in columns),
             }
         )
     return list(texts.values()), stages
 
 
-def profile(
-    plan: Plan,
-    module: ContinualModule,
-    data: DomainSequence,
-    device: torch.device,
-    scratch: Path,
-    probe_times: float,
+def profile_stages(
+    plan: Plan, module: ContinualModule, data: DomainSequence, device: torch.device, work: Path, times: float
 ) -> list[Profile]:
-    """What the base and the first stages took. The module cannot be used after it."""
+    """The profiles of the base and the first stages. The module cannot be used after it."""
     found = []
     data.asked = list(dict.fromkeys([[*data.held_out][0], [*data.held_out][-1]]))  # a domain, general text
     data.by_length = not module.in_sequence
     tokens = sum(int(data.scored_sizes(name).all.sum()) for name in data.asked)
     for number, stage in enumerate([None, *data]):
         found.append(now := Profile())
-        profiler = Profiler(now, probe_times)
+        profiler = Profiler(now, times)
         forget_peak(device)
         if stage:
             data.enter(stage)
@@ -250,7 +241,7 @@ def profile(
             with draw_quickly(plan.trainer.quick_dropout):
                 trainer.fit(module, datamodule=data)
             drop_optimizer(trainer)
-            path, began = scratch / f"{number:03d}.pt", time.perf_counter()
+            path, began = work / f"{number:03d}.pt", time.perf_counter()
             now.stored = stored_beside(module, save_stage(module, path))
             now.save_s, now.file = time.perf_counter() - began, path.stat().st_size
             now.trained = trained_parameters(module)
@@ -263,22 +254,26 @@ def profile(
     return found
 
 
-def multiply(
-    plan: Plan, profiles: Sequence[Profile], stages: Sequence[Mapping[str, Any]], world: int
+def extrapolate(
+    plan: Plan, profiles: Sequence[Profile], stages: Sequence[Mapping], world: int
 ) -> dict[str, Any]:
     """Memory, disk and seconds of all stages."""
-    trained, last = profiles[1:], len(stages) - 1
+    trained, last, is_fsdp = profiles[1:], len(stages) - 1, plan.trainer.strategy == "fsdp"
 
-    def at(number: int, values: Sequence[int]) -> int:
-        """The value of stage 1, 2, …; later ones than were profiled add the same for each."""
-        if number <= len(values) or len(values) < 2:
-            return values[max(0, min(number, len(values)) - 1)] if values else 0
-        return values[-1] + (number - len(values)) * max(0, values[-1] - values[-2])
+    def grown(number: int) -> Profile:
+        """The profile of a stage; later ones than were profiled add the same for each."""
+        beyond = number - len(trained)
+        if beyond <= 0 or len(trained) < 2:
+            return profiles[min(number, len(trained))]
+        then, now = map(asdict, trained[-2:])
+        sizes = {key: now[key] + beyond * max(0, now[key] - then[key]) for key in ("file", "stored")}
+        both = [(use, size, size - then["memory"][use]) for use, size in now["memory"].items()]
+        memory = {use: size + beyond * max(0, added) for use, size, added in both}
+        return replace(trained[-1], **sizes, memory=memory)
 
     def memory(number: int) -> dict[str, int]:
-        own, is_fsdp = profiles[min(number, len(trained))], plan.trainer.strategy == "fsdp"
-        uses = {name: at(number, [each.memory[name] for each in trained or profiles]) for name in own.memory}
-        uses = {name: size // (world if is_fsdp else 1) for name, size in uses.items()}
+        own, uses = profiles[min(number, len(trained))], dict(grown(number).memory)
+        uses = {use: size // (world if is_fsdp else 1) for use, size in uses.items()}
         offloaded, gradients = uses.pop("offloaded"), uses["gradients"]
         uses["activations and rest"] = own.peak - sum(own.memory.values()) + own.memory["offloaded"]
         uses["weights to go back to"] = gradients * plan.keeps
@@ -290,30 +285,29 @@ def multiply(
     for number, row in enumerate(stages):
         own, left = profiles[min(number, len(trained))], row["left_steps"]
         seconds["evaluation"] += row["left_read_tokens"] * own.token_s / world
-        if not left:
-            continue
-        minutes, training_s = minutes_of(every), left * own.step_s
-        saves = 1 + (training_s / (60 * minutes) if minutes else left // int(every))
-        seconds["training"] += training_s
-        seconds["before and after domains"] += own.around_s
-        seconds["checkpoints"] += own.save_s * (1 + saves * (1 + own.memory["optimizer state"] / own.file))
-    files = [at(number, [each.file for each in trained]) for number in range(1, last + 1)]
-    stored = [0, *(at(number, [each.stored for each in trained]) for number in range(1, last + 1))]
-    checkpoints = [each.file + each.memory["optimizer state"] for each in trained]
-    weights = [each.memory["weights"] for each in trained or profiles]
-    sums = [sum(each.memory.values()) for each in trained[-2:]] or [0]
+        if left:
+            minutes, training_s = minutes_of(every), left * own.step_s
+            saves = 1 + (training_s / (60 * minutes) if minutes else left // int(every))
+            seconds["training"] += training_s
+            seconds["before and after domains"] += own.around_s
+            whole = own.save_s * (1 + own.memory["optimizer state"] / own.file)  # with the optimizer's state
+            seconds["checkpoints"] += own.save_s + saves * whole
+    each = [grown(number) for number in range(last + 1)]
+    files, stored = [one.file for one in each[1:]], [one.stored for one in each]
+    sums, final = [sum(one.memory.values()) for one in trained[-2:]] or [0], memory(last)
+    checkpoint = each[-1].file + each[-1].memory["optimizer state"] + final["weights to go back to"]
     return {
         "stages": [row | {"stored": size} for row, size in zip(stages, stored, strict=True)],
-        "trained_parameters": max((each.trained for each in trained), default=0),
-        "memory": {"first": memory(min(1, last)), "last": memory(last)},
+        "trained_parameters": max((one.trained for one in trained), default=0),
+        "memory": {"first": memory(min(1, last)), "last": final},
         "grows_by_domain": {"memory": sums[-1] - sums[0], "stored": stored[-1] - stored[max(0, last - 1)]},
         "disk": {
             "stage file": sum(files[-1:]),
             "last two stage files, until the last is committed": sum(files[-2:]) * (len(files) > 1),
             "all stage files (keep_stages=true)": sum(files),
-            "checkpoint while training": at(last, checkpoints) + memory(last)["weights to go back to"],
+            "checkpoint while training": checkpoint,
             "losses by document": sum(row["documents_bytes"] for row in stages),
-            "exported model": at(last, weights),
+            "exported model": each[-1].memory["weights"],
         },
         "seconds": seconds | {"total": sum(seconds.values())},
         "step_seconds": trained[-1].step_s if trained else None,
@@ -325,15 +319,11 @@ def format_table(data: Mapping[str, Any]) -> str:
 
     def table(rows: Sequence[Mapping[str, Any]], leave_out: Sequence[str]) -> str:
         names = [name for name in rows[0] if name not in leave_out]
-        sums = {name: sum(row[name] or 0 for row in rows) for name in names[1:]}
+        sums = {names[0]: "all"} | {name: sum(row[name] or 0 for row in rows) for name in names[1:]}
         few = rows if len(rows) <= 8 else [*rows[:4], dict.fromkeys(names, "…"), *rows[-4:]]
-        shown = [[row[name] for name in names] for row in [*few, {names[0]: "all"} | sums]]
+        shown = [[row[name] for name in names] for row in [*few, sums]]
         cells = [[f"{cell:,}" if isinstance(cell, int) else cell or "–" for cell in row] for row in shown]
         return pd.DataFrame(cells, columns=names).to_string(index=False)
-
-    def duration(value: float) -> str:
-        size, unit = (1, "s") if value < 120 else (60, "min") if value < 7200 else (3600, "h")
-        return f"{value / size:,.1f} {unit}"
 
     run, cost = data["run"], "seconds" in data
     found = [
@@ -343,20 +333,25 @@ def format_table(data: Mapping[str, Any]) -> str:
         table(data["texts"], ["read_tokens"]),
         table(data["stages"], ["left_read_tokens", "documents_bytes", "stored"]),
     ]
-    if cost:
-        memory = pd.DataFrame(data["memory"])
-        disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
-        times = {f"time left: {name}": duration(size) for name, size in data["seconds"].items() if size}
-        added = [megabytes(size) for size in data["grows_by_domain"].values()]
-        found += [
-            memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
-            f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added[0]} in "
-            f"memory and {added[1]} to the stage file.",
-            pd.Series(disk | times).to_string(),
-            f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
-        ]
-        if data["lower_bound"]:
-            found.append("The model grows with each domain: memory, disk and time are lower bounds.")
-        if data["not_included"]:
-            found.append(f"Time not included: {', '.join(data['not_included'])}.")
+    if not cost:
+        return "\n\n".join(found)
+    memory = pd.DataFrame(data["memory"])
+    disk = {f"disk: {name}": megabytes(size) for name, size in data["disk"].items() if size}
+    times = {
+        f"time left: {name}": str(timedelta(seconds=round(size)))
+        for name, size in data["seconds"].items()
+        if size
+    }
+    added, stored = map(megabytes, data["grows_by_domain"].values())
+    found += [
+        memory[memory.any(axis=1)].map(megabytes).add_suffix(" stage").to_string(),
+        f"{data['trained_parameters']:,} parameters are trained. Each further domain adds {added} in "
+        f"memory and {stored} to the stage file.",
+        pd.Series(disk | times).to_string(),
+        f"Measured: a few steps and batches of {STAGES} stages at most, on this machine as it is now.",
+    ]
+    if data["lower_bound"]:
+        found.append("The model grows with each domain: memory, disk and time are lower bounds.")
+    if data["not_included"]:
+        found.append(f"Time not included: {', '.join(data['not_included'])}.")
     return "\n\n".join(found)

@@ -111,10 +111,11 @@ def find_source(run: RunDir, plan: Plan) -> tuple[RunDir | None, str]:
     line = ""
     if found is not None:
         _, _, folder, order, differences = found
-        if plan.drift.given and all(each.startswith(("budget.", "monitor.")) for each in differences):
-            given = ", ".join(f"budget.{name}={nats}" for name, nats in plan.drift.given.items())
+        if plan.observer.given and all(each.startswith(("budget.", "monitor.")) for each in differences):
+            given = ", ".join(f"budget.{name}={value}" for name, value in plan.observer.given.items())
             why = f"{folder} has learned {join_first(order)}, and a run with a budget does not grow"
-            allowed = "budget.general=null and budget.past=null, or grow=never, which trains all domains"
+            unset = " and ".join(f"budget.{name}=null" for name in plan.observer.given)
+            allowed = f"{unset}, or grow=never, which trains all domains"
             raise ValueError(f"{given} is invalid: {why}. Allowed: {allowed} from the base")
         line = f"Not continuing from {folder}: {join_first(differences, '; ')}"
     if plan.run.grow == "require":

@@ -15,7 +15,6 @@ from cpt.core.schema import Options, allowed, join, option_types, show
 from cpt.core.sections import options_class, to_python
 from cpt.data.options import DataOptions
 from cpt.data.sources.base import HeldOut
-from cpt.evaluation.budget import BudgetOptions
 from cpt.evaluation.finetune_tasks import FinetuneOptions, FinetuneProtocol
 from cpt.evaluation.monitor import MonitorOptions
 from cpt.evaluation.options import EvalOptions
@@ -30,7 +29,6 @@ FIXED: dict[str, tuple[type[Options], ...]] = {
     "freeze": (Freeze,),
     "eval": (EvalOptions,),
     "monitor": (MonitorOptions,),
-    "budget": (BudgetOptions,),
     "data": (DataOptions,),
     "parts": (PartsOptions,),
     "model": (ModelOptions,),

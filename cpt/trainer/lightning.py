@@ -19,8 +19,8 @@ from cpt.core.errors import reason
 from cpt.core.preemption import leave_together
 from cpt.core.progress import progress_bar
 from cpt.trainer.checkpoint import AtomicCheckpointIO
+from cpt.trainer.fsdp import FSDP2Strategy
 from cpt.trainer.options import Fsdp
-from cpt.trainer.sharding import Sharded
 
 NOISE = (
     ".*LeafSpec.*",  # Lightning's own, on torch 2.13
@@ -89,7 +89,7 @@ def make_trainer(
     quiet()
     strategy = options.get("strategy", "auto")
     if isinstance(strategy, Fsdp):  # one for each Trainer
-        strategy = Sharded(reshard=strategy.reshard)
+        strategy = FSDP2Strategy(reshard=strategy.reshard)
     try:
         made = Trainer(
             max_steps=1 if steps is None else steps,

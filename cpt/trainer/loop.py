@@ -21,6 +21,7 @@ from cpt.core.processes import is_first_process
 from cpt.core.tensors import check_state
 from cpt.data.datamodule import Domain, DomainSequence
 from cpt.evaluation.metrics import objective_value
+from cpt.evaluation.monitor import MonitorObserver
 from cpt.evaluation.scores import Scores, gather_documents
 from cpt.loggers.loggers import enter_domain, log_scores, log_stage
 from cpt.methods.base import ContinualModule
@@ -111,7 +112,11 @@ class ContinualTrainer:
         self.module.train()
         costs, movement, monitors = CostMonitor(), ProtectedMovement(), []
         if self.plan.watches:
-            monitors = [Monitor(self.plan.monitor, self.plan.drift, self.run, self.data, domain, costs)]
+            watcher = self.plan.observer
+            observer = watcher.open(self.run, self.data, domain) if watcher.given else MonitorObserver()
+            default = -(-self.data.steps(domain) // watcher.evaluations)
+            every = int(self.plan.monitor.every or default)
+            monitors = [Monitor(self.plan.monitor, observer, self.data, domain, costs, every=every)]
         guard = NanGuard(policy=self.plan.run.on_nonfinite)
         parts, every = (
             self.run.stage(number - 1) if self.to_disk else None,
@@ -124,7 +129,7 @@ class ContinualTrainer:
         with self.eta.timed("learn", number):
             fitting = self.run_trainer(number, domain, checkpoint, callbacks)
         drop_optimizer(fitting)
-        self.scores.monitor.update((domain.name, each.record()) for each in monitors)
+        self.scores.monitor.update((domain.name, each.scores_entry()) for each in monitors)
         check_finite(self.module.state_dict(), domain.name)
         path = self.run.stage(number)
         state = save_stage(self.module, path)

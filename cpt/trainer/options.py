@@ -25,7 +25,7 @@ from cpt.core.schema import (
 )
 from cpt.data.orders import WORDS
 
-# A copy of the model per process, or its weights shared out (fsdp: cpt.trainer.sharding). With others that
+# A copy of the model per process, or its weights shared out (fsdp: cpt.trainer.fsdp). With others that
 # shard (deepspeed) masks and what is kept of a model would be those of a shard, without a word.
 STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "fsdp")
 PRECISIONS = (
@@ -38,7 +38,7 @@ BF16 = ("bf16-mixed", "bf16", "bf16-true")
 
 @dataclass(frozen=True)
 class Fsdp:
-    """Weights shared out among processes, as cpt.trainer.sharding makes a strategy of it."""
+    """Weights shared out among processes, as cpt.trainer.fsdp makes a strategy of it."""
 
     reshard: bool
 

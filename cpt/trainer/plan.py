@@ -21,11 +21,10 @@ from cpt.core.sections import Choice, Section, as_written, is_used, read_section
 from cpt.data import orders
 from cpt.data.options import Budget, DataOptions, share_batch
 from cpt.data.replay import NO_REPLAY, ReplayConfig
-from cpt.data.sources.base import GENERAL, Source
-from cpt.evaluation.budget import PAST, BudgetOptions
+from cpt.data.sources.base import Source
 from cpt.evaluation.finetune_tasks import FinetunePlan, check_task_values, plan_endtasks
 from cpt.evaluation.metrics import objective_value
-from cpt.evaluation.monitor import MonitorOptions
+from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
 from cpt.evaluation.options import EvalOptions, LMEvalOptions, TaskEvalOptions
 from cpt.evaluation.scores import Scores
 from cpt.models.options import Freeze, ModelOptions
@@ -78,7 +77,7 @@ class Sections:
     freeze: Freeze
     evaluation: EvalOptions
     monitor: MonitorOptions
-    drift: BudgetOptions  # bounds, in nats, of how far losses on other text may rise
+    observer: ObserverConfig  # of the monitoring evaluations: the section `budget`
     data: DataOptions
     parts: PartsOptions
     method: Choice
@@ -121,12 +120,12 @@ class Plan(Sections):
     @property
     def watches(self) -> bool:
         """Whether other text is evaluated while a domain is trained."""
-        return self.monitor.every is not None or bool(self.drift.given)
+        return self.monitor.every is not None or bool(self.observer.given)
 
     @property
     def keeps(self) -> int:
         """Copies of the weights that a stage keeps to return to."""
-        return self.drift.copies or int(self.monitor.keep == "best")
+        return self.observer.weight_copies or int(self.monitor.keep == "best")
 
     @property
     def mixture(self) -> ReplayConfig:
@@ -160,7 +159,7 @@ def read_sections(cfg: DictConfig) -> Sections:
     method, model = read("method").choose(needed=True), read("model")
     is_new = model.values.get("checkpoint", ...) is None  # else not pre-trained, whatever an experiment says
     model = replace(model, values={**model.values, "base": model.values.get("base") if is_new else None})
-    replay = read("replay")
+    replay, observer = read("replay"), read("budget")
     schedule = instantiate_now(read("schedule").choose(needed=True))
     if schedule is not None and not callable(schedule):
         name = f"{type(schedule).__module__}.{type(schedule).__name__}"
@@ -173,7 +172,9 @@ def read_sections(cfg: DictConfig) -> Sections:
         freeze=read("freeze").read(Freeze),
         evaluation=read("eval").read(EvalOptions),
         monitor=read("monitor").read(MonitorOptions),
-        drift=read("budget").read(BudgetOptions),
+        observer=ObserverConfig()
+        if observer.values.get("_target_", "") is None
+        else of_kind(ObserverConfig, "budget", observer.choose(needed=True)),
         data=read("data").read(DataOptions),
         parts=read("parts").read(PartsOptions),
         model=model.read(ModelOptions),
@@ -316,19 +317,14 @@ def conflicts(plan: Plan) -> Iterator[str]:
         batch_size=plan.budget.batch_size,
         sharded=sharded,
     )
-    if bounds := plan.drift.given:
-        wrong = {
-            f"method={name}, which trains each domain from the base": method.alone,
-            f"method={name}, which has no past": PAST in bounds and method.needs_all,
-            "a schedule whose decay is a branch (wsd, infinite)": branches,
-            "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
-            "monitor.general=false": GENERAL in bounds and not monitor.general,
-            "monitor.past=0": PAST in bounds and not monitor.past,
-            "strategy=fsdp, as it needs whole weights": sharded,
-        }
-        given = ", ".join(f"budget.{each}={value}" for each, value in bounds.items())
-        for why in (why for why, holds in wrong.items() if holds):
-            yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
+    if plan.observer.given:
+        yield from plan.observer.conflicts(
+            monitor=monitor,
+            method=method,
+            name=name,
+            branches=branches,
+            sharded=sharded,
+        )
     if not sharded:
         return
     for group, chosen in (("method", plan.method), *(("mask", mask) for mask in plan.masks)):
@@ -357,6 +353,8 @@ def why_not_growable(plan: Plan) -> str:
         f"method={plan.names['method']} needs all domains before the first is learned": method.needs_all,
         "optim.carry=all lets the rate decay over all domains": plan.carry == "all",
         f"schedule={type(schedule).__name__} has rates that depend on how many domains follow": needs_end,
-        "budget.general and budget.past are shared out among the domains of the order": plan.drift.given,
+        "budget.* is shared out among the domains of the order": (
+            plan.observer.given and plan.observer.counts_domains
+        ),
     }
     return next((why for why, holds in reasons.items() if holds), "")

@@ -191,7 +191,7 @@ RESTING = {
         "test_what_is_refused_is_measured_on_the_finished_run": ALL,
         "test_what_is_shared_out_may_rest_on_the_cpu": ALL,
     },
-    "test_steering.py": {
+    "test_drift_budget.py": {
         "test_killed_it_ends_with_the_same_bits": "lora-end",
     },
     "test_rebuild.py": {

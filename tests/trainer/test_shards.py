@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cpt.trainer import shards
+from cpt.trainer import fsdp
 
 
 def checkpoint(step: int) -> dict:
@@ -21,7 +21,7 @@ def checkpoint(step: int) -> dict:
 
 def read(path):
     found = torch.load(path, weights_only=True)
-    return shards.fill_in(found, path, lambda name, shape: None)
+    return fsdp.fill_in(found, path, lambda name, shape: None)
 
 
 def assert_read(path, step: int) -> None:
@@ -38,7 +38,7 @@ def assert_read(path, step: int) -> None:
 def test_what_is_written_is_read_and_the_one_before_is_gone(tmp_path):
     path = tmp_path / "001-law.ckpt"
     for step in (4, 4):
-        shards.save_shards(checkpoint(step), path)
+        fsdp.save_shards(checkpoint(step), path)
         assert_read(path, step)
     assert [each.name for each in tmp_path.glob("*.shards")] == ["001-law.2.shards"]
 
@@ -46,23 +46,23 @@ def test_what_is_written_is_read_and_the_one_before_is_gone(tmp_path):
 @pytest.mark.parametrize("function", ["files.save", "save_state"])
 def test_a_kill_leaves_the_one_before(function, tmp_path, monkeypatch):
     path = tmp_path / "001-law.ckpt"
-    shards.save_shards(checkpoint(2), path)
+    fsdp.save_shards(checkpoint(2), path)
 
     def killed(*args, **how):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(f"cpt.trainer.shards.{function}", killed)
-        shards.save_shards(checkpoint(4), path)
+        patch.setattr(f"cpt.trainer.fsdp.{function}", killed)
+        fsdp.save_shards(checkpoint(4), path)
     assert_read(path, 2)
-    shards.save_shards(checkpoint(4), path)
+    fsdp.save_shards(checkpoint(4), path)
     assert_read(path, 4)
     assert len([*tmp_path.glob("*.shards")]) == 1
 
 
 def test_a_file_that_is_cut_off_is_told(tmp_path):
     path = tmp_path / "001-law.ckpt"
-    shards.save_shards(checkpoint(2), path)
+    fsdp.save_shards(checkpoint(2), path)
     [file] = (tmp_path / "001-law.1.shards").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"1\.shards: .*distcp has \d+ bytes, .*; delete .*001-law\.ckpt"):

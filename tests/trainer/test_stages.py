@@ -12,8 +12,8 @@ from cpt.core.tensors import NamedTensors
 from cpt.trainer import checkpoint as stages
 from cpt.trainer.checkpoint import check_stage, load_stage, restore_stage, save_stage
 from cpt.trainer.costs import stored_bytes
+from cpt.trainer.fsdp import shard_state
 from cpt.trainer.run_dir import RunDir
-from cpt.trainer.sharding import share_out_state
 from cpt.verify import damage_in_run
 
 INSTEAD = "begin anew"
@@ -90,7 +90,7 @@ def test_a_module_is_restored_however_it_is_laid_out(mesh, tmp_path, written, sh
     save_stage(Method(1).share_out(mesh) if written else Method(1), path)
     other = Method(2)
     if shared:
-        other.share_out(mesh).register_load_state_dict_pre_hook(share_out_state)
+        other.share_out(mesh).register_load_state_dict_pre_hook(shard_state)
     restore_stage(other, path, rests=rests)
     state = {name: whole(each) if shared else each for name, each in other.state_dict().items()}
     assert is_same(state, Method(1).state_dict())

@@ -44,7 +44,6 @@ from cpt.contrib.advise.runs import (
 from cpt.core.errors import readable
 from cpt.core.output import run_program
 from cpt.core.places import CONF
-from cpt.evaluation.scores import Scores
 from cpt.models.loading import configuration
 from cpt.reporting.page import write_page
 from cpt.status import format_time
@@ -85,14 +84,8 @@ def main(arguments: Sequence[str]) -> int:
         check(given)
         began, arms = time.monotonic(), choose_arms(given.arms)
         model, texts = find_model(given.model), find_texts(given.folder, given.overrides)
-        shared = [
-            *texts,
-            *model.tried,
-            "name=advice",
-            "logger=none",
-            *([] if any(each.startswith("eval.tokens=") for each in given.overrides) else [CAP]),
-            *given.overrides,
-        ]
+        cap = [CAP] * (not any(each.startswith("eval.tokens=") for each in given.overrides))
+        shared = [*texts, *model.tried, "name=advice", "logger=none", *cap, *given.overrides]
         runs = given.out / "runs"
         with open_sweep(shared, runs, jobs=given.jobs) as sweep:
             order = sweep.plan().order
@@ -108,32 +101,19 @@ def main(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m cpt.contrib.advise", description=__doc__.split("\n\n")[1])
-    made.add_argument("folder", type=Path, metavar="FOLDER", help="folders of text, as domains.root")
-    made.add_argument("--hours", type=float, default=1.0, help="what all of it may take (default: 1)")
-    made.add_argument(
-        "--model",
-        default="tiny",
-        metavar="CHECKPOINT",
-        help="what is meant: tiny, tiny_gpt2, …, a checkpoint",
-    )
-    wish = made.add_mutually_exclusive_group()
+    add, few = made.add_argument, f"at most so many; fewer leave more steps (default: {SEEDS})"
+    add("folder", type=Path, metavar="FOLDER", help="folders of text, as domains.root")
+    add("--hours", type=float, default=1.0, help="what all of it may take (default: 1)")
+    meant = "what is meant: tiny, tiny_gpt2, …, a checkpoint"
+    add("--model", default="tiny", metavar="CHECKPOINT", help=meant)
+    wish, beside = made.add_mutually_exclusive_group(), "how much forgetting counts beside learning"
     wish.add_argument("--forget", type=float, metavar="NATS", help="nats per token that may be forgotten")
-    wish.add_argument(
-        "--weight", type=float, default=1.0, help="how much forgetting counts beside learning (default: 1)"
-    )
-    made.add_argument("--arms", metavar="A,B", help="which ways are tried (default: all that fit)")
-    made.add_argument(
-        "--seeds",
-        type=int,
-        default=SEEDS,
-        metavar="N",
-        help=f"at most so many; fewer leave more steps (default: {SEEDS})",
-    )
-    made.add_argument("--jobs", type=int, metavar="N", help="runs at once (default: one per core or GPU)")
-    made.add_argument("--out", type=Path, default=Path("outputs/advice"), metavar="FOLDER")
-    made.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py for all runs"
-    )
+    wish.add_argument("--weight", type=float, default=1.0, help=f"{beside} (default: 1)")
+    add("--arms", metavar="A,B", help="which ways are tried (default: all that fit)")
+    add("--seeds", type=int, default=SEEDS, metavar="N", help=few)
+    add("--jobs", type=int, metavar="N", help="runs at once (default: one per core or GPU)")
+    add("--out", type=Path, default=Path("outputs/advice"), metavar="FOLDER")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py for all runs")
     return made
 
 
@@ -164,11 +144,8 @@ def advise(
 ) -> None:
     """Plans, runs, and says what follows."""
     asked = sweep.plan()
-    built = asked.model.config
-    if built:
-        blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
-    else:
-        blocks = int(configuration(given.model).num_hidden_layers)
+    built = asked.model.config or {"num_hidden_layers": configuration(given.model).num_hidden_layers}
+    blocks = next((int(built[name]) for name in LAYERS if name in built), 1)
     tried = Setting(rate=asked.model.lr, blocks=blocks, domains=len(asked.order))
     checkpoint_rate = float(OmegaConf.load(CONF / "model/checkpoint.yaml").lr)
     real = tried if model.is_itself else replace(tried, rate=checkpoint_rate, blocks=model.blocks)
@@ -203,7 +180,12 @@ def settle(
     if kept is None:
         log.info("a first run reads the texts, makes the base and is timed")
         costs, pilot = measure_costs(sweep, setting)
-        epoch = find_epoch(pilot, per_step=per_step)
+        # Mean steps of an epoch, about: bytes of training text by those of a token of held-out text.
+        tokens = []
+        for at, name in [(pilot.domains.index(name), name) for name in pilot.run["order"]]:
+            train = pilot.texts[name].get("bytes", {}).get("train", 0)
+            tokens.append(train * pilot.tokens[at] / pilot.bytes[at])
+        epoch = math.fsum(tokens) / len(tokens) / per_step
         plan = plan_sweep(
             arms,
             costs,
@@ -214,33 +196,15 @@ def settle(
         )
         kept = Ready(plan, costs, epoch)
         file.write_text(json.dumps({"question": question} | asdict(kept), indent=1) + "\n", encoding="utf-8")
-    tell_plan(kept.plan, kept.costs, left_out=len(arms) - len(kept.plan.arms))
-    return kept
-
-
-def find_epoch(pilot: Scores, *, per_step: int) -> float:
-    """About the steps of an epoch of a domain, a mean: by the bytes of its training text, and by how many of
-    them a token of its held-out text has."""
-    tokens = []
-    for name in pilot.run["order"]:
-        place = pilot.domains.index(name)
-        train = pilot.texts[name].get("bytes", {}).get("train", 0)
-        tokens.append(train * pilot.tokens[place] / pilot.bytes[place])
-    return math.fsum(tokens) / len(tokens) / per_step
-
-
-def tell_plan(plan: SweepPlan, costs: Costs, *, left_out: int) -> None:
+    plan, costs, left_out = kept.plan, kept.costs, len(arms) - len(kept.plan.arms)
     seeds = f"{plan.seeds} seed{'s' * (plan.seeds > 1)}"
     shorter = f", and {plan.rounds[1].steps} steps with the first seed" if plan.short else ""
-    log.info("plan: %s", f"{len(plan.arms)} arms x {seeds} x {plan.steps} steps a domain{shorter}")
+    log.info("plan: %d arms x %s x %d steps a domain%s", len(plan.arms), seeds, plan.steps, shorter)
     log.info("arms: %s%s", ", ".join(plan.arms), f"; {left_out} more do not fit" * bool(left_out))
-    log.info(
-        "%d runs, about %s: a step %.3f s, %.1f s of each run beside its steps",
-        len(plan.arms) * len(plan.rounds),
-        format_time(plan.seconds),
-        costs.step,
-        costs.fixed,
-    )
+    runs, time_all = len(plan.arms) * len(plan.rounds), format_time(plan.seconds)
+    each = f"a step {costs.step:.3f} s, {costs.fixed:.1f} s of each run beside its steps"
+    log.info("%d runs, about %s: %s", runs, time_all, each)
+    return kept
 
 
 def carry_out(

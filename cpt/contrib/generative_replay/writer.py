@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -49,6 +50,7 @@ from cpt.models.generate import Sampling, sample_texts
 log = logging.getLogger(__name__)
 FORMAT = FORMS_FORMAT = 1  # raise it when what is written, or how forms are made, changes
 EXCERPT = 200  # characters
+Array = np.ndarray
 MARK, SIGN = "__ans__", "An example of {domain}:"
 
 
@@ -96,12 +98,8 @@ class TextWriter(ReplaySource):
         seed: int,
     ) -> None:
         self.options, self.folder, self.module, self.data, self.seed = options, folder, module, data, seed
-        self.corpora, self.tokenizer, self.length, self.seq2seq = (
-            corpora,
-            base.tokenizer,
-            base.length,
-            base.seq2seq,
-        )
+        self.corpora, self.tokenizer = corpora, base.tokenizer
+        self.length, self.seq2seq = base.length, base.seq2seq
         self.begin, ending = frame_of(self.tokenizer)
         end = (terminator(self.tokenizer) or ending)[0]
         self.sampling = Sampling(options.temperature, options.top_p, len(self.tokenizer), end)
@@ -109,13 +107,13 @@ class TextWriter(ReplaySource):
         for text in texts:
             self.prompt(text)
         named = options.prefix or "{domain}" in (options.prompt or "") or module.bank is not None
-        if not texts and is_first_process():
+        if not is_first_process():
+            return
+        if not texts:
             log.info("replay=generated without effect: no stage has a past domain or a share to replay")
-        elif len(texts) > 1 and not named and corpora.encoding is None and is_first_process():
-            log.info(
-                "replay.prefix=0: what is generated of all past domains is alike, as nothing says of which "
-                "it is to be; replay.prefix=8 or a replay.prompt with {domain} would"
-            )
+        elif len(texts) > 1 and not named and corpora.encoding is None:
+            why = "as nothing says of which it is to be; replay.prefix=8 or a prompt with {domain} would"
+            log.info("replay.prefix=0: what is generated of all past domains is alike, %s", why)
 
     def prepare(self, number: int, stage: Domain, device: torch.device) -> None:
         general, replayed = [GENERAL] * (self.options.general > 0), self.data.replayed(stage)
@@ -132,11 +130,8 @@ class TextWriter(ReplaySource):
             for name, count in replayed.items():
                 tokens = count * self.length if most is None else min(int(most), count * self.length)
                 wanted = math.ceil(tokens / (1 - exact(self.options.drop)))
-                place, stream = (
-                    self.data.places.get(name, BASE),
-                    key(self.seed, "generated", stage.name, name),
-                )
-                jobs.append(WritingJob(name, place, self.contexts(name), wanted, tokens, stream))
+                place, stream = self.data.places.get(name, BASE), (self.seed, "generated", stage.name, name)
+                jobs.append(WritingJob(name, place, self.contexts(name), wanted, tokens, key(*stream)))
             self.write(folder, jobs, stage, device)
         found = {name: self.open(folder, name) for name in replayed}
         self.texts = {name: rows for name, rows in found.items() if rows is not None}
@@ -152,11 +147,8 @@ class TextWriter(ReplaySource):
         place = gather_objects(files.place if files else None)[0] or {}
         blocks, tokens = (dict.fromkeys(names, 0) | place.get(each, {}) for each in ("blocks", "tokens"))
         bar: dict[str, Any] = {"total": sum(job.wanted for job in jobs), "done": sum(tokens.values())}
-        bar |= {"unit": "tok", "scale": True, "hidden": not first}
-        with (
-            closing(files) if files else nullcontext(),
-            progress_bar(f"texts before {stage.name}", **bar) as progress,
-        ):
+        bar |= {"unit": "tok", "scale": True, "hidden": not first, "label": f"texts before {stage.name}"}
+        with closing(files) if files else nullcontext(), progress_bar(**bar) as progress:
             for job in (job for job in jobs if tokens[job.text] < job.wanted):
                 name, model = job.text, self.module.backbone(job.domain)
                 before = model.device
@@ -192,10 +184,7 @@ class TextWriter(ReplaySource):
 
     def write_block(self, model: PreTrainedModel, job: WritingJob, block: int) -> list[Sample]:
         """The texts of a block of a job."""
-        numbers, prefix = (
-            block * self.options.batch_size + np.arange(self.options.batch_size),
-            self.options.prefix,
-        )
+        numbers = block * self.options.batch_size + np.arange(self.options.batch_size)
         contexts = [job.contexts[number % len(job.contexts)] for number in numbers]
         room = self.length - len(contexts[0]) * (not self.seq2seq)
         uniforms, samples = draws(sample_keys(job.stream, numbers), room, stream=key("tokens")), []
@@ -204,7 +193,7 @@ class TextWriter(ReplaySource):
             ended, given = ids[-1] == self.sampling.end, self.given(context)
             whole = [*given, *(ids[:-1] if ended else ids)]
             text = self.tokenizer.decode(whole, skip_special_tokens=True)
-            samples.append(Sample(whole, len(given) * (prefix > 0), ended, nll, text))
+            samples.append(Sample(whole, len(given) * (self.options.prefix > 0), ended, nll, text))
         return samples
 
     def to_keep(self, text: str) -> Any:
@@ -218,7 +207,7 @@ class TextWriter(ReplaySource):
         return rows.ids(drawn)[:, :prefix].tolist() if prefix else None
 
     def recall(self, text: str) -> Any:
-        """What was kept of a domain. Raises ValueError where it is missing or damaged."""
+        """What was kept of a domain; ValueError if it is missing or damaged."""
         instead = f"bring it back from a copy, or delete {self.folder.parent} to start again"
         return read_checked_json(sample_file(self.folder / "kept", text, "json"), instead=instead)
 
@@ -291,19 +280,16 @@ class ExampleWriter(TextWriter):
     ) -> None:
         self.encoder = corpora.encoder(base.tokenizer, base.length, seq2seq=base.seq2seq)
         super().__init__(options, folder, corpora=corpora, base=base, **run)
-        names = (
-            [part for stage in self.data for part in stage.parts] if options.past and options.forms else []
-        )
-        self.forms = {name: self.encode_forms(name) for name in dict.fromkeys(names)}
+        stages = self.data if options.past and options.forms else ()
+        self.forms = {name: self.encode_forms(name) for stage in stages for name in stage.parts}
 
     def sign(self, domain: str) -> str:
         return (self.options.prompt or SIGN).replace("{domain}", domain)
 
     def to_form(self, example: Example, domain: str) -> Example:
         """The sign asks, and the whole example is the answer."""
-        return Example(
-            example.id, self.sign(domain), f"{example.source} {MARK} {example.target}", example.task
-        )
+        whole = f"{example.source} {MARK} {example.target}"
+        return Example(example.id, self.sign(domain), whole, example.task)
 
     def encode_whole(self, example: Example) -> tokenized_tasks.EncodedExample | None:
         """The row of an example; None where it does not fit without a cut."""
@@ -317,8 +303,8 @@ class ExampleWriter(TextWriter):
         """The training examples of a domain that fit in the form in which they are written, made once for all
         runs. Raises ValueError where none fits."""
         corpus, encoder = self.corpora.by_name[name], self.encoder
-        sign, known_by = self.sign(name), self.corpora.tokenizer_digest(self.tokenizer)
-        options = [vars(encoder.encoding), self.length, self.seq2seq, sign]
+        known_by = self.corpora.tokenizer_digest(self.tokenizer)
+        options = [vars(encoder.encoding), self.length, self.seq2seq, self.sign(name)]
         made_of = ["forms", FORMS_FORMAT, corpus.facts["digest"], known_by, options]
 
         def make(folder: Path) -> None:
@@ -336,15 +322,14 @@ class ExampleWriter(TextWriter):
 
     def extra_pools(self, stage: Domain) -> list[ReplayPool]:
         """The stage's own examples, as they are written."""
-        texts, how = {name: self.forms[name] for name in stage.parts if name in self.forms}, self.options
-        place, share = (stage.name, "forms"), exact(how.forms)
-        pool = ReplayPool(texts, share=share, adds=how.adds, memory=None, seed=self.seed, place=place)
-        return [pool] if texts else []
+        texts = {name: self.forms[name] for name in stage.parts if name in self.forms}
+        how = {"share": exact(self.options.forms), "adds": self.options.adds, "memory": None}
+        return [ReplayPool(texts, seed=self.seed, place=(stage.name, "forms"), **how)] if texts else []
 
     def to_keep(self, text: str) -> list[str]:
         """The choices that all examples of a task have; none where they differ, or answers are open."""
-        examples = tokenized_tasks.read_examples(self.corpora.by_name[text], "train")
-        found = {example.choices for example in examples}
+        corpus = self.corpora.by_name[text]
+        found = {example.choices for example in tokenized_tasks.read_examples(corpus, "train")}
         return list(found.pop()) if len(found) == 1 else []
 
     def prompt(self, text: str) -> list[int]:
@@ -372,8 +357,8 @@ class ExampleWriter(TextWriter):
         tokenized_tasks.write_examples(path, chosen, tokenizer=self.tokenizer)
         facts = count_texts(source, kept) | {"invalid": int((~valid[kept >= 0]).sum())}
         if wrong := facts["invalid"]:
-            end = "" if facts["texts"] else ": nothing of it is replayed"
             message = "%d of %d examples written for %s are no examples of it%s"
+            end = "" if facts["texts"] else ": nothing of it is replayed"
             log.info(message, wrong, facts["texts"] + facts["left_out"], job.text, end)
         return facts
 
@@ -404,14 +389,8 @@ def measure(source: Path) -> list[np.ndarray]:
 
 
 def choose_texts(
-    sizes: np.ndarray,
-    nll: np.ndarray,
-    *,
-    tokens: int,
-    wanted: int,
-    valid: np.ndarray | bool = True,
-    cut: bool = False,
-) -> np.ndarray:
+    sizes: Array, nll: Array, *, tokens: int, wanted: int, valid: Array | bool = True, cut: bool = False
+) -> Array:
     """How many tokens are replayed of each sample, [n], `tokens` in all at most: of the first that come to
     `wanted` tokens the valid ones, of the lowest nll where some are to be left out (0); -1 of the rest, so
     that a larger block changes nothing. With `cut` the last one is cut to the budget."""
@@ -427,9 +406,7 @@ def choose_texts(
 def count_texts(source: Path, kept: np.ndarray) -> dict[str, Any]:
     """Counts for the report, of samples of which so many tokens are replayed."""
     (_, nll, real, size), chosen, left = measure(source), kept > 0, kept == 0
-    first = next(
-        sample for sample, one in zip(read_samples(source), chosen, strict=False) if one or not chosen.any()
-    )
+    first = next(islice(read_samples(source), int(np.argmax(chosen)), None))  # of all, if none is replayed
     return {
         "tokens": int(kept[chosen].sum()),
         "texts": int(chosen.sum()),

@@ -22,7 +22,13 @@ NEEDED = "a folder to write to, and what python run.py is given: FOLDER domains=
 
 
 def main(arguments: Sequence[str]) -> None:
-    given = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m cpt.contrib.lm_eval_export", description=__doc__.split(": ", 1)[1]
+    )
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
+    run = "options of python run.py, as domains=tasks model=…"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=run)
+    given = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with readable(errors_only=True):
         if given.folder is None or "=" in given.folder:
@@ -33,50 +39,40 @@ def main(arguments: Sequence[str]) -> None:
         print("\n".join(export(plan, Path(given.folder))))
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m cpt.contrib.lm_eval_export", description=__doc__.split(": ", 1)[1]
-    )
-    made.add_argument("folder", nargs="?", metavar="FOLDER", help="where to write the tasks")
-    made.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="options of python run.py, as domains=tasks model=…"
-    )
-    return made
-
-
 def export(plan: Plan, folder: Path) -> list[str]:
     """Writes the tasks of a plan into a folder; gives what is to be said of it. Raises ValueError for domains
     that are no tasks."""
     if plan.source.encoding is None:
         raise ValueError(f"domains={plan.settings['domains']['name']} asks nothing; allowed: domains=tasks")
-    from cpt.contrib.lm_eval_export.tasks import Exported, HarnessTexts, export_group, export_task
+    from cpt.contrib.lm_eval_export.tasks import HarnessTexts, export_group, export_task
     from cpt.data.corpora import Corpora
     from cpt.data.tokenized_tasks import Encoder, read_examples
     from cpt.trainer.base_model import describe_base
 
     plan.source.check_domains(plan.order)
     corpora = Corpora.read(plan.source, plan.order, cache=Path(plan.run.cache_dir), workers=plan.data.workers)
-    base = describe_base(plan.model, corpora)
+    base, done = describe_base(plan.model, corpora), {}
     texts = HarnessTexts(Encoder(base.tokenizer, base.length, plan.source.encoding, base.seq2seq))
-    most = plan.answers.most if plan.answers else None
-    done: dict[str, Exported | None] = {}
     for task in plan.order:
         prompts = map(texts.encoder.prompt, read_examples(corpora.by_name[task], plan.source.score_on))
+        most = plan.answers.most if plan.answers else None
         done[task] = export_task(folder, task, islice(prompts, most), texts)
     written = [each for each in done.values() if each is not None]
     if not written:
         raise ValueError(
             f"no task of {', '.join(done)} has choices, which the harness is to rank; needed: one"
         )
-    group = export_group(folder, written)
-    lines = [f"{each.name}: {each.examples:,} examples" for each in written]
-    lines += [
-        f"{each.name}: the harness makes other tokens of {len(each.differing):,}, like {each.differing[0]}"
-        for each in written
-        if each.differing
+    group, other = export_group(folder, written), "the harness makes other tokens of"
+    return [
+        *(f"{each.name}: {each.examples:,} examples" for each in written),
+        *(
+            f"{each.name}: {other} {len(each.differing):,}, like {each.differing[0]}"
+            for each in written
+            if each.differing
+        ),
+        *(f"{task} has no choices and is left out" for task, each in done.items() if each is None),
+        f"probe=lm_eval probe.include={folder} 'probe.tasks=[{group}]'",
     ]
-    lines += [f"{task} has no choices and is left out" for task, each in done.items() if each is None]
-    return [*lines, f"probe=lm_eval probe.include={folder} 'probe.tasks=[{group}]'"]
 
 
 if __name__ == "__main__":

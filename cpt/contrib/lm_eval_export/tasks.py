@@ -4,9 +4,8 @@ here needs the harness."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -17,7 +16,8 @@ from cpt.core.files import replace
 from cpt.data.tokenized_tasks import Encoder, TaskPrompt
 
 PREFIX = "cpt_"  # the harness has tasks of its own, called rte, copa, …
-VERSION = 1.0
+ACCURACY = {"metric": "acc", "aggregation": "mean"}
+METADATA = {"metadata": {"version": 1.0}}
 TASK = {
     "dataset_path": "json",
     "test_split": "test",
@@ -26,105 +26,78 @@ TASK = {
     "doc_to_choice": "choices",
     "doc_to_target": "answer",
     "num_fewshot": 0,
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    "metadata": {"version": VERSION},
+    "metric_list": [{**ACCURACY, "higher_is_better": True}],
+    **METADATA,
 }
 GROUP = {
     "group": f"{PREFIX}tasks",
     "group_alias": "AP",
-    "aggregate_metric_list": [{"metric": "acc", "aggregation": "mean", "weight_by_size": False}],
-    "metadata": {"version": VERSION},
+    "aggregate_metric_list": [{**ACCURACY, "weight_by_size": False}],
+    **METADATA,
 }
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written of a task: its name in the harness, its examples, and the ids of those of which the
-    harness makes other tokens."""
+    """What was written of a task: its name in the harness, its examples, and the ids of those that the
+    harness tokenises otherwise."""
 
     name: str
     examples: int
     differing: Sequence[str]
 
 
-@dataclass(frozen=True)
 class HarnessTexts:
     """Questions and choices as texts of which the harness (0.4.13, `HFLM`) makes the ids that an encoder
     made.
 
     For a causal model context and choice are tokenised together, with the tokenizer's own tokens around them
     unless these end a text; for one with two stacks apart. A choice ends in the text of the end token, so
-    that its log-likelihood is sum_t log p(choice_t, end | question)."""
+    that its log-likelihood is sum_t log p(choice_t, end | question). `beginning` is what the tokenizer puts
+    before a text: the harness leaves it out of a question to a causal model whose tokenizer ends texts, and
+    of every choice for a model with two stacks. Some tokenizers need a blank behind it."""
 
-    encoder: Encoder
-
-    @property
-    def delimiter(self) -> str:
-        """What stands between question and choice."""
-        return "" if self.encoder.seq2seq else " "
-
-    @cached_property
-    def ending(self) -> str:
-        """What a choice ends in."""
-        return self.encoder.tokenizer.decode(self.encoder.ending)
-
-    @cached_property
-    def beginning(self) -> str:
-        """What the tokenizer puts before a text. The harness leaves it out of a question to a causal model
-        whose tokenizer ends texts, and of every choice for a model with two stacks. Some tokenizers need a
-        blank behind it."""
-        (before, _), tokenizer = self.encoder.frame, self.encoder.tokenizer
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, tokenizer = encoder, encoder.tokenizer
+        self.delimiter = "" if encoder.seq2seq else " "  # between question and choice
+        self.ending = tokenizer.decode(encoder.ending)
+        before = encoder.frame[0]
         begin, wanted = tokenizer.decode(before), before + tokenizer.encode("a", add_special_tokens=False)
-        begins = (begin, f"{begin} ")
-        fitting = (
-            each for each in begins if tokenizer.encode(f"{each}a", add_special_tokens=False) == wanted
+        fits = (
+            each
+            for each in (begin, f"{begin} ")
+            if tokenizer.encode(f"{each}a", add_special_tokens=False) == wanted
         )
-        return next(fitting, begin)
-
-    def question(self, prompt: TaskPrompt) -> str:
-        """The text of a question, as much of it as was not cut."""
-        source, begins = prompt.example.source, self.encoder.frame[1] and not self.encoder.seq2seq
-        if self.encoder.ids_of([source])[0] != prompt.ids:
-            source = self.encoder.tokenizer.decode(prompt.ids, skip_special_tokens=True)
-        return self.beginning + source if begins else source
+        self.beginning = next(fits, begin)
+        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        self.prefix = tokenizer.decode(first)  # tells the harness that a question has its first token
 
     def choice(self, text: str) -> str:
-        """The text of a choice."""
         return (self.beginning if self.encoder.seq2seq else "") + text + self.ending
 
     def row(self, prompt: TaskPrompt) -> dict[str, Any]:
-        """A line of the file of examples."""
-        example = prompt.example
+        """A line of the file of examples, with as much of the question as was not cut."""
+        example, encoder = prompt.example, self.encoder
+        question = example.source
+        if encoder.ids_of([question])[0] != prompt.ids:
+            question = encoder.tokenizer.decode(prompt.ids, skip_special_tokens=True)
         return {
             "id": example.id,
-            "question": self.question(prompt),
+            "question": self.beginning * bool(encoder.frame[1] and not encoder.seq2seq) + question,
             "choices": [self.choice(text) for text in example.choices],
             "answer": example.choices.index(example.target),
         }
 
-    def agrees(self, prompt: TaskPrompt, row: Mapping[str, Any]) -> bool:
-        """Whether the harness makes a prompt's ids of a line, and those of every choice."""
-        pairs = [self.encode_pair(row["question"], self.delimiter + choice) for choice in row["choices"]]
-        return pairs == [(prompt.ids, choice) for choice in prompt.choices]
-
     def encode_pair(self, question: str, choice: str) -> tuple[list[int], list[int]]:
         """The ids that the harness makes of a question and a choice: blanks at the question's end belong to
         the choice."""
-        stripped = question.rstrip()
+        stripped, encode = question.rstrip(), self.encoder.tokenizer.encode
         question, choice = stripped, question[len(stripped) :] + choice
-        encode = self.encoder.tokenizer.encode
         if self.encoder.seq2seq:
             return encode(question), encode(choice, add_special_tokens=False)
         special = not self.encoder.frame[1] and not question.startswith(self.prefix)
         alone = encode(question, add_special_tokens=special)
         return alone, encode(question + choice, add_special_tokens=special)[len(alone) :]
-
-    @cached_property
-    def prefix(self) -> str:
-        """The text that tells the harness that a question has the tokenizer's first token already."""
-        tokenizer = self.encoder.tokenizer
-        token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        return tokenizer.decode(token)
 
 
 def export_task(
@@ -135,17 +108,18 @@ def export_task(
     for prompt in prompts:
         if not prompt.example.choices:
             return None
-        rows.append(texts.row(prompt))
-        if not texts.agrees(prompt, rows[-1]):
+        rows.append(row := texts.row(prompt))
+        pairs = [texts.encode_pair(row["question"], texts.delimiter + choice) for choice in row["choices"]]
+        if pairs != [(prompt.ids, choice) for choice in prompt.choices]:
             differing.append(prompt.example.id)
     if not rows:
         return None
-    name, stem = name_of(task), quote(task, safe="")
+    stem = quote(task, safe="")
     examples = (folder / f"{stem}.jsonl").resolve()
     replace(examples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    told = {"task": name, **TASK, "dataset_kwargs": {"data_files": {"test": str(examples)}}}
-    write_yaml(folder / f"{stem}.yaml", told | {"target_delimiter": texts.delimiter})
-    return Exported(name, len(rows), differing)
+    own = {"dataset_kwargs": {"data_files": {"test": str(examples)}}, "target_delimiter": texts.delimiter}
+    write_yaml(folder / f"{stem}.yaml", {"task": PREFIX + stem, **TASK, **own})
+    return Exported(PREFIX + stem, len(rows), differing)
 
 
 def export_group(folder: Path, exported: Sequence[Exported]) -> str:
@@ -154,10 +128,5 @@ def export_group(folder: Path, exported: Sequence[Exported]) -> str:
     return str(GROUP["group"])
 
 
-def name_of(task: str) -> str:
-    """What a task is called in the harness."""
-    return PREFIX + quote(task, safe="")
-
-
-def write_yaml(path: Path, told: Mapping[str, Any]) -> None:
-    replace(path, yaml.safe_dump(dict(told), sort_keys=False, allow_unicode=True))
+def write_yaml(path: Path, content: dict[str, Any]) -> None:
+    replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))

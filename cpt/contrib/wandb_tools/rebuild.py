@@ -13,11 +13,11 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -33,9 +33,6 @@ from cpt.evaluation.scores import Scores
 from cpt.loggers.wandb import AXES, TRAINING, Curves, init_wandb, publish, publish_stage, run_name
 from cpt.reporting.load_runs import find_runs
 
-if TYPE_CHECKING:
-    import wandb
-
 log = logging.getLogger(__name__)
 MODES = ("online", "offline")
 REBUILT = "rebuilt"  # in a run folder: W&B's files under mode=offline
@@ -43,12 +40,7 @@ ENOUGH = 3  # so many runs that W&B did not take, and none that it did: it will 
 WANDB_FOLDER = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")
 STAGES = tuple(names.removesuffix("*") for names in AXES["stage"])
 # The machine that sends a run is not the one that made it.
-SETTINGS = {
-    "x_disable_stats": True,
-    "x_disable_meta": True,
-    "x_disable_machine_info": True,
-    "disable_git": True,
-}
+SETTINGS = {f"x_disable_{name}": True for name in ("stats", "meta", "machine_info")} | {"disable_git": True}
 
 Points = list[tuple[str, int, dict[str, float]]]  # domain, step, values by name
 
@@ -62,18 +54,20 @@ class Record(NamedTuple):
     distributions: list[dict[str, np.ndarray]]  # [row], by name
 
 
+class UnreadableError(Exception):
+    """A run folder whose files cannot be read."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m cpt.contrib.wandb_tools.rebuild", description="Makes W&B runs from run folders."
     )
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth"
-    )
-    parser.add_argument("--project", help="W&B project (default: the one of each run's config)")
-    parser.add_argument("--entity", help="W&B user or team")
-    parser.add_argument(
-        "--mode", choices=MODES, default="online", help=f"offline: write RUN/{REBUILT}/wandb for wandb sync"
-    )
+    add = parser.add_argument
+    add("folders", nargs="+", type=Path, metavar="FOLDER", help="where runs are, at any depth")
+    add("--project", help="W&B project (default: the one of each run's config)")
+    add("--entity", help="W&B user or team")
+    how = f"offline: write RUN/{REBUILT}/wandb for wandb sync"
+    add("--mode", choices=MODES, default="online", help=how)
     return parser
 
 
@@ -101,12 +95,24 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
     failed, sent = 0, 0
     with logging_redirect_tqdm():
         for path, scores in tqdm(runs.items(), desc="W&B", unit="run", disable=None):
-            if at_work(path, scores):
-                log.warning("%s: is at work; left out", path.resolve())
-                continue
+            if (path / ".lock").exists() and not scores.run["finished"]:
+                try:
+                    with FileLock(path / ".lock", timeout=0):
+                        pass
+                except Timeout:
+                    log.warning("%s: is at work; left out", path.resolve())
+                    continue
             try:
                 record = read_folder(path.resolve(), scores)
-                with wandb_folder(path.resolve(), mode) as folder:
+                if mode == "online":
+                    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                        rebuild(
+                            record, scores, folder=Path(folder), project=project, entity=entity, mode=mode
+                        )
+                else:
+                    folder = record.path / REBUILT  # of an earlier rebuild nothing is to be sent twice
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.mkdir()
                     rebuild(record, scores, folder=folder, project=project, entity=entity, mode=mode)
                 sent += 1
             except (UnreadableError, ConnectionError) as error:
@@ -115,22 +121,6 @@ def sync_runs(runs: Mapping[Path, Scores], *, project: str | None, entity: str |
                 if failed >= ENOUGH and not sent and isinstance(error, ConnectionError):
                     raise ValueError(f"W&B took none of {failed} runs; {reason(error)}") from None
     return failed
-
-
-class UnreadableError(Exception):
-    """A run folder whose files cannot be read."""
-
-
-def at_work(path: Path, scores: Scores) -> bool:
-    """Whether a process holds the folder of a run that is not finished."""
-    lock = path / ".lock"
-    if scores.run["finished"] or not lock.exists():
-        return False
-    try:
-        with FileLock(lock, timeout=0):
-            return False
-    except Timeout:
-        return True
 
 
 @contextmanager
@@ -161,16 +151,11 @@ def read_folder(path: Path, scores: Scores) -> Record:
 
 
 def read_curves(path: Path, domains: Collection[str]) -> Points:
-    """The curves of training in metrics.csv, a dictionary per domain and step; what is over stages is in the
-    scores.
-
-    Of two lines with one step and name the later counts; a line that a kill cut off is left out.
-    """
-    if not path.exists():
-        return []
+    """The curves of training in metrics.csv by domain and step, without those over stages, which are in the
+    scores. Of two lines with one step and name the later counts; a line that a kill cut off is left out."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     domain = ""
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="", encoding="utf-8") if path.exists() else nullcontext([]) as file:
         for line in csv.reader(file):
             try:
                 step, name, value = int(line[0]), line[1], float(line[2])
@@ -182,7 +167,7 @@ def read_curves(path: Path, domains: Collection[str]) -> Points:
             if kind in TRAINING:
                 known = [each for each in domains if rest.endswith(f"/{each}")]
                 domain = max(known, key=len, default=rest.partition("/")[2])
-            # A look is written with the number of steps so far, a loss with the index of its step.
+            # A monitoring evaluation is written with the count of steps so far, a loss with its step.
             found.setdefault((domain, step - (kind in TRAINING[1:])), {})[name] = value
     return [(*where, points) for where, points in found.items()]
 
@@ -194,53 +179,32 @@ def identifier(path: Path, scores: Scores) -> str:
     return max(starts)[1] if starts else digest([scores.run["name"], path.name])
 
 
-@contextmanager
-def wandb_folder(path: Path, mode: str) -> Iterator[Path]:
-    """Where W&B puts its files: of an earlier rebuild nothing is left, so that it is not sent twice."""
-    if mode == "online":
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-            yield Path(temporary)
-    else:
-        shutil.rmtree(path / REBUILT, ignore_errors=True)
-        (path / REBUILT).mkdir()
-        yield path / REBUILT
-
-
 def rebuild(record: Record, scores: Scores, *, folder: Path, **place: str | None) -> None:
-    """The W&B run of one folder, ended as the run itself ended."""
-    name = run_name(scores.run, record.config.get("order", scores.run["order"]))
-    about = {"name": name, "group": scores.run["name"], "job_type": scores.run["method"]}
-    about["tags"] = [str(tag) for tag in record.config.get("tags") or []]
-    own = identifier(record.path, scores)
-    run = init_wandb(own, folder, config=record.config, settings=SETTINGS, **about, **place)
+    """Sends one folder: its curves if W&B does not know the run, the stages after the last that it knows, and
+    the result; the W&B run ends as the run itself ended."""
+    config, options = record.config, record.config.get("logger") or {}
+    about = {"name": run_name(scores.run, config.get("order", scores.run["order"]))}
+    about |= {"group": scores.run["name"], "job_type": scores.run["method"]}
+    tags, own = [str(tag) for tag in config.get("tags") or []], identifier(record.path, scores)
+    run = init_wandb(own, folder, config=config, settings=SETTINGS, tags=tags, **about, **place)
     failed = True
     try:
         with translate_errors():
-            fill_run(run, record, scores)
+            known = int(run.summary.get("stage", -1)) if run.resumed else -1
+            if not run.resumed:  # the points of metrics.csv as the run itself would have logged them
+                curves = Curves(run, per_domain=bool(options.get("per_domain")))
+                rows = {name: row for row, name in enumerate(scores.rows) if row}
+                for domain, lines in groupby(record.curves, key=itemgetter(0)):
+                    curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
+                    for _, step, values in lines:
+                        curves.log(values, step)
+            for row in range(known + 1, len(scores.rows)):
+                shown = record.distributions[row] if options.get("histograms") else {}
+                publish_stage(run, scores, row=row, distributions=shown)
+            publish(run, scores, folder=record.path, summary=options.get("summary", "headlines"))
         failed = not scores.run["finished"]
     finally:
         run.finish(exit_code=int(failed))
-
-
-def fill_run(run: wandb.Run, record: Record, scores: Scores) -> None:
-    """What the W&B run has not yet: curves if it is new, the stages after its last, the result."""
-    known = int(run.summary.get("stage", -1)) if run.resumed else -1
-    options = record.config.get("logger") or {}
-    if not run.resumed:
-        log_curves(Curves(run, per_domain=bool(options.get("per_domain"))), record.curves, scores)
-    for row in range(known + 1, len(scores.rows)):
-        shown = record.distributions[row] if options.get("histograms") else {}
-        publish_stage(run, scores, row=row, distributions=shown)
-    publish(run, scores, folder=record.path, summary=options.get("summary", "headlines"))
-
-
-def log_curves(curves: Curves, points: Points, scores: Scores) -> None:
-    """The points of metrics.csv as the run itself would have logged them."""
-    rows = {name: row for row, name in enumerate(scores.rows) if row}
-    for domain, lines in groupby(points, key=itemgetter(0)):
-        curves.enter(domain, tokens=sum(scores.seen[: rows.get(domain, len(scores.seen))]))
-        for _, step, values in lines:
-            curves.log(values, step)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def build_workspace(entity: str, project: str) -> Workspace:
     ]
     runs = [panels.MediaBrowser(title=name, media_keys=[name]) for name in (*IMAGES, "report")]
     runs += [panels.WeavePanelSummaryTable(table_name=name) for name in TABLES]
-    training = [
+    sections = {"Comparison": comparison, "Over the stages": stages, "Runs": runs}
+    sections["Training"] = [
         panels.LinePlot(title="Loss", x=TOKENS, y=["train/loss"]),
         panels.LinePlot(title="Learning rate", x=TOKENS, y=["train/lr"]),
     ]
@@ -71,10 +72,8 @@ def build_workspace(entity: str, project: str) -> Workspace:
         project=project,
         name="cpt: comparison",
         sections=[
-            workspaces.Section(name="Comparison", panels=comparison, is_open=True),
-            workspaces.Section(name="Over the stages", panels=stages, is_open=True),
-            workspaces.Section(name="Runs", panels=runs),
-            workspaces.Section(name="Training", panels=training),
+            workspaces.Section(name=name, panels=each, is_open=name in ("Comparison", "Over the stages"))
+            for name, each in sections.items()
         ],
         runset_settings=runset,
     )
@@ -82,10 +81,8 @@ def build_workspace(entity: str, project: str) -> Workspace:
 
 def main(arguments: Sequence[str]) -> int:
     """Makes and saves the workspace; prints its address."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cpt.contrib.wandb_tools.workspace",
-        description="Makes a W&B workspace that compares runs.",
-    )
+    parser = argparse.ArgumentParser(prog="python -m cpt.contrib.wandb_tools.workspace")
+    parser.description = "Makes a W&B workspace that compares runs."
     parser.add_argument("entity", help="W&B user or team")
     parser.add_argument("project", help="W&B project that holds the runs")
     asked_for = parser.parse_args(arguments)

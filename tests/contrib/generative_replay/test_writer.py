@@ -12,7 +12,6 @@ from cpt.contrib.generative_replay import writer
 from cpt.contrib.generative_replay.writer import (
     MARK,
     ExampleWriter,
-    Packed,
     Sample,
     TextWriter,
     WritingJob,
@@ -23,6 +22,7 @@ from cpt.contrib.generative_replay.writer import (
 from cpt.core.files import read_checked_json, write_checked_json
 from cpt.core.randomness import key, shuffle
 from cpt.data.example import Example
+from cpt.data.packing import Packed
 from tests.support.data_fixtures import bare, rows_by_hand
 from tests.support.task_fixtures import LABELS, some_examples
 from tests.support.task_fixtures import encoder as made_encoder

@@ -1,16 +1,17 @@
-"""What a budget makes of what was seen."""
+"""What a drift budget makes of what was evaluated."""
 
 import numpy as np
 import pytest
 
-from cpt.evaluation.budget import BudgetOptions, Steered, find_drift, find_way
+from cpt.contrib.drift_budget.controller import BudgetRecord, find_drift, find_way
+from cpt.contrib.drift_budget.options import DriftBudget
 
 
 def steered(*looks, steer="rate", allowed=0.1):
     """After looks at the general text: at each its rise and the upper end."""
-    made = Steered({"general": allowed}, steer)
+    made = BudgetRecord({"general": allowed}, steer)
     for step, look in enumerate(looks):
-        made.see(step, {"general": look})
+        made.add(step, {"general": look})
     return made
 
 
@@ -58,9 +59,9 @@ def test_by_line_the_rate_stays_and_the_stage_does_not_end():
 
 
 def test_by_line_an_act_says_how_far_it_went_back():
-    made = Steered({"general": 0.1}, "line")
-    made.see(0, {"general": (0, 0)})
-    assert made.see(5, {"general": (0.05, 0.098)}, way=0.25) and made.ways == [1, 0.25] and made.kept == 5
+    made = BudgetRecord({"general": 0.1}, "line")
+    made.add(0, {"general": (0, 0)})
+    assert made.add(5, {"general": (0.05, 0.098)}, way=0.25) and made.ways == [1, 0.25] and made.kept == 5
     assert made.acts == [
         "step 5: general +0.0500, at most +0.0980 of 0.1000: back to 0.25 of the way since the stage began"
     ]
@@ -104,19 +105,19 @@ def test_spent_before_the_first_step_nothing_is_learned(steer):
 
 
 def test_without_anything_to_bound_the_rate_stays():
-    made = Steered({"past": 0.1})
-    assert made.see(0, {}) and made.pace == [1] and not made.acts
+    made = BudgetRecord({"past": 0.1}, "rate")
+    assert made.add(0, {}) and made.pace == [1] and not made.acts
 
 
 def test_the_scarcer_of_two_decides():
-    made = Steered({"general": 0.1, "past": 0.2})
-    assert made.see(0, {"general": (0, 0.08), "past": (0, 0.12)})
+    made = BudgetRecord({"general": 0.1, "past": 0.2}, "rate")
+    assert made.add(0, {"general": (0, 0.08), "past": (0, 0.12)})
     assert made.spent == pytest.approx(0.8)
-    assert not made.see(1, {"general": (0, 0.02), "past": (0, 0.21)})
+    assert not made.add(1, {"general": (0, 0.02), "past": (0, 0.21)})
 
 
 def test_each_stage_adds_its_share():
-    options = BudgetOptions(general=0.06, past=0.3, steer="line")
+    options = DriftBudget(general=0.06, past=0.3, steer="line")
     assert options.allow(1, stages=3) == pytest.approx({"general": 0.02, "past": 0.1})
     assert options.allow(3, stages=3) == pytest.approx(options.given)
 
@@ -139,5 +140,5 @@ def test_the_upper_end_is_over_documents():
 
 
 def test_by_line_both_its_ends_are_kept():
-    assert [BudgetOptions(general=0.1, past=None, steer=steer).copies for steer in ("line", "end")] == [2, 1]
-    assert BudgetOptions(general=None, past=None, steer="line").copies == 0
+    kept = [DriftBudget(general=0.1, past=None, steer=steer).weight_copies for steer in ("line", "end")]
+    assert kept == [2, 1] and DriftBudget(general=None, past=None, steer="line").weight_copies == 0

@@ -1,0 +1,1 @@
+"""A bound on how far losses on other text may rise while domains are learned."""

@@ -1,0 +1,69 @@
+"""Options of a drift budget (`budget.general`, `budget.past`), checked without torch."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from cpt.core.schema import Positive, config, option
+from cpt.data.sources.base import GENERAL
+from cpt.evaluation.monitor import MonitorOptions, ObserverConfig
+
+RISE = "nats per token by which the"
+LINE, PAST = "line", "past"
+EVALUATIONS = {LINE: 4, "rate": 20, "end": 20}  # of a stage, where monitor.every is null, by what steers
+
+
+@config
+class DriftBudget(ObserverConfig):
+    """What learning may cost other text by the end of a run, on validation text."""
+
+    counts_domains: ClassVar[bool] = True
+
+    general: Positive | None = option(f"{RISE} loss of the general text may rise above the base's")
+    past: Positive | None = option(
+        f"{RISE} losses of past domains may rise, in the mean, each since it was learned"
+    )
+    steer: Literal["line", "rate", "end"] = option(
+        "what holds it: going back on the line to where the stage began, a lower rate, or the end of the "
+        "stage at its last look within"
+    )
+
+    def __post_init__(self) -> None:
+        if self.steer != LINE and not self.given:
+            allowed = "general=NATS or past=NATS"
+            raise ValueError(f"steer={self.steer} with general=null, past=null; allowed: {allowed}")
+
+    @property
+    def evaluations(self) -> int:
+        return EVALUATIONS[self.steer]
+
+    @property
+    def weight_copies(self) -> int:
+        """Along a line both its ends are kept."""
+        return (1 + (self.steer == LINE)) * bool(self.given)
+
+    def allow(self, number: int, *, stages: int) -> dict[str, float]:
+        """Nats that may be spent by the end of a stage (from 1); what one leaves, those after it have."""
+        return {name: value * number / stages for name, value in self.given.items()}
+
+    def conflicts(
+        self, *, monitor: MonitorOptions, method: Any, name: str, branches: bool, sharded: bool
+    ) -> Iterator[str]:
+        wrong = {
+            f"method={name}, which trains each domain from the base": method.alone,
+            f"method={name}, which has no past": self.past is not None and method.needs_all,
+            "a schedule whose decay is a branch (wsd, infinite)": branches,
+            "monitor.keep=best, whose weights may exceed it": monitor.keep == "best",
+            "monitor.general=false": GENERAL in self.given and not monitor.general,
+            "monitor.past=0": PAST in self.given and not monitor.past,
+            "strategy=fsdp, as it needs whole weights": sharded,
+        }
+        given = ", ".join(f"budget.{each}={value}" for each, value in self.given.items())
+        for why in (why for why, holds in wrong.items() if holds):
+            yield f"{given} does not go with {why}; allowed: budget.general=null, budget.past=null"
+
+    def open(self, run: Any, data: Any, domain: Any) -> Any:
+        from cpt.contrib.drift_budget.controller import DriftController  # loads torch
+
+        number = data.domains.index(domain)
+        last = data.domains[number - 1].parts if self.past is not None and number else ()
+        return DriftController(self, run, number + 1, stages=len(data), own=domain.parts, texts=last)
