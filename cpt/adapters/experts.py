@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.sharding import whole
 from cpt.data.collate import Batch
-from cpt.models.block_attention import present_in, present_in_target
-from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
+from cpt.models.block_attention import text_in
+from cpt.models.forward import tokens_of
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.units import Projection, SubLayer, projections, sublayers
@@ -43,16 +43,13 @@ class TextRows(nn.Module):
 
 
 class TextMask:
-    """Where text is in a pass, [B, T] by SOURCE_TOKENS and TARGET_TOKENS; None: everywhere. Its hooks are
-    methods, so that a copy of a model has its own."""
+    """Where text is in a pass (`text_in`); its hooks are methods, so that a copy of a model has its own."""
 
     def __init__(self) -> None:
         self.present: dict[str, Tensor | None] = {}
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.present = {SOURCE_TOKENS: present_in(kwargs)}
-        if (ids := kwargs.get("decoder_input_ids")) is not None:
-            self.present[TARGET_TOKENS] = present_in_target(ids, module.config.pad_token_id)
+        self.present = text_in(module, kwargs)
 
     def close(self, *args: Any) -> None:
         self.present = {}

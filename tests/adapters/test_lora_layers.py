@@ -11,7 +11,6 @@ import transformers
 from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters import lora
 from cpt.models.units import projections
@@ -295,20 +294,6 @@ def test_what_is_drawn_is_a_function_of_the_seed(build):
         lora.begin_adapter(model, stored=stored, seed=seed)
         drawn.append(torch.cat([model.get_parameter(name).flatten() for name in names]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_linear_map_but_the_head_has_a_pair(kind, build):
-    model = build(kind)
-    head = model.get_output_embeddings()
-    wanted = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
-    attach(model)
-    assert set(lora.lora_layers(model)) == wanted
-    assert {each.name for each in projections(build(kind))} <= wanted
 
 
 def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen(build):

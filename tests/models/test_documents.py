@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.data.collate import Batch
-from cpt.models.block_attention import block_masks, check_isolation, inputs_for, try_isolation
+from cpt.models.block_attention import block_masks, inputs_for, try_isolation
 from cpt.models.objectives import Causal, Masked
 
 SIZES = {
@@ -142,15 +142,6 @@ def test_a_model_without_masks_of_blocks_is_refused(kind, caplog):
     ):
         try_isolation(model, documents=True, causal=False)
     assert "blocks: " in caplog.text
-
-
-def test_an_encoder_is_refused_attention_that_takes_no_mask():
-    model = model_of("bert")
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(
-        ValueError, match=r"trainer.attention=flex_attention of an encoder; allowed: auto, sd"
-    ):
-        check_isolation(model, causal=False)
 
 
 def test_a_model_that_mixes_documents_is_refused(monkeypatch):

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.models import memory
 from cpt.models.memory import EvenHead, even_head
 
 SIZES = {
@@ -44,19 +43,3 @@ def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, filled)
     assert wanted.keys() == dict(even.named_parameters()).keys()
     for name, each in even.named_parameters():
         torch.testing.assert_close(each.grad, wanted[name].grad)
-
-
-def test_more_rows_than_there_are_entries_are_multiplied(filled, monkeypatch):
-    seen = []
-    linear = memory.functional.linear
-    monkeypatch.setattr(memory.functional, "linear", lambda x, w, b: seen.append(len(w)) or linear(x, w, b))
-    head = nn.Linear(4, 257)
-    head.__class__ = EvenHead
-    head(torch.ones(3, 4))
-    assert seen == [320]
-
-
-def test_a_head_whose_entries_are_even_is_left_alone():
-    model = model_of("gpt2", 264)
-    even_head(model)
-    assert type(model.get_output_embeddings()) is nn.Linear

@@ -101,8 +101,3 @@ def test_a_text_does_not_depend_on_its_batch(model, contexts):
             for at in range(0, 40, size)
         ]
         assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in together]
-
-
-def test_a_checkpoint_has_its_own_habits_back(model, contexts):
-    sample_texts(model, contexts[:2], numbers(2, 3), sampling=sampling())
-    assert model.generation_config.repetition_penalty == 5.0 and model.generation_config.eos_token_id == 7

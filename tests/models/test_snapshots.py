@@ -54,14 +54,6 @@ def test_what_is_not_trained_is_not_pulled():
     )
 
 
-def test_what_is_younger_than_its_anchors_is_not_pulled():
-    model, anchors = Holder(drawn()), drawn()
-    two = [list(model.parameters())[:2], anchors[:2], [torch.ones(shape) for shape in SHAPES]]
-    assert quadratic_penalty(model, by_name(anchors[:2])).item() == pytest.approx(
-        slow(two[0], two[1], two[2][:2]), rel=1e-5
-    )
-
-
 def test_a_snapshot_takes_what_has_grown_and_its_state_goes_around():
     model = nn.Sequential(nn.Linear(2, 2))
     young, old = Snapshot(model, persistent=True), Snapshot(model, persistent=True)
