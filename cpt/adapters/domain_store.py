@@ -181,9 +181,8 @@ class DomainScorer(ABC):
         """The parts that scored a domain's text, with their mean weights over the positions of all processes,
         which sum to 1, without parts of less than a thousandth of the largest. A collective."""
         taken = self.taken.get(domain, {})
-        sums = sum_on_cpu(
-            torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double)
-        )
+        own = [float(taken.get(part, 0)) for part in self.parts]
+        sums = sum_on_cpu(torch.tensor(own, dtype=torch.double))
         kept = torch.where(sums < 1e-3 * sums.max(), 0, sums)
         shares = (kept / kept.sum()).tolist()
         return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}

@@ -61,16 +61,10 @@ class FusedLoraLinear(Linear):
 
 
 def attach_lora(
-    model: PreTrainedModel,
-    *,
-    r: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str],
-    embeddings: bool,
+    model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Targets, embeddings: bool
 ) -> Scope:
-    """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head that
-    is tied to them gets a matrix of its own, which is not trained. Raises ValueError for targets without a
+    """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
+    that is tied to them gets a matrix of its own, which is not trained. Raises ValueError for targets without a
     match, and for embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         raise ValueError(
@@ -128,9 +122,7 @@ def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Modul
         ends = tuple(f".{end}" for end in targets)
         found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
     if not found:
-        allowed = (
-            f"all-linear, a regular expression or a list that finds some of {', '.join([*linear][:6])} …"
-        )
+        allowed = f"all-linear, a regular expression or a list that finds some of {[*linear][:6]} …"
         raise ValueError(f"method.targets={show(targets)}; allowed: {allowed}")
     return found
 

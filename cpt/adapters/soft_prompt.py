@@ -32,14 +32,7 @@ class PromptVectors(nn.Module):
     written_whole = True  # a causal model generates without a cache, and not after padding
 
     def __init__(
-        self,
-        weight: Tensor,
-        *,
-        before: int,
-        leading: bool,
-        placeholder: int,
-        limit: int | None,
-        names: list[str],
+        self, weight: Tensor, *, before: int, leading: bool, placeholder: int, limit: int | None, names: list
     ) -> None:
         super().__init__()
         self.weight, self.before, self.leading = nn.Parameter(weight), before, leading

@@ -136,27 +136,3 @@ def test_a_checkpoint_of_t5_gives_its_own_logits(form, with_sentinels, tmp_path)
     assert head == (form != "t5 v1.1")
     objective = loading.text_objective("span", with_sentinels, mask_rate=0.15, mean_span=3)
     assert (objective.pad, objective.end, objective.start, len(objective.sentinels)) == (0, 1, 0, 100)
-
-
-def test_a_model_is_built_from_its_seed(tokenizer):
-    config = MASKED["modernbert"] | {"model_type": "modernbert"}
-    for name in (
-        "vocab_size",
-        "pad_token_id",
-        "bos_token_id",
-        "eos_token_id",
-        "cls_token_id",
-        "sep_token_id",
-    ):
-        del config[name]
-    state = torch.get_rng_state()
-    one, same, other = (loading.build_model(config, tokenizer, "masked", seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(
-        one.model.embeddings.tok_embeddings.weight, same.model.embeddings.tok_embeddings.weight
-    )
-    assert not torch.equal(
-        one.model.embeddings.tok_embeddings.weight, other.model.embeddings.tok_embeddings.weight
-    )
-    assert one.config.vocab_size == len(tokenizer)
-    assert one.config.pad_token_id == tokenizer.pad_token_id

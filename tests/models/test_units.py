@@ -2,7 +2,6 @@
 against slices zeroed by hand, what units own against gradients that are exactly zero."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -293,14 +292,6 @@ def test_segments_of_a_fused_gate_are_its_halves(name):
             assert block.mlp(x).any()
 
 
-def test_members_of_grouped_keys_are_the_queries_they_serve():
-    group = find_units(shared_model("llama"), ["heads"])[0]
-    query, key, value, out = (part.members for part in group.parts)
-    assert query.tolist() == [[n // 8] for n in range(32)]
-    assert key.tolist() == value.tolist() == [[0, 1]] * 8 + [[2, 3]] * 8
-    assert out.tolist() == query.tolist()
-
-
 def test_a_norm_over_all_heads_can_not_be_separated():
     model = CAUSAL.from_config(configured("olmo2", SIZES))
     with pytest.raises(ValueError, match=r"heads can not be separated: .*q_norm normalises 32"):
@@ -341,11 +332,3 @@ def test_factors_of_separate_grouped_and_fused_maps():
     for name in ("gpt_neox", "bloom"):
         found = kept(find_units(shared_model(name), ["heads"])[0], *keep)
         assert found == [((96, 1), neox), ((96,), neox), ((1, 32), eight)]
-
-
-def test_a_feature_of_no_unit_keeps_all():
-    group = find_units(shared_model("llama"), ["heads"])[0]
-    part = replace(group.parts[1], members=torch.tensor([[-1, -1], [-1, 1], [0, 1], [3, 2]] * 4))
-    alone = replace(group, parts=(part,))
-    ((_, factor),) = factors(alone, torch.tensor([0.0, 0.25, 0.5, 0.75]))
-    assert factor.flatten().tolist() == [1.0, 0.25, 0.0, 0.5] * 4

@@ -101,13 +101,6 @@ def test_every_composition_is_equally_likely(total, parts):
     assert chi2 <= expected - 1 + 4 * math.sqrt(2 * expected)
 
 
-def test_a_sentinel_is_the_same_in_source_and_target_and_ids_descend():
-    for source, target in sides(span().batch(rows([128] * 20))[0]):
-        own = [[each for each in side if each in SENTINELS] for side in (source, target)]
-        assert own[0] == own[1] == SENTINELS[: len(own[0])] and len(own[0]) == 6
-        assert target[0] == SENTINELS[0]
-
-
 def t5():
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": V}
