@@ -107,7 +107,8 @@ class ExpertGroup(nn.Module):
     def __init__(self, maps: Sequence[Projection], count: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(Expert(maps) for _ in range(count))
-        self.router = nn.Parameter((0.02 * torch.randn(count, maps[0].inputs)).to(maps[0].module.weight))
+        rows, like = 0.02 * torch.randn(count, maps[0].inputs), maps[0].module.weight
+        self.router = nn.Parameter(rows.to(like.device, like.dtype))
 
 
 class MoELayer(nn.Module):

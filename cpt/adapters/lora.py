@@ -64,8 +64,8 @@ def attach_lora(
     model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Targets, embeddings: bool
 ) -> Scope:
     """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
-    that is tied to them gets a matrix of its own, which is not trained. Raises ValueError for targets without a
-    match, and for embeddings of an encoder-decoder."""
+    that is tied to them gets a frozen one of its own. Raises ValueError for targets without a match, and for
+    embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         raise ValueError(
             f"method.embeddings=true does not go with a {model.config.model_type}, an encoder-decoder; "
@@ -145,8 +145,7 @@ def has_earlier(layer: LoraLayer) -> bool:
 
 @torch.no_grad()
 def reset_newest(model: nn.Module, seed: int) -> None:
-    """Draws the newest adapters, with product 0. Sets the global generator, since peft draws from it and all
-    processes must draw the same."""
+    """Draws the newest adapters, with product 0, from the global generator, which it sets."""
     torch.manual_seed(seed)
     for layer in lora_layers(model).values():
         layer.reset_lora_parameters(NEWEST, True)
@@ -169,9 +168,8 @@ def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
-    """Makes A and B the earlier adapters of a layer; the newest one is trained or not as before."""
+    """Makes A and B the earlier adapters of a layer, without dropout, as of merged ones."""
     trained = factors_of(layer)[0].requires_grad
-    # Without dropout, which would distinguish adapters that are kept from merged ones.
     plain = replace(config, lora_dropout=0.0, init_lora_weights=False)
     layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=plain)
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
@@ -210,8 +208,7 @@ def _fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: st
 
 
 def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
-    """An unmodified copy, all of it trainable, with what peft's layers have learned in its weights or
-    without."""
+    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`."""
     copy = deepcopy(model)
     for name, layer in [each for each in copy.named_modules() if isinstance(each[1], BaseTunerLayer)]:
         if merged:
@@ -223,7 +220,7 @@ def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrained
 
 
 def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All adapters as one, by the names of the newest: what peft loads as a single adapter."""
+    """All adapters as one, by the names of the newest."""
     found = {}
     for layer in lora_layers(model).values():
         found |= {id(p): value for p, value in zip(factors_of(layer), join_adapters(layer), strict=True)}

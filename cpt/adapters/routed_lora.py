@@ -4,8 +4,7 @@ NAACL 2024).
 
     h = W x + alpha / r sum_k g_k B_k A_k x = W x + alpha / r [B_1 ... B_t] (g repeated * [A_1; ...; A_t] x)
 
-A hook on the rank features A x [..., t r] applies the weights g [..., t]. Gradients go through all adapters
-to the layers below."""
+A hook on the rank features A x [..., t r] applies the weights g [..., t]."""
 
 import inspect
 import math
@@ -62,11 +61,10 @@ class SampleRouter(nn.Module):
     attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
     cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
 
-    e [D] is the mean over a sample's tokens of their `embeddings`, or of the last hidden states of the
-    `encoder` (or body) without adapters, in eval mode and without a gradient; in a causal model the mean up
-    to the place itself. Text written with a key-value cache has the weights of its beginning's last place.
-
-    A key starts as U(-1, 1). The newest adapter's key is trained; those of the `earlier` ones are not."""
+    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their `embeddings`,
+    or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and detached. Text
+    written with a key-value cache has the weights of its beginning's last place. A key starts as U(-1, 1);
+    only the newest adapter's is trained."""
 
     def __init__(
         self, width: int, *, key: str, query: str, bottleneck: int, scale: float, causal: bool, like: Tensor

@@ -25,9 +25,8 @@ UNCUT = WeakTensorKeyDictionary()  # an encoder's output with the prompt's place
 
 
 class PromptVectors(nn.Module):
-    """Inserts the prompt `weight` [n, D], or [B, n, D] one per row, into the input of a model's body `before`
-    tokens from its start, and cuts its output back, with `leading` at the first places. n = 0 changes
-    nothing."""
+    """Inserts the prompt `weight` [n, D], or [B, n, D] by row, into the input of a model's body `before`
+    tokens from its start, and cuts its output back, with `leading` at the first places."""
 
     written_whole = True  # a causal model generates without a cache, and not after padding
 
@@ -124,8 +123,8 @@ class PromptVectors(nn.Module):
 
 
 class PromptChain(DomainParams):
-    """Prompts of domains, of which that of domain k precedes those of earlier ones (Progressive Prompts;
-    Razdaibiedina et al., ICLR 2023): its parameters are [P_k; ...; P_1]."""
+    """Prompts of domains; the parameters of domain k are [P_k; ...; P_1] (Progressive Prompts; Razdaibiedina
+    et al., ICLR 2023)."""
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         stored = super().weights

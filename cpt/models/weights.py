@@ -174,18 +174,17 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
         for module in first + (embedded if freeze.embeddings else []):
             chosen += module.parameters()
     if freeze.only is not None:
-        trained: set[int] = set()
+        trained: set[nn.Parameter] = set()
         for entry in [freeze.only] if isinstance(freeze.only, str) else freeze.only:
-            meant = find_trainable(model, entry)
-            if not meant:
+            if not (meant := find_trainable(model, entry)):
                 names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 raise ValueError(
                     f"freeze.only={show(entry)} finds nothing in a {model.config.model_type}; allowed: "
                     f"norms, biases, attention, or a regular expression that finds some of {names} …"
                 )
-            trained |= {id(parameter) for parameter in meant}
-        chosen += [parameter for parameter in model.parameters() if id(parameter) not in trained]
-    return list({id(parameter): parameter for parameter in chosen}.values())
+            trained |= {*meant}
+        chosen += [parameter for parameter in model.parameters() if parameter not in trained]
+    return [*dict.fromkeys(chosen)]
 
 
 def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:

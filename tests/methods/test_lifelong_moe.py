@@ -49,7 +49,12 @@ def of_group(work: Made, group: int) -> dict[str, torch.Tensor]:
     """The experts of a domain and their router rows, or of the base, by name."""
     if group >= 0:
         return {name: value for name, value in work.weights().items() if f".groups.{group}." in name}
-    own = {id(p) for m in mixtures_of(work.module.model).values() for p in m.own_parameters()}
+    own = {
+        id(parameter)
+        for mixture in mixtures_of(work.module.model).values()
+        for each in mixture.own
+        for parameter in each.module.parameters()
+    }
     return {n: p.detach().clone() for n, p in work.module.model.named_parameters() if id(p) in own}
 
 

@@ -96,8 +96,8 @@ def test_a_snapshot_moves_by_shares_and_back():
     for p, old in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(p.detach(), old + 0.625)
     snapshot.take(model)
-    for p, copy in zip(model.parameters(), snapshot.buffers(), strict=True):
-        assert torch.equal(p, copy)
+    for p, stored in zip(model.parameters(), snapshot.buffers(), strict=True):
+        assert torch.equal(p, stored)
 
 
 class Tied(nn.Module):
