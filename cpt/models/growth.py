@@ -108,9 +108,7 @@ def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
         groups = draw_units(found[0].count // shared, more)
         heads = (groups[:, None] * shared + torch.arange(shared)).flatten()
         for each in found:
-            for table in model.get_submodule(
-                each.name
-            ).modules():  # T5's relative positions: a column per head
+            for table in model.get_submodule(each.name).modules():  # T5's positions: a column per head
                 if isinstance(table, nn.Embedding) and table.embedding_dim == each.count:
                     columns = torch.cat([torch.arange(each.count), heads])
                     replace_parameter(table, "weight", index_axis(table.weight, 1, columns))
@@ -127,9 +125,8 @@ def grow_layers(model: PreTrainedModel, more: int) -> None:
         return
     stacks = Counter(name.rpartition(".")[0] for name, _ in blocks(model))
     if more > (most := min(stacks.values())):
-        raise ValueError(
-            f"{more} more blocks for a {model.config.model_type}, whose stacks have {most} to copy"
-        )
+        given = f"{more} more blocks for a {model.config.model_type}"
+        raise ValueError(f"{given}, whose stacks have {most} to copy")
     with adjusted(model, "layers") as empty:
         set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
         if (kinds := getattr(model.config, "layer_types", None)) is not None:

@@ -26,7 +26,8 @@ from transformers.models.auto import modeling_auto
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
 from cpt.models.forward import padded_positions
-from cpt.models.objectives import Answers, Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
+from cpt.models.options import ModelOptions
 
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
@@ -57,24 +58,6 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
     return found[0] if wanted == "auto" else wanted
 
 
-def text_objective(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    mask_rate: float | None,
-    mean_span: float | None = None,
-    start: int | None = None,
-) -> Objective:
-    """The objective of raw text; `start` is a decoder's first token, None for the padding, as T5's."""
-    if name != "span":
-        return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if pad is None or end is None:
-        raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: with both")
-    ids = {"end": end, "pad": pad, "start": pad if start is None else start}
-    return Span(rate=mask_rate, mean=mean_span, sentinels=sentinel_ids(tokenizer), **ids)
-
-
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
     """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
     separate the samples or documents of a row."""
@@ -89,17 +72,27 @@ def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
         raise ValueError(f"{given}; allowed: domains.packing={other}")
 
 
-def answers_objective(
-    name: str, raw: Objective, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, *, isolated: bool
-) -> Answers:
-    """The objective of domains of examples, whose answers are scored, `isolated` in shared rows; `raw` is
-    that of raw text."""
-    check_packing(name, isolated=isolated, answers=True)
-    pad = padding_id(tokenizer)
-    if name in SEQ2SEQ:
-        start = getattr(config, "decoder_start_token_id", None)
-        return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
-    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None)
+def make_objective(
+    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
+) -> Objective:
+    """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows."""
+    name, pad, end = objective_name(options.objective, config), padding_id(tokenizer), tokenizer.eos_token_id
+    check_packing(name, isolated=isolated, answers=answers)
+    first = getattr(config, "decoder_start_token_id", None)
+    first = pad if first is None else first
+    raw: Objective = Causal()
+    if name == "masked":
+        raw = Masked(tokenizer, rate=options.mask_rate)
+    elif name == "span":
+        if tokenizer.pad_token_id is None or end is None:
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: both")
+        ids = {"sentinels": sentinel_ids(tokenizer), "end": end, "pad": pad}
+        start = first if options.checkpoint else pad
+        raw = Span(rate=options.mask_rate, mean=options.mean_span, **ids, start=start)
+    if answers and name == "span":
+        return Seq2SeqAnswers(raw, pad=pad, start=first)
+    raw.isolated = isolated and not answers
+    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None) if answers else raw
 
 
 def sharing_of(config: PretrainedConfig) -> Sharing:

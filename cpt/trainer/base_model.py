@@ -137,19 +137,9 @@ def assemble_base(
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
     name = loading.objective_name(options.objective, config)
-    objective = loading.text_objective(
-        name,
-        tokenizer,
-        mask_rate=options.mask_rate,
-        mean_span=options.mean_span,
-        start=getattr(config, "decoder_start_token_id", None) if options.checkpoint else None,
-    )
+    answers = corpora is not None and corpora.encoding is not None
     isolated = corpora is not None and corpora.isolated
-    if corpora is not None and corpora.encoding is not None:
-        objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
-    else:
-        loading.check_packing(name, isolated=isolated, answers=False)
-        objective.isolated = isolated
+    objective = loading.make_objective(options, tokenizer, config, answers=answers, isolated=isolated)
     return Base(options.checkpoint or "", tokenizer, name, objective, options.length, options.resize)
 
 

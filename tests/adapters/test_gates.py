@@ -1,7 +1,5 @@
 """Gates: their values and compensated gradients against formulas, where they act, and what is protected."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -94,17 +92,6 @@ def test_a_gate_is_soft_in_training_and_hard_elsewhere():
     torch.testing.assert_close(gate(x), expected)
     gate.eval()
     assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
-
-
-def test_a_copy_has_gates_of_its_own(kind):
-    model, gates = gated_model(kind)
-    before = logits(model)
-    twin, its = copy.deepcopy((model, gates))
-    for part in its.parts:
-        part.e.data.fill_(-6)
-    assert torch.equal(logits(model), before)
-    assert not torch.allclose(logits(twin), before)
-    assert all(twin.get_parameter(n) is part.e for n, part in zip(its.names, its.parts, strict=True))
 
 
 def test_folded_weights_need_no_gates(kind):

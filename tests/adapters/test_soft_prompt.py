@@ -173,15 +173,3 @@ def test_with_a_decoder_a_model_generates_with_its_prompt():
     assert torch.equal(told[:, : step.shape[1]], step)
     with pytest.raises(ValueError, match="to generate: num_beams=1"):
         model.generate(input_ids=ids, num_beams=2, **greedy)
-
-
-@pytest.mark.parametrize("name", ["roberta", "gemma2", "electra"])
-def test_a_prompt_begins_as_embeddings_of_ordinary_tokens(name):
-    model, part, _ = prompted(name, tokens=400 if name == "gemma2" else 30)
-    table = model.get_input_embeddings()
-    rows = table(torch.arange(V))
-    ids = [(rows == vector).all(1).nonzero().flatten().tolist() for vector in part.weight]
-    assert all(len(each) == 1 and each[0] not in (0, 1, 2) for each in ids)
-    assert len({each[0] for each in ids}) > 15
-    if name == "gemma2":  # 400 draws of 57 ids
-        assert {each[0] for each in ids} == set(range(3, V))

@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -134,5 +135,6 @@ def test_a_checkpoint_of_t5_gives_its_own_logits(form, with_sentinels, tmp_path)
     assert torch.equal(again(**inputs).logits, model(**inputs).logits)
     head = again.get_output_embeddings().weight is again.get_input_embeddings().weight
     assert head == (form != "t5 v1.1")
-    objective = loading.text_objective("span", with_sentinels, mask_rate=0.15, mean_span=3)
+    options = SimpleNamespace(objective="auto", checkpoint=str(tmp_path), mask_rate=0.15, mean_span=3)
+    objective = loading.make_objective(options, with_sentinels, found, answers=False, isolated=False)
     assert (objective.pad, objective.end, objective.start, len(objective.sentinels)) == (0, 1, 0, 100)
