@@ -68,8 +68,8 @@ def attach_lora(
     embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         raise ValueError(
-            f"method.embeddings=true does not go with a {model.config.model_type}, an encoder-decoder; "
-            "allowed: false"
+            f"method.embeddings=true does not go with a {model.config.model_type}, whose encoder and decoder "
+            "look tokens up apart; allowed: false"
         )
     maps = find_targets(model, targets)
     try:  # output features that are ranked together

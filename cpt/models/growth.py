@@ -277,6 +277,15 @@ def entries(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
 
+def check_entries(rows: int, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
+    """Raises ValueError where a tokenizer has more entries than an embedding has rows."""
+    if (needed := entries(tokenizer)) > rows:
+        raise ValueError(
+            f"the tokenizer of {checkpoint} has {needed} entries, its embedding {rows} rows; allowed: "
+            "model.resize=true (adds rows for the others), or the tokenizer that the model was trained with"
+        )
+
+
 def check_head(model: PreTrainedModel) -> None:
     """Raises ValueError for a model whose head transformers would not resize with the embedding (in 5.23
     DeBERTa-v2 with legacy=false)."""

@@ -27,10 +27,9 @@ from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.core.signatures import check_arguments, target
 from cpt.data.chat import check_template
-from cpt.methods.prompt import check_rows
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation
-from cpt.models.growth import check_head
+from cpt.models.growth import check_entries, check_head
 from cpt.models.memory import drops_attention
 from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Span
 from cpt.models.options import BYTES
@@ -144,7 +143,8 @@ def check_model(plan: Plan) -> PretrainedConfig:
             config = loading.AutoConfig.for_model(**options.config)
     else:
         config, tokenizer = loading.configuration(given), check_tokenizer(given)
-        check_rows(config.get_text_config().vocab_size, tokenizer, checkpoint=given, resize=options.resize)
+        if not options.resize:
+            check_entries(config.get_text_config().vocab_size, tokenizer, checkpoint=given)
         loading.find_adapter(given)
         if is_first_process():
             log_parts(Path(given))
