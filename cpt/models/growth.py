@@ -293,7 +293,8 @@ def check_head(model: PreTrainedModel) -> None:
     if head is None or head.weight.shape[0] != rows:
         raise ValueError(
             f"model.resize=true: transformers finds no head of {type(model).__name__} with a row for each "
-            "entry; allowed: model.resize=false with a tokenizer, and its sentinels, that fits the embedding"
+            "entry; allowed: model.resize=false with a tokenizer that fits the embedding, which has "
+            "sentinels where model.objective=span"
         )
 
 
