@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from cpt.core.rules import show
+from cpt.core.schema import show
 from cpt.data.collate import Batch
 from cpt.models.fsdp import call_within
 from cpt.models.units import ATTENTION

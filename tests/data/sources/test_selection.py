@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 from hydra.utils import instantiate
 
+from cpt.core.schema import fits
 from cpt.data.corpus import make_corpus
 from cpt.data.sources.base import GENERAL, read_members, stamp_of
 from cpt.data.sources.selection import (
     COARSE_OF_WIKIPEDIA,
     NOT_DOMAINS,
-    PATTERNS,
+    NamePatterns,
     group_names,
     parse_name,
     select_domains,
@@ -208,4 +209,4 @@ def test_named_orders_are_of_the_domains_that_are_left(root):
 
 @pytest.mark.parametrize("value", ["", "/(/", [], ["a", 5], 5, True, {"a": 1}])
 def test_what_is_no_pattern(value):
-    assert not PATTERNS.allows(value)
+    assert not fits(value, NamePatterns)
