@@ -63,8 +63,7 @@ class Bottleneck(nn.Module):
 
 def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int, activation: str) -> Scope:
     """Adds bottlenecks, of the hidden size over `reduction`, after the last residual sum of each block
-    (`pfeiffer`), its FFN (`ffn`) or attention and FFN (`houlsby`), once per model. Raises ValueError for a
-    bottleneck without a unit."""
+    (`pfeiffer`), its FFN (`ffn`) or attention and FFN (`houlsby`). Raises ValueError for none."""
     width = model.config.hidden_size
     if reduction > width:
         raise ValueError(f"method.reduction={reduction}; allowed: 1 to {width}, the model's hidden size")
@@ -75,8 +74,6 @@ def attach_bottlenecks(model: PreTrainedModel, *, placement: str, reduction: int
         places = [(place.out.name, place.out.module) for place in sublayers(model, kinds)]
     added: dict[str, nn.Module] = {}
     for name, module in places:
-        if hasattr(module, "adapter"):
-            raise ValueError(f"{name} has an adapter already")
         like = next(module.parameters())
         part = Bottleneck(width, width // reduction, activation=activation, like=like)
         if placement == "pfeiffer":
@@ -96,14 +93,15 @@ class Plugin(Bottleneck):
 
     def __init__(self, width: int, size: int, *, output_relu: bool, like: Tensor) -> None:
         super().__init__(width, size, activation="relu", like=like)
-        self.last = nn.ReLU() if output_relu else nn.Identity()
+        self.output_relu = output_relu
         self.input: Tensor | None = None  # of the sub-layer, while it runs
         drawn = INIT_STD * torch.randn(self.up.weight.shape)
         if output_relu:
             self.up.weight.data.copy_(drawn)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.last(super().forward(hidden))
+        made = super().forward(hidden)
+        return made.relu() if self.output_relu else made
 
     def take(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         """The pre-hook of a layer that reads the sub-layer's input."""
@@ -116,16 +114,14 @@ class Plugin(Bottleneck):
 
 
 def attach_plugins(model: PreTrainedModel, *, attention: float, ffn: float, output_relu: bool) -> Scope:
-    """Adds a plug-in parallel to each attention and each FFN, its inner size as a share of the hidden size,
-    once per model."""
+    """Adds a plug-in parallel to each attention and each FFN, their inner size as a share of the hidden."""
     added: dict[str, nn.Module] = {}
     for kind, share in (("heads", attention), ("neurons", ffn)):
         for place in sublayers(model, (kind,)):
             like, width = place.out.module.weight, place.out.outputs
             part = Plugin(width, max(1, round(share * width)), output_relu=output_relu, like=like)
             place.out.module.add_module("plugin", part)
-            # The queries' layer of an attention, as keys and values may come from an encoder.
-            maps = [source for source, _ in place.sources]
+            maps = [source for source, _ in place.sources]  # keys and values may come from an encoder
             entrance = next((m for m in maps if QUERY.fullmatch(m.name.rpartition(".")[2])), maps[0])
             entrance.module.register_forward_pre_hook(part.take)
             place.out.module.register_forward_hook(part.add)

@@ -44,10 +44,8 @@ class Scope:
 
 
 class DomainParams(NamedTensors):
-    """A copy of some of a model's parameters, by name, for each trained domain.
-
-    The base's are not in the state_dict, since construction gives them again: the parameters as they are
-    then, or `base`."""
+    """A copy of some of a model's parameters, by name, for each trained domain; the base's, those at
+    construction or `base`, are not in the state_dict."""
 
     def __init__(
         self, model: nn.Module, names: Iterable[str], *, base: Mapping[str, Tensor] | None = None
@@ -81,8 +79,8 @@ class DomainParams(NamedTensors):
             model.get_parameter(name).copy_(values)
 
     def map_to(self, stored: Mapping[str, Tensor], *, only: bool = False) -> None:
-        """Replaces buffers by the same tensors mapped from a file, by buffer name; what the file lacks, or
-        has in shards, stays in memory. With `only`, the file's are all there are."""
+        """Replaces buffers by the same tensors mapped from a file, by name; what the file lacks, or has in
+        shards, stays in memory. With `only`, the file's are all there are."""
         if only:
             self._buffers, self.mapped = {**stored}, frozenset(stored)
             return
@@ -167,8 +165,7 @@ class DomainScorer(ABC):
 
     @abstractmethod
     def nll(self, model: PreTrainedModel, batch: Batch, domain: int) -> Tensor:
-        """Negative log-likelihood (nats) at the scored positions, [K], of text of the domain; for one text
-        after another, and of each one batch after another."""
+        """Negative log-likelihood (nats) at the scored positions, [K], of a batch of a domain's text."""
 
     def begin(self) -> None:
         """Starts an evaluation: forgets what was recorded."""
@@ -182,10 +179,10 @@ class DomainScorer(ABC):
 
     def used(self, domain: int) -> dict[int, float]:
         """The parts that scored a domain's text, with their mean weights over the positions of all processes,
-        which sum to 1; parts with less than a thousandth of the largest are left out. A collective."""
+        which sum to 1, without parts of less than a thousandth of the largest. A collective."""
         taken = self.taken.get(domain, {})
-        own = torch.tensor([float(taken.get(part, 0)) for part in self.parts], dtype=torch.double)
-        sums = sum_on_cpu(own)
+        own = [float(taken.get(part, 0)) for part in self.parts]
+        sums = sum_on_cpu(torch.tensor(own, dtype=torch.double))
         kept = torch.where(sums < 1e-3 * sums.max(), 0, sums)
         shares = (kept / kept.sum()).tolist()
         return {part: share for part, share in zip(self.parts, shares, strict=True) if share > 0}
@@ -267,8 +264,7 @@ class Router(DomainScorer):
 
 
 def keep_largest(weights: Tensor, count: int) -> Tensor:
-    """Log weights [n, K] of which the `count` largest, of equals the first, are kept at each position and sum
-    to 1 again."""
+    """Log weights [n, K] of which the `count` largest, of equals the first, sum to 1 at each position."""
     best = weights.sort(dim=0, descending=True, stable=True).indices[:count]
     kept = torch.full_like(weights, -torch.inf).scatter(0, best, weights.gather(0, best))
     return kept.log_softmax(0)

@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from cpt.adapters.domain_store import BASE, DomainScorer, Scope
 from cpt.core.sharding import whole
 from cpt.data.collate import Batch
-from cpt.models.block_attention import present_in, present_in_target
-from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, tokens_of
+from cpt.models.block_attention import text_in
+from cpt.models.forward import tokens_of
 from cpt.models.objectives import Objective
 from cpt.models.options import Freeze
 from cpt.models.units import Projection, SubLayer, projections, sublayers
@@ -36,23 +36,20 @@ MIXTURE = "mixture"  # the name of a MoELayer in its block
 
 
 class TextRows(nn.Module):
-    """Passes on a layer's outputs at tokens that are no padding, where a mask may observe them."""
+    """Passes on a layer's outputs on text, where a mask may observe them."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows
 
 
 class TextMask:
-    """Where text is in a pass, [B, T] by SOURCE_TOKENS and TARGET_TOKENS; None: everywhere. Its hooks are
-    methods, so that a copy of a model has its own."""
+    """Where text is in a pass (`text_in`); its hooks are methods, so that a copy of a model has its own."""
 
     def __init__(self) -> None:
         self.present: dict[str, Tensor | None] = {}
 
     def open(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self.present = {SOURCE_TOKENS: present_in(kwargs)}
-        if (ids := kwargs.get("decoder_input_ids")) is not None:
-            self.present[TARGET_TOKENS] = present_in_target(ids, module.config.pad_token_id)
+        self.present = text_in(module, kwargs)
 
     def close(self, *args: Any) -> None:
         self.present = {}
@@ -60,10 +57,10 @@ class TextMask:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The tokens of x by experts, in a pass of one FFN: rows [N k, D], expert after expert."""
+    """The tokens of x by experts, in a pass of one FFN."""
 
     x: Tensor
-    rows: Tensor
+    rows: Tensor  # [N k, D], expert after expert
     counts: list[int]  # of each expert's rows
     back: Tensor  # [N k]: where the rows of each token are, token after token
     gates: Tensor  # [N, k]
@@ -77,18 +74,13 @@ class RoutingRecord:
     probabilities: Tensor  # [N, E], softmax of all z
     gates: Tensor  # [N, k], descending
     chosen: Tensor  # [N, k]
-    experts: int
-
-    @property
-    def firsts(self) -> Tensor:
-        """How many tokens each expert is the first choice of, [E]."""
-        return torch.bincount(self.chosen[:, 0], minlength=self.experts)
+    firsts: Tensor  # [E]: how many tokens each expert is the first choice of
 
     @property
     def taken(self) -> Tensor:
         """The sum of the gates of each expert, [E] in 64 bits."""
         gates = self.gates.detach().double()
-        return gates.new_zeros(len(gates), self.experts).scatter(1, self.chosen, gates).sum(0)
+        return gates.new_zeros(len(gates), len(self.firsts)).scatter(1, self.chosen, gates).sum(0)
 
 
 class Expert(nn.Module):
@@ -114,11 +106,9 @@ class ExpertGroup(nn.Module):
 
     def __init__(self, maps: Sequence[Projection], count: int) -> None:
         super().__init__()
-        weight = maps[0].module.weight
         self.experts = nn.ModuleList(Expert(maps) for _ in range(count))
-        self.router = nn.Parameter(
-            (0.02 * torch.randn(count, maps[0].inputs)).to(weight.device, weight.dtype)
-        )
+        rows, like = 0.02 * torch.randn(count, maps[0].inputs), maps[0].module.weight
+        self.router = nn.Parameter(rows.to(like.device, like.dtype))
 
 
 class MoELayer(nn.Module):
@@ -137,7 +127,7 @@ class MoELayer(nn.Module):
         self.passed: RoutingRecord | None = None
         for number, each in enumerate(self.own[:-1]):
             each.module.register_forward_pre_hook(self.read)
-            each.module.register_forward_hook(partial(self.widen, number))
+            each.module.register_forward_hook(partial(self.append, number))
         self.own[-1].module.register_forward_pre_hook(self.narrow)
         self.own[-1].module.register_forward_hook(self.combine)
 
@@ -199,7 +189,7 @@ class MoELayer(nn.Module):
         found = (logits.softmax(-1), gates, chosen)
         if text is not None:
             found = (found[0][text], gates[text], chosen[text])
-        self.passed = RoutingRecord(*found, experts=count)
+        self.passed = RoutingRecord(*found, torch.bincount(found[2][:, 0], minlength=count))
         times = gates.shape[1]
         rows = flat[:, None].expand(-1, times, -1).reshape(-1, flat.shape[1]).index_select(0, order)
         return Dispatch(
@@ -222,17 +212,15 @@ class MoELayer(nn.Module):
             self.dispatch = self.route(args[0], active)
         return (self.dispatch.rows.split(self.dispatch.counts, dim=-2)[0],)
 
-    def widen(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Their forward hook: appends the other experts' outputs, [..., N k, F]."""
-        return output if self.dispatch is None else self.append(number, output, self.dispatch.rows)
-
-    def append(self, number: int, output: Tensor, rows: Tensor) -> Tensor:
-        """A layer's output on the rows of expert 0, followed by those of the other experts' own layers."""
-        assert self.dispatch is not None
+    def append(self, number: int, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Their forward hook: a layer's output on the rows of expert 0, followed by those of the others' own
+        layers, [..., N k, F]."""
+        if self.dispatch is None:
+            return output
         counts, text = self.dispatch.counts, self.dispatch.text
-        shares = rows.split(counts, dim=-2)[1:]
+        rows = self.dispatch.rows if self.features is None else self.features
+        shares, outputs = rows.split(counts, dim=-2)[1:], [output]
         texts = [None] * len(shares) if text is None else text.split(counts)[1:]
-        outputs = [output]
         for expert, own, present in zip(self.experts, shares, texts, strict=True):
             made = expert.maps[number](own)
             if expert.seen[number]._forward_hooks:
@@ -249,11 +237,9 @@ class MoELayer(nn.Module):
 
     def combine(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Its forward hook: for each token the sum of its experts' outputs by its gates, [..., D]."""
-        dispatch = self.dispatch
-        if dispatch is None:
+        if (dispatch := self.dispatch) is None:
             return output
-        assert self.features is not None
-        made = self.append(len(self.own) - 1, output, self.features).flatten(0, -2)
+        made = self.append(len(self.own) - 1, module, args, output).flatten(0, -2)
         self.dispatch = self.features = None
         by_token = made.index_select(0, dispatch.back).view(*dispatch.gates.shape, -1)
         summed = (dispatch.gates[..., None].to(made) * by_token).sum(1)
@@ -261,7 +247,7 @@ class MoELayer(nn.Module):
 
 
 def choose_blocks(model: PreTrainedModel, freeze: Freeze, *, every: int) -> list[str]:
-    """The names of the blocks whose FFN becomes a mixture: the last of `every` each, except frozen ones.
+    """The names of the blocks whose FFN becomes a mixture: the last of `every` each that is not frozen.
     Raises ValueError where there are none."""
     places = sublayers(model, ("neurons",))
     if every > len(places):
@@ -284,15 +270,15 @@ def mixtures_of(model: nn.Module) -> dict[str, MoELayer]:
 def attach_mixtures(
     model: PreTrainedModel, *, blocks: Sequence[str], top_k: int, groups: Sequence[int] = ()
 ) -> Scope:
-    """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones; returns what
-    is new. Raises ValueError for an FFN of unknown form."""
+    """Makes the FFNs of the named blocks mixtures of one expert, or with groups of further ones. Returns
+    what is new."""
     found = {place.name: place for place in sublayers(model, ("neurons",))}
     texts = TextMask()
     model.register_forward_pre_hook(texts.open, with_kwargs=True)
     model.register_forward_hook(texts.close, always_call=True)
-    sides = {name: tokens_of(model, found[name].out.name) for name in blocks}
-    for name in blocks:
-        mixture = MoELayer(found[name], top_k=top_k, texts=texts, side=sides[name])
+    sides = [tokens_of(model, found[name].out.name) for name in blocks]
+    for name, side in zip(blocks, sides, strict=True):
+        mixture = MoELayer(found[name], top_k=top_k, texts=texts, side=side)
         model.get_submodule(name).add_module(MIXTURE, mixture)
         for count in groups:
             mixture.grow(count)

@@ -8,8 +8,8 @@ to the task (HAT; Serra et al., ICML 2018).
     R        = sum a (1 - a^(<t)) / sum (1 - a^(<t))        a domain's share of the free units      (eq. 4)
 
 Since da/de = s / (2 (cosh(s e) + 1)), q' is s_max sigmoid'(e) dL/da, which cannot overflow. In evaluation
-gates are binary, e > 0, so that what a domain computes does not depend on what other domains change. The
-released code (ContinualLM) uses sigmoid(s_max e) there, which leaks, and clips cosh at e^50."""
+gates are binary, e > 0, so that no domain depends on others; the released code (ContinualLM) uses
+sigmoid(s_max e) there, which leaks, and clips cosh at e^50."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -78,20 +78,15 @@ class Gate(nn.Module):
             return x * gates
         return (x.unflatten(-1, (len(gates), -1)) * gates.unsqueeze(-1)).flatten(-2)
 
-    def before(self, module: nn.Module, args: tuple) -> tuple:
-        """The pre-hook of a module that reads the units."""
-        return self(args[0]), *args[1:]
-
-    def after(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-        """The forward hook of a module that writes the units."""
-        return self(output)
+    def scale(self, module: nn.Module, args: tuple, output: Tensor | None = None) -> Any:
+        """The forward hook of a module that writes the units, and the pre-hook of one that reads them."""
+        return (self(args[0]), *args[1:]) if output is None else self(output)
 
 
 @dataclass(frozen=True)
 class Gates:
-    """The gates of a model, one for each group of units, and the names of their parameters in it.
-
-    A deep copy of (model, gates) is a model with gates of its own."""
+    """The gates of a model, one for each group of units, and the names of their parameters in it. A deep copy
+    of (model, gates) is a model with gates of its own."""
 
     groups: tuple[Units, ...]
     parts: tuple[Gate, ...]
@@ -136,15 +131,13 @@ class Gates:
             part.e.clamp_(-limit, limit)
 
     def folded(self, gates: Tensor) -> dict[nn.Parameter, Tensor]:
-        """The parameters that read or write gated activations, with values that compute the same without
-        gates as with these [units]."""
+        """The parameters that read or write gated activations, with gates [units] in their values."""
         found: dict[nn.Parameter, Tensor] = {}
         for group, own in zip(self.groups, gates.split(self.sizes), strict=True):
             for part in group.parts:
                 if part.module is group.gate:
                     parameter = getattr(part.module, part.attribute)
-                    shape = [1] * parameter.ndim
-                    shape[part.axis] = -1
+                    shape = [-1 if axis == part.axis else 1 for axis in range(parameter.ndim)]
                     factor = own.to(parameter)[part.members[:, 0].to(own.device)].view(shape)
                     found[parameter] = found.get(parameter, parameter.detach()) * factor
         return found
@@ -163,10 +156,8 @@ def attach_gates(model: nn.Module, groups: Iterable[Units], *, s_max: float) -> 
     for group, part in zip(groups, parts, strict=True):
         part.to(group.gate.weight.device)
         group.gate.add_module(f"{group.kind}_gate", part)
-        if group.side == "in":
-            group.gate.register_forward_pre_hook(part.before)
-        else:
-            group.gate.register_forward_hook(part.after)
+        hook = "register_forward_pre_hook" if group.side == "in" else "register_forward_hook"
+        getattr(group.gate, hook)(part.scale)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return Gates(groups, parts, tuple(names[id(part.e)] for part in parts), s_max)
 

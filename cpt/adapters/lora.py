@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters.domain_store import Scope
+from cpt.adapters.export import own_storage
 from cpt.core.errors import reason
 from cpt.core.schema import show
 from cpt.core.sharding import shard_like
@@ -35,6 +36,7 @@ from cpt.models.forward import tokens_of
 from cpt.models.units import Projection, projections, sublayers
 
 NEWEST, EARLIER = "default", "earlier"
+Targets = str | Sequence[str]
 LoraFactors = tuple[nn.Parameter, nn.Parameter]  # A [r, d_in] and B [d_out, r]
 
 
@@ -59,18 +61,11 @@ class FusedLoraLinear(Linear):
 
 
 def attach_lora(
-    model: PreTrainedModel,
-    *,
-    r: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str],
-    embeddings: bool,
+    model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Targets, embeddings: bool
 ) -> Scope:
-    """Adds an adapter to each linear layer of the targets (`find_targets`). With `embeddings`, the input
-    embedding has one too; a head that is tied to it gets a matrix of its own, which is not trained.
-
-    Raises ValueError for targets without a match, and for embeddings of an encoder-decoder."""
+    """Adds an adapter to each linear layer of the targets (`find_targets`), and to the `embeddings`: a head
+    that is tied to them gets a frozen one of its own. Raises ValueError for targets without a match, and for
+    embeddings of an encoder-decoder."""
     if embeddings and model.config.is_encoder_decoder:
         raise ValueError(
             f"method.embeddings=true does not go with a {model.config.model_type}, whose encoder and decoder "
@@ -88,39 +83,31 @@ def attach_lora(
             head.weight = nn.Parameter(table.weight.detach().clone())
             model.config.tie_word_embeddings = False
         adapted.append(next(name for name, module in model.named_modules() if module is table))
-    config = LoraConfig(
-        r=r,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=adapted,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in maps.values()),
-    )
+    conv = any(isinstance(module, Conv1D) for module in maps.values())
+    given = {"target_modules": adapted, "fan_in_fan_out": conv}
+    config = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, **given)
     inject_adapter_in_model(config, model, adapter_name=NEWEST)
     for layer in lora_layers(model).values():
         layer.train(layer.get_base_layer().training)
         if type(layer) is Linear:
             layer.__class__ = FusedLoraLinear  # its modules and their names stay
         if NEWEST in layer.lora_B:
-            # Column after column in memory: B's gradient is then a product with r rows, which takes an eighth
-            # of the time of one with r columns on a CPU.
+            # Column after column: on a CPU, B's gradient takes an eighth of the time.
             weight = layer.lora_B[NEWEST].weight
             weight.data = weight.data.T.contiguous().T
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     trained = []
     for name in maps:
-        if tokens_of(model, name) is None:  # the head's own layers see scored positions only: no masks
-            continue
-        layer = model.get_submodule(name)
-        a, b = layer.lora_A[NEWEST], layer.lora_B[NEWEST]
-        ranked = segments.get(name) or (
-            torch.arange(b.out_features),
-        )  # rows of B: by the whole layer's output
-        trained.append(Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)))
-        trained.append(Projection(f"{name}.lora_B", b, 0, ranked, measured=layer))
+        if tokens_of(model, name) is not None:  # the head's own layers see scored positions only: no masks
+            layer = model.get_submodule(name)
+            a, b = layer.lora_A[NEWEST], layer.lora_B[NEWEST]
+            ranked = segments.get(name) or (torch.arange(b.out_features),)  # by the whole layer's output
+            trained.append(Projection(f"{name}.lora_A", a, 0, (torch.arange(a.out_features),)))
+            trained.append(Projection(f"{name}.lora_B", b, 0, ranked, measured=layer))
     return Scope(names, tuple(trained))
 
 
-def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[str, nn.Module]:
+def find_targets(model: PreTrainedModel, targets: Targets) -> dict[str, nn.Module]:
     """The linear layers meant by `all-linear`, a regular expression for whole names, or a list of names or
     their ends, without the language-model head, by name; raises ValueError if there are none."""
     head, linear = model.get_output_embeddings(), {}
@@ -135,10 +122,8 @@ def find_targets(model: PreTrainedModel, targets: str | Sequence[str]) -> dict[s
         ends = tuple(f".{end}" for end in targets)
         found = {name: module for name, module in linear.items() if f".{name}".endswith(ends)}
     if not found:
-        raise ValueError(
-            f"method.targets={show(targets)}; allowed: all-linear, a regular expression or a list that "
-            f"finds some of {', '.join(list(linear)[:6])} …"
-        )
+        allowed = f"all-linear, a regular expression or a list that finds some of {[*linear][:6]} …"
+        raise ValueError(f"method.targets={show(targets)}; allowed: {allowed}")
     return found
 
 
@@ -148,7 +133,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def factors_of(layer: LoraLayer, adapter: str = NEWEST) -> LoraFactors:
-    """A [r, d_in] and B [d_out, r] of a layer's adapter."""
+    """A and B of a layer's adapter."""
     if adapter in layer.lora_A:
         return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
@@ -160,8 +145,7 @@ def has_earlier(layer: LoraLayer) -> bool:
 
 @torch.no_grad()
 def reset_newest(model: nn.Module, seed: int) -> None:
-    """Draws the newest adapters, with product 0. Sets the global generator, since peft draws from it and all
-    processes must draw the same."""
+    """Draws the newest adapters, with product 0, from the global generator, which it sets."""
     torch.manual_seed(seed)
     for layer in lora_layers(model).values():
         layer.reset_lora_parameters(NEWEST, True)
@@ -184,9 +168,8 @@ def join_adapters(layer: LoraLayer) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> None:
-    """Makes A and B the earlier adapters of a layer; the newest one is trained or not as before."""
+    """Makes A and B the earlier adapters of a layer, without dropout, as of merged ones."""
     trained = factors_of(layer)[0].requires_grad
-    # Without dropout, which would distinguish adapters that are kept from merged ones.
     plain = replace(config, lora_dropout=0.0, init_lora_weights=False)
     layer.update_layer(EARLIER, len(a), lora_alpha=config.lora_alpha, config=plain)
     layer.scaling[EARLIER] = layer.scaling[NEWEST]
@@ -198,8 +181,7 @@ def set_earlier(layer: LoraLayer, config: LoraConfig, a: Tensor, b: Tensor) -> N
 
 
 def begin_adapter(model: PreTrainedModel, *, stored: str, seed: int) -> None:
-    """Starts a new adapter: the last one is merged into the frozen weights (`merged`), or joins the earlier
-    ones (`pairs`)."""
+    """Starts a new adapter; the last is merged into the frozen weights (`merged`), or kept (`pairs`)."""
     if stored == "merged":
         merge_newest(model)
     else:
@@ -226,8 +208,7 @@ def _fit_earlier(model: PreTrainedModel, state: Mapping[str, Tensor], prefix: st
 
 
 def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrainedModel:
-    """An unmodified copy, all of it trainable, with what peft's layers have learned in its weights or
-    without."""
+    """An unmodified copy, all of it trainable, with what peft's layers have learned if `merged`."""
     copy = deepcopy(model)
     for name, layer in [each for each in copy.named_modules() if isinstance(each[1], BaseTunerLayer)]:
         if merged:
@@ -239,7 +220,7 @@ def without_tuners(model: PreTrainedModel, *, merged: bool = True) -> PreTrained
 
 
 def joined_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All adapters as one, by the names of the newest: what peft loads as a single adapter."""
+    """All adapters as one, by the names of the newest."""
     found = {}
     for layer in lora_layers(model).values():
         found |= {id(p): value for p, value in zip(factors_of(layer), join_adapters(layer), strict=True)}
@@ -256,10 +237,7 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
         place.mkdir(parents=True, exist_ok=True)
         how = {"adapter_name": NEWEST, "save_embedding_layers": False}
         state = get_peft_model_state_dict(model, state_dict=dict(weights), **how)
-        written = {
-            f"base_model.model.{key}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key, value in state.items()
-        }
+        written = {f"base_model.model.{key}": own_storage(value) for key, value in state.items()}
         save_file(written, place / "adapter_model.safetensors")
         rank = len(next(value for key, value in weights.items() if "_A." in key))
         # alpha grows with the rank, as alpha / r is what the adapters were trained with
@@ -278,12 +256,11 @@ def export_adapters(folder: Path, model: PreTrainedModel, parts: Mapping[str, Ma
 
 
 def attach_tuner(
-    model: PreTrainedModel, tuner: str, *, targets: str | Sequence[str], arguments: Mapping[str, Any]
+    model: PreTrainedModel, tuner: str, *, targets: Targets, arguments: Mapping[str, Any]
 ) -> Scope:
-    """Adds a tuner of peft to the layers of the targets: of `auto`, all linear layers but the head, for
-    ln_tuning the norms; else as for LoRA. Only what it adds is trained.
-
-    Raises ValueError for unknown arguments, and for a model that the tuner does not support."""
+    """Adds a tuner of peft to the layers of the targets; `auto` are all linear layers but the head, for
+    ln_tuning the norms. Only what it adds is trained. Raises ValueError for unknown arguments, and for
+    a model that the tuner does not support."""
     kind = "LORA" if tuner == "dora" else tuner.upper()
     if targets == "auto" and tuner == "ln_tuning":
         norms = [name for name, m in model.named_modules() if type(m).__name__.endswith("Norm")]
@@ -310,9 +287,6 @@ def attach_tuner(
         else:
             inject_adapter_in_model(made, model, adapter_name=NEWEST)
     except (TypeError, ValueError, NotImplementedError, ImportError) as error:
-        shown = ", ".join(f"{name}: {show(value)}" for name, value in arguments.items())
-        raise ValueError(
-            f"method.tuner={tuner} with method.arguments={{{shown}}} does not go with a "
-            f"{model.config.model_type}: {reason(error)}"
-        ) from error
+        kind = f"method.tuner={tuner} with method.arguments={show(dict(arguments))}"
+        raise ValueError(f"{kind} does not go with a {model.config.model_type}: {reason(error)}") from error
     return Scope(tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad), ())

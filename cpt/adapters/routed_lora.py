@@ -4,12 +4,10 @@ NAACL 2024).
 
     h = W x + alpha / r sum_k g_k B_k A_k x = W x + alpha / r [B_1 ... B_t] (g repeated * [A_1; ...; A_t] x)
 
-A hook on the rank features A x [..., t r] applies the weights g [..., t]. Gradients go through all adapters
-to the layers below."""
+A hook on the rank features A x [..., t r] applies the weights g [..., t]."""
 
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,11 +61,10 @@ class SampleRouter(nn.Module):
     attention   a = softmax_i(q k_i / sqrt(D)),  q = LN(silu(W_up W_down e))             (SAPT)
     cosine      a = softmax_i(scale cos(e, k_i))                                         (MoCL)
 
-    e [D] is the mean over a sample's tokens of their `embeddings`, or of the last hidden states of the
-    `encoder` (or body) without adapters, in eval mode and without a gradient; in a causal model the mean up
-    to the place itself. Text written with a key-value cache has the weights of its beginning's last place.
-
-    A key starts as U(-1, 1). The newest adapter's key is trained; those of the `earlier` ones are not."""
+    e [D] is the mean over a sample's tokens, in a causal model up to the place itself, of their `embeddings`,
+    or of the last hidden states of the `encoder` (or body) without adapters, in eval mode and detached. Text
+    written with a key-value cache has the weights of its beginning's last place. A key starts as U(-1, 1);
+    only the newest adapter's is trained."""
 
     def __init__(
         self, width: int, *, key: str, query: str, bottleneck: int, scale: float, causal: bool, like: Tensor
@@ -142,8 +139,14 @@ class SampleRouter(nn.Module):
             return
         mask, embeddings = given.get("attention_mask"), given.get("inputs_embeds")
         self.mask = mask if mask is not None and mask.ndim == 2 else None
-        if self.of == "encoder":
-            self.attend(self.without_adapters(module, given))
+        if self.of == "encoder":  # with all adapters at weight 0, without the module's own hooks
+            text = embeddings if given.get("input_ids") is None else given["input_ids"]
+            self.text = (text.shape[0], text.shape[1])
+            self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
+            inputs = {name: value for name, value in given.items() if name != "past_key_values"}
+            with torch.no_grad(), in_mode(module, training=False):
+                states = module.forward(**inputs | uncached(module)).last_hidden_state
+            self.attend(states)
         elif embeddings is not None:
             self.attend(embeddings)
         else:
@@ -154,16 +157,6 @@ class SampleRouter(nn.Module):
         if self.inside:
             self.attend(output)
 
-    @torch.no_grad()
-    def without_adapters(self, module: nn.Module, given: Mapping[str, Any]) -> Tensor:
-        """The last hidden states [B, T, D] with all adapters at weight 0, without the module's own hooks."""
-        text = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
-        self.text = (text.shape[0], text.shape[1])
-        self.logits = self.key.new_full((len(text), 1, len(self.earlier) + 1), -torch.inf)
-        with in_mode(module, training=False):
-            inputs = {name: value for name, value in given.items() if name != "past_key_values"}
-            return module.forward(**inputs | uncached(module)).last_hidden_state
-
     def weights_at(self, features: Tensor) -> Tensor:
         """a [..., t] for a layer's features [N, T', f], or [B T, f] of all places. Raises ValueError where
         their samples cannot be identified."""
@@ -172,10 +165,8 @@ class SampleRouter(nn.Module):
         if features.ndim == 2 and len(features) == rows * places:
             return weights.expand(-1, places, -1).flatten(0, 1)
         if features.ndim != 3 or len(features) % rows:
-            raise ValueError(
-                f"a pair of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}; "
-                "allowed: method.targets of maps that see all tokens of each sample"
-            )
+            seen = f"a pair of method=sapt sees {list(features.shape[:-1])} for a batch of {[rows, places]}"
+            raise ValueError(f"{seen}; allowed: method.targets of maps that see all tokens of each sample")
         return weights.repeat_interleave(len(features) // rows, 0)  # of several beams
 
     def weigh_newest(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -190,9 +181,9 @@ class SampleRouter(nn.Module):
 def attach_routed(
     model: PreTrainedModel, *, r: int, alpha: float, dropout: float, targets: Any, causal: bool, **router: Any
 ) -> Scope:
-    """Adds a LoRA adapter to each linear layer of the targets within the model's body, and a router that
-    weights it and those of earlier domains (`begin_routed`) for each sample. Layers of a head see the scored
-    places of all samples in one row. Raises ValueError for targets without a layer in the body."""
+    """Adds a LoRA adapter to each linear layer of the targets within the model's body, as a head sees scored
+    places only, and a router that weights it and those of earlier domains (`begin_routed`) for each sample.
+    Raises ValueError for targets without a layer in the body."""
     maps = [name for name in lora.find_targets(model, targets) if tokens_of(model, name) is not None]
     if not maps:
         raise ValueError(f"method.targets={show(targets)}; allowed: what finds maps outside the head")

@@ -3,11 +3,10 @@
     [e(x_1); ...; e(x_T)]  ->  [e(x_1); P; e(x_2); ...; e(x_T)]
 
 The prompt follows the first token, so that <s> keeps its place. The output of the model's body is cut back to
-the T places of the text: batches, heads and classifiers are those of a model without a prompt. In a causal
-model the prompt's last place predicts the second token, so the first n outputs are cut off. With encoder and
-decoder P precedes the encoder's input, and the decoder attends to it too. peft's PromptTuning puts the prompt
-before <s>, has no form for masked language models, and gives causal ones logits that are longer than the
-text."""
+the T places of the text, as without a prompt: of a causal model the first n are, as the prompt's last place
+predicts the second token. With encoder and decoder P precedes the encoder's input, and the decoder attends to
+it too. peft's PromptTuning puts the prompt before <s>, has no form for masked language models, and gives
+causal ones logits that are longer than the text."""
 
 import inspect
 from typing import Any
@@ -26,25 +25,16 @@ UNCUT = WeakTensorKeyDictionary()  # an encoder's output with the prompt's place
 
 
 class PromptVectors(nn.Module):
-    """Inserts the prompt `weight` [n, D], or [B, n, D] one per row, into the input of a model's body `before`
-    tokens from its start, and cuts its output back, with `leading` at the first places. n = 0 changes
-    nothing."""
+    """Inserts the prompt `weight` [n, D], or [B, n, D] by row, into the input of a model's body `before`
+    tokens from its start, and cuts its output back, with `leading` at the first places."""
 
     written_whole = True  # a causal model generates without a cache, and not after padding
 
     def __init__(
-        self,
-        weight: Tensor,
-        *,
-        before: int,
-        leading: bool,
-        placeholder: int,
-        limit: int | None,
-        names: tuple[str, ...],
+        self, weight: Tensor, *, before: int, leading: bool, placeholder: int, limit: int | None, names: list
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight)
-        self.before, self.leading = before, leading
+        self.weight, self.before, self.leading = nn.Parameter(weight), before, leading
         self.placeholder, self.limit, self.names = placeholder, limit, names
         self.within = False  # whether the body's pass has begun: embeddings may be computed outside it
 
@@ -87,9 +77,8 @@ class PromptVectors(nn.Module):
             given["inputs_embeds"] = self.fill(given["inputs_embeds"])
         if (places := given.get("position_ids")) is not None:  # they count on through the prompt
             steps = torch.arange(1, width + 1, device=places.device)
-            given["position_ids"] = torch.cat(
-                [places[:, :1], places[:, :1] + steps, places[:, 1:] + width], 1
-            )
+            parts = [places[:, :1], places[:, :1] + steps, places[:, 1:] + width]
+            given["position_ids"] = torch.cat(parts, 1)
         self.within = True
         return (), given
 
@@ -109,9 +98,8 @@ class PromptVectors(nn.Module):
         self.within, width = False, self.positions_taken
 
         def narrow(hidden: Tensor) -> Tensor:
-            return (
-                hidden[:, width:] if self.leading else torch.cat([hidden[:, :1], hidden[:, 1 + width :]], 1)
-            )
+            kept = hidden[:, 1 + width :]
+            return hidden[:, width:] if self.leading else torch.cat([hidden[:, :1], kept], 1)
 
         if output is not None:  # None where the pass has failed
             uncut = output.last_hidden_state
@@ -123,8 +111,8 @@ class PromptVectors(nn.Module):
         return output
 
     def restore(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The decoder's pre-hook: it attends to the prompt as well. Raises ValueError for hidden states that
-        are not the encoder's output itself, as with several beams."""
+        """The decoder's pre-hook: it attends to the prompt too. Raises ValueError for hidden states that are
+        not the encoder's output itself, as with several beams."""
         seen, mask = kwargs.get("encoder_hidden_states"), kwargs.get("encoder_attention_mask")
         if seen is None or seen not in UNCUT:
             raise ValueError("a decoder takes a prompt from its encoder; to generate: num_beams=1")
@@ -135,8 +123,8 @@ class PromptVectors(nn.Module):
 
 
 class PromptChain(DomainParams):
-    """Prompts of domains, of which that of domain k precedes those of earlier ones (Progressive Prompts;
-    Razdaibiedina et al., ICLR 2023): its parameters are [P_k; ...; P_1]."""
+    """Prompts of domains; the parameters of domain k are [P_k; ...; P_1] (Progressive Prompts; Razdaibiedina
+    et al., ICLR 2023)."""
 
     def weights(self, domain: int) -> dict[str, Tensor]:
         stored = super().weights
@@ -162,7 +150,7 @@ def attach_prompt(model: PreTrainedModel, *, tokens: int, causal: bool) -> Scope
         leading=causal or both,
         placeholder=next(number for number in range(len(special) + 1) if number not in special),
         limit=positions_of(model),
-        names=tuple(inspect.signature(inner.forward).parameters),
+        names=[*inspect.signature(inner.forward).parameters],
     )
     inner.add_module("prompt", part)
     inner.register_forward_pre_hook(part.widen, with_kwargs=True)

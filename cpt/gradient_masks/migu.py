@@ -40,9 +40,9 @@ from cpt.core.sharding import whole as all_rows
 from cpt.data.collate import Batch
 from cpt.gradient_masks.base import GradientMask
 from cpt.gradient_masks.options import MagnitudeMaskOptions
-from cpt.models.block_attention import present_in, present_in_target
+from cpt.models.block_attention import text_in
 from cpt.models.fisher import fisher
-from cpt.models.forward import SOURCE_TOKENS, TARGET_TOKENS, in_mode, tokens_of
+from cpt.models.forward import in_mode, tokens_of
 from cpt.models.fsdp import named_weights
 from cpt.models.objectives import Objective
 from cpt.models.units import Projection, projections
@@ -150,11 +150,7 @@ class MagnitudeMask(GradientMask):
         self.inside = counted and self.options.importance == "output"
         # Later micro-batches of an accumulated step also select rows.
         self.limiting |= bool(self.limited) and counted and self.alone and not self.skipping
-        self.present = {SOURCE_TOKENS: present_in(kwargs)}
-        if self.inside and "decoder_input_ids" in kwargs:
-            self.present[TARGET_TOKENS] = present_in_target(
-                kwargs["decoder_input_ids"], module.config.pad_token_id
-            )
+        self.present = text_in(module, kwargs) if self.inside else {}
 
     def close(self, *args: Any) -> None:
         self.inside, self.present = False, {}

@@ -1,7 +1,8 @@
 """Importance of weights and blocks: the diagonal Fisher, mean absolute gradients, and how much a block
 changes its input."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -38,13 +39,12 @@ def sensitivity(
     power: int,
     label: str,
 ) -> dict[str, Tensor]:
-    """|g|^power by parameter name, g the gradient of the mean of what is `measured` at a sample's scored
-    positions, [K], averaged over the samples of all processes; 0 where a parameter is not trained.
+    """|g|^power by parameter name, g the gradient of the mean of what is `measured` at scored positions, [K],
+    averaged over the samples of all processes; 0 where a parameter is not trained.
 
-    `per_sample` is the mean over samples; `batch` the mean over batches of B |g|^power, with g the gradient
-    of a batch's mean, which is as large where the mean gradient is near 0. A sharded model's processes make
-    their passes together, and gradients are raised to the power before they are reduced, in the precision of
-    the weights."""
+    `per_sample`, g is of one sample; `batch`, of B samples, and B |g|^power is averaged, which is as large
+    where the mean gradient is near 0. Processes of a sharded model make their passes together, and raise
+    gradients before they reduce them, in the precision of the weights."""
     sharded = isinstance(model, FSDPModule)
     if sharded:
         weights: dict[str, Tensor] = dict(named_weights(model))
@@ -55,9 +55,8 @@ def sensitivity(
         count = next(iter(sums.values())).new_zeros(())
     trained = [name for name, weight in weights.items() if weight.requires_grad]
     for batch in tqdm(probe, desc=label, disable=None, leave=False):
-        parts = samples(batch) if estimator == "per_sample" else scored_batches([batch])
+        parts = samples(batch) if estimator == "per_sample" else [batch] * bool(len(batch["positions"]))
         if sharded:
-            parts = list(parts)
             count += sum("idle" not in part for part in parts)
             parts += [idle_batch(batch)] * (agree(len(parts)) - len(parts))
         for part in parts:
@@ -85,14 +84,10 @@ def sensitivity(
     return {name: each / count.clamp_min(1) for name, each in sums.items()}
 
 
-def samples(batch: Batch) -> Iterator[Batch]:
-    """The scored samples of a batch, a batch of one each."""
-    yield from scored_batches(single(batch, row) for row in range(len(batch["input_ids"])))
-
-
-def scored_batches(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The batches with something to predict."""
-    return (batch for batch in batches if len(batch["positions"]))
+def samples(batch: Batch) -> list[Batch]:
+    """The samples of a batch that have something to predict, a batch of one each."""
+    alone = [single(batch, row) for row in range(len(batch["input_ids"]))]
+    return [each for each in alone if len(each["positions"])]
 
 
 def keep_important(
@@ -100,18 +95,14 @@ def keep_important(
 ) -> dict[nn.Parameter, Callable[[Tensor], Tensor]]:
     """For each parameter with an importance above 0, the projection of a movement on its most important
     twentieth."""
-    return {
-        parameter: partial(within_most, importances[name])
-        for name, parameter in named_weights(model).items()
-        if name in importances and importances[name].any()
-    }
 
+    def within_most(importance: Tensor, way: Tensor) -> Tensor:
+        count = max(1, importance.numel() // 20)
+        least = importance.flatten().kthvalue(importance.numel() - count + 1).values
+        return way * ((importance >= least) & (importance > 0)).to(way.device)
 
-def within_most(importance: Tensor, way: Tensor) -> Tensor:
-    """A movement where the importance is among the largest twentieth, and above 0."""
-    count = max(1, importance.numel() // 20)
-    least = importance.flatten().kthvalue(importance.numel() - count + 1).values
-    return way * ((importance >= least) & (importance > 0)).to(way.device)
+    own = {p: importances[name] for name, p in named_weights(model).items() if name in importances}
+    return {parameter: partial(within_most, each) for parameter, each in own.items() if each.any()}
 
 
 @torch.no_grad()
@@ -121,22 +112,16 @@ def measure_similarity(model: PreTrainedModel, objective: Objective, batches: It
     layers, seen = [layer for _, layer in blocks(model)], {}
 
     def note(place: int, module: nn.Module, args: tuple, given: dict[str, Any], made: Any) -> None:
-        seen[place] = (
-            args[0] if args else given["hidden_states"],
-            made[0] if isinstance(made, tuple) else made,
-        )
+        read = args[0] if args else given["hidden_states"]
+        seen[place] = read, made[0] if isinstance(made, tuple) else made
 
     sums = torch.zeros(2, len(layers), device=model.device)
     for batch in batches:
-        hooks = [
-            layer.register_forward_hook(partial(note, place), with_kwargs=True)
-            for place, layer in enumerate(layers)
-        ]
-        try:
+        with ExitStack() as hooks:
+            for place, layer in enumerate(layers):
+                handle = layer.register_forward_hook(partial(note, place), with_kwargs=True)
+                hooks.callback(handle.remove)
             objective.nll(model, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
         for place, (given, made) in seen.items():
             cosines = functional.cosine_similarity(given.float(), made.float(), dim=-1)  # [B, T]
             present = batch.get("attention_mask")

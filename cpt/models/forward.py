@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from cpt.core.schema import show
 from cpt.data.collate import Batch
 from cpt.models.fsdp import call_within
 from cpt.models.units import ATTENTION
@@ -23,8 +24,8 @@ MEMORY = re.compile(r"(w?[kv]|w?kv|key|value)(?![a-z])\w*", re.IGNORECASE)  # it
 def logits_and_hidden(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], *, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logits [K, V] at K positions of the flattened inputs [B, T], and the last hidden states [B, T, D] at
-    all; of a model with a decoder, of the decoder's. A hook selects the positions before the head runs."""
+    """Logits [K, V] at K positions of the flattened inputs [B, T], selected before the head, and the last
+    hidden states [B, T, D] at all; the decoder's, where there is one."""
     hidden: list[Tensor] = []
 
     def select(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -41,8 +42,7 @@ def logits_and_hidden(
 
 def hidden_states(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """The last hidden states [B, T, D] of the encoder, or of the body where there is none, without a head."""
-    inner = reader(model)
-    read = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
+    inner, read = reader(model), {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
     return call_within(model, inner, **read, **uncached(inner)).last_hidden_state
 
 
@@ -83,8 +83,7 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def dropout_of(model: nn.Module) -> list[tuple[nn.Module, str, float]]:
-    """Modules, attributes and rates of all dropout in a model, in modules and plain attributes; `layerdrop`,
-    which skips whole layers, is none."""
+    """Modules, attributes and rates of all dropout in a model, but for `layerdrop`."""
     found = []
     for module in model.modules():
         names = ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if "dropout" in n]
@@ -107,15 +106,14 @@ def dropout(model: nn.Module, rate: float | None) -> Iterator[None]:
 
 
 def check_dropout(model: nn.Module, rate: float | None, *, option: str, without: str) -> None:
-    """Raises ValueError if two passes in train mode with dropout at `rate` could not differ; `option` gives
-    the rate, `without` names the alternative that needs no such passes."""
+    """Raises ValueError if two passes in train mode with dropout at the rate of an `option` could not differ;
+    `without` names an alternative."""
     own = [before for *_, before in dropout_of(model)]
     if not any(own if rate is None else [rate] * len(own)):
-        given = "null" if rate is None else rate
         reason = "all its dropout rates are 0" if own else "it has no dropout"
         raise ValueError(
-            f"two passes of {type(model).__name__} with method.{option}={given} would not differ: {reason}; "
-            f"allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
+            f"two passes of {type(model).__name__} with method.{option}={show(rate)} would not differ: "
+            f"{reason}; allowed: {f'{option} above 0' if own else 'another model'}, or {without}"
         )
 
 
@@ -137,6 +135,12 @@ def reader(model: PreTrainedModel) -> nn.Module:
 def uncached(model: PreTrainedModel) -> dict[str, bool]:
     """The argument that disables the key-value cache, which some models fill even in training."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def padded_positions(model: nn.Module) -> nn.Embedding | None:
+    """The table of learned positions that begin after that of padding, as RoBERTa's, if there is one."""
+    tables = [m for name, m in model.named_modules() if isinstance(m, nn.Embedding) and "position" in name]
+    return next((table for table in tables if table.padding_idx is not None), None)
 
 
 def tokens_of(model: PreTrainedModel, name: str) -> str | None:

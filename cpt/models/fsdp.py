@@ -17,8 +17,7 @@ from cpt.models.units import blocks
 
 
 class Reduction:
-    """The reduce-scatter of the gradients g_r: FSDP2's own, or while there is a `weight` c_r the sum of
-    c_r |g_r|^p over processes r, by entry."""
+    """The reduce-scatter of the gradients g_r: FSDP2's own, or with a `weight` c_r the sum of c_r |g_r|^p."""
 
     weight: float | None = None
     power = 2
@@ -39,22 +38,21 @@ def shard_model(
     model: PreTrainedModel, mesh: DeviceMesh, *, ignored: set[nn.Parameter], reshard: bool
 ) -> None:
     """Shards the weights of a model in place, except those ignored: each block, and what is in none. With
-    `reshard`, blocks are resharded after forward. Raises ValueError for a model without blocks."""
-    reduction = Reduction()
+    `reshard`, they are resharded after forward. Raises ValueError for a model without blocks."""
+    model.reduction = Reduction()
     for part in (*(block for _, block in blocks(model)), model):
-        # The root too: its weights are read, and exchanged, between passes.
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
-        part.set_custom_reduce_scatter(reduction)
-    model.reduction = reduction
+        part.set_custom_reduce_scatter(model.reduction)
     model.run_part = MethodType(lambda self, function, *args, **named: function(*args, **named), model)
     register_fsdp_forward_method(model, "run_part")
 
 
 def call_within(model: nn.Module, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The result of a function that runs parts of a model, whose weights FSDP gathers for it."""
-    if not isinstance(model, FSDPModule):
-        return function(*args, **named)
-    return model.run_part(function, *args, **named)
+    run = (
+        model.run_part if isinstance(model, FSDPModule) else lambda call, *args, **named: call(*args, **named)
+    )
+    return run(function, *args, **named)
 
 
 def reshard(model: nn.Module) -> None:

@@ -11,10 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 @contextmanager
 def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
-    """A model whose generation configuration is `how` alone inside the context: a call would fill in the
-    checkpoint's, like a repetition penalty."""
-    before = model.generation_config
-    model.generation_config = how
+    """A model whose generation configuration is `how` alone inside the context, and not the checkpoint's."""
+    before, model.generation_config = model.generation_config, how
     try:
         yield
     finally:
@@ -22,8 +20,7 @@ def generating(model: PreTrainedModel, how: GenerationConfig) -> Iterator[None]:
 
 
 def is_written_whole(model: PreTrainedModel) -> bool:
-    """Whether a decoder has a prompt that takes positions of each row: no key-value cache is possible, and
-    rows of a batch have one length."""
+    """Whether a decoder has a prompt: no key-value cache is possible, and rows of a batch have one length."""
     own = any(getattr(part, "written_whole", False) for part in model.modules())
     return own and not model.config.is_encoder_decoder
 
@@ -41,8 +38,8 @@ class Sampling:
     def choose(self, logits: Tensor, uniforms: Tensor) -> Tensor:
         """Tokens [B] of logits [B, V] by numbers [B] in [0, 1): the inverse of the distribution function over
         tokens from the likeliest on, equal ones in the order of their ids."""
-        probabilities = (logits.double() / self.temperature).softmax(-1)
-        ordered, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+        chances = (logits.double() / self.temperature).softmax(-1)
+        ordered, tokens = chances.sort(dim=-1, descending=True, stable=True)
         sums = ordered.cumsum(-1)
         kept = sums - ordered < self.top_p  # the likeliest always
         whole = (ordered * kept).sum(-1, keepdim=True)
@@ -72,9 +69,8 @@ class KeyedSampling(LogitsProcessor):
 def sample_texts(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], uniforms: Tensor, *, sampling: Sampling
 ) -> list[tuple[list[int], float]]:
-    """Continuations of contexts of one length, which an encoder reads if there is one: the ids, with the end
-    if it was written, and their mean nll (nats). Token t of text b is a function of uniforms[b, t] and what
-    precedes it; at most uniforms.shape[1] tokens are written."""
+    """Continuations of contexts of one length: up to uniforms.shape[1] ids, with the end if it was written,
+    and their mean nll (nats). Token t of text b is a function of uniforms[b, t] and what precedes it."""
     given = torch.tensor(contexts, device=model.device)
     how = GenerationConfig(
         max_new_tokens=uniforms.shape[1],

@@ -5,15 +5,17 @@ Of y = W_out f(W_in x) with n units, unit j > n is a copy of a drawn m(j); C_i c
 
     W_in'[j] = W_in[m(j)],    W_out'[:, j] = W_out[:, m(j)] / C_m(j) + d_j,    sum of d_j over copies of i = 0
 
-exact for any f of a unit alone; noise d gives copies different gradients. Hidden features all come k times,
-as only then a norm's mean and variance stay: layers that read them are divided by k and get d, and so is the
-last norm before a tied head. New blocks are copies of a stack's last ones whose layers to the residual sum
-are zero; not exact where a norm follows the sum (BERT, RoBERTa).
+exact for any f of a unit alone; noise d, of a standard deviation that is a share `noise` of that of W_out,
+gives copies different gradients. Hidden features all come k times, as only then a norm's mean and variance
+stay: layers that read them are divided by k and get d, and so is the last norm before a tied head. New blocks
+are copies of a stack's last ones whose layers to the residual sum are zero; not exact where a norm follows
+the sum (BERT, RoBERTa). Draws are torch's own, on the CPU.
 
 The configuration changes with the model; what it cannot express raises ValueError, after which the model is
 not usable. On the meta device this is a test without cost."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -25,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from cpt.core.errors import reason
+from cpt.models.loading import is_tied, skeleton
 from cpt.models.memory import CHECKPOINTING, COMPILE_OPTIONS
 from cpt.models.units import SubLayer, blocks, projections, sublayers
 
@@ -49,16 +52,15 @@ def adjusted(model: PreTrainedModel, part: str) -> Iterator[Callable[[], PreTrai
     function that makes a model of the configuration without storage."""
     what = f"{part} of a {model.config.model_type} can not be grown"
 
-    def skeleton_of() -> PreTrainedModel:
+    def empty() -> PreTrainedModel:
         try:
             type(model.config).from_dict(model.config.to_dict())  # as it will be read, which checks it
-            with torch.device("meta"):
-                return type(model)(deepcopy(model.config))
+            return skeleton(model)
         except Exception as error:  # whatever a configuration raises
             raise ValueError(f"{what}: {reason(error)}") from error
 
-    yield skeleton_of
-    wanted, own = skeleton_of(), model.state_dict()
+    yield empty
+    wanted, own = empty(), model.state_dict()
     for name, value in wanted.state_dict().items():
         if (shape := own[name].shape if name in own else ()) != value.shape:
             raise ValueError(f"{what}: its configuration makes {name} {list(value.shape)}, not {list(shape)}")
@@ -84,8 +86,7 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
-    """Adds copies of drawn neurons to each feed-forward network; `noise` is the standard deviation of d as a
-    share of that of W_out. Draws from torch's own generator, on the CPU."""
+    """Adds copies of drawn neurons to each feed-forward network."""
     if more == 0:
         return
     with adjusted(model, "neurons"):
@@ -98,51 +99,44 @@ def grow_neurons(model: PreTrainedModel, more: int, *, noise: float) -> None:
 @torch.no_grad()
 def grow_heads(model: PreTrainedModel, more: int, *, noise: float) -> None:
     """Adds copies of drawn key/value heads with their query heads to each attention, the same in all blocks,
-    which may share relative positions by head; else as `grow_neurons`."""
+    which may share relative positions by head."""
     if more == 0:
         return
     with adjusted(model, "heads"):
         found = sublayers(model, ("heads",))
-        shared = max(members.shape[1] for _, members in found[0].sources)
+        size, shared = found[0].out.inputs // found[0].count, max(m.shape[1] for _, m in found[0].sources)
         groups = draw_units(found[0].count // shared, more)
         heads = (groups[:, None] * shared + torch.arange(shared)).flatten()
         for each in found:
-            for table in model.get_submodule(each.name).modules():
-                # T5's relative positions have a column per head.
+            for table in model.get_submodule(each.name).modules():  # T5's positions: a column per head
                 if isinstance(table, nn.Embedding) and table.embedding_dim == each.count:
                     columns = torch.cat([torch.arange(each.count), heads])
                     replace_parameter(table, "weight", index_axis(table.weight, 1, columns))
-            size = each.out.inputs // each.count
             add_copies(each, heads, noise=noise)
         count = found[0].count + len(heads)
-        groups_of = {"num_key_value_heads": count // shared}
-        set_fields(model, dict.fromkeys(HEADS, count) | groups_of | dict.fromkeys(HEAD_SIZES, size))
+        fields = dict.fromkeys(HEADS, count) | dict.fromkeys(HEAD_SIZES, size)
+        set_fields(model, fields | {"num_key_value_heads": count // shared})
 
 
 def grow_layers(model: PreTrainedModel, more: int) -> None:
     """Adds copies of the last blocks of each stack that contribute nothing. Raises ValueError if there are
-    fewer to copy, and as `grow_neurons`."""
+    fewer to copy."""
     if more == 0:
         return
-    stacks: dict[str, int] = {}
-    for name, _ in blocks(model):
-        stacks[name.rpartition(".")[0]] = stacks.get(name.rpartition(".")[0], 0) + 1
+    stacks = Counter(name.rpartition(".")[0] for name, _ in blocks(model))
     if more > (most := min(stacks.values())):
-        raise ValueError(
-            f"{more} more blocks for a {model.config.model_type}, whose stacks have {most} to copy"
-        )
-    with adjusted(model, "layers") as skeleton_of:
+        given = f"{more} more blocks for a {model.config.model_type}"
+        raise ValueError(f"{given}, whose stacks have {most} to copy")
+    with adjusted(model, "layers") as empty:
         set_fields(model, {name: getattr(model.config, name, 0) + more for name in DEPTHS})
         if (kinds := getattr(model.config, "layer_types", None)) is not None:
             set_fields(model, {"layer_types": [*kinds, *kinds[-more:]]})
-        empty = skeleton_of()
-        for stack, count in stacks.items():
+        larger, new = empty(), [(stack, size + n) for stack, size in stacks.items() for n in range(more)]
+        for stack, number in new:
             layers = model.get_submodule(stack)
-            for number in range(count, count + more):
-                layers.append(copy_block(empty.get_submodule(f"{stack}.{number}"), layers[number - more]))
-        new = tuple(f"{stack}.{n}." for stack, count in stacks.items() for n in range(count, count + more))
+            layers.append(copy_block(larger.get_submodule(f"{stack}.{number}"), layers[number - more]))
         for each in sublayers(model, ("heads", "neurons")):
-            if each.out.name.startswith(new):
+            if each.out.name.startswith(tuple(f"{stack}.{number}." for stack, number in new)):
                 for parameter in each.out.module.parameters():
                     nn.init.zeros_(parameter)
 
@@ -171,8 +165,7 @@ def copy_block(block: nn.Module, origin: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
-    """Multiplies the hidden size; else as `grow_neurons`. Raises ValueError for a model type that is not in
-    REPEATABLE."""
+    """Multiplies the hidden size. Raises ValueError for a model type that is not in REPEATABLE."""
     if times == 1:
         return
     config = model.config
@@ -182,14 +175,14 @@ def grow_hidden(model: PreTrainedModel, times: int, *, noise: float) -> None:
             f"known: {', '.join(REPEATABLE)}"
         )
     segments = {each.module: each.segments for each in projections(model)}
-    with adjusted(model, "hidden size") as skeleton_of:
+    with adjusted(model, "hidden size") as empty:
         set_fields(model, dict.fromkeys(NEURONS, sublayers(model, ("neurons",))[0].count))
         scaled = ("hidden_size", "word_embed_proj_dim")
         if not any(hasattr(config, name) for name in HEAD_SIZES):
             scaled = (*scaled, *HEADS, "num_key_value_heads")
         set_fields(model, {name: times * getattr(config, name) for name in scaled if hasattr(config, name)})
         modules, done = dict(model.named_modules(remove_duplicate=False)), {}
-        for name, other in skeleton_of().named_modules(remove_duplicate=False):
+        for name, other in empty().named_modules(remove_duplicate=False):
             module = modules[name]
             for key, target in other.named_parameters(recurse=False):
                 own = getattr(module, key)
@@ -224,9 +217,8 @@ def repeat_features(
                 index_axis(value, axis, origins) / times, axis, origins[len(every) :], noise
             )
             continue
-        together = (every,)
-        if axis == out and segments is not None and all(len(e) == e[-1] - e[0] + 1 for e in segments):
-            together = segments  # one after another, and not by head
+        by_head = segments is None or any(len(e) != e[-1] - e[0] + 1 for e in segments)
+        together = (every,) if axis != out or by_head else segments
         value = index_axis(value, axis, torch.cat([each.repeat(times) for each in together]))
     return value.clone()
 
@@ -280,12 +272,6 @@ def separate_copies(weight: Tensor, axis: int, origins: Tensor, noise: float) ->
     return weight.index_add_(axis, origins.to(weight.device), drawn, alpha=-1)
 
 
-def is_tied(model: PreTrainedModel) -> bool:
-    """Whether the head's weight is the embedding's: transformers 5 says so of every T5."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
 def entries(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows that an embedding needs for all ids of a tokenizer; ids may have gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
@@ -313,17 +299,17 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def fit_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, checkpoint: str) -> None:
-    """Adds rows to the embedding and the head for all entries of the tokenizer, as transformers draws them:
-    around the mean row, always the same ones. Raises ValueError as `check_head`."""
+    """Adds rows to the embedding and the head for all entries of the tokenizer, always the same, as
+    transformers draws them. Raises ValueError as `check_head`."""
     rows, needed = model.get_input_embeddings().weight.shape[0], entries(tokenizer)
     if needed <= rows:
         log.info("model.resize=true changes nothing: %d rows, %d entries of the tokenizer", rows, needed)
         return
     check_head(model)
-    said = model.config.tie_word_embeddings
-    model.config.tie_word_embeddings = is_tied(model)  # transformers would tie an untied head of a T5
+    config, tied = model.config, model.config.tie_word_embeddings
+    config.tie_word_embeddings = is_tied(model)  # transformers would tie an untied head of a T5
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # rows are part of the base, which does not depend on the run's seed
         model.resize_token_embeddings(needed)
-    model.config.tie_word_embeddings = said
+    config.tie_word_embeddings = tied
     log.info("resized the embedding of %s from %d to %d rows", checkpoint, rows, needed)

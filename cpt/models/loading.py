@@ -3,6 +3,7 @@ checkpoint brings is never run."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from transformers.models.auto import modeling_auto
 
 from cpt.data.collate import Sharing
 from cpt.data.packing import padding_id
-from cpt.models.growth import is_tied
-from cpt.models.objectives import Answers, Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
+from cpt.models.forward import padded_positions
+from cpt.models.objectives import Causal, CausalAnswers, Masked, Objective, Seq2SeqAnswers, Span
+from cpt.models.options import ModelOptions
 
 AUTO_MODELS = {"masked": AutoModelForMaskedLM, "causal": AutoModelForCausalLM, "span": AutoModelForSeq2SeqLM}
 SEQ2SEQ = ("span",)  # objectives of encoder-decoder models
@@ -56,31 +58,6 @@ def objective_name(wanted: str, config: PretrainedConfig) -> str:
     return found[0] if wanted == "auto" else wanted
 
 
-def text_objective(
-    name: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    mask_rate: float | None,
-    mean_span: float | None = None,
-    start: int | None = None,
-) -> Objective:
-    """The objective of raw text; `start` is a decoder's first token, None for the padding, as T5's."""
-    if name != "span":
-        return Masked(tokenizer, rate=mask_rate) if name == "masked" else Causal()
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    if pad is None or end is None:
-        raise ValueError(
-            f"the tokenizer {tokenizer.name_or_path} has no padding or no end; allowed: one that has both"
-        )
-    ids = {
-        "sentinels": sentinel_ids(tokenizer),
-        "end": end,
-        "pad": pad,
-        "start": pad if start is None else start,
-    }
-    return Span(rate=mask_rate, mean=mean_span, **ids)
-
-
 def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
     """Raises ValueError for an objective whose models cannot answer, where domains are `answers`, or cannot
     separate the samples or documents of a row."""
@@ -90,31 +67,32 @@ def check_packing(name: str, *, isolated: bool, answers: bool) -> None:
             "allowed: a causal model, like model=tiny_gpt2, or one with two stacks"
         )
     if name in SEQ2SEQ and isolated:
-        instead = "none, or a causal model, like model=tiny_gpt2"
-        if not answers:
-            instead = "concat, per_document, or a model of one stack, like model=tiny_roberta"
-        raise ValueError(
-            "domains.packing=isolated does not go with a model of two stacks; allowed: "
-            f"domains.packing={instead}"
-        )
+        other = "none, or a causal model, like model=tiny_gpt2" if answers else "concat, per_document"
+        given = "domains.packing=isolated does not go with a model of two stacks"
+        raise ValueError(f"{given}; allowed: domains.packing={other}")
 
 
-def answers_objective(
-    name: str,
-    raw: Objective,
-    tokenizer: PreTrainedTokenizerBase,
-    config: PretrainedConfig,
-    *,
-    isolated: bool = False,
-) -> Answers:
-    """The objective of domains of examples: their answers; `raw` is that of raw text. With `isolated`,
-    samples share rows."""
-    check_packing(name, isolated=isolated, answers=True)
-    pad = padding_id(tokenizer)
-    if name in SEQ2SEQ:
-        start = getattr(config, "decoder_start_token_id", None)
-        return Seq2SeqAnswers(raw, pad=pad, start=pad if start is None else start)
-    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None)
+def make_objective(
+    options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, *, answers: bool, isolated: bool
+) -> Objective:
+    """The objective of raw text, or of `answers` to examples; `isolated` documents or samples share rows."""
+    name, pad, end = objective_name(options.objective, config), padding_id(tokenizer), tokenizer.eos_token_id
+    check_packing(name, isolated=isolated, answers=answers)
+    first = getattr(config, "decoder_start_token_id", None)
+    first = pad if first is None else first
+    raw: Objective = Causal()
+    if name == "masked":
+        raw = Masked(tokenizer, rate=options.mask_rate)
+    elif name == "span":
+        if tokenizer.pad_token_id is None or end is None:
+            raise ValueError(f"the tokenizer {tokenizer.name_or_path} has no padding or end; allowed: both")
+        ids = {"sentinels": sentinel_ids(tokenizer), "end": end, "pad": pad}
+        start = first if options.checkpoint else pad
+        raw = Span(rate=options.mask_rate, mean=options.mean_span, **ids, start=start)
+    if answers and name == "span":
+        return Seq2SeqAnswers(raw, pad=pad, start=first)
+    raw.isolated = isolated and not answers
+    return CausalAnswers(raw, pad=pad, sharing=sharing_of(config) if isolated else None) if answers else raw
 
 
 def sharing_of(config: PretrainedConfig) -> Sharing:
@@ -136,7 +114,7 @@ def configuration(checkpoint: str) -> PretrainedConfig:
 
 def load_model(checkpoint: str | Path, objective: str) -> PreTrainedModel:
     """The model of a checkpoint in float32 and train mode, with the head that the objective needs; an adapter
-    in its folder, as `method.exported=peft` writes it, is merged."""
+    of peft in its folder is merged."""
     model = AUTO_MODELS[objective].from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     if adapter := find_adapter(checkpoint):
         from peft import PeftModel
@@ -151,7 +129,7 @@ def find_adapter(checkpoint: str | Path) -> Path | None:
     if len(found) > 1:
         raise ValueError(
             f"{checkpoint} has {len(found)} adapters, and a model starts with one. Allowed: a copy with "
-            "one of them merged: peft.PeftModel.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+            "one of them merged (peft's merge_and_unload)"
         )
     return found[0] if found else None
 
@@ -182,27 +160,28 @@ def build_model(
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """The longest sequence that a model takes; None: unbounded. RoBERTa's learned positions begin after the
-    padding id."""
+    """The longest sequence that a model takes; None: unbounded."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
-            limit = module.num_embeddings - module.padding_idx - 1
+    if (table := padded_positions(model)) is not None:
+        limit = table.num_embeddings - table.padding_idx - 1
     return limit if limit and limit > 0 else None
 
 
 def check_length(length: int, model: PreTrainedModel, objective: Objective) -> None:
     """Raises ValueError for samples longer than the model's positions, or than the sentinels suffice for."""
-    longest = objective.longest
-    if longest is not None and length > longest:
-        raise ValueError(
-            f"model.length={length}; allowed: 2 to {longest}, for which the tokenizer's sentinels suffice"
-        )
-    limit = positions_of(model)
-    if length < 2 or (limit is not None and length > limit):
-        raise ValueError(
-            f"model.length={length}; allowed: 2 to {limit}, the positions of this {model.config.model_type}"
-        )
+    limits = {
+        objective.longest: "for which the tokenizer's sentinels suffice",
+        positions_of(model): f"the positions of this {model.config.model_type}",
+    }
+    for limit, what in limits.items():
+        if limit is not None and length > limit:
+            raise ValueError(f"model.length={length}; allowed: 2 to {limit}, {what}")
+
+
+def is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head's weight is the embedding's: transformers 5 says so of every T5."""
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def skeleton(model: PreTrainedModel) -> PreTrainedModel:
@@ -212,16 +191,11 @@ def skeleton(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def train_tokenizer(texts: Iterator[str], *, vocabulary: int, objective: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE (Radford et al. 2019) learned from texts, for a `masked`, `causal` or `span` model.
-
-    A text becomes `<s> … </s>`, `<s> …` (packing ends documents), or `… </s>` with sentinels as the last ids,
-    as T5's. The mask token includes the blank before it."""
+    """A byte-level BPE (Radford et al. 2019) learned from texts: of a `masked` model `<s> … </s>`, a `causal`
+    one `<s> …` (packing ends documents), a `span` one `… </s>` with sentinels as the last ids, as T5's."""
     span, start, end = objective == "span", SPECIAL_TOKENS["bos"], SPECIAL_TOKENS["eos"]
     names = ("pad", "eos", "unk") if span else tuple(SPECIAL_TOKENS)
-    tokens = {
-        f"{name}_token": AddedToken(SPECIAL_TOKENS[name], special=True, lstrip=name == "mask")
-        for name in names
-    }
+    tokens = {f"{n}_token": AddedToken(SPECIAL_TOKENS[n], special=True, lstrip=n == "mask") for n in names}
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -256,11 +230,7 @@ def add_sentinels(tokenizer: PreTrainedTokenizerBase) -> None:
 def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of <extra_id_0>, <extra_id_1>, …; mT5's are words of its vocabulary, with a blank before
     them."""
-    known, found = tokenizer.get_vocab(), []
-    for number in range(len(known)):
-        names = (f"<extra_id_{number}>", f"\u2581<extra_id_{number}>")
-        own = next((known[name] for name in names if name in known), None)
-        if own is None:
-            break
-        found.append(own)
-    return found
+    known = tokenizer.get_vocab()
+    names = ([f"{blank}<extra_id_{number}>" for blank in ("", "\u2581")] for number in count())
+    ids = (next((known[name] for name in pair if name in known), None) for pair in names)
+    return [*takewhile(lambda each: each is not None, ids)]

@@ -15,12 +15,13 @@ from cpt.models.units import blocks
 COMPILE_OPTIONS: dict[str, Any] = {}  # of torch.compile for each block
 CHECKPOINTING = "gradient_checkpointing"  # the attribute of transformers' modules
 EVEN = 64  # outputs of a padded head are a multiple of it
+OTHER_HEADS = ("classifier", "seq_classif", "qa", "summary")  # rates of dropout begin so
 LEVELS_16 = 1 << 16  # values of 16 bits
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174) with the random state
-    of the forward pass. Raises ValueError for a model that does not support it."""
+    """Enables activation checkpointing per block (Chen et al. 2016, arXiv 1604.06174). Raises ValueError for
+    a model that does not support it."""
     if not model.supports_gradient_checkpointing:
         raise ValueError(
             f"trainer.gradient_checkpointing=true: {type(model).__name__} cannot compute activations again; "
@@ -33,8 +34,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 @contextmanager
 def keep_activations(model: nn.Module) -> Iterator[None]:
-    """No activation checkpointing for forward passes inside the context, whose gates or dropout rate would
-    be gone when activations are recomputed."""
+    """No activation checkpointing inside the context, whose gates or dropout a recomputation would lack."""
     enabled = [part for part in model.modules() if getattr(part, CHECKPOINTING, False)]
     for part in enabled:
         setattr(part, CHECKPOINTING, False)
@@ -97,8 +97,7 @@ def quick_dropout(
 
 @contextmanager
 def draw_quickly(wanted: bool) -> Iterator[None]:
-    """Dropout of modules and of transformers' eager attention is quick_dropout inside the context, if
-    wanted."""
+    """Dropout of modules and of eager attention is quick_dropout inside the context, if wanted."""
     plain = functional.dropout
     try:
         if wanted:
@@ -108,16 +107,8 @@ def draw_quickly(wanted: bool) -> Iterator[None]:
         functional.dropout = plain
 
 
-def dropout_rates(config: PretrainedConfig) -> dict[str, float]:
-    """The dropout rates of a configuration by name, some of which may be 0; not those of other heads or of
-    whole layers."""
-    named = {name: rate for name, rate in config.get_text_config().to_dict().items() if "drop" in name}
-    others = ("classifier", "seq_classif", "qa", "summary", "layerdrop")
-    return {n: r for n, r in named.items() if type(r) in (int, float) and not n.startswith(others)}
-
-
 def drops_attention(config: PretrainedConfig) -> bool:
     """Whether attention weights are dropped; models without a rate for them use the general one."""
-    rates = dropout_rates(config)
-    own = [rate for name, rate in rates.items() if "att" in name]
-    return any(own or [rate for name, rate in rates.items() if name in ("dropout", "dropout_rate")])
+    rates = {n: r for n, r in config.get_text_config().to_dict().items() if type(r) in (int, float)}
+    own = [r for n, r in rates.items() if "att" in n and "drop" in n and not n.startswith(OTHER_HEADS)]
+    return any(own or [rates.get("dropout", 0), rates.get("dropout_rate", 0)])

@@ -20,8 +20,8 @@ from cpt.models.forward import hidden_states, logits_and_hidden, nll_of
 
 @dataclass(frozen=True)
 class Tables:
-    """A batch as tables: what the model reads, labels of its L outputs, UNSCORED where there is none, and the
-    column of the row of tokens that each label stands for; with a decoder, also the decoder's input."""
+    """A batch as tables: what the model reads, labels of its L outputs or UNSCORED, and the column of the row
+    of tokens that each label stands for."""
 
     ids: np.ndarray  # [B, W]
     present: np.ndarray  # [B, W], False at padding
@@ -58,8 +58,7 @@ class Objective(ABC):
         """What is predicted of rows."""
 
     def batch(self, rows: Rows) -> tuple[Batch, Tensor]:
-        """The batch of rows, and for each scored place [K] the token of the rows that it stands for, as a
-        place in their flattened ids."""
+        """The batch of rows, and for each scored place [K] its token's place in their flattened ids."""
         made, (count, length) = self.tables(rows), rows.ids.shape
         named = {"decoder_input_ids": made.decoder_ids, "segments": rows.segments}
         named = {name: torch.from_numpy(table) for name, table in named.items() if table is not None}
@@ -86,17 +85,15 @@ class Objective(ABC):
     def outputs(self, model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logits [K, V] at the scored positions, and the last hidden states [B, T, D] at all: of a decoder,
         where there is one."""
-        inputs, places = inputs_for(model, batch, causal=self.causal)
-        if places is None:
-            return logits_and_hidden(model, inputs, positions=batch["positions"])
-        logits, hidden = logits_and_hidden(model, inputs, positions=places[batch["positions"]])
+        (inputs, places), positions = inputs_for(model, batch, causal=self.causal), batch["positions"]
+        positions = positions if places is None else places[positions]
+        logits, hidden = logits_and_hidden(model, inputs, positions=positions)
         return logits, by_sample(hidden, places, batch)
 
     def encode(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """The last hidden states [B, T, D] of the model's input, without a head or a decoder."""
         inputs, places = inputs_for(model, batch, causal=self.causal)
-        hidden = hidden_states(model, inputs)
-        return hidden if places is None else by_sample(hidden, places, batch)
+        return by_sample(hidden_states(model, inputs), places, batch)
 
     def nll(self, model: PreTrainedModel, batch: Batch) -> Tensor:
         """Negative log-likelihood (nats) of the targets, [K]."""
@@ -104,9 +101,8 @@ class Objective(ABC):
 
 
 class Masked(Objective):
-    """Masked language modelling (Devlin et al., NAACL 2019, section 3.1): `rate` of a row's text tokens are
-    predicted, of which 80 % become the mask token, 10 % a random token, 10 % stay. Their number per row is
-    fixed (rounded, at least 1), and so known before the batch is made."""
+    """Masked language modelling (Devlin et al., NAACL 2019, section 3.1): a fixed number of a row's text
+    tokens, `rate` of them, are predicted; 80 % become the mask token, 10 % a random token, 10 % stay."""
 
     scores = "masked tokens"
 
@@ -139,12 +135,12 @@ class Masked(Objective):
         token = self.plain[(draws(keys, length, stream=2) * len(self.plain)).astype(np.int64)]
         inputs = np.where(chosen & (fate < 0.8), self.mask, ids)
         inputs = np.where(chosen & (fate >= 0.8) & (fate < 0.9), token, inputs)
-        return Tables(inputs, rows.present, np.where(chosen, ids, UNSCORED), columns_of(rows))
+        columns = np.broadcast_to(np.arange(length), ids.shape)
+        return Tables(inputs, rows.present, np.where(chosen, ids, UNSCORED), columns)
 
 
 class Causal(Objective):
-    """Next-token prediction: every token of a row but its first, separators included; where documents are
-    isolated, every token of a document but its first."""
+    """Next-token prediction: every token but the first of a row, or of a document if isolated."""
 
     causal = True
     scores = "all tokens"
@@ -207,13 +203,8 @@ class Span(Objective):
         return hidden + holes + 1 if self.whole else hidden
 
     def hidden(self, rows: Rows) -> np.ndarray:
-        """Which tokens of rows are hidden, [B, T]; raises ValueError for more holes than sentinels."""
+        """Which tokens of rows, of at most `longest`, are hidden, [B, T]."""
         tokens, holes = self.holes(rows.lengths)
-        if holes.max(initial=0) > len(self.sentinels):
-            raise ValueError(
-                f"a row of {rows.lengths.max()} tokens has {holes.max()} holes; "
-                f"allowed: {self.longest} tokens, for {len(self.sentinels)} sentinels"
-            )
         width = rows.ids.shape[1]
         hidden = draw_composition(rows.keys, tokens, holes, stream=0)
         text = draw_composition(rows.keys, np.maximum(rows.lengths, 2) - tokens, holes, stream=1)
@@ -226,10 +217,8 @@ class Span(Objective):
         def append(table: np.ndarray, value: int) -> np.ndarray:
             return np.concatenate([table, np.full((len(table), 1), value, table.dtype)], axis=1)
 
-        def sentinel_at(firsts: np.ndarray) -> np.ndarray:  # numbered in its row
-            return self.sentinels[np.clip(firsts.cumsum(1) - 1, 0, len(self.sentinels) - 1)]
-
         count, width = rows.ids.shape
+        number = lambda firsts: np.clip(firsts.cumsum(1) - 1, 0, len(self.sentinels) - 1)  # noqa: E731
         hidden = append(self.hidden(rows), False)
         ids, present = append(rows.ids, self.end), append(rows.present, False)
         ends = np.arange(width + 1) == rows.lengths[:, None]
@@ -238,8 +227,8 @@ class Span(Objective):
         opens, shows = hidden & ~after, present & ~hidden & after
         shows[:, 0] = True
         read, answers = (present & ~hidden) | opens | ends, hidden | shows | ends
-        source = left_align(np.where(opens, sentinel_at(opens), ids), read, filler=self.pad)
-        target = left_align(np.where(shows, sentinel_at(shows), ids), answers, filler=self.pad)
+        source = left_align(np.where(opens, self.sentinels[number(opens)], ids), read, filler=self.pad)
+        target = left_align(np.where(shows, self.sentinels[number(shows)], ids), answers, filler=self.pad)
         learned = left_align((hidden | self.whole) & (present | ends), answers, filler=False)
         given = np.concatenate([np.full((count, 1), self.start), target[:, :-1]], axis=1)
         given[:, 1:][~left_align(answers, answers, filler=False)[:, 1:]] = self.pad
@@ -270,19 +259,15 @@ class Span(Objective):
         width = int(text.sum(1).max())
         ids = torch.cat([source, target], dim=1).gather(1, order)[:, :width]
         present = torch.arange(width, device=source.device) < text.sum(1, keepdim=True)
-        rest = {name: value for name, value in batch.items() if name != "attention_mask"}
-        mask = {} if present.all() else {"attention_mask": present.long()}
-        return {**rest, "input_ids": ids.masked_fill(~present, self.pad), **mask}
+        return read_instead(batch, ids.masked_fill(~present, self.pad), present)
 
 
 class Answers(Objective):
     """Scores the answer of rows that have one (supervised tasks, instructions); rows of raw text keep the
-    model's own objective, and a batch of these alone has the same bits as that objective's. `pad` is the
-    padding id."""
+    objective `raw`, and a batch of these alone its bits. `pad` is the padding id."""
 
     def __init__(self, raw: Objective, *, pad: int) -> None:
         self.raw, self.pad = raw, pad
-
         self.scores, self.longest = f"answers and their ends; of raw text {raw.scores}", raw.longest
 
     @property
@@ -315,22 +300,15 @@ class Answers(Objective):
             parts.append((~answered, self.raw.tables(Rows(alone.ids, alone.lengths, alone.keys))))
         if len(parts) == 1:
             return parts[0][1]
-        fillers = {
-            "ids": self.pad,
-            "present": False,
-            "labels": UNSCORED,
-            "columns": 0,
-            "decoder_ids": self.pad,
-        }
-        joined = {}
-        for name, filler in fillers.items():
-            tables = [getattr(table, name) for _, table in parts]
+        fillers, joined = (self.pad, False, UNSCORED, 0, self.pad), []
+        columns = zip(*(vars(made).values() for _, made in parts), strict=True)
+        for tables, filler in zip(columns, fillers, strict=True):
             if tables[0] is not None:
-                width = max(table.shape[1] for table in tables)
-                joined[name] = np.full((len(answered), width), filler, tables[0].dtype)
+                whole = np.full((len(answered), max(t.shape[1] for t in tables)), filler, tables[0].dtype)
                 for (own, _), table in zip(parts, tables, strict=True):
-                    joined[name][own, : table.shape[1]] = table
-        return Tables(**joined)
+                    whole[own, : table.shape[1]] = table
+                joined.append(whole)
+        return Tables(*joined)
 
     @abstractmethod
     def answer_tables(self, rows: Rows) -> Tables:
@@ -371,16 +349,13 @@ class Seq2SeqAnswers(Answers):
             return batch
         both = [self.raw.restored(batch), batch]
         width = max(each["input_ids"].shape[1] for each in both)
-
-        def choose(tables: list[Tensor], filler: int) -> Tensor:
-            wide = [functional.pad(table, (0, width - table.shape[1]), value=filler) for table in tables]
-            return torch.where(corrupted[:, None], *wide)
-
-        ids = choose([each["input_ids"] for each in both], self.pad)
-        masks = [each.get("attention_mask", torch.ones_like(each["input_ids"])) for each in both]
-        mask = choose(masks, 0)
-        rest = {name: value for name, value in batch.items() if name != "attention_mask"}
-        return {**rest, "input_ids": ids, **({} if mask.all() else {"attention_mask": mask})}
+        wide = []
+        for each in both:
+            ids, more = each["input_ids"], (0, width - each["input_ids"].shape[1])
+            mask = functional.pad(each.get("attention_mask", torch.ones_like(ids)), more)
+            wide.append((functional.pad(ids, more, value=self.pad), mask))
+        ids, mask = (torch.where(corrupted[:, None], *pair) for pair in zip(*wide, strict=True))
+        return read_instead(batch, ids, mask)
 
     def answer_tables(self, rows: Rows) -> Tables:
         assert rows.answers is not None
@@ -390,7 +365,8 @@ class Seq2SeqAnswers(Answers):
         wanted = left_align(rows.answers, rows.answers, filler=False)
         given = np.concatenate([np.full((len(target), 1), self.start), target[:, :-1]], axis=1)
         given[:, 1:][~wanted[:, 1:]] = self.pad  # what follows the last label is padding
-        columns = left_align(columns_of(rows), rows.answers, filler=0)
+        columns = np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
+        columns = left_align(columns, rows.answers, filler=0)
         return Tables(source, present, np.where(wanted, target, UNSCORED), columns, given)
 
 
@@ -398,11 +374,14 @@ def next_tokens(rows: Rows, predicted: np.ndarray) -> Tables:
     """Each token where `predicted` [B, T] as the label of the place before it."""
     labels = np.full_like(rows.ids, UNSCORED)
     labels[:, :-1] = np.where(predicted[:, 1:], rows.ids[:, 1:], UNSCORED)
-    return Tables(rows.ids, rows.present, labels, columns_of(rows) + 1)
+    columns = np.broadcast_to(np.arange(1, rows.ids.shape[1] + 1), rows.ids.shape)
+    return Tables(rows.ids, rows.present, labels, columns)
 
 
-def columns_of(rows: Rows) -> np.ndarray:
-    return np.broadcast_to(np.arange(rows.ids.shape[1]), rows.ids.shape)
+def read_instead(batch: Batch, ids: Tensor, present: Tensor) -> Batch:
+    """A batch with other ids [B, T] as its input, which are padding where not `present`."""
+    rest = {name: value for name, value in batch.items() if name != "attention_mask"}
+    return {**rest, "input_ids": ids, **({} if present.all() else {"attention_mask": present.long()})}
 
 
 def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -412,7 +391,7 @@ def lowest(lottery: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def draw_composition(keys: np.ndarray, totals: np.ndarray, parts: np.ndarray, *, stream: int) -> np.ndarray:
     """Random compositions of totals [B] into `parts` [B] positive parts, all equally likely: lengths [B, P],
-    0 beyond a row's parts. Cuts are drawn from the places between two items."""
+    0 beyond a row's parts."""
     places = np.arange(totals.max(initial=1) - 1)
     lottery = np.where(places < (totals - 1)[:, None], draws(keys, len(places), stream=stream), 2.0)
     cuts = lowest(lottery, parts - 1)

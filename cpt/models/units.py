@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ FUSED = {"gpt2": "apart", "modernbert": "apart", "phi3": "apart", "bloom": "by h
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of one parameter that units own: each feature along `axis` belongs to the units `members`
-    [features, r]; r > 1 where query heads share a key/value head, -1 for no unit."""
+    """A slice of one parameter that units own: features along `axis` belong to the units `members`
+    [features, r], several where query heads share a key/value head, -1 for none."""
 
     module: nn.Module
     attribute: str
@@ -39,7 +38,7 @@ class Part:
 @dataclass(frozen=True)
 class Units:
     """The units of one kind in one place, gated at the features that go "in" or "out" of `gate`; tokens, at
-    the output of every part's module, as an encoder and a decoder have a table each."""
+    the output of every part's module."""
 
     name: str
     kind: str
@@ -51,9 +50,8 @@ class Units:
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear layer, the weight's axis over output features, and the sets of these that are ranked together:
-    Q, K, V or gate, up of a fused layer separately. `measured` is the module whose output ranks them, if it
-    is not the layer itself."""
+    """A linear layer, the weight's axis over output features, and the sets of these that are ranked together,
+    as Q, K, V of a fused layer; `measured`, if not None, is the module whose output ranks them."""
 
     name: str
     module: nn.Module
@@ -72,9 +70,8 @@ class Projection:
 
 @dataclass(frozen=True)
 class SubLayer:
-    """An attention (`heads`) or feed-forward network (`neurons`) in the module `name`: `count` units, the
-    layers that write them, each with the members [outputs, r] of its output features, and the one that reads
-    them."""
+    """An attention (`heads`) or feed-forward network (`neurons`): `count` units, the layers that write them
+    with the members [outputs, r] of their output features, and the one that reads them."""
 
     name: str
     kind: str
@@ -170,8 +167,8 @@ def weight_matrices(model: nn.Module) -> list[Projection]:
 
 
 def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The factor of each parameter's update, broadcastable to it, when unit k keeps keep[k] of [0, 1]: a
-    feature of several units keeps their minimum, one of no unit everything."""
+    """The factor of each parameter's update, broadcastable to it, when unit k keeps keep[k] of [0, 1], and a
+    feature of several units their minimum."""
     padded, seen = torch.cat([keep.view(group.count), keep.new_ones(1)]), set()
     for part in group.parts:
         parameter = getattr(part.module, part.attribute)
@@ -184,38 +181,31 @@ def factors(group: Units, keep: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]
 @contextmanager
 def gate_units(groups: Iterable[Units], gates: Mapping[str, Tensor]) -> Iterator[None]:
     """Multiplies the activation of each unit by its gate, [count] or per sample [B, count], inside the
-    context; groups without a gate are unchanged. Checkpointed layers need the context in backward too, or
-    `keep_activations`."""
+    context, which checkpointed layers need in backward too."""
     with ExitStack() as hooks:
         for group in groups:
             if (gate := gates.get(group.name)) is None:
                 continue
             if gate.ndim not in (1, 2) or gate.shape[-1] != group.count:
                 raise ValueError(f"{group.name} has {group.count} units; given gates of {list(gate.shape)}")
-            if group.kind == "tokens":
-                hook = partial(_scale_tokens, gate)
-                handles = [part.module.register_forward_hook(hook) for part in group.parts]
-            elif group.side == "in":
-                hook = partial(_scale_inputs, gate)
-                handles = [group.gate.register_forward_pre_hook(hook)]
-            else:
-                hook = partial(_scale_features, gate)
-                handles = [group.gate.register_forward_hook(hook)]
-            for handle in handles:
-                hooks.callback(handle.remove)
+            if group.side == "in":
+                pre = lambda _, args, gate=gate: (scale_features(args[0], gate), *args[1:])  # noqa: E731
+                hooks.callback(group.gate.register_forward_pre_hook(pre).remove)
+                continue
+            scale = scale_tokens if group.kind == "tokens" else scale_features
+            hook = lambda _, args, x, gate=gate, scale=scale: scale(x, gate, *args[:1])  # noqa: E731
+            for module in [part.module for part in group.parts] if group.kind == "tokens" else [group.gate]:
+                hooks.callback(module.register_forward_hook(hook).remove)
         yield
 
 
-def _scale_tokens(gate: Tensor, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    found = gate[args[0]] if gate.ndim == 1 else gate.gather(1, args[0])  # of ids [B, T]
-    return output * found.unsqueeze(-1).to(output)
+def scale_tokens(x: Tensor, gate: Tensor, ids: Tensor) -> Tensor:
+    """Embeddings [B, T, D] of `ids` [B, T] times the gates of these tokens."""
+    found = gate[ids] if gate.ndim == 1 else gate.gather(1, ids)
+    return x * found.unsqueeze(-1).to(x)
 
 
-def _scale_inputs(gate: Tensor, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return _scale_features(gate, module, args, args[0]), *args[1:]
-
-
-def _scale_features(gate: Tensor, module: nn.Module, args: Any, x: Tensor) -> Tensor:
+def scale_features(x: Tensor, gate: Tensor, *args: Any) -> Tensor:
     """Activations [B, T, D], or [B * T, D] as OPT flattens them, times a gate of [count] or [B, count]."""
     wide = gate.to(x).repeat_interleave(x.shape[-1] // gate.shape[-1], dim=-1)
     if gate.ndim == 1:
@@ -244,16 +234,10 @@ def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence
     out = next((w for w in reversed(wide) if not SOURCE_NAME.fullmatch(w.name.rpartition(".")[2])), None)
     sources = [each for each in linear if each is not out]
     if out is not None and all(source.inputs == hidden for source in sources):
-        if kind == "heads":
-            keys = (
-                "num_heads",
-                "num_attention_heads",
-                "n_heads",
-            )  # a decoder may have others than its encoder
-            told = (getattr(part, key, None) for part in module.modules() for key in keys)
-            units = next(
-                (count for count in told if isinstance(count, int)), model.config.num_attention_heads
-            )
+        if kind == "heads":  # a decoder may have others than its encoder
+            keys = ("num_heads", "num_attention_heads", "n_heads")
+            told = [getattr(part, key, None) for part in module.modules() for key in keys]
+            units = next((n for n in told if isinstance(n, int)), model.config.num_attention_heads)
             shares = [(units, count, count) for count in range(1, units + 1) if units % count == 0]  # Q, K, V
         else:
             units = out.inputs
@@ -262,11 +246,8 @@ def find_sublayer(model: PreTrainedModel, name: str, kind: str, linear: Sequence
         for counts in shares if size * units == out.inputs else ():
             separate = sorted(widths) == sorted(count * size for count in counts)
             if separate or widths == [sum(counts) * size]:
-                split = [(width // size,) for width in widths] if separate else [counts]
-                written = [
-                    split_source(source, own, units, model.config.model_type)
-                    for source, own in zip(sources, split, strict=True)
-                ]
+                split = zip(sources, [(w // size,) for w in widths] if separate else [counts], strict=True)
+                written = [split_source(each, own, units, model.config.model_type) for each, own in split]
                 return SubLayer(name, kind, units, written, out)
     raise ValueError(
         f"{name}: {kind} can not be told; known: Q, K, V (apart or fused) and an output projection; "

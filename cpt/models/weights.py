@@ -4,7 +4,7 @@ compared."""
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ IN_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 
 
 class Snapshot(NamedTensors):
-    """A copy of a model's parameters by name, at first of those at construction. A parameter that came into
-    the model later has no copy before the next `take`, and is left alone until then."""
+    """A copy of a model's parameters by name, at first of those at construction; one that came into the model
+    later is left alone until the next `take`."""
 
     def __init__(self, model: nn.Module, *, persistent: bool) -> None:
         super().__init__(dict(model.named_parameters()), persistent=persistent)
@@ -39,27 +39,27 @@ class Snapshot(NamedTensors):
         """Copies the model's parameters as they are now, or moves the copy by a share of the way to them."""
         present, copies = named_weights(model), self.named()
         both = shared_names(present, copies)
-        self.move([copies[name] for name in both], [present[name] for name in both], share)
+        self.move(copies, present, both, share)
         self.update({name: parameter for name, parameter in present.items() if name not in both})
 
     @torch.no_grad()
     def restore(self, model: nn.Module, *, share: float = 1.0) -> None:
         """Restores the copy in place, or moves the parameters by a share of the way to it."""
         present, copies = named_weights(model), self.named()
-        both = shared_names(present, copies)
-        self.move([present[name] for name in both], [copies[name] for name in both], share)
+        self.move(present, copies, shared_names(present, copies), share)
 
-    def move(self, tensors: Sequence[Tensor], towards: Sequence[Tensor], share: float) -> None:
-        """Moves tensors in place by a share of the way to others of their shapes."""
-        # lerp is exact at both ends: a share of 1 gives the others' bits and a share of 0 leaves the own.
-        own = [local(each) for each in tensors]
+    def move(
+        self, tensors: Mapping[str, Tensor], towards: Mapping[str, Tensor], names: Sequence[str], share: float
+    ) -> None:
+        """Moves tensors in place by a share of the way to others, whose bits they have at a share of 1."""
+        pairs = [(local(tensors[name]), local(towards[name])) for name in names]
         if not self.offloaded:
-            others = [local(other).to(each) for each, other in zip(own, towards, strict=True)]
+            own, others = [each for each, _ in pairs], [other.to(each) for each, other in pairs]
             torch._foreach_lerp_(own, others, share)
             return
-        for each, other in zip(own, towards, strict=True):  # one after another, on the module's device
+        for each, other in pairs:  # one after another, on the module's device
             moved = each.to(self.device)
-            moved.lerp_(local(other).to(moved), share)
+            moved.lerp_(other.to(moved), share)
             if moved is not each:
                 each.copy_(moved)
 
@@ -76,8 +76,8 @@ def shared_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list
 
 
 class _QuadraticPenalty(torch.autograd.Function):
-    """The penalty with its gradient w (p - a) in closed form; `elsewhere`: anchors and weights are on another
-    device than parameters, and brought there one after another."""
+    """The penalty with its gradient w (p - a) in closed form; anchors and weights that are `elsewhere` are
+    brought to the parameters' device one after another."""
 
     @staticmethod
     def forward(
@@ -114,9 +114,8 @@ def quadratic_penalty(
     *,
     elsewhere: bool = False,
 ) -> Tensor:
-    """1/2 sum_i w_i (p_i - a_i)^2 over the trained parameters that have an anchor and a weight, by name, a
-    scalar, with w = 1 where no weights are given; for one backward pass. `elsewhere` says that anchors and
-    weights are on another device than the model."""
+    """1/2 sum_i w_i (p_i - a_i)^2, a scalar, over the trained parameters that have an anchor and a weight by
+    name, w = 1 without weights; for one backward pass. `elsewhere`: these are on another device."""
     trained = {name: p for name, p in named_weights(model).items() if p.requires_grad}
     both = anchors if weights is None else {k: anchors[k] for k in shared_names(anchors, weights)}
     names = shared_names(trained, both)
@@ -126,19 +125,13 @@ def quadratic_penalty(
 
 @contextmanager
 def swap_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model with other weights, by the names of its parameters, inside the context; what is tied to one
-    of them has it too. Nothing is copied that is on the model's device, and gradients go to the given
-    weights.
-
-    Of a sharded model the own rows are overwritten and then restored, and gradients go nowhere. Raises
-    AttributeError for a name that no parameter has."""
+    """The model with other weights, by the names of its parameters, inside the context, also where they are
+    tied; gradients go to the given weights. Of a sharded model the own rows are overwritten and restored, and
+    gradients go nowhere. Raises AttributeError for a name that no parameter has."""
     reshard(model)
-    sharded = {name: weight for name, weight in weights.items() if is_sharded(model.get_parameter(name))}
-    others = {
-        id(model.get_parameter(name)): weight.to(model.get_parameter(name).device)
-        for name, weight in weights.items()
-        if name not in sharded
-    }
+    targets = {name: model.get_parameter(name) for name in weights}
+    sharded = {name: weights[name] for name, each in targets.items() if is_sharded(each)}
+    others = {id(each): weights[n].to(each.device) for n, each in targets.items() if n not in sharded}
     own = [
         (part, name, parameter)
         for part in model.modules()
@@ -167,10 +160,9 @@ def overwrite_rows(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Parameter]:
-    """The parameters that are not trained, whatever the method: embeddings, the first blocks, and all but
-    those of `only`: biases (BitFit; Ben Zaken et al., ACL 2022), norms, attention, or a regular expression.
-
-    Raises ValueError for more blocks than there are, and where `only` finds nothing."""
+    """The parameters that no method trains: embeddings, the first blocks, and all but those of `only`, as
+    biases (BitFit; Ben Zaken et al., ACL 2022). Raises ValueError for more blocks than there are, and where
+    `only` finds nothing."""
     chosen: list[nn.Parameter] = []
     if freeze.embeddings or freeze.layers:
         found = blocks(model)
@@ -182,19 +174,17 @@ def frozen_parameters(model: PreTrainedModel, freeze: Freeze) -> list[nn.Paramet
         for module in first + (embedded if freeze.embeddings else []):
             chosen += module.parameters()
     if freeze.only is not None:
-        trained: set[int] = set()
+        trained: set[nn.Parameter] = set()
         for entry in [freeze.only] if isinstance(freeze.only, str) else freeze.only:
-            meant = find_trainable(model, entry)
-            if not meant:
-                names = [name for name, _ in model.named_parameters()]
+            if not (meant := find_trainable(model, entry)):
+                names = ", ".join([name for name, _ in model.named_parameters()][:6])
                 raise ValueError(
                     f"freeze.only={show(entry)} finds nothing in a {model.config.model_type}; allowed: "
-                    "norms, biases, attention, or a regular expression "
-                    f"that finds some of {', '.join(names[:6])} …"
+                    f"norms, biases, attention, or a regular expression that finds some of {names} …"
                 )
-            trained |= {id(parameter) for parameter in meant}
-        chosen += [parameter for parameter in model.parameters() if id(parameter) not in trained]
-    return list({id(parameter): parameter for parameter in chosen}.values())
+            trained |= {*meant}
+        chosen += [parameter for parameter in model.parameters() if parameter not in trained]
+    return [*dict.fromkeys(chosen)]
 
 
 def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:
@@ -215,10 +205,9 @@ def find_trainable(model: nn.Module, entry: str) -> list[nn.Parameter]:
 def measure_movement(base: PreTrainedModel, folder: Path) -> dict[str, list[float]]:
     """||w - w0|| / ||w0|| of an exported model and the share of numbers that changed, by kind of weights and
     of all. A kind with a tensor that the safetensors lack, or have in another shape, is left out."""
-    try:
+    within: set[int] = set()
+    with suppress(ValueError):  # of a model without known blocks
         within = {id(each) for _, block in blocks(base) for each in block.parameters()}
-    except ValueError:
-        within = set()
     tables = {id(each) for m in base.modules() if isinstance(m, nn.Embedding) for each in m.parameters()}
     sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     lost = set()

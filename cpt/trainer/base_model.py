@@ -112,17 +112,11 @@ def assemble_base(
     options: ModelOptions, tokenizer: PreTrainedTokenizerBase, config: Any, corpora: Corpora | None = None
 ) -> Base:
     """A base with its objective on `corpora` (of examples the answers alone), or without in pre-training."""
-    name, given = loading.objective_name(options.objective, config), options.checkpoint
-    start = getattr(config, "decoder_start_token_id", None) if given else None
-    how = {"mask_rate": options.mask_rate, "mean_span": options.mean_span, "start": start}
-    objective = loading.text_objective(name, tokenizer, **how)
+    name = loading.objective_name(options.objective, config)
+    answers = corpora is not None and corpora.encoding is not None
     isolated = corpora is not None and corpora.isolated
-    if corpora is not None and corpora.encoding is not None:
-        objective = loading.answers_objective(name, objective, tokenizer, config, isolated=isolated)
-    else:
-        loading.check_packing(name, isolated=isolated, answers=False)
-        objective.isolated = isolated
-    return Base(given or "", tokenizer, name, objective, options.length)
+    objective = loading.make_objective(options, tokenizer, config, answers=answers, isolated=isolated)
+    return Base(options.checkpoint or "", tokenizer, name, objective, options.length)
 
 
 def learn_tokenizer(general: Corpus, vocabulary: int, *, objective: str, cache: Path) -> Path:

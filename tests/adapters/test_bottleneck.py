@@ -186,27 +186,3 @@ def test_plugins_map_what_the_sub_layer_reads_to_what_it_writes(family, entrance
                 plain.get_submodule(last).register_forward_hook(by_hand(last, first))
     with torch.no_grad():
         torch.testing.assert_close(logits(model, inputs), logits(plain, inputs))
-
-
-def test_how_they_begin():
-    torch.manual_seed(0)
-    model, other = build("roberta"), build("roberta")
-    attach_bottlenecks(model, **HOULSBY | {"reduction": 1})
-    attach_plugins(other, **PLUGINS)
-    for part in parts_of(model, Bottleneck) + parts_of(other, Plugin):
-        assert part.down.weight.std().item() == pytest.approx(0.02, rel=0.1)
-        assert not (part.down.bias.any() or part.up.weight.any() or part.up.bias.any())
-    model = build("roberta")
-    attach_plugins(model, **PLUGINS | {"output_relu": True})
-    for part in parts_of(model, Plugin):
-        assert part.up.weight.std().item() == pytest.approx(0.02, rel=0.1)
-
-
-@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
-def test_activations(activation):
-    part = Bottleneck(4, 3, activation=activation, like=torch.zeros(1))
-    shaken = {name: torch.randn(value.shape) for name, value in part.state_dict().items()}
-    part.load_state_dict(shaken)
-    x = torch.randn(5, 4)
-    inner = getattr(functional, activation)(x @ shaken["down.weight"].T + shaken["down.bias"])
-    torch.testing.assert_close(part(x), inner @ shaken["up.weight"].T + shaken["up.bias"])

@@ -7,11 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoModelForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
+from transformers import AutoModelForMaskedLM, RobertaConfig, RobertaForMaskedLM
 
 import cpt.adapters.export
 from cpt.adapters.domain_store import Scope
@@ -112,12 +108,6 @@ def test_a_name_of_any_characters(name, attached, parts, tmp_path):
     assert len(list((folder / "parts").glob("*.safetensors"))) == 2
 
 
-def test_the_expression(attached, parts, tmp_path):
-    found = export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
-    assert found == f'cpt.adapters.export.load("{tmp_path}", domain="food")'
-    assert isinstance(eval(found, {"cpt": cpt}), RobertaForMaskedLM)
-
-
 def test_written_again_nothing_old_is_left(attached, parts, tmp_path):
     export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
     export_parts(tmp_path, attached, {"food": parts["law"]}, attach=attach, options={"factor": 3.0})
@@ -174,18 +164,6 @@ def test_nothing_but_what_is_trusted_is_called(path, attached, parts, tmp_path):
         ValueError, match=rf"parts.json names {path}[,;].* allowed: functions of cpt\.adapters\."
     ):
         load(tmp_path)
-
-
-def test_a_folder_from_others_calls_nothing_of_theirs(attached, parts, tmp_path):
-    """cpt.trainer.callbacks.make_entry calls whatever a config names: a folder must not reach it."""
-    export_parts(tmp_path, attached, parts, attach=attach, options={"factor": 2.0})
-    index = json.loads((tmp_path / "parts.json").read_text())
-    options = {"entry": {"_target_": "os.mkdir", "path": str(tmp_path / "theirs")}, "kind": "x"}
-    index |= {"attach": "cpt.trainer.callbacks.make_entry", "options": options}
-    (tmp_path / "parts.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="parts.json names cpt.trainer.callbacks.make_entry; allowed"):
-        load(tmp_path)
-    assert not (tmp_path / "theirs").exists()
 
 
 def test_the_last_is_the_default(attached, parts, tmp_path):

@@ -1,20 +1,15 @@
 """Gates: their values and compensated gradients against formulas, where they act, and what is protected."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.adapters import bottleneck
 from cpt.adapters.gates import (
     Gate,
     anneal,
     attach_gates,
     bottleneck_units,
-    hard,
-    owned_parameters,
     regulariser,
     soft,
 )
@@ -99,17 +94,6 @@ def test_a_gate_is_soft_in_training_and_hard_elsewhere():
     assert torch.equal(gate(x), x * torch.tensor([0.0, 0, 1, 1, 1, 1]))
 
 
-def test_a_copy_has_gates_of_its_own(kind):
-    model, gates = gated_model(kind)
-    before = logits(model)
-    twin, its = copy.deepcopy((model, gates))
-    for part in its.parts:
-        part.e.data.fill_(-6)
-    assert torch.equal(logits(model), before)
-    assert not torch.allclose(logits(twin), before)
-    assert all(twin.get_parameter(n) is part.e for n, part in zip(its.names, its.parts, strict=True))
-
-
 def test_folded_weights_need_no_gates(kind):
     """The plain model with the folded weights; and the gated one, which they change no more."""
     model, gates = gated_model(kind)
@@ -135,36 +119,3 @@ def test_factors_between_two_groups_are_one_minus_the_minimum():
     assert found[id(down.bias)].tolist() == [0, 0.75]
     assert found[id(up.weight)].tolist() == [[0.5, 0.75], [1, 1], [0, 0.75]]
     assert found[id(up.bias)].tolist() == [0.5, 1, 0]
-
-
-def test_taken_only_grows_and_is_kept():
-    groups = bottleneck_units("a", nn.Linear(3, 2), nn.Linear(2, 3))
-    taken = ClaimedUnits(groups, acts_on="update")
-    taken.update_max(torch.tensor([1.0, 0, 0, 0, 1]))
-    taken.update_max(torch.tensor([0.0, 0, 1, 0, 0]))
-    assert taken.taken.tolist() == [1, 0, 1, 0, 1]
-    other = ClaimedUnits(groups, acts_on="update")
-    other.load_state_dict(taken.state_dict())
-    assert torch.equal(other.taken, taken.taken)
-    found = taken.diagnostics()
-    assert {name: values.tolist() for name, values in found.items()} == {
-        "taken/a.neurons": [1, 0], "taken/a.outputs": [1, 0, 1]
-    }  # fmt: skip
-
-
-def test_an_adapters_units():
-    part = bottleneck.Bottleneck(6, 2, activation="relu", like=torch.zeros(1))
-    neurons, outputs = bottleneck_units("a", part.down, part.up)
-    assert (neurons.name, neurons.kind, neurons.count, neurons.side) == ("a.neurons", "neurons", 2, "in")
-    assert (outputs.name, outputs.kind, outputs.count, outputs.side) == ("a.outputs", "outputs", 6, "out")
-    assert neurons.gate is outputs.gate is part.up
-    assert owned_parameters([neurons, outputs]) == set(part.parameters())
-    assert owned_parameters([outputs]) == {part.up.weight, part.up.bias}
-
-
-def test_gates_are_a_sigmoid_and_in_bounds():
-    e = torch.tensor([-6.0, -0.5, 0.0, 0.5, 6.0])
-    assert torch.equal(soft(e, 2.0, s_max=400), torch.sigmoid(2 * e))
-    for s in (1 / 400, 400.0):
-        assert ((soft(e, s, s_max=400) >= 0) & (soft(e, s, s_max=400) <= 1)).all()
-    assert hard(e).tolist() == [0, 0, 0, 1, 1]

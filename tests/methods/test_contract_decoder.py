@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import cpt.adapters.export
-from cpt.models.growth import is_tied
+from cpt.models.loading import is_tied
 from cpt.trainer import loop
 from tests.methods.test_contract import LEARNING, KilledError, Killer, bits
 from tests.support.endtask_fixtures import write_task

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor, nn
 
 from cpt.models import growth
-from cpt.models.loading import skeleton
 from tests.models.test_units import FAMILIES, build, inputs_of, logits, loss
 
 pytestmark = pytest.mark.slow
@@ -89,35 +88,10 @@ def test_copies_get_gradients_of_their_own():
         assert torch.allclose(up.grad[48:], up.grad[chosen]) != parted
 
 
-REFUSED = {
-    ("bert", "heads"): "heads of a bert can not be grown: The hidden size (32) is not a multiple of the",
-    ("gpt2", "heads"): "heads of a gpt2 can not be grown: `embed_dim` must be divisible by num_heads",
-    ("electra", "heads"): "heads of a electra can not be grown: its configuration makes electra.encoder",
-    ("bloom", "neurons"): "neurons of a bloom can not be grown: its configuration makes transformer.h.0",
-    ("gemma2", "hidden"): "hidden size of a gemma2 can not be grown exactly, as far as is known; known: ",
-    ("gpt2", "layers"): "3 more blocks for a gpt2, whose stacks have 2 to copy",
-}
-HOW = {
-    "heads": lambda model: growth.grow_heads(model, 1, noise=0),
-    "neurons": MODES["neurons"],
-    "hidden": MODES["hidden"],
-    "layers": lambda model: growth.grow_layers(model, 3),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=" ".join)
-def test_what_a_configuration_can_not_say_is_refused(case):
-    name, mode = case
-    for model in (build(name), skeleton(build(name))):
-        with pytest.raises(ValueError) as refused:
-            HOW[mode](model)
-        assert str(refused.value).startswith(REFUSED[case]) and "\n" not in str(refused.value)
-
-
 def test_every_family_grows_or_is_refused():
     for name in FAMILIES:
         for mode in MODES:
-            model, exact = build(name), True
+            model = build(name)
             before = outputs(model)
             try:
                 MODES[mode](model)
@@ -127,12 +101,3 @@ def test_every_family_grows_or_is_refused():
                 continue
             exact = (outputs(model) - before).abs().max() < 1e-5
             assert exact or mode in ("layers", "all")
-
-
-@pytest.mark.parametrize("name", POST_NORM)
-def test_a_block_behind_a_norm_is_not_exact_and_near(name):
-    """The last norm is carried out twice more, whose scale and shift are not 1 and 0."""
-    model = build(name)
-    before = outputs(model)
-    growth.grow_layers(model, 1)
-    assert 1e-3 < (outputs(model) - before).abs().max() < 3 * before.std()

@@ -114,15 +114,6 @@ def test_a_row_is_the_same_in_any_batch():
         assert torch.equal(labels_of(part), labels_of(whole)[picked])
 
 
-def test_the_mask_covers_padding_and_only_then_exists():
-    ids, lengths, keys = random_rows(3, 4)
-    lengths = np.array([4, 2, 4])
-    for objective in (masked(), Causal()):
-        expected = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]]
-        assert batch_of(objective, ids, lengths, keys)["attention_mask"].tolist() == expected
-        assert "attention_mask" not in batch_of(objective, ids[[0, 2]], lengths[[0, 2]], keys[[0, 2]])
-
-
 def test_causal_labels_are_the_tokens_that_follow():
     objective = Causal()
     ids, lengths, keys = random_rows(60, 9)
@@ -133,10 +124,3 @@ def test_causal_labels_are_the_tokens_that_follow():
     sizes = Sizes(np.zeros(60), lengths)
     assert objective.scored(sizes).tolist() == [len(each) for each in scored_places(batch)]
     assert objective.scorable(sizes) is lengths
-
-
-def test_each_target_stands_at_its_place_in_the_rows():
-    ids, lengths, keys = random_rows(20, 12)
-    for objective in (masked(), Causal()):
-        batch, places = objective.batch(Rows(ids, lengths, keys))
-        assert len(places) and (batch["targets"].numpy() == ids.ravel()[places.numpy()]).all()

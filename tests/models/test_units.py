@@ -2,7 +2,6 @@
 against slices zeroed by hand, what units own against gradients that are exactly zero."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from cpt.models.units import UNIT_KINDS, Units, blocks, factors, find_units, gate_units, projections
+from cpt.models.units import UNIT_KINDS, Units, factors, find_units, gate_units, projections
 
 pytestmark = pytest.mark.slow
 
@@ -247,39 +246,6 @@ def test_gates_of_samples_are_apart(name):
         torch.testing.assert_close(rows[order], other, **near)
 
 
-def test_names_kinds_and_counts(name):
-    family, model = FAMILIES[name], shared_model(name)
-    places = [f"{stack}.{layer}" for stack in family.stacks for layer in range(2)]
-    assert [place for place, _ in blocks(model)] == places
-    assert all(model.get_submodule(place) is block for place, block in blocks(model))
-    found = find_units(model, UNIT_KINDS)
-    neurons = 128 if name == "bloom" else 48
-    expected = []
-    for place in places:
-        inner = [
-            n
-            for n, _ in model.get_submodule(place).named_modules()
-            if n.rpartition(".")[2] in attention_names(name)
-        ]
-        assert len(inner) == (2 if "decoder" in place and len(family.stacks) == 2 else 1)
-        expected += [(f"{place}.{path}.heads", "heads", 4) for path in inner]
-        expected += [(f"{place}.neurons", "neurons", neurons), (f"{place}.outputs", "outputs", 32)]
-    expected.append((f"{family.table}.tokens", "tokens", V))
-    assert [(group.name, group.kind, group.count) for group in found] == expected
-    assert [group.name for group in find_units(model, ["outputs", "heads"])] == [
-        group.name for group in found if group.kind in ("outputs", "heads")
-    ]
-
-
-def attention_names(name: str) -> tuple[str, ...]:
-    return {"bart": ("self_attn", "encoder_attn"), "t5": ("SelfAttention", "EncDecAttention")}.get(
-        FAMILIES[name].type or name, (FAMILIES[name].attention,)
-    )
-
-
-SEGMENTS = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "query_key_value": 3, "gate_up_proj": 2, "Wi": 2}
-
-
 @pytest.mark.parametrize("name", FUSED)
 def test_segments_are_what_the_model_uses_as_q_k_v(name):
     """In the last block, a loss at the last position asks no earlier query, but their keys and values; over a
@@ -326,58 +292,12 @@ def test_segments_of_a_fused_gate_are_its_halves(name):
             assert block.mlp(x).any()
 
 
-SQUARE = {name: {"intermediate_size": 32} for name in ("roberta", "modernbert", "llama", "phi3", "gpt_neox")}
-SQUARE |= {
-    "gpt2": {"n_inner": 32},
-    "opt": {"ffn_dim": 32},
-    "distilbert": {"hidden_dim": 32},
-    "t5": {"d_ff": 32},
-}
-
-
-def test_a_decoder_may_have_other_heads_than_its_encoder():
-    model = build("bart", decoder_attention_heads=2)
-    counts = {group.name.split(".")[1]: group.count for group in find_units(model, ["heads"])}
-    assert counts == {"encoder": 4, "decoder": 2}
-
-
-def test_members_of_grouped_keys_are_the_queries_they_serve():
-    group = find_units(shared_model("llama"), ["heads"])[0]
-    query, key, value, out = (part.members for part in group.parts)
-    assert query.tolist() == [[n // 8] for n in range(32)]
-    assert key.tolist() == value.tolist() == [[0, 1]] * 8 + [[2, 3]] * 8
-    assert out.tolist() == query.tolist()
-
-
 def test_a_norm_over_all_heads_can_not_be_separated():
     model = CAUSAL.from_config(configured("olmo2", SIZES))
     with pytest.raises(ValueError, match=r"heads can not be separated: .*q_norm normalises 32"):
         find_units(model, ["heads"])
     assert len(find_units(model, ["neurons", "outputs", "tokens"])) == 5
     assert len(projections(model)) == 14
-
-
-def test_unknown_shapes_are_listed():
-    experts = CAUSAL.from_config(configured("mixtral", GROUPED | {"num_local_experts": 2}))
-    for call in (projections, lambda m: find_units(m, ["neurons"]), lambda m: find_units(m, ["outputs"])):
-        with pytest.raises(
-            ValueError, match=r"layers\.0: neurons can not be told.*experts\.down_proj \[2, 32, 48\]"
-        ):
-            call(experts)
-    assert len(find_units(experts, ["heads"])) == 2
-    with pytest.raises(ValueError, match=r"no transformer blocks in Linear; found weight \[4, 3\]"):
-        find_units(nn.Linear(3, 4), ["tokens"])
-
-
-def test_shared_experts_do_not_hide_the_others():
-    fields = {"q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
-    sizes = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_experts_per_tok": 1}
-    fields |= {"num_key_value_heads": 4, "first_k_dense_replace": 0, "moe_intermediate_size": 16}
-    model = CAUSAL.from_config(configured("deepseek_v3", SIZES | fields | sizes))
-    with pytest.raises(ValueError, match="neurons can not be told"):
-        find_units(model, ["neurons"])
-    with pytest.raises(ValueError, match="heads can not be told"):
-        find_units(model, ["heads"])
 
 
 def test_tied_tables_of_encoder_and_decoder_are_gated_once_each():
@@ -412,23 +332,3 @@ def test_factors_of_separate_grouped_and_fused_maps():
     for name in ("gpt_neox", "bloom"):
         found = kept(find_units(shared_model(name), ["heads"])[0], *keep)
         assert found == [((96, 1), neox), ((96,), neox), ((1, 32), eight)]
-
-
-def test_factors_of_outputs_and_tokens_are_rows():
-    outputs, tokens = (
-        find_units(shared_model("bert"), ["outputs"])[0],
-        find_units(shared_model("bert"), ["tokens"])[0],
-    )
-    keep = torch.rand(32)
-    assert kept(outputs, *keep.tolist()) == [((32, 1), keep.tolist()), ((32,), keep.tolist())]
-    (pair,) = factors(tokens, torch.ones(V))
-    assert pair[0] is shared_model("bert").get_input_embeddings().weight
-    assert pair[1].shape == (V, 1)
-
-
-def test_a_feature_of_no_unit_keeps_all():
-    group = find_units(shared_model("llama"), ["heads"])[0]
-    part = replace(group.parts[1], members=torch.tensor([[-1, -1], [-1, 1], [0, 1], [3, 2]] * 4))
-    alone = replace(group, parts=(part,))
-    ((_, factor),) = factors(alone, torch.tensor([0.0, 0.25, 0.5, 0.75]))
-    assert factor.flatten().tolist() == [1.0, 0.25, 0.0, 0.5] * 4

@@ -95,9 +95,6 @@ RESTING = {
     "test_experiments.py": {
         "test_an_experiment_has_a_plan_with_each_value_it_sweeps": "methods_table",
     },
-    "test_freezing.py": {
-        "test_frozen_weights_keep_their_bits_through_a_run": "das|ewc|derpp",
-    },
     "test_runs.py": {
         "test_a_run_killed_in_a_stage_replays_what_was_written": ALL,
         "test_a_run_that_grows_writes_for_the_new_stage_alone": ALL,
@@ -110,6 +107,9 @@ RESTING = {
         "test_killed_it_goes_on_with_the_same_bits": "causal",
         "test_valid_examples_are_replayed_and_learned_to_be_written_again": "causal",
         "test_without_a_share_it_is_ncl": "causal",
+    },
+    "test_weights.py": {
+        "test_frozen_weights_keep_their_bits_through_a_run": "das|ewc|derpp",
     },
     "test_growth.py": {
         "test_two_and_then_one_more_are_three_at_once": "ncl|branched|derpp",

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from cpt.core.errors import reason
 from cpt.data.corpora import Corpora
-from cpt.models.growth import is_tied
-from cpt.models.loading import build_model, sentinel_ids, train_tokenizer
+from cpt.models.loading import build_model, is_tied, sentinel_ids, train_tokenizer
 from cpt.trainer.plan import make_plan
 from cpt.trainer.preflight import prepare
 from cpt.trainer.run_dir import RunDir

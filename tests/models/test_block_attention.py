@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpt.core.randomness import sample_keys
 from cpt.data.collate import Rows, Sharing
-from cpt.models.block_attention import shared_inputs, try_isolation
+from cpt.models.block_attention import inputs_for, try_isolation
 from cpt.models.objectives import Causal, CausalAnswers
 
 PADDED = CausalAnswers(Causal(), pad=1)
@@ -116,9 +116,9 @@ def test_a_model_that_cannot_keep_them_apart_is_refused(kind):
         try_isolation(model, documents=False)
 
 
-def without_anew(batch):
+def without_anew(*given, **how):
     """Positions that count on through a row."""
-    inputs, places = shared_inputs(batch)
+    inputs, places = inputs_for(*given, **how)
     if "position_ids" in inputs:
         inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1]).expand_as(
             inputs["position_ids"]
@@ -126,23 +126,23 @@ def without_anew(batch):
     return inputs, places
 
 
-def one_late(batch):
+def one_late(*given, **how):
     """Samples that begin a token late, so that the first is the last of the one before."""
-    inputs, places = shared_inputs(batch)
+    inputs, places = inputs_for(*given, **how)
     if "position_ids" in inputs:
         inputs["position_ids"] = inputs["position_ids"].roll(1, dims=1)
     return inputs, places
 
 
-def unmasked(batch):
+def unmasked(*given, **how):
     """All of a row is seen, by positions that are right."""
-    inputs, places = shared_inputs(batch)
+    inputs, places = inputs_for(*given, **how)
     return inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}, places
 
 
 @pytest.mark.parametrize("broken", [without_anew, one_late, unmasked])
 def test_the_trial_sees_what_is_broken(broken, monkeypatch):
     model = model_of("gpt2")
-    monkeypatch.setattr("cpt.models.block_attention.shared_inputs", broken)
+    monkeypatch.setattr("cpt.models.block_attention.inputs_for", broken)
     with pytest.raises(ValueError, match="mixes the samples of a row"):
         try_isolation(model, documents=False)

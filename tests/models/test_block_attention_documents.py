@@ -1,15 +1,13 @@
 """Documents that share a row: no logit of one hears of another, bit for bit, and gradients are those of
 rows of their own."""
 
-import logging
-
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from cpt.data.collate import Batch
-from cpt.models.block_attention import block_masks, check_isolation, inputs_for, try_isolation
+from cpt.models.block_attention import block_masks
 from cpt.models.objectives import Causal, Masked
 
 SIZES = {
@@ -129,37 +127,3 @@ def test_a_window_stays_within_its_document():
     assert full[0].tolist() == [True] * 12 + [False] * 4
     assert near[0].tolist() == [True] * 5 + [False] * 11  # 4 to each side
     assert near[13].tolist() == [False] * 12 + [True] * 4
-
-
-@pytest.mark.parametrize("kind", ["deberta-v2"])
-def test_a_model_without_masks_of_blocks_is_refused(kind, caplog):
-    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **SIZES))
-    with (
-        caplog.at_level(logging.DEBUG, "cpt"),
-        pytest.raises(
-            ValueError, match="deberta-v2, which takes no mask of blocks; allowed: .*concat of tex"
-        ),
-    ):
-        try_isolation(model, documents=True, causal=False)
-    assert "blocks: " in caplog.text
-
-
-def test_an_encoder_is_refused_attention_that_takes_no_mask():
-    model = model_of("bert")
-    model.config._attn_implementation = "flex_attention"
-    with pytest.raises(
-        ValueError, match=r"trainer.attention=flex_attention of an encoder; allowed: auto, sd"
-    ):
-        check_isolation(model, causal=False)
-
-
-def test_a_model_that_mixes_documents_is_refused(monkeypatch):
-    def without_positions(model, batch, *, causal):
-        inputs, places = inputs_for(model, batch, causal=causal)
-        if "position_ids" in inputs:
-            inputs["position_ids"] = torch.zeros_like(inputs["position_ids"])
-        return inputs, places
-
-    monkeypatch.setattr("cpt.models.block_attention.inputs_for", without_positions)
-    with pytest.raises(ValueError, match="which mixes the samples of a row; allowed: "):
-        try_isolation(model_of("roberta"), documents=True, causal=False)

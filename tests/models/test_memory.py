@@ -1,12 +1,50 @@
-"""Dropout whose masks are drawn 16 bits an entry."""
+"""A padded head gives the logits of the plain one, and quick dropout drops as many as it says."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from cpt.models.memory import LEVELS_16, draw_quickly, dropout_rates, drops_attention
+from cpt.models.memory import LEVELS_16, EvenHead, draw_quickly, drops_attention, even_head
+
+SIZES = {
+    "gpt2": (AutoModelForCausalLM, {"n_embd": 16, "n_layer": 1, "n_head": 2}),
+    "roberta": (
+        AutoModelForMaskedLM,
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
+}
+
+
+def model_of(kind: str, entries: int) -> nn.Module:
+    auto, sizes = SIZES[kind]
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(kind, vocab_size=entries, **sizes)).double()
+
+
+@pytest.fixture
+def filled(monkeypatch):
+    """Heads are computed as on a GPU in 16 bits."""
+    monkeypatch.setattr(EvenHead, "forward", EvenHead.padded)
+
+
+@pytest.mark.parametrize("entries", [257, 260, 319])
+@pytest.mark.parametrize("kind", SIZES)
+def test_logits_and_gradients_are_those_of_the_plain_head(kind, entries, filled):
+    plain, even = (model_of(kind, entries) for _ in range(2))
+    even_head(even)
+    assert isinstance(even.get_output_embeddings(), EvenHead)
+    ids = torch.arange(12).view(2, 6) + 5
+    for model in (plain, even):
+        model.eval()(input_ids=ids).logits.log_softmax(-1)[..., 7].sum().backward()
+    assert even(input_ids=ids).logits.shape == (2, 6, entries)
+    torch.testing.assert_close(even(input_ids=ids).logits, plain(input_ids=ids).logits)
+    wanted = dict(plain.named_parameters())
+    assert wanted.keys() == dict(even.named_parameters()).keys()
+    for name, each in even.named_parameters():
+        torch.testing.assert_close(each.grad, wanted[name].grad)
+
 
 MANY = 400_003  # entries, no multiple of 4
 
@@ -36,14 +74,6 @@ def test_a_seed_gives_a_mask_and_the_generator_goes_on():
     assert torch.equal(first, again)
     with draw_quickly(True):
         assert not torch.equal(functional.dropout(ones, 0.5), first)
-
-
-@pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.4, False)])
-def test_where_nothing_is_dropped_nothing_is_drawn(p, training):
-    before = torch.random.get_rng_state()
-    with draw_quickly(True):
-        assert torch.equal(functional.dropout(torch.ones(9), p, training), torch.ones(9))
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_modules_draw_so_while_it_lasts_and_only_then():
@@ -76,4 +106,3 @@ def test_modules_draw_so_while_it_lasts_and_only_then():
 def test_what_a_configuration_says_of_dropout(kind, given, attention):
     config = AutoConfig.for_model(kind, **given)
     assert drops_attention(config) == attention
-    assert any(dropout_rates(config).values()) == (kind != "modernbert")

@@ -1,10 +1,14 @@
 """A part per domain: kept, run, put back, saved, and never touched by what learns."""
 
+from itertools import cycle
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from cpt.adapters.domain_store import BASE, DomainParams
+from cpt.adapters.domain_store import BASE, DomainParams, Router
+from cpt.adapters.options import Routing
 
 NAMES = ("0.weight", "2.weight", "2.bias")
 
@@ -89,14 +93,13 @@ def test_a_bank_becomes_what_the_state_holds(before, model):
     assert equal(other["bank"].weights(0), parts[0])
 
 
-def test_parts_are_isolated_from_adamw_with_weight_decay(model):
-    bank = DomainParams(model, NAMES)
-    first = part(model)
-    bank.keep(model, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    for _ in range(3):
-        model(torch.randn(5, 3)).square().sum().backward()
-        optimizer.step()
-    bank.keep(model, 1)
-    assert equal(bank.weights(0), first) and equal(bank.weights(BASE), first)
-    assert not equal(bank.weights(1), first)
+def test_another_text_starts_from_the_uniform_prior():
+    """The prior of a text goes from batch to batch, and not to the next text."""
+    nats = cycle([1.0, 3.0])  # of the parts in turn
+    objective = SimpleNamespace(nll=lambda model, batch: torch.tensor([next(nats)]))
+    how = {"learned": "posterior", "unlearned": "posterior", "prior": "updating", "decay": 1.0}
+    routing = Routing(**how, cached=1, top_k=None, base=False)
+    store = SimpleNamespace(domains=[0, 1], weights=lambda part: {})
+    router, batch = Router(store, routing, objective), {"positions": torch.zeros(1), "rows": torch.zeros(1)}
+    first, second, other = (router.nll(nn.Linear(1, 1), batch, text) for text in (0, 0, 1))
+    assert second < first - 0.1 and torch.equal(other, first)

@@ -167,12 +167,3 @@ def test_what_is_written_with_a_cache_is_weighed_as_its_beginning():
     last = router_of(model).logits[:, -1:].clone()
     model(input_ids=ids[:, :1], past_key_values=begun.past_key_values, use_cache=True)
     assert torch.equal(router_of(model).logits, last)
-
-
-@torch.no_grad()
-def test_a_query_of_the_encoder_leaves_modes_and_hooks_alone():
-    model = routed("roberta", MOCL).train()
-    inner, passes = reader(model), []
-    inner.register_forward_hook(lambda *args: passes.append(1))
-    model(**inputs_of(model))
-    assert passes == [1] and all(part.training for part in model.modules())

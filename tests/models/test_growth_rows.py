@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from cpt.models.growth import entries, fit_rows, is_tied
-from cpt.models.loading import build_model, load_model, skeleton, train_tokenizer
+from cpt.models.growth import entries, fit_rows
+from cpt.models.loading import build_model, is_tied, load_model, skeleton, train_tokenizer
 
 ADDED = ["contract", "pasta", "section"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -97,46 +97,3 @@ def test_a_head_stays_tied_or_untied(config, with_sentinels, tmp_path):
     given = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
     assert torch.equal(loaded(**given).logits, start(**given).logits)
     assert {*skeleton(loaded).state_dict()} == {*loaded.state_dict()}
-
-
-def test_a_head_that_would_not_be_resized_is_refused(words, more):
-    config = {"model_type": "deberta-v2", "legacy": False, **SIZES}
-    start = build_model(config, words, "masked", seed=0)
-    with pytest.raises(
-        ValueError, match="transformers finds no head of DebertaV2ForMaskedLM with a row for each"
-    ):
-        fit_rows(start, more, checkpoint="x")
-
-
-def test_ids_with_gaps_need_a_row_each(words):
-    class Gaps:
-        def __len__(self):
-            return 3
-
-        def get_vocab(self):
-            return {"a": 0, "b": 1, "c": 9}
-
-    assert entries(Gaps()) == 10
-
-
-@pytest.fixture
-def checkpoint(words, more, tmp_path):
-    """A local folder whose tokenizer has been given words that the model has no rows for."""
-    folder = tmp_path / "checkpoint"
-    for part in (model("roberta", words), more):
-        part.save_pretrained(folder)
-    return folder
-
-
-def interrupted():
-    """ContinualTrainer.commit_row that is interrupted after the first domain."""
-    from cpt.trainer.loop import ContinualTrainer
-
-    whole = ContinualTrainer.commit_row
-
-    def commit(self, row, **costs):
-        whole(self, row, **costs)
-        if row == "law":
-            raise KeyboardInterrupt
-
-    return commit

@@ -39,19 +39,6 @@ def sampling(**given) -> Sampling:
 # --- one token
 
 
-@pytest.mark.parametrize(
-    ("uniform", "top_p", "token"),
-    [
-        *[(0.0, 1.0, 2), (0.49, 1.0, 2), (0.51, 1.0, 0), (0.79, 1.0, 0), (0.81, 1.0, 1), (0.999999, 1.0, 1)],
-        *[(0.6, 0.5, 2), (0.61, 0.7, 2), (0.63, 0.7, 0), (0.9999, 0.7, 0), (0.99, 0.01, 2)],
-    ],
-)
-def test_a_number_chooses_by_the_distribution_function(uniform, top_p, token):
-    """Of .3, .2, .5: from the likeliest on, and cut to those that come to top_p."""
-    logits = torch.tensor([[0.3, 0.2, 0.5]]).log() + 4
-    assert sampling(top_p=top_p).choose(logits, torch.tensor([uniform])).tolist() == [token]
-
-
 # --- texts
 
 
@@ -101,8 +88,3 @@ def test_a_text_does_not_depend_on_its_batch(model, contexts):
             for at in range(0, 40, size)
         ]
         assert [ids for part in parts for ids, _ in part] == [ids for ids, _ in together]
-
-
-def test_a_checkpoint_has_its_own_habits_back(model, contexts):
-    sample_texts(model, contexts[:2], numbers(2, 3), sampling=sampling())
-    assert model.generation_config.repetition_penalty == 5.0 and model.generation_config.eos_token_id == 7

@@ -69,12 +69,3 @@ def test_a_tuner_learns_and_is_merged(make, tuner):
     assert set(plain.state_dict()) == names and type(plain) is type(model)
     assert not any(isinstance(each, BaseTunerLayer) for each in plain.modules())
     torch.testing.assert_close(logits(plain.eval()), last, rtol=1e-3, atol=1e-4)
-
-
-def test_what_does_not_go_with_a_model_is_told():
-    with pytest.raises(
-        ValueError, match="method.tuner=loha with method.arguments={} does not go with a gpt2: T"
-    ):
-        attach_tuner(gpt2(), "loha", targets="auto", arguments={})
-    with pytest.raises(ValueError, match="method.arguments.rank is not known; allowed: "):
-        attach_tuner(bert(), "oft", targets="auto", arguments={"rank": 3})

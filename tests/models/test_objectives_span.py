@@ -10,7 +10,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from cpt.core.randomness import sample_keys
-from cpt.data.collate import Rows, Sizes, labels_of
+from cpt.data.collate import Rows, labels_of
 from cpt.models.objectives import Span, draw_composition
 
 V, END, PAD = 200, 1, 0
@@ -101,23 +101,6 @@ def test_every_composition_is_equally_likely(total, parts):
     assert chi2 <= expected - 1 + 4 * math.sqrt(2 * expected)
 
 
-def test_a_sentinel_is_the_same_in_source_and_target_and_ids_descend():
-    for source, target in sides(span().batch(rows([128] * 20))[0]):
-        own = [[each for each in side if each in SENTINELS] for side in (source, target)]
-        assert own[0] == own[1] == SENTINELS[: len(own[0])] and len(own[0]) == 6
-        assert target[0] == SENTINELS[0]
-
-
-def test_more_holes_than_sentinels_are_told():
-    assert span().longest == 2009
-    span().batch(rows([2009]))
-    with pytest.raises(
-        ValueError, match="2010 tokens has 101 holes; allowed: 2009 tokens, for 100 sentinels"
-    ):
-        span().batch(rows([2010]))
-    assert span(sentinels=SENTINELS[:1]).longest == 30
-
-
 def t5():
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": V}
@@ -154,24 +137,6 @@ def test_a_place_is_that_of_the_hidden_token_or_of_the_hole_that_follows():
         assert names == firsts
         assert inner[-1] == given.lengths[row] - 1 and targets[-1] == END
     assert places[batch["rows"] == 2].tolist() == [80, 80]
-
-
-def test_a_row_of_one_token_has_nothing_to_hide():
-    batch, _ = span().batch(rows([1]))
-    ((source, target),) = sides(batch)
-    assert len(source) == 2 and target == [SENTINELS[0], END]
-    one = Sizes(np.array([1]), np.array([1]))
-    assert span().scored(one).tolist() == [2] and span().scoring.scored(one).tolist() == [0]
-    assert span().scoring.batch(rows([1, 30]))[0]["rows"].min() == 1
-
-
-def test_the_first_token_is_never_hidden_and_the_last_always():
-    given = rows([40] * 200 + [9] * 50)
-    hidden = span().hidden(given)
-    last = given.lengths - 1
-    assert not hidden[:, 0].any() and hidden[np.arange(250), last].all()
-    assert not (hidden & ~given.present).any()
-    assert hidden[:200, 1:-1].any(0).all()
 
 
 def test_a_row_is_hidden_alike_in_any_batch():

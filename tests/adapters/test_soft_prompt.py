@@ -3,14 +3,10 @@
 import pytest
 import torch
 from torch.func import functional_call
-from torch.nn import functional
-from transformers import AutoModelForSequenceClassification, RobertaConfig
 
 from cpt.adapters.soft_prompt import attach_prompt
-from cpt.data.collate import labels_of
-from cpt.models.forward import body
-from tests.models.test_units import FAMILIES, SIZES, V, build, inputs_of
-from tests.support.running import batch_of, encoded, outputs_at, token_nll
+from tests.models.test_units import FAMILIES, V, build, inputs_of
+from tests.support.running import batch_of, encoded, outputs_at
 
 pytestmark = pytest.mark.slow
 
@@ -86,36 +82,6 @@ def test_a_padded_row_is_the_row_without_padding(name):
         close(found[row, :length], alone[0])
 
 
-def by_hand(model, none, batch, *, embeddings):
-    """Logits [K, V] at `positions` of a widened batch, whose embeddings are given; the prompt of the model is
-    off, and its head sees what the body puts out at each place."""
-    handle = model.get_input_embeddings().register_forward_hook(lambda *_: embeddings)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    logits = functional_call(model, none, kwargs=inputs).logits
-    handle.remove()
-    return logits.flatten(0, 1)[batch["positions"]]
-
-
-@pytest.mark.parametrize("name", ["roberta", "bert", "modernbert", "gpt2", "llama", "opt"])
-def test_labels_and_positions_of_a_batch_need_no_change(name):
-    """Against labels that are moved by hand: a masked token's with the token, in a causal model to the place
-    before the token that they name; in a widened batch with its own ids and mask."""
-    model, part, none = prompted(name)
-    batch = padded_batch()
-    wide = {"input_ids": torch.full((B, T + N), 3), "attention_mask": torch.ones(B, T + N, dtype=torch.long)}
-    for key in wide:
-        wide[key][:, 0], wide[key][:, N + 1 :] = batch[key][:, 0], batch[key][:, 1:]
-    labels = torch.full((B, T + N), -100)
-    if name in MASKED:
-        labels[:, 0], labels[:, N + 1 :] = labels_of(batch)[:, 0], labels_of(batch)[:, 1:]
-    else:
-        labels[:, N:] = labels_of(batch)
-    wide["positions"] = (labels.flatten() != -100).nonzero().flatten()
-    logits = by_hand(model, none, wide, embeddings=widened(model, part.weight, batch["input_ids"]))
-    expected = functional.cross_entropy(logits.float(), labels.flatten()[wide["positions"]], reduction="none")
-    torch.testing.assert_close(token_nll(model, batch), expected, rtol=1e-5, atol=1e-5)
-
-
 class Listener:
     """Notes the inputs of the body's layers and what the body looks up."""
 
@@ -165,40 +131,6 @@ def test_a_causal_model_generates_as_it_scores():
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def test_an_end_task_on_the_body_reads_the_first_token():
-    """A classifier's body is the language model's, so it has its prompt; <s> is where it was."""
-    model, part, none = prompted("roberta")
-    config = RobertaConfig(**SIZES, num_labels=3)
-    classifier = AutoModelForSequenceClassification.from_config(config).double().eval()
-    classifier.roberta = model.roberta
-    batch = padded_batch()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    found = classifier(**inputs).logits
-    close(found, classifier.classifier(encoded(model, batch)))
-    part.weight.data.add_(1)
-    assert not torch.equal(classifier(**inputs).logits, found)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
-        ({"attention_mask": torch.ones(1, 4)}, "^a model with a prompt needs input_ids or inputs_embeds$"),
-        (
-            {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])},
-            r"^a prompt takes an attention_mask \[B, T\] of rows that are padded at their end$",
-        ),
-        (
-            {"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 1, 3, 3)},
-            r"^a prompt takes an attention_mask \[B, T\] of rows that are padded at their end$",
-        ),
-    ],
-)
-def test_inputs_that_can_not_be_widened_are_told(inputs, message):
-    model, *_ = prompted("gpt2")
-    with pytest.raises(ValueError, match=message):
-        body(model)(**inputs)
-
-
 def pair_batch() -> dict[str, torch.Tensor]:
     """Sources of 7, 5 and 3 tokens, targets of 4."""
     batch = padded_batch()
@@ -241,15 +173,3 @@ def test_with_a_decoder_a_model_generates_with_its_prompt():
     assert torch.equal(told[:, : step.shape[1]], step)
     with pytest.raises(ValueError, match="to generate: num_beams=1"):
         model.generate(input_ids=ids, num_beams=2, **greedy)
-
-
-@pytest.mark.parametrize("name", ["roberta", "gemma2", "electra"])
-def test_a_prompt_begins_as_embeddings_of_ordinary_tokens(name):
-    model, part, _ = prompted(name, tokens=400 if name == "gemma2" else 30)
-    table = model.get_input_embeddings()
-    rows = table(torch.arange(V))
-    ids = [(rows == vector).all(1).nonzero().flatten().tolist() for vector in part.weight]
-    assert all(len(each) == 1 and each[0] not in (0, 1, 2) for each in ids)
-    assert len({each[0] for each in ids}) > 15
-    if name == "gemma2":  # 400 draws of 57 ids
-        assert {each[0] for each in ids} == set(range(3, V))

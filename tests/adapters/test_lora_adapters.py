@@ -1,7 +1,6 @@
 """LoRA on unmodified models: where pairs stand, what they add, and what others can load."""
 
 import json
-import math
 from copy import deepcopy
 
 import peft  # noqa: F401  (the expressions of `export` name it)
@@ -11,7 +10,6 @@ import transformers
 from peft.tuners.lora.layer import Linear
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
-from transformers.pytorch_utils import Conv1D
 
 from cpt.adapters import lora
 from cpt.models.units import projections
@@ -76,16 +74,6 @@ def test_the_first_model_is_the_base_bit_for_bit(kind, embeddings, build):
     assert torch.equal(logits(model), before)
 
 
-def test_a_and_b_begin_as_in_the_paper(build):
-    model = build()
-    attach(model)
-    for layer in lora.lora_layers(model).values():
-        a, b = lora.factors_of(layer)
-        bound = 1 / math.sqrt(a.shape[1])  # Kaiming's uniform distribution with a = sqrt(5)
-        assert 0.5 * bound < a.abs().max() <= bound
-        assert not b.any()
-
-
 @pytest.mark.parametrize("kind", ["modernbert", "gpt2"])
 def test_a_layer_adds_alpha_over_r_times_the_product(kind, build):
     model = build(kind)
@@ -148,7 +136,7 @@ def test_dropout_is_that_of_the_pairs_input_in_training_alone(build):
             ["attn.Wo", "model.layers.1.mlp.Wi"],
             ["model.layers.0.attn.Wo", "model.layers.1.attn.Wo", "model.layers.1.mlp.Wi"],
         ),
-        (r".*\.1\.mlp\..*", ["model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"]),
+        (r"model|.*\.1\.mlp\..*", ["model.layers.1.mlp.Wi", "model.layers.1.mlp.Wo"]),
     ],
 )
 def test_targets_are_ends_of_names_or_a_regular_expression(targets, found, build):
@@ -271,19 +259,6 @@ def test_what_is_exported_is_loaded_by_peft(kind, embeddings, build, tmp_path):
     torch.testing.assert_close(logits(plain), logits(build(kind)))
 
 
-def test_b_and_its_gradient_lie_by_columns_whatever_happens_to_it(build):
-    """A product with r rows, not columns, gives the gradient: 0.8 against 6.6 ms (2624 tokens, 1024 x 8)."""
-    model = build()
-    scope = attach(model)
-    learn(model, scope.names)
-    lora.reset_newest(model, 3)
-    copied = deepcopy(model)
-    copied.load_state_dict(model.state_dict())
-    copied.train()(input_ids=TOKENS).logits.sum().backward()
-    halves = [copied.get_parameter(name) for name in scope.names if ".lora_B." in name]
-    assert halves and all(half.T.is_contiguous() and half.grad.T.is_contiguous() for half in halves)
-
-
 def test_what_is_drawn_is_a_function_of_the_seed(build):
     """Not of the generator, which is another in each process, nor of where earlier pairs are."""
     drawn = []
@@ -295,20 +270,6 @@ def test_what_is_drawn_is_a_function_of_the_seed(build):
         lora.begin_adapter(model, stored=stored, seed=seed)
         drawn.append(torch.cat([model.get_parameter(name).flatten() for name in names]))
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_linear_map_but_the_head_has_a_pair(kind, build):
-    model = build(kind)
-    head = model.get_output_embeddings()
-    wanted = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
-    }
-    attach(model)
-    assert set(lora.lora_layers(model)) == wanted
-    assert {each.name for each in projections(build(kind))} <= wanted
 
 
 def test_only_the_newest_pair_has_gradients_and_a_frozen_one_stays_frozen(build):
