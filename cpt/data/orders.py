@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from cpt.core.rules import show
-from cpt.data.sources.selection import parse_name
+from cpt.data.sources.base import parse_name
 
 SWAPPED = "swapped"  # alone, or after another word: the second half first
 BY_TEXTS = ("similar", "similar_tree", "dissimilar")

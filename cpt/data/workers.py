@@ -48,14 +48,14 @@ def map_in_processes(
 def start_worker(work: Callable[[Any], Any]) -> None:
     ignore_signals()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _work[:] = [work]
+    _work[:], parent = [work], parent_process()
+
+    def exit_with_parent() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
     threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def exit_with_parent() -> None:
-    if (parent := parent_process()) is not None:
-        parent.join()
-        os._exit(1)
 
 
 def run_work(item: Any) -> Any:

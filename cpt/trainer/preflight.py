@@ -26,7 +26,7 @@ from cpt.core.memory import keep_free
 from cpt.core.processes import is_first_process
 from cpt.core.rules import show
 from cpt.core.signatures import check_arguments, target
-from cpt.data.chat import check_template
+from cpt.data.tokenized_tasks import check_template
 from cpt.methods.prompt import check_rows
 from cpt.models import loading
 from cpt.models.block_attention import check_isolation

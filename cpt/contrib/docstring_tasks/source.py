@@ -136,7 +136,7 @@ def label_documents(
     documents: Sequence[tuple[str, list[str]]], *, name: str, held_out: Mapping[str, float]
 ) -> list[Document]:
     """Documents with their splits and sub-packages; ValueError where they are too few to hold some out."""
-    from cpt.data.splitting import assign  # seconds that a check of options need not wait for
+    from cpt.data.corpus import assign  # seconds that a check of options need not wait for
 
     hashes = np.array([hash_of("\n\n".join(paragraphs)) for _, paragraphs in documents], np.uint64)
     splits = assign(hashes, np.zeros(len(hashes), np.int8), name=name, held_out=held_out)

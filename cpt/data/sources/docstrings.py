@@ -84,20 +84,17 @@ _TEX = {"leq": "<=", "le": "<=", "geq": ">=", "ge": ">=", "cdot": "*", "times": 
 _TEX |= dict.fromkeys(["dots", "ldots", "cdots"], "...")
 _TEX_STYLE = re.compile(r"\\(?:left|right|text\w*|operatorname|math\w+|[bB]igg?|quad)(?![a-zA-Z])|\\[,;! ]")
 _MATH = re.compile(r":math:`([^`]+)`|\$+(?!\s)([^$]+?)(?<!\s)\$+(?!\w)")
-_MARKUP = [  # a sign in every match, the pattern, its replacement
-    (sign, re.compile(pattern), replacement)
-    for sign, pattern, replacement in (
-        ("]_", r" ?\[#?(\w+)\]_", r" [\1]"),
-        ("[`", r"\[`([^`\]]+)`\](?:\([^)]*\))?", r"`\1`"),
-        ("`~", r"(?::[a-z:+-]+:)?`~(?:[^`<]*\.)?([^`.<]+)`", r"\1"),
-        (">`", r"(?::[a-z:+-]+:)?`([^`<]+?)\s*<[^`>]*>`_{0,2}", r"\1"),
-        (":`", r":[a-z][a-z:+-]*:`!?([^`]+)`", r"\1"),
-        ("``", r"``(.+?)``", r"\1"),
-        ("`", r"`([^`']+)`_{0,2}", r"\1"),
-        ("*", r"(?<![\w*])\*{1,2}(\w(?:[^*]*\w)?[.:]?)\*{1,2}(?![\w*])", r"\1"),
-        ("\\", r"\\([ *_`|])", r"\1"),
-    )
-]
+_MARKUP = (  # a sign in every match, the pattern, its replacement
+    ("]_", re.compile(r" ?\[#?(\w+)\]_"), r" [\1]"),
+    ("[`", re.compile(r"\[`([^`\]]+)`\](?:\([^)]*\))?"), r"`\1`"),
+    ("`~", re.compile(r"(?::[a-z:+-]+:)?`~(?:[^`<]*\.)?([^`.<]+)`"), r"\1"),
+    (">`", re.compile(r"(?::[a-z:+-]+:)?`([^`<]+?)\s*<[^`>]*>`_{0,2}"), r"\1"),
+    (":`", re.compile(r":[a-z][a-z:+-]*:`!?([^`]+)`"), r"\1"),
+    ("``", re.compile(r"``(.+?)``"), r"\1"),
+    ("`", re.compile(r"`([^`']+)`_{0,2}"), r"\1"),
+    ("*", re.compile(r"(?<![\w*])\*{1,2}(\w(?:[^*]*\w)?[.:]?)\*{1,2}(?![\w*])"), r"\1"),
+    ("\\", re.compile(r"\\([ *_`|])"), r"\1"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,27 +111,21 @@ class InstalledDocs(Source):
         return [name for name in self.packages if name != GENERAL]
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
-        return (("train", document) for document in documents(self.packages_of(name)))
+        packages = self.general if name == GENERAL else self.packages[name]
+        return (("train", document) for document in documents(packages))
 
     def fingerprint(self, name: str) -> Any:
-        return stamp_docs(self.packages_of(name))
-
-    def packages_of(self, name: str) -> Sequence[str]:
-        return self.general if name == GENERAL else self.packages[name]
+        return stamp_docs(self.general if name == GENERAL else self.packages[name])
 
 
-def stamp_docs(packages: Sequence[str]) -> Any:
-    return stamps(path for package in packages for path in modules(package))
+def stamp_docs(packages: Sequence[str] = ()) -> Any:
+    """The fingerprint of the docstrings of packages, of GENERAL_PACKAGES where none are given."""
+    return stamps(path for package in packages or GENERAL_PACKAGES for path in modules(package))
 
 
 def read_general() -> Iterator[tuple[str, str]]:
-    """The general text of sources that have none of their own."""
+    """The general text of sources that have none of their own: of GENERAL_PACKAGES."""
     return (("train", document) for document in documents(GENERAL_PACKAGES))
-
-
-def stamp_general() -> Any:
-    """The fingerprint of `read_general`."""
-    return stamp_docs(GENERAL_PACKAGES)
 
 
 def modules(package: str) -> dict[Path, str]:
@@ -229,9 +220,8 @@ def docstrings(source: str) -> Iterator[str]:
 
 def prose(text: str) -> list[str]:
     """The prose paragraphs of one docstring, each on one line and without reST markup."""
-    lines = (line.rstrip() for line in cleandoc(text).splitlines())
-    plain = (plain_text(paragraph) for paragraph in paragraphs(running_lines(lines)))
-    return [paragraph for paragraph in plain if is_prose(paragraph)]
+    lines = running_lines(map(str.rstrip, cleandoc(text).splitlines()))
+    return list(filter(is_prose, map(plain_text, paragraphs(lines))))
 
 
 def running_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -291,17 +281,17 @@ def _continues(current: Sequence[str], line: str) -> bool:
 
 def plain_text(text: str) -> str:
     """The text with roles, quotes of code, emphasis, links and simple TeX reduced to their words."""
+
+    def plain_math(match: re.Match[str]) -> str:
+        tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", match[1] or match[2]))
+        return re.sub(r"\\([a-zA-Z]+)", lambda name: _TEX.get(name[1], name[1]), tex)
+
     if "$" in text or ":math:" in text:
-        text = _MATH.sub(_plain_math, text)
+        text = _MATH.sub(plain_math, text)
     for sign, pattern, replacement in _MARKUP:
         if sign in text:
             text = pattern.sub(replacement, text)
     return " ".join(text.split())
-
-
-def _plain_math(match: re.Match[str]) -> str:
-    tex = re.sub(r"\{(\w)\}", r"\1", _TEX_STYLE.sub("", match[1] or match[2]))
-    return re.sub(r"\\([a-zA-Z]+)", lambda name: _TEX.get(name[1], name[1]), tex)
 
 
 def is_prose(text: str) -> bool:
@@ -372,9 +362,8 @@ def package_summaries(package: str) -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     bar = tqdm(modules(package).items(), desc=f"reading {package}", disable=None, leave=False)
     for path, module in bar:
-        for text in (text for texts in texts_of_file(path) for text in texts):
-            first = next(paragraphs(line.rstrip() for line in cleandoc(text).splitlines()), "")
-            summary = plain_text(first)
+        for text in chain.from_iterable(texts_of_file(path)):
+            summary = plain_text(next(paragraphs(map(str.rstrip, cleandoc(text).splitlines())), ""))
             if len(summary.split()) >= MIN_SUMMARY_WORDS:
                 found.setdefault(summary, module)
     return [(module, summary) for summary, module in found.items()]

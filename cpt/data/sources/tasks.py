@@ -21,9 +21,6 @@ from cpt.core.rules import MAPPED_TEXTS, MAPPING, TEXT, TEXTS, Rule, is_text, is
 from cpt.data.example import ASSISTANT, Example, RawExample, write_example
 from cpt.data.sources import docstrings, readers
 from cpt.data.sources.base import GENERAL, Encoding, Source
-from cpt.data.sources.readers import (
-    reading_bar,
-)
 
 log = logging.getLogger(__name__)
 LAYOUTS = ("cl_benchmark", "superni", "alpaca", "fewshot_tsv", "trace", "messages", "jsonl", "csv")
@@ -163,9 +160,8 @@ class Template(Options):
         """Raises ValueError for a template with unmatched braces, or a field that no row has."""
         known = dict.fromkeys((*FIELDS, *own), "")
         places = {name: getattr(self, name) or "" for name in ("source", "without_text", "question")}
-        for place, text in (
-            places | {f"prefixes.{name}": each for name, each in self.prefixes.items()}
-        ).items():
+        places |= {f"prefixes.{name}": each for name, each in self.prefixes.items()}
+        for place, text in places.items():
             try:
                 text.format_map(known)
             except (ValueError, LookupError, AttributeError) as error:
@@ -287,12 +283,13 @@ class Tasks(Source):
     @property
     def general_folder(self) -> Path | None:
         """The folder of the general text; None where there is none."""
-        folder = None if self.root is None or self.general is None else Path(self.root) / self.general
-        return folder if folder is not None and folder.is_dir() else None
+        folder = Path(self.root or "") / (self.general or "")
+        return folder if self.root and self.general and folder.is_dir() else None
 
     def read(self, name: str) -> Iterator[tuple[str, str]]:
         if name == GENERAL:
-            yield from self.read_general()
+            folder, how = self.general_folder, {"column": "text", "document": "auto"}
+            yield from readers.read_folder(folder, GENERAL, **how) if folder else docstrings.read_general()
             return
         choices, dropped, task = self.choices_of(name), 0, self.task_of(name)
         how = {"task": task, "dataset": name, "choices": choices, "seed": int(self.held_out["seed"])}
@@ -347,21 +344,11 @@ class Tasks(Source):
         closed = len(answers) <= MOST_CHOICES and PER_CHOICE * len(answers) <= answers.total()
         return tuple(sorted(answers)) if closed else ()
 
-    def read_general(self) -> Iterator[tuple[str, str]]:
-        if (folder := self.general_folder) is None:
-            yield from docstrings.read_general()
-            return
-        unit = readers.unit_of(files := readers.files_of(folder))
-        with reading_bar(GENERAL, total=len(files), unit=" files") as progress:
-            for path in files:
-                for text in readers.documents_of(path, column="text", unit=unit):
-                    yield readers.split_of(path, folder), text
-                progress.update()
-
     def fingerprint(self, name: str) -> Any:
         if name == GENERAL:
-            folder = self.general_folder
-            return docstrings.stamp_general() if folder is None else readers.stamps(readers.files_of(folder))
+            if (folder := self.general_folder) is None:
+                return docstrings.stamp_docs()
+            return readers.stamps(readers.files_of(folder))
         how = [dict(self.template), dict(self.columns), self.format, self.choices, self.unknown]
         if self.root is None:
             return [how, self.class_limit, docstrings.stamp_package_task(name)]

@@ -7,14 +7,16 @@ import pytest
 from hydra.utils import instantiate
 
 from cpt.data.corpus import make_corpus
-from cpt.data.sources.base import GENERAL, read_members, stamp_of
-from cpt.data.sources.selection import (
+from cpt.data.sources.base import (
     COARSE_OF_WIKIPEDIA,
+    GENERAL,
     NOT_DOMAINS,
     PATTERNS,
     choose_domains,
     group_names,
     parse_name,
+    read_members,
+    stamp_of,
 )
 from tests.conftest import VOCABULARIES, sentences
 
