@@ -22,13 +22,11 @@ from typing import Any
 from tqdm import tqdm
 
 from cpt.core.options import option
-from cpt.core.processes import cores
 from cpt.core.randomness import key
 from cpt.core.rules import TEXTS_BY_KEY, TEXTS_NOT_NONE
 from cpt.data.example import RawExample
 from cpt.data.sources.base import GENERAL, Source
 from cpt.data.sources.readers import stamps
-from cpt.data.workers import can_spawn, map_in_processes
 
 GENERAL_PACKAGES = ("stdlib", "numpy")
 TASK_PACKAGES = {  # of each task
@@ -38,10 +36,9 @@ TASK_PACKAGES = {  # of each task
     "pandas": ("pandas",),
 }
 TASK_CLASSES, TASK_EXAMPLES = 4, 300  # classes of a task, examples of a class
-LEFT_OUT_FOLDERS = {"tests", "test", "_tests", "idlelib", "lib2to3"}
-LEFT_OUT_FOLDERS |= {"site-packages", "dist-packages", "__pycache__", "_vendor"}
+LEFT_OUT_FOLDERS = {"tests", "test", "_tests", "idlelib", "lib2to3", "__pycache__", "_vendor"}
+LEFT_OUT_FOLDERS |= {"site-packages", "dist-packages"}
 LEFT_OUT_SECTIONS = {"references", "reference", "bibliography", "see also"}
-BYTES_PER_PROCESS = 2 << 20  # of sources
 MIN_WORDS, MIN_LETTERS, MIN_FUNCTION_WORDS = 8, 0.82, 0.08
 MIN_DOCUMENT_WORDS, MIN_SUMMARY_WORDS = 20, 5
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -160,30 +157,16 @@ def documents(packages: Sequence[str]) -> Iterator[str]:
 
 
 def documents_by_module(packages: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`.
-    Many files are read by as many processes as there are cores."""
+    """The module (pandas.core.frame) and the paragraphs of each of `documents`; ValueError as `modules`."""
     seen: set[str] = set()
-    ended = "a process that reads docstrings was ended, perhaps for want of memory; start again"
     for package, found in {package: modules(package) for package in packages}.items():
-        processes = min(cores(), sum(path.stat().st_size for path in found) // BYTES_PER_PROCESS)
-        if processes > 1 and can_spawn():
-            files: Iterable[list[list[str]]] = map_in_processes(
-                prose_of_file, found, processes, ended=ended, chunk=8
-            )
-        else:
-            files = map(prose_of_file, found)
-        progress = tqdm(files, desc=f"reading {package}", total=len(found), disable=None, leave=False)
-        for module, texts in zip(found.values(), progress, strict=True):
-            for paragraphs in texts:
+        for path, module in tqdm(found.items(), desc=f"reading {package}", disable=None, leave=False):
+            for texts in texts_of_file(path):
+                paragraphs = dict.fromkeys(chain.from_iterable(map(prose, texts)))
                 new = [paragraph for paragraph in paragraphs if paragraph not in seen]
                 seen.update(paragraphs)
                 if sum(len(paragraph.split()) for paragraph in new) >= MIN_DOCUMENT_WORDS:
                     yield module, new
-
-
-def prose_of_file(path: Path) -> list[list[str]]:
-    """The different paragraphs of each document in a file."""
-    return [list(dict.fromkeys(chain.from_iterable(map(prose, texts)))) for texts in texts_of_file(path)]
 
 
 def texts_of_file(path: Path) -> list[list[str]]:
